@@ -1,0 +1,107 @@
+"""Which scores a convolved score reads, and what follows: halos, outputs per tile, the causal band."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import sympy
+from sympy import Expr
+
+from ..errors import PlanError, explain
+from ..spec import Spec
+from .affine import Interval, interval_over
+
+Size: TypeAlias = int | Expr
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """The box of offsets an output reads: (i, j) reads inputs (i + r, j + c), r in ``rows``, c in ``cols``.
+
+    Ends are included and may be symbolic. Every footprint here contains the origin.
+    """
+
+    rows: Interval
+    cols: Interval
+
+    @classmethod
+    def forward(cls, cq: Size, pad_left: Size, pad_right: Size) -> Stencil:
+        """The convolution C[i, j] = sum W[u, v] S[i-(cq-1)+u, j-pL+v], 0 <= v <= pL + pR."""
+        cq, pad_left, pad_right = map(sympy.sympify, (cq, pad_left, pad_right))
+        return cls(rows=(1 - cq, sympy.S.Zero), cols=(-pad_left, pad_right))
+
+    def adjoint(self) -> Stencil:
+        """The transposed operator: input (i, j) is read by the outputs at the negated offsets."""
+        return Stencil(rows=_negated(self.rows), cols=_negated(self.cols))
+
+    def then(self, other: Stencil) -> Stencil:
+        """The footprint of applying both, one after the other: the Minkowski sum of the boxes.
+
+        The backward pass recomputes C, then scatters its gradient: ``forward.then(forward.adjoint())``.
+        """
+        return Stencil(rows=_sum(self.rows, other.rows), cols=_sum(self.cols, other.cols))
+
+    @property
+    def halo(self) -> tuple[Expr, Expr, Expr, Expr]:
+        """Extra inputs a tile of outputs reads: (rows above, rows below, columns left, columns right)."""
+        return -self.rows[0], self.rows[1], -self.cols[0], self.cols[1]
+
+    def effective(self, tile_rows: Size, tile_cols: Size) -> tuple[Expr, Expr]:
+        """(B_r, B_c): the outputs that a loaded tile of inputs yields, the tile less its halos.
+
+        Raises:
+            PlanError: the halo leaves no output.
+        """
+        above, below, left, right = self.halo
+        outputs = sympy.sympify(tile_rows) - above - below, sympy.sympify(tile_cols) - left - right
+        if any(extent.is_nonpositive for extent in outputs):
+            legal = f"at least {above + below + 1} x {left + right + 1}"
+            raise PlanError(explain("tile", (tile_rows, tile_cols), "the halo leaves no output", legal))
+        return outputs
+
+    def blocks(self, rows: Size, cols: Size, tile_rows: Size, tile_cols: Size) -> tuple[Expr, Expr]:
+        """Tiles that cover ``rows`` x ``cols`` outputs, along each axis: ceil(n / effective)."""
+        block_rows, block_cols = self.effective(tile_rows, tile_cols)
+        return sympy.ceiling(rows / block_rows), sympy.ceiling(cols / block_cols)
+
+
+@dataclass(frozen=True)
+class BandGeometry:
+    """The diagonals delta = i + off - j near the causal edge, on which the lifted score Ct differs from C.
+
+    Attributes:
+        width: F; Ct[i, j] is corrected by E[i, delta] for 0 <= delta < F.
+        reach: E needs the scores A[i', f] = q[i'] . k[i' + off + f] for f = 1..reach.
+    """
+
+    width: int
+    reach: int
+
+
+def band(spec: Spec) -> BandGeometry:
+    """The band of ``spec``, from its footprint and its mask rule (lift lowering, C = Ct - E).
+
+    The lifted sum keeps every term; the causal rule drops those past the diagonal of the term's own row (mask
+    "source") or of the output's row (mask "output"). A diagonal is in the band if some term on it is dropped.
+    """
+    if not spec.causal:
+        return BandGeometry(width=0, reach=0)
+    r, c = sympy.symbols("r c", integer=True)
+    stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
+    box = {r: stencil.rows, c: stencil.cols}
+    term = r - c  # the term at offset (r, c) lies on diagonal delta + term
+    tested = {"source": term, "output": -c}[spec.mask]  # dropped when delta + tested < 0
+    width = -int(interval_over(tested, box)[0])
+    # A dropped term lies f = -(delta + term) above the diagonal, most at delta = 0; no band needs no scores.
+    reach = -int(interval_over(term, box)[0]) if width else 0
+    return BandGeometry(width=width, reach=reach)
+
+
+def _negated(interval: Interval) -> Interval:
+    first, last = interval
+    return -last, -first
+
+
+def _sum(a: Interval, b: Interval) -> Interval:
+    return a[0] + b[0], a[1] + b[1]
