@@ -1,8 +1,8 @@
 """The GPUs that kernels are planned for: one row per target.
 
-Sizes are those a kernel may use, rates the vendor's peaks for dense work; L2 rates are estimates (no vendor states
-them all) and only rank plans. Sources: NVIDIA's CUDA C++ Programming Guide (technical specifications per compute
-capability) and the A100, L40S and H200 data sheets; AMD's CDNA 3 white paper and the MI300X data sheet.
+Sizes are those a kernel may use, rates the vendor's peaks for dense work; L2 rates are estimates, to rank
+plans with. Sources: the CUDA C++ Programming Guide (technical specifications per compute capability) and
+NVIDIA's data sheets of the A100, L40S and H200; AMD's CDNA 3 white paper and the MI300X data sheet.
 """
 
 from __future__ import annotations

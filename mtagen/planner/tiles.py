@@ -1,16 +1,16 @@
 """Loop bounds of one CTA of the lifted kernels, as sympy expressions to be printed into a kernel.
 
-A CTA owns a block of rows (queries) or of keys and streams tiles along the other axis. With delta = i + off - j
-a tile is
+A CTA owns a block of rows (queries) or of keys and streams tiles along the other axis. With
+delta = i + off - j a tile is
 
 * skipped, when no pair in it is allowed (every delta < 0);
 * interior, when every delta >= band: no mask, no band correction;
 * edge otherwise.
 
 Each class is a bound on the extreme delta of the tile's box, which is affine in the tile's position along the
-stream; so the bounds are roots of linear equations, aligned to tiles and clipped to the grid. They are exact: for
-an owned block that starts inside the grid, a tile is visited if and only if it holds an allowed pair. Divisions
-have non-negative numerators, because Triton's ``//`` truncates.
+stream; so the bounds are roots of linear equations, aligned to tiles and clipped to the grid. They are exact:
+for an owned block that starts inside the grid, a tile is visited if and only if it holds an allowed pair.
+Divisions have non-negative numerators, because Triton's ``//`` truncates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _DELTA = _i + OFF - _j
 class StreamBounds(NamedTuple):
     """[begin, interior_begin) edge, [interior_begin, interior_end) interior, [interior_end, end) edge.
 
-    Positions along the streamed axis, never decreasing. Each segment starts at a multiple of the tile size or is empty.
+    Positions along the streamed axis, never decreasing. A segment starts at a multiple of the tile size or is
+    empty.
     """
 
     begin: Expr
@@ -69,8 +70,9 @@ def key_owner_bounds(
 ) -> StreamBounds:
     """Row tiles streamed by the CTA that owns keys [j0, j0 + block_n), j0 < n_k: edge first, then interior.
 
-    Rows past n_q and keys past n_k contribute nothing by construction, so they make no edge. (The last key block,
-    if partial, counts its missing keys when it places the edge: at worst an interior tile is taken as an edge.)
+    Rows past n_q and keys past n_k contribute nothing by construction, so they make no edge. (The last key
+    block, if partial, counts its missing keys too when it places the edge: some of its edge tiles hold no
+    real pair of the band.)
     """
     if not causal:
         return StreamBounds(sympy.S.Zero, sympy.S.Zero, N_Q, N_Q)

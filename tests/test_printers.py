@@ -1,0 +1,153 @@
+"""Printed text: how it reads, and that its value is the expression's under each language's division."""
+
+import ast
+import random
+from types import SimpleNamespace
+
+import pytest
+import sympy
+from sympy import Max, Min, ceiling, floor
+
+from mtagen.codegen.printers import python_code, triton_code
+from mtagen.planner.tiles import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
+
+X, Y = sympy.symbols("x y", integer=True)
+N, M = sympy.symbols("n m", integer=True, nonnegative=True)
+B = sympy.Symbol("BLOCK", integer=True, positive=True)
+
+EXPRESSIONS = [
+    sympy.Integer(-3),
+    X - Y - 2,
+    -X,
+    -2 * X * Y,
+    X * (X - Y),
+    2 - 3 * (X - Y) ** 2,
+    Min(X, Y, 7),
+    Max(X - 1, -Y),
+    floor(N / B),
+    B * floor(N / B),
+    -B * floor(N / B) - X,
+    floor(N / 4) * floor(M / B) + X,
+    floor((N + 5) / B),
+    floor(N * M / (B + 1)),
+    floor(floor(N / 3) / B),
+    floor(N / 3 + M / 2),
+    2 * ceiling(N / B) * B,
+    X - ceiling((N + M) / 16),
+    ceiling(2 * B * floor(N / B) / (B + 2)),
+    *(bound for width in (0, 10) for bound in (*row_owner_bounds(True, band=width),)),
+    *(bound for width in (0, 10) for bound in (*key_owner_bounds(True, 64, BLOCK_N, width),)),
+]
+SIGNED_QUOTIENTS = [floor(X / B), ceiling(X / B), -floor((X - Y) / 3), ceiling(-X * Y / B) + 1]
+
+
+def c_divide(a, b):
+    """Integer division as C and Triton do it: toward zero."""
+    return abs(a) // b * (1 if a >= 0 else -1)
+
+
+class _TruncatingDivision(ast.NodeTransformer):
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.FloorDiv):
+            return node
+        return ast.copy_location(
+            ast.Call(ast.Name("c_divide", ast.Load()), [node.left, node.right], []), node
+        )
+
+
+def evaluate_as_triton(text, values):
+    tree = ast.fix_missing_locations(_TruncatingDivision().visit(ast.parse(text, mode="eval")))
+    tl = SimpleNamespace(
+        minimum=lambda a, b: min(a, b),
+        maximum=lambda a, b: max(a, b),
+        cdiv=lambda a, b: c_divide(a + (b - 1), b),
+    )
+    return eval(compile(tree, text, "eval"), {"tl": tl, "c_divide": c_divide} | values)
+
+
+def samples(expr, count=25):
+    rng = random.Random(str(expr))
+    for _ in range(count):
+        yield {
+            symbol: rng.randint(1, 9)
+            if symbol.is_positive
+            else rng.randint(0 if symbol.is_nonnegative else -40, 40)
+            for symbol in sorted(expr.free_symbols, key=str)
+        }
+
+
+@pytest.mark.parametrize("expr", EXPRESSIONS, ids=str)
+def test_triton_text_has_the_value_of_the_expression(expr):
+    text = triton_code(expr)
+    for point in samples(expr):
+        values = {symbol.name: value for symbol, value in point.items()}
+        assert evaluate_as_triton(text, values) == expr.subs(point)
+
+
+@pytest.mark.parametrize("expr", EXPRESSIONS + SIGNED_QUOTIENTS, ids=str)
+def test_python_text_has_the_value_of_the_expression(expr):
+    text = python_code(expr)
+    for point in samples(expr):
+        assert eval(text, {symbol.name: value for symbol, value in point.items()}) == expr.subs(point)
+
+
+@pytest.mark.parametrize(
+    ("expr", "triton", "python"),
+    [
+        (B * floor(N / B), "n // BLOCK * BLOCK", "n // BLOCK * BLOCK"),
+        (ceiling(N / B), "tl.cdiv(n, BLOCK)", "-(-n // BLOCK)"),
+        (Max(0, X - B + 1), "tl.maximum(0, x + 1 - BLOCK)", "max(0, x + 1 - BLOCK)"),
+        (Min(X, Y, 3), "tl.minimum(3, tl.minimum(x, y))", "min(3, x, y)"),
+        (floor((N + 1) / (2 * B)), "(n + 1) // (2 * BLOCK)", "(n + 1) // (2 * BLOCK)"),
+        (-(X**2), "-(x * x)", "-(x * x)"),
+        (5, "5", "5"),
+    ],
+)
+def test_text_reads_as_written_by_hand(expr, triton, python):
+    assert triton_code(expr) == triton
+    assert python_code(expr) == python
+
+
+def test_loop_bounds_of_the_paper_setting():
+    rows, keys = row_owner_bounds(True, band=10), key_owner_bounds(True, band=10)
+    assert triton_code(rows.interior_end) == (
+        "tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N"
+    )
+    assert triton_code(rows.end) == "tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))"
+    assert triton_code(keys.begin) == "tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M"
+    assert triton_code(keys.interior_begin) == (
+        "tl.minimum(n_q, tl.cdiv(tl.maximum(0, j0 + BLOCK_N + 9 - off), BLOCK_M) * BLOCK_M)"
+    )
+    assert triton_code(BLOCK_M) == "BLOCK_M"
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        X / 2,
+        X / B,
+        2.0 * X,
+        sympy.Rational(1, 2),
+        sympy.pi,
+        X**Y,
+        sympy.Symbol("real"),
+        sympy.Symbol("not a name", integer=True),
+        floor(X / Y),
+        floor(sympy.sqrt(N)),
+        sympy.oo,
+        sympy.Mod(X, 3),
+        X < Y,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("printer", [triton_code, python_code])
+def test_what_is_not_exact_is_refused(printer, expr):
+    with pytest.raises(ValueError, match="legal: integers, integer symbols"):
+        printer(expr)
+
+
+@pytest.mark.parametrize("expr", SIGNED_QUOTIENTS, ids=str)
+def test_triton_refuses_numerators_that_may_be_negative(expr):
+    with pytest.raises(ValueError, match="may have a negative numerator"):
+        triton_code(expr)

@@ -1,0 +1,142 @@
+"""Footprints and the causal band against enumeration of the convolution's terms."""
+
+import itertools
+
+import numpy as np
+import pytest
+import sympy
+
+from mtagen.errors import PlanError
+from mtagen.planner.stencil import BandGeometry, Stencil, band
+from mtagen.spec import KEY_PADDINGS, MASKS, Spec
+
+KERNELS = [(1, 1), (1, 4), (3, 1), (2, 2), (3, 5), (6, 11), (4, 2)]
+SPECS = [
+    Spec(kernel, 64, causal=causal, key_padding=padding, mask=mask)
+    for kernel, causal, padding, mask in itertools.product(KERNELS, (True, False), KEY_PADDINGS, MASKS)
+]
+
+
+def spec_id(spec):
+    return f"{spec.cq}x{spec.ck}-{spec.key_padding}-{spec.mask}-{'causal' if spec.causal else 'full'}"
+
+
+def stencil_of(spec):
+    return Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
+
+
+def reads(spec, i, j):
+    """The scores that output (i, j) reads, from the definition of C."""
+    return {(i - (spec.cq - 1) + u, j - spec.pad_left + v) for u in range(spec.cq) for v in range(spec.ck)}
+
+
+def read_for_gradient(spec, i, j):
+    """The scores needed to recompute every output that reads (i, j)."""
+    span = max(spec.kernel)
+    near = itertools.product(range(i - span, i + span + 1), range(j - span, j + span + 1))
+    return set().union(*(reads(spec, *output) for output in near if (i, j) in reads(spec, *output)))
+
+
+def box(stencil, i, j):
+    (top, bottom), (left, right) = stencil.rows, stencil.cols
+    return set(itertools.product(range(i + top, i + bottom + 1), range(j + left, j + right + 1)))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_footprints_are_the_scores_read(spec):
+    forward = stencil_of(spec)
+    assert box(forward, 7, -3) == reads(spec, 7, -3)
+    assert box(forward.then(forward.adjoint()), 7, -3) == read_for_gradient(spec, 7, -3)
+
+
+@pytest.mark.parametrize("padding", KEY_PADDINGS)
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 3), (3, 4)])
+def test_effective_counts_the_outputs_a_tile_yields(kernel, padding):
+    spec, tile = Spec(kernel, 64, key_padding=padding), set(itertools.product(range(9), range(10)))
+    forward = stencil_of(spec)
+    for stencil, needs in [(forward, reads), (forward.then(forward.adjoint()), read_for_gradient)]:
+        rows, cols = stencil.effective(9, 10)
+        assert rows * cols == sum(needs(spec, i, j) <= tile for i, j in tile)
+        above, _, left, _ = stencil.halo
+        assert needs(spec, int(above), int(left)) <= tile
+
+
+def test_symbolic_backward_footprint():
+    cq, left, right, block = sympy.symbols("c_q p_L p_R B", integer=True, positive=True)
+    forward = Stencil.forward(cq, left, right)
+    backward = forward.then(forward.adjoint())
+    assert forward.halo == (cq - 1, 0, left, right)
+    assert backward.halo == (cq - 1, cq - 1, left + right, left + right)
+    rows, cols = backward.effective(block, block)
+    assert sympy.expand(rows - (block - 2 * (cq - 1))) == 0
+    assert sympy.expand(cols - (block - 2 * (left + right))) == 0
+    assert backward.adjoint() == backward
+
+
+def test_blocks_cover_the_grid():
+    forward = Stencil.forward(6, 5, 5)
+    assert forward.effective(64, 64) == (59, 54)
+    assert forward.blocks(59, 54, 64, 64) == (1, 1)
+    assert forward.blocks(60, 109, 64, 64) == (2, 3)
+
+
+def test_tile_smaller_than_its_halo_is_refused():
+    forward = Stencil.forward(6, 5, 5)
+    with pytest.raises(PlanError, match=r"tile: got \(16, 16\).*at least 11 x 21"):
+        forward.then(forward.adjoint()).effective(16, 16)
+
+
+def dropped(spec, i, j, ii, jj, off):
+    """The lifted sum keeps this term of C[i, j]; the causal rule does not."""
+    return spec.causal and jj > off + {"source": ii, "output": i}[spec.mask]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_band_covers_exactly_the_dropped_terms(spec):
+    n, off = 24, 2
+    deltas, diagonals = set(), set()
+    for i, j in itertools.product(range(n), range(n + off)):
+        if j > i + off:
+            continue
+        for ii, jj in reads(spec, i, j):
+            if ii >= 0 and 0 <= jj < n + off and dropped(spec, i, j, ii, jj, off):
+                deltas.add(i + off - j)
+                diagonals.add(jj - ii - off)
+    geometry = band(spec)
+    assert deltas == set(range(geometry.width))
+    assert diagonals <= set(range(1, geometry.reach + 1))
+    assert max(diagonals, default=0) == geometry.reach
+
+
+def test_band_of_the_paper_setting():
+    assert band(Spec((6, 11), 128)) == BandGeometry(width=10, reach=10)
+    assert band(Spec((6, 11), 128, mask="output")) == BandGeometry(width=5, reach=10)
+    assert band(Spec((6, 11), 128, mask="output", key_padding="left")) == BandGeometry(width=0, reach=0)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(9, 9), (5, 13), (13, 8)])
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.causal], ids=spec_id)
+def test_lifted_score_less_band_is_the_convolved_score(spec, n_q, n_k):
+    """C = Ct - E with E built from the band's ``reach`` diagonals of scores, on ``width`` diagonals."""
+    rng, off = np.random.default_rng(0), n_k - n_q
+    scores, weight = rng.standard_normal((n_q, n_k)), rng.standard_normal(spec.kernel)
+    geometry = band(spec)
+
+    def diagonal(i, f):
+        inside = 0 <= i < n_q and 0 <= i + off + f < n_k
+        return scores[i, i + off + f] if inside and 1 <= f <= geometry.reach else 0.0
+
+    for i, j in itertools.product(range(n_q), range(n_k)):
+        delta = i + off - j
+        if delta < 0:
+            continue
+        exact = lifted = correction = 0.0
+        for u, v in itertools.product(range(spec.cq), range(spec.ck)):
+            ii, jj = i - (spec.cq - 1) + u, j - spec.pad_left + v
+            if 0 <= ii < n_q and 0 <= jj < n_k:
+                lifted += weight[u, v] * scores[ii, jj]
+                exact += 0.0 if dropped(spec, i, j, ii, jj, off) else weight[u, v] * scores[ii, jj]
+            f = v - spec.pad_left + (spec.cq - 1) - u - delta
+            if delta < geometry.width and (spec.mask == "source" or v - spec.pad_left > delta):
+                correction += weight[u, v] * diagonal(ii, f)
+        assert exact == pytest.approx(lifted - correction, abs=1e-12)
