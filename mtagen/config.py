@@ -1,0 +1,91 @@
+"""Every environment variable mtagen looks at, read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .errors import SpecError, explain
+
+LOCK_TIMEOUT = 600.0  # seconds
+
+
+class Setting(NamedTuple):
+    """One row of ``mtagen show-config``, all text."""
+
+    name: str
+    value: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings in force. :meth:`from_env` reads them anew, :meth:`describe` explains them."""
+
+    cache_dir: Path
+    cache_lock_timeout: float
+    triton_interpret: bool
+
+    @classmethod
+    def from_env(cls) -> Config:
+        """The configuration the environment asks for; an empty variable counts as unset.
+
+        Raises:
+            SpecError: ``MTAGEN_CACHE_LOCK_TIMEOUT`` is not a number of seconds >= 0.
+            RuntimeError: no cache directory is set and the user has no home directory.
+        """
+        return cls(
+            cache_dir=_cache_dir(),
+            cache_lock_timeout=_seconds("MTAGEN_CACHE_LOCK_TIMEOUT", LOCK_TIMEOUT),
+            triton_interpret=_flag("TRITON_INTERPRET"),
+        )
+
+    def describe(self) -> list[Setting]:
+        """One row for each variable: its name, the value in force, the default and the meaning."""
+        return [
+            Setting(
+                "MTAGEN_CACHE_DIR",
+                str(self.cache_dir),
+                "$XDG_CACHE_HOME/mtagen, else ~/.cache/mtagen",
+                "root of the on-disk kernel cache",
+            ),
+            Setting(
+                "MTAGEN_CACHE_LOCK_TIMEOUT",
+                f"{self.cache_lock_timeout:g}",
+                f"{LOCK_TIMEOUT:g}",
+                "seconds to wait for a process that builds the same kernel, before building it privately",
+            ),
+            Setting(
+                "TRITON_INTERPRET",
+                str(int(self.triton_interpret)),
+                "0",
+                "Triton's own switch: run its kernels in the CPU interpreter",
+            ),
+        ]
+
+
+def _cache_dir() -> Path:
+    if configured := os.environ.get("MTAGEN_CACHE_DIR"):
+        return Path(configured).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification says to ignore a relative path.
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mtagen"
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:  # NaN fails as well
+        raise SpecError(explain(name, text, "must be a number of seconds", ">= 0"))
+    return value
+
+
+def _flag(name: str) -> bool:
+    # The spellings Triton itself accepts.
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")

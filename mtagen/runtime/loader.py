@@ -1,0 +1,60 @@
+"""Import of rendered Python source, in a way that survives the file's removal."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import sys
+import threading
+from importlib.abc import ExecutionLoader
+from pathlib import Path
+from types import ModuleType
+
+_LOCK = threading.RLock()
+
+
+class _SourceLoader(ExecutionLoader):
+    """Runs source held in memory. Writes no bytecode: its staleness check would rest on mtime."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.path, self.source = path, source
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.path)
+
+    def get_source(self, fullname: str) -> str:
+        # linecache, and so inspect.getsource, asks here once the file has gone.
+        return self.source
+
+
+def load_module(path: Path, source: bytes | None = None) -> ModuleType:
+    """The module of one rendered file, executed once per process and content. Thread-safe.
+
+    Args:
+        path: the file; its folder and stem name the module, and tracebacks and ``inspect`` show it.
+        source: its content when the caller has it (``Entry.files`` holds the bytes that the cache verified);
+            ``None`` reads the file.
+
+    Raises:
+        OSError: ``source`` is not given and the file cannot be read.
+        Exception: whatever executing the source raises; the module is then not kept.
+    """
+    content = path.read_bytes() if source is None else source
+    # The content, not the location, makes the name unique: Triton's own cache then survives a move of ours.
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    name = re.sub(r"\W", "_", f"mtagen_{path.absolute().parent.name}_{path.stem}_{digest}")
+    with _LOCK:
+        if name in sys.modules:
+            return sys.modules[name]
+        loader = _SourceLoader(path.absolute(), importlib.util.decode_source(content))
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before execution: inspect.getsource finds the module by name
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
