@@ -1,0 +1,164 @@
+"""The linear maps that fold a convolution of scores into their operands, and the adjoint of each.
+
+Away from the causal diagonal the convolved scores are one product Ct = left @ right^T: one operand holds
+shifted rows, the other the same rows mixed by the kernel, along whichever axis of it is shorter. Close to the
+diagonal, 0 <= delta = i + off - j < ``band.shape[2]``, Ct contains terms that the causal mask removes;
+``band`` holds their sum, so that C[i, j] = Ct[i, j] - band[i, delta]. Here ``kernel`` is scale * W, ``off``
+is Nk - Nq, and G counts independent heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import Spec
+
+
+def lift(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands whose product is a convolution of scores, and its correction near the causal diagonal.
+
+    With cq <= ck, left[i] = (q[i-(cq-1)+u])_u and right[j] = (sum_v W[u,v] k[j-pL+v])_u; else the mirror
+    image.
+
+    Args:
+        spec: the operator.
+        q: ``[G, Nq, D]``, aligned to the end of the keys.
+        k: ``[G, Nk, D]``.
+        kernel: ``[G, cq, ck]``, all three of one float dtype.
+
+    Returns:
+        ``left [G, Nq, m*D]``, ``right [G, Nk, m*D]`` with m = min(cq, ck), one of them an overlapping view,
+        and ``band [G, Nq, width]``, whose width is 0 where nothing needs correction.
+    """
+    if spec.cq <= spec.ck:
+        left, right = _windows(q, spec.cq, spec.cq - 1), _mix(k, kernel, spec.pad_left)
+    else:
+        left, right = _mix(q, kernel.mT, spec.cq - 1), _windows(k, spec.ck, spec.pad_left)
+    return left, right, _band(spec, q, k, kernel)
+
+
+def lift_backward(
+    spec: Spec, dleft: Tensor, dright: Tensor, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and kernel from those of the three results of :func:`lift`."""
+    if spec.cq <= spec.ck:
+        dq = _windows_backward(dleft, spec.cq, spec.cq - 1)
+        dk, dkernel = _mix_backward(dright, k, kernel, spec.pad_left)
+    else:
+        dq, dkernel = _mix_backward(dleft, q, kernel.mT, spec.cq - 1)
+        dk, dkernel = _windows_backward(dright, spec.ck, spec.pad_left), dkernel.mT
+    if dband.shape[2]:
+        band_dq, band_dk, band_dkernel = _band_backward(spec, dband, q, k, kernel)
+        return dq + band_dq, dk + band_dk, dkernel + band_dkernel
+    return dq, dk, dkernel
+
+
+def _band_width(spec: Spec) -> int:
+    if not spec.causal:
+        return 0
+    return spec.pad_right + (spec.cq - 1 if spec.mask == "source" else 0)
+
+
+def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
+    """E[i, delta] = sum of W[u,v] A[i-(cq-1)+u, f] over removed terms, f = v - pL + (cq-1) - u - delta.
+
+    As matrices: windows of A, the scores ahead of the diagonal, times a rearranged kernel.
+    """
+    if not _band_width(spec):
+        return q.new_empty(*q.shape[:2], 0)
+    return _windows(_ahead(spec, q, k), spec.cq, spec.cq - 1) @ _band_kernel(spec, kernel)
+
+
+def _band_backward(
+    spec: Spec, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    windows = _windows(_ahead(spec, q, k), spec.cq, spec.cq - 1)
+    dahead = _windows_backward(dband @ _band_kernel(spec, kernel).mT, spec.cq, spec.cq - 1)
+    entries, taps = _band_terms(spec, q.device)
+    dkernel = torch.zeros_like(kernel).flatten(1)
+    dkernel.index_add_(1, taps, (windows.mT @ dband).flatten(1)[:, entries])
+
+    pad = _ahead_padding(spec, q, k)
+    keys, dq = F.pad(k, pad), torch.zeros_like(q)
+    dkeys = torch.zeros_like(keys)
+    for f, column in enumerate(dahead.unsqueeze(2).unbind(3)):
+        ahead = slice(f, f + q.shape[1])
+        dq.addcmul_(column, keys[:, ahead])
+        dkeys[:, ahead].addcmul_(column, q)
+    return dq, F.pad(dkeys, [-p for p in pad]), dkernel.view_as(kernel)
+
+
+def _ahead(spec: Spec, q: Tensor, k: Tensor) -> Tensor:
+    """A ``[G, Nq, cq-1+pR]``: column f-1 holds q[i] . k[i+off+f], the scores ahead of the causal diagonal."""
+    keys, n = F.pad(k, _ahead_padding(spec, q, k)), q.shape[1]
+    return torch.stack([torch.linalg.vecdot(q, keys[:, f : f + n]) for f in range(keys.shape[1] - n + 1)], -1)
+
+
+def _ahead_padding(spec: Spec, q: Tensor, k: Tensor) -> list[int]:
+    """Padding that makes row i + f - 1 of the keys the one f ahead of query i; a negative one crops."""
+    return [0, 0, q.shape[1] - k.shape[1] - 1, spec.cq - 1 + spec.pad_right]
+
+
+def _band_kernel(spec: Spec, kernel: Tensor) -> Tensor:
+    """The kernel as the matrix ``[G, cq * (cq-1+pR), width]`` that takes windows of A to E."""
+    entries, taps = _band_terms(spec, kernel.device)
+    matrix = kernel.new_zeros(kernel.shape[0], entries.numel())
+    matrix[:, entries] = kernel.flatten(1)[:, taps]
+    return torch.unflatten(matrix, 1, (-1, _band_width(spec)))
+
+
+def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which entries of the flattened band matrix hold a tap (a mask), and the index u*ck + v of each tap."""
+    u, f, delta = torch.meshgrid(
+        torch.arange(spec.cq, device=device),
+        torch.arange(1, spec.cq + spec.pad_right, device=device),
+        torch.arange(_band_width(spec), device=device),
+        indexing="ij",
+    )
+    v = f + spec.pad_left - (spec.cq - 1) + u + delta
+    entries = (v >= 0) & (v < spec.ck)
+    if spec.mask == "output":
+        entries &= v - spec.pad_left > delta
+    return entries.flatten(), (u * spec.ck + v)[entries]
+
+
+def _padded(x: Tensor, n: int, before: int) -> Tensor:
+    """x ``[G, N, d]`` with room for n taps from i - before on, rows run together: ``[G, (N+n-1) * d]``."""
+    return F.pad(x, (0, 0, before, n - 1 - before)).flatten(1)
+
+
+def _windows(x: Tensor, n: int, before: int) -> Tensor:
+    """``[G, N, n*d]``, an overlapping view: row i holds x[i-before] to x[i-before+n-1], zero outside."""
+    return _padded(x, n, before).unfold(1, n * x.shape[2], x.shape[2])
+
+
+def _windows_backward(grad: Tensor, n: int, before: int) -> Tensor:
+    return _fold(torch.unflatten(grad, 2, (n, -1)).transpose(1, 2), before)
+
+
+def _mix(x: Tensor, mix: Tensor, before: int) -> Tensor:
+    """``[G, N, m*d]``: row i holds sum_t mix[s, t] x[i-before+t] for every s < m, with mix ``[G, m, n]``."""
+    mixed = mix @ _taps(x, mix.shape[2], before)
+    return torch.unflatten(mixed, 2, x.shape[1:]).transpose(1, 2).flatten(2)
+
+
+def _mix_backward(grad: Tensor, x: Tensor, mix: Tensor, before: int) -> tuple[Tensor, Tensor]:
+    grad = torch.unflatten(grad, 2, (mix.shape[1], -1)).transpose(1, 2).flatten(2)
+    dx = _fold(torch.unflatten(mix.mT @ grad, 2, x.shape[1:]), before)
+    return dx, grad @ _taps(x, mix.shape[2], before).mT
+
+
+def _taps(x: Tensor, n: int, before: int) -> Tensor:
+    """``[G, n, N*d]``, an overlapping view: row t is all of x shifted by t - before."""
+    return _padded(x, n, before).unfold(1, x.shape[1] * x.shape[2], x.shape[2])
+
+
+def _fold(grad: Tensor, before: int) -> Tensor:
+    """Adjoint of taking n taps: ``[G, n, N, d]`` summed to ``[G, N, d]``."""
+    heads, n, rows, d = grad.shape
+    padded = grad.new_zeros(heads, rows + n - 1, d)
+    for tap in range(n):
+        padded[:, tap : tap + rows] += grad[:, tap]
+    return padded[:, before : before + rows]

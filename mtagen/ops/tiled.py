@@ -1,0 +1,250 @@
+"""The ``torch`` backend: conv-attention tile by tile in PyTorch ops, O(N) memory, on any device.
+
+Online softmax over tiles of scores, as in FlashAttention, with the convolution folded into the operands
+(:mod:`.lifting`): a tile of convolved scores is one matrix product without halos. The backward pass
+recomputes the tiles. Inputs may be fp16, bf16, fp32 or fp64, of any strides; everything is computed in fp32,
+or in fp64 for fp64 inputs. Arguments are taken as valid: the ops in front of this backend check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import Spec
+from . import lifting
+
+TILE = 256  # rows and columns of a tile of scores: a quarter of a MiB in fp32, within a core's private cache
+
+
+def forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, *, tile: int = TILE
+) -> tuple[Tensor, Tensor]:
+    """softmax(conv2d(mask0(scale * q k^T), weight) masked) v and the log-sum-exp of its rows.
+
+    Args:
+        spec: the operator; its dtype and head dims are not read, the tensors' own are.
+        q: ``[B, H, Nq, D]``, aligned to the end of the keys.
+        k: ``[B, Hkv, Nk, D]``, H a multiple of Hkv.
+        v: ``[B, Hkv, Nk, DV]``.
+        weight: ``[H, cq, ck]``.
+        scale: factor of q k^T.
+        tile: rows and columns of a tile of scores.
+
+    Returns:
+        ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs). A query
+        that sees no key gets 0 and -inf.
+    """
+    off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    for group in _groups(q, k, v, weight, scale):
+        left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
+        for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
+            left_tile = left[:, rows].contiguous()
+            # A finite floor, not -inf, so that exp(peak - peak) is 1 while a row has seen no key.
+            peak = left_tile.new_full((*left_tile.shape[:2], 1), torch.finfo(dtype).min)
+            total = torch.zeros_like(peak)
+            acc = peak.new_zeros(*peak.shape[:2], v.shape[3])
+            for cols in columns:
+                p = _score_tile(spec, left_tile, right[:, cols], band[:, rows], rows.start + off - cols.start)
+                new_peak = torch.maximum(peak, p.amax(-1, keepdim=True))
+                decay, peak = (peak - new_peak).exp_(), new_peak
+                p.sub_(peak).exp_()
+                total.mul_(decay).add_(p.sum(-1, keepdim=True))
+                acc.mul_(decay).baddbmm_(p, group.v[:, cols])
+            # A row's largest score adds exp(0) to its total: the clamp only acts on rows that see no key.
+            out[group.batch, group.head, rows] = (acc / total.clamp(min=1)).to(out.dtype)
+            lse[group.batch, group.head, rows] = (peak + total.log()).squeeze(-1)
+    return out, lse
+
+
+def backward(
+    spec: Spec,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    tile: int = TILE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`forward` from those of its two results, by G = P * (dP - D + dLSE) at every score.
+
+    Args:
+        grad_out: ``[B, H, Nq, DV]``.
+        grad_lse: ``[B, H, Nq]``, or ``None`` for zero.
+        out, lse: what :func:`forward` returned; the other arguments are those it was given.
+
+    Returns:
+        ``(dq, dk, dv, dweight)`` in the shapes and dtypes of q, k, v and weight.
+    """
+    off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
+    dq = torch.zeros_like(q)
+    dk, dv, dweight = (torch.zeros_like(x, dtype=dtype) for x in (k, v, weight))
+    for group in _groups(q, k, v, weight, scale):
+        left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
+        dleft, dright = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (left, right))
+        dband, dvalues = torch.zeros_like(band), torch.zeros_like(group.v)
+
+        query_side = group.batch, group.head
+        douts = grad_out[query_side].to(dtype)
+        dots = (douts * out[query_side]).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            dots -= grad_lse[query_side].unsqueeze(-1)
+        norms = lse[query_side].unsqueeze(-1)
+        # A row that sees no key has only masked scores: P = exp(-inf - inf) = 0.
+        norms.masked_fill_(norms == -torch.inf, torch.inf)
+        for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
+            left_tile, douts_tile = left[:, rows].contiguous(), douts[:, rows]
+            for cols in columns:
+                corner = rows.start + off - cols.start
+                p = _score_tile(spec, left_tile, right[:, cols], band[:, rows], corner)
+                p.sub_(norms[:, rows]).exp_()
+                dvalues[:, cols].baddbmm_(p.mT, douts_tile)
+                g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
+                dleft[:, rows].baddbmm_(g, right[:, cols])
+                dright[:, cols].baddbmm_(g.mT, left_tile)
+                for diagonal, entry in _diagonals(g, dband[:, rows], corner):
+                    entry.sub_(diagonal)
+
+        dqueries, dkeys, dkernel = lifting.lift_backward(
+            spec, dleft, dright, dband, group.q, group.k, group.kernel
+        )
+        dq[query_side] = dqueries.to(dq.dtype)
+        dk.index_put_((group.batch, group.kv_head), dkeys, accumulate=True)
+        dv.index_put_((group.batch, group.kv_head), dvalues, accumulate=True)
+        dweight.index_put_((group.head,), scale * dkernel, accumulate=True)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype)
+
+
+def decode(
+    spec: Spec,
+    q_tail: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    weight: Tensor,
+    scale: float,
+    cache_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The last n_new rows of conv-attention over cached keys, whose scores are few enough to be materialised.
+
+    Args:
+        spec: the operator, as for :func:`forward`.
+        q_tail: ``[B, H, cq-1+n_new, D]``, the cq-1 queries before the new ones, then the new ones; the last
+            row is at the last position of its sequence. Rows at negative positions count as zero whatever
+            they hold.
+        k_cache: ``[B, Hkv, Nmax, D]``.
+        v_cache: ``[B, Hkv, Nmax, DV]``.
+        weight: ``[H, cq, ck]``.
+        scale: factor of q k^T.
+        cache_seqlens: ``[B]`` integers, how many keys of each sequence are valid, the new ones included; the
+            rest may hold anything. ``None`` means all Nmax.
+
+    Returns:
+        ``out [B, H, n_new, DV]`` in ``q_tail.dtype`` and ``lse [B, H, n_new]`` in fp32 (fp64 for fp64
+        inputs). New rows at negative positions get 0 and -inf.
+    """
+    heads, tail, dtype = q_tail.shape[1], q_tail.shape[2], _compute_dtype(q_tail)
+    n_new = tail - (spec.cq - 1)
+    out = q_tail.new_zeros(q_tail.shape[0], heads, n_new, v_cache.shape[3])
+    lse = q_tail.new_full(out.shape[:3], -torch.inf, dtype=dtype)
+    lengths = [k_cache.shape[2]] * len(out) if cache_seqlens is None else cache_seqlens.tolist()
+    for entry, length in enumerate(lengths):
+        if not length:
+            continue
+        keys, values = (cache[entry, :, :length].to(dtype) for cache in (k_cache, v_cache))
+        positions = torch.arange(length - tail, length, device=q_tail.device)
+        absent = positions.unsqueeze(-1) < 0
+        visible = torch.arange(length, device=q_tail.device) <= positions.unsqueeze(-1)
+        visible = visible if spec.causal else ~absent
+        queries = q_tail[entry].to(dtype).masked_fill(absent, 0)
+        scores = scale * (queries.reshape(len(keys), -1, keys.shape[2]) @ keys.mT).view(heads, tail, length)
+        # One image of cq rows per new query, so that either mask applies before the convolution.
+        images = scores.unfold(1, spec.cq, 1).permute(1, 0, 3, 2)
+        seen = visible.unfold(0, spec.cq, 1).mT if spec.mask == "source" else visible[spec.cq - 1 :, None]
+        images = F.pad(images.masked_fill(~seen.unsqueeze(1), 0), (spec.pad_left, spec.pad_right))
+        mixed = F.conv2d(images, weight.to(dtype).unsqueeze(1), groups=heads).squeeze(2).transpose(0, 1)
+        hidden = ~visible[spec.cq - 1 :]
+        mixed = mixed.masked_fill(hidden, -torch.inf)
+        p = mixed.softmax(-1).masked_fill(hidden, 0)
+        out[entry] = (p.reshape(len(keys), -1, length) @ values).view_as(out[entry]).to(out.dtype)
+        lse[entry] = mixed.logsumexp(-1)
+    return out, lse
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Group(NamedTuple):
+    """Heads done together: their indices ``[G]``, and their inputs ``[G, ...]`` in the compute dtype."""
+
+    batch: Tensor
+    head: Tensor
+    kv_head: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kernel: Tensor
+
+
+def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Iterator[_Group]:
+    """All heads of all batch entries, as many at a time as there are threads; none if there are no scores.
+
+    More at a time are no faster, and the lifted operands of a group are min(cq, ck) times as large as its
+    inputs.
+    """
+    heads, ratio, dtype = q.shape[1], q.shape[1] // k.shape[1], _compute_dtype(q)
+    if not (q.shape[2] and k.shape[2]):
+        return
+    for part in _split(q.shape[0] * heads, torch.get_num_threads()):
+        index = torch.arange(part.start, part.stop, device=q.device)
+        batch, head = index // heads, index % heads
+        kv_head = head // ratio
+        yield _Group(
+            batch,
+            head,
+            kv_head,
+            q[batch, head].to(dtype),
+            k[batch, kv_head].to(dtype),
+            v[batch, kv_head].to(dtype),
+            scale * weight[head].to(dtype),
+        )
+
+
+def _row_tiles(spec: Spec, nq: int, nk: int, tile: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Tiles of rows, each with the tiles of columns that it sees some of."""
+    for rows in _split(nq, tile):
+        yield rows, _split(min(nk, rows.stop + nk - nq) if spec.causal else nk, tile)
+
+
+def _split(n: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, n)) for start in range(0, n, tile)]
+
+
+def _score_tile(spec: Spec, left: Tensor, right: Tensor, band: Tensor, corner: int) -> Tensor:
+    """Convolved scores ``[G, R, J]``, -inf where masked; ``corner`` is i + off - j of the first entry."""
+    scores = left @ right.mT
+    for diagonal, entry in _diagonals(scores, band, corner):
+        diagonal.sub_(entry)
+    if spec.causal and corner < scores.shape[2] - 1:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(corner + 1)
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _diagonals(scores: Tensor, band: Tensor, corner: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of each diagonal i + off - j = delta of a tile and of its entries in ``band [G, R, width]``."""
+    for delta in range(max(0, corner - scores.shape[2] + 1), band.shape[2]):
+        diagonal = scores.diagonal(corner - delta, 1, 2)
+        first = max(0, delta - corner)
+        yield diagonal, band[:, first : first + diagonal.shape[1], delta]
