@@ -1,0 +1,5 @@
+"""``python -m mtagen``."""
+
+from .cli import app
+
+app(prog_name="mtagen")

@@ -1,0 +1,160 @@
+"""A built op against the specification on this machine, by the rule of :mod:`.accuracy`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .accuracy import GRADIENT_FACTOR, Comparison, compare
+from .errors import SpecError, explain
+from .reference import reference
+from .spec import Spec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Op(Protocol):
+    """What is used here of the op that ``mtagen.build`` returns."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, return_lse: bool) -> Any: ...
+
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        return_lse: bool,
+    ) -> Any: ...
+
+
+class Case(NamedTuple):
+    """Sizes of one problem."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    nq: int
+    nk: int
+
+
+CASES = (
+    Case(1, 1, 1, 1, 1),
+    Case(2, 2, 2, 67, 67),
+    Case(2, 4, 2, 113, 203),  # ragged, grouped queries
+    Case(1, 2, 1, 70, 9),  # when causal, most queries see no key
+    Case(1, 2, 1, 511, 515),  # many tiles
+)
+
+
+class Row(NamedTuple):
+    """One result of one case, judged."""
+
+    case: Case
+    result: str
+    comparison: Comparison
+
+
+class Inputs(NamedTuple):
+    """Random tensors: an op's differentiable inputs, the gradient of its output, the queries to decode."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weight: Tensor
+    grad_out: Tensor
+    q_tail: Tensor
+
+
+def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Row]:
+    """Forward, all gradients and decode of ``op`` on random inputs, case by case.
+
+    Raises:
+        SpecError: the dtype is as wide as that of the float64 reference.
+    """
+    if spec.dtype not in DTYPES:
+        raise SpecError(
+            explain("dtype", spec.dtype, "must be narrower than the float64 reference", (*DTYPES,))
+        )
+    eager = partial(
+        reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True
+    )
+    for case in cases:
+        inputs = _inputs(spec, case, device)
+        # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            results = _train(op, eager, inputs) | _decode(op, eager, inputs)
+        for name, comparison in results.items():
+            yield Row(case, name, comparison)
+
+
+def _inputs(spec: Spec, case: Case, device: torch.device) -> Inputs:
+    random = torch.Generator().manual_seed(0)
+    batch, heads, kv_heads, nq, nk = case
+    new = min(2, nk)  # tokens to decode
+
+    def rows(n: int, heads: int, dim: int) -> Tensor:
+        # Laid out (B, N, H, D), as a projection leaves it.
+        x = torch.randn(batch, n, heads, dim, generator=random).transpose(1, 2)
+        return x.to(device, DTYPES[spec.dtype])
+
+    return Inputs(
+        q=rows(nq, heads, spec.head_dim),
+        k=rows(nk, kv_heads, spec.head_dim),
+        v=rows(nk, kv_heads, spec.value_head_dim),
+        weight=torch.randn(heads, *spec.kernel, generator=random).to(device) * math.prod(spec.kernel) ** -0.5,
+        grad_out=rows(nq, heads, spec.value_head_dim),
+        q_tail=rows(spec.cq - 1 + new, heads, spec.head_dim),
+    )
+
+
+def _train(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Comparison]:
+    def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> list[Tensor]:
+        leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in inputs[:4]]
+        out, lse = function(*leaves, return_lse=True)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, inputs.grad_out.to(out.dtype))]
+
+    out, lse, dq, dk, dv, dweight = zip(run(op), run(eager), run(eager, torch.float64), strict=True)
+    # What cancels in a gradient through softmax is a dot product of unit-normal vectors.
+    gradient = partial(compare, factor=GRADIENT_FACTOR, terms=inputs.grad_out.shape[-1] ** 0.5)
+    return {
+        "out": compare(*out, terms=inputs.v.abs().max().item()),
+        "lse": compare(*lse),
+        "dq": gradient(*dq),
+        "dk": gradient(*dk),
+        "dv": compare(*dv, factor=GRADIENT_FACTOR),
+        "dweight": gradient(*dweight),
+    }
+
+
+def _decode(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Comparison]:
+    q_tail, k, v, weight = inputs.q_tail, inputs.k, inputs.v, inputs.weight
+    batch, nk = k.shape[0], k.shape[2]
+    new = min(2, nk)
+    lengths = torch.tensor([max(new, nk // (i + 1)) for i in range(batch)], dtype=torch.int32)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Each sequence alone; queries before its first key are left out, for they do not exist."""
+        parts = [
+            eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), weight)
+            for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
+        ]
+        out, lse = (torch.cat(part)[:, :, -new:] for part in zip(*parts, strict=True))
+        return out, lse
+
+    # Whatever a cache holds past its length must not count.
+    stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
+    k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
+    ours = op.decode(q_tail, k_cache, v_cache, weight, cache_seqlens=lengths.to(k.device), return_lse=True)
+    out, lse = zip(ours, run(q_tail.dtype), run(torch.float64), strict=True)
+    return {
+        "decode out": compare(*out, terms=v.abs().max().item()),
+        "decode lse": compare(*lse),
+    }

@@ -1,0 +1,228 @@
+"""The command line. Commands import what they need when they run, so that ``--help`` is fast."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from .errors import InputError, MtagenError, SpecError, explain
+from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
+
+
+class _Group(TyperGroup):
+    """Turns the errors that a user can mend into one line and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (MtagenError, OSError) as error:
+            typer.echo(f"mtagen: {error}", err=True)
+            raise typer.Exit(2 if isinstance(error, MtagenError) else 1) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plan, emit and check kernels for multi-token (convolutional) attention.",
+)
+
+
+def _spec(
+    kernel: Annotated[str, typer.Option(help="Extents of the convolution.", metavar="CQ,CK")],
+    head_dim: Annotated[int, typer.Option(help="Size of a query or key vector.")],
+    value_head_dim: Annotated[
+        int, typer.Option(help="Size of a value vector.", show_default="the head dim")
+    ] = 0,
+    causal: Annotated[
+        bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")
+    ] = True,
+    key_padding: Annotated[
+        str, typer.Option(help="Where the key axis is padded.", metavar="|".join(KEY_PADDINGS))
+    ] = "both",
+    mask: Annotated[
+        str,
+        typer.Option(help="Whose causal mask zeroes scores before the convolution.", metavar="|".join(MASKS)),
+    ] = "source",
+    dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
+) -> Spec:
+    try:
+        cq, ck = map(int, kernel.split(","))
+    except ValueError:
+        raise SpecError(explain("kernel", kernel, "must be two integers", "CQ,CK, such as 6,11")) from None
+    return Spec((cq, ck), head_dim, value_head_dim, causal, key_padding, mask, dtype)
+
+
+def _takes_spec(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter ``spec`` of a command by the options of :func:`_spec`."""
+    spec = inspect.signature(_spec, eval_str=True).parameters
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "spec"]
+
+    @wraps(command)
+    def wrapper(**options: Any) -> None:
+        command(spec=_spec(**{name: options.pop(name) for name in spec}), **options)
+
+    wrapper.__signature__ = signature.replace(parameters=[*spec.values(), *own])  # type: ignore[attr-defined]
+    return wrapper
+
+
+_Target = Annotated[str, typer.Option(help="GPU to plan for.", metavar="NAME")]
+_Backend = Annotated[str, typer.Option(help="What computes it.", metavar="triton|torch|auto")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+@_takes_spec
+def emit(
+    *,
+    spec: Spec,
+    target: _Target = "sm_90a",
+    backend: _Backend = "triton",
+    out: Annotated[Path, typer.Option(help="Folder to write to; made if absent.", file_okay=False)],
+) -> None:
+    """Write the kernels as a Python module that needs torch and triton only."""
+    from . import codegen, planner
+
+    for path in codegen.emit(planner.plan(spec, target, backend), out):
+        typer.echo(path)
+
+
+@app.command()
+@_takes_spec
+def plan(
+    *, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "triton", as_json: _Json = False
+) -> None:
+    """Show how an operator would be computed: tiles, stages, resources, cost."""
+    from . import planner
+
+    made = planner.plan(spec, target, backend)
+    if as_json:
+        typer.echo(made.to_json())
+    else:
+        _print_table((), made.table(), made.name)
+
+
+@app.command("list")
+def list_entries() -> None:
+    """List the kernels in the on-disk cache."""
+    from .runtime.cache import Cache
+
+    cache = Cache()
+    rows = [
+        (
+            entry.name,
+            entry.arch,
+            entry.version,
+            f"{entry.size / 1024:.1f} KiB",
+            datetime.fromtimestamp(entry.created).isoformat(" ", "minutes"),
+        )
+        for entry in cache.entries()
+    ]
+    if rows:
+        _print_table(("name", "target", "mtagen", "size", "created"), rows)
+    typer.echo(f"{len(rows)} in {cache.root}")
+
+
+@app.command()
+def show_config() -> None:
+    """Show every environment variable that mtagen reads."""
+    from .config import Config
+
+    _print_table(("variable", "value", "default", "meaning"), Config.from_env().describe())
+
+
+@app.command()
+def collect_env(as_json: _Json = False) -> None:
+    """Show what a bug report needs to know of this machine."""
+    from .environment import collect
+
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print_table((), ((name, str(fact)) for name, fact in facts.items()))
+
+
+@app.command()
+def clear_cache(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+    """Remove all kernels from the on-disk cache."""
+    from .runtime.cache import Cache
+
+    cache = Cache()
+    if not yes:
+        typer.confirm(f"Remove all kernels in {cache.root}?", abort=True)
+    count, freed = cache.clear()
+    typer.echo(f"removed {count} ({freed / 1024:.1f} KiB) from {cache.root}")
+
+
+@app.command()
+@_takes_spec
+def check(
+    *,
+    spec: Spec,
+    target: Annotated[
+        str | None, typer.Option(help="GPU to plan for.", metavar="NAME", show_default="the GPU here")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="What computes it.", metavar="triton|torch|auto")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")
+    ] = None,
+) -> None:
+    """Build an operator and compare it with float64: forward, gradients and decode.
+
+    Errors may be twice those of eager PyTorch in the same dtype, for gradients three times.
+
+    Exit status 1 if any is larger.
+    """
+    import torch
+
+    from . import build
+    from .check import check as run
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    device = device or ("cuda" if gpus else "cpu")
+    present = ("cpu", *["cuda"][: len(gpus)], *gpus)
+    if device not in present:
+        raise InputError(explain("device", device, "is not here", present))
+    op = build(**spec.to_dict(), backend=backend, target=target)
+    typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
+    rows = list(run(op, spec, torch.device(device)))
+    _print_table(
+        ("B H/Hkv Nq,Nk", "result", "max|op - ref64|", "max|eager - ref64|", "allowed", "verdict"),
+        (
+            (
+                f"{case.batch} {case.heads}/{case.kv_heads} {case.nq},{case.nk}",
+                result,
+                *(f"{x:.1e}" for x in (judged.error, judged.eager_error, judged.allowed)),
+                "ok" if judged.ok else "FAILED",
+            )
+            for case, result, judged in rows
+        ),
+    )
+    failed = sum(not row.comparison.ok for row in rows)
+    typer.echo(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} within the rule")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    rows = list(rows)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=bool(columns))
+    for index, column in enumerate(columns or rows[0]):
+        table.add_column(escape(column), overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
