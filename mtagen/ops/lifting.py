@@ -1,6 +1,6 @@
 """The linear maps that fold a convolution of scores into their operands, and the adjoint of each.
 
-Away from the causal diagonal the convolved scores are one product Ct = left @ right^T: one operand holds
+Away from the causal diagonal the convolved scores are Ct[i, j] = left[i] . right[j]: one operand holds
 shifted rows, the other the same rows mixed by the kernel, along whichever axis of it is shorter. Close to the
 diagonal, 0 <= delta = i + off - j < ``band.shape[2]``, Ct contains terms that the causal mask removes;
 ``band`` holds their sum, so that C[i, j] = Ct[i, j] - band[i, delta]. Here ``kernel`` is scale * W, ``off``
@@ -29,7 +29,7 @@ def lift(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tens
         kernel: ``[G, cq, ck]``, all three of one float dtype.
 
     Returns:
-        ``left [G, Nq, m*D]``, ``right [G, Nk, m*D]`` with m = min(cq, ck), one of them an overlapping view,
+        ``left [G, Nq, m, D]``, ``right [G, Nk, m, D]`` with m = min(cq, ck), one of them an overlapping view,
         and ``band [G, Nq, width]``, whose width is 0 where nothing needs correction.
     """
     if spec.cq <= spec.ck:
@@ -44,11 +44,11 @@ def lift_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and kernel from those of the three results of :func:`lift`."""
     if spec.cq <= spec.ck:
-        dq = _windows_backward(dleft, spec.cq, spec.cq - 1)
+        dq = _windows_backward(dleft, spec.cq - 1)
         dk, dkernel = _mix_backward(dright, k, kernel, spec.pad_left)
     else:
         dq, dkernel = _mix_backward(dleft, q, kernel.mT, spec.cq - 1)
-        dk, dkernel = _windows_backward(dright, spec.ck, spec.pad_left), dkernel.mT
+        dk, dkernel = _windows_backward(dright, spec.pad_left), dkernel.mT
     if dband.shape[2]:
         band_dq, band_dk, band_dkernel = _band_backward(spec, dband, q, k, kernel)
         return dq + band_dq, dk + band_dk, dkernel + band_dkernel
@@ -68,17 +68,17 @@ def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
     """
     if not _band_width(spec):
         return q.new_empty(*q.shape[:2], 0)
-    return _windows(_ahead(spec, q, k), spec.cq, spec.cq - 1) @ _band_kernel(spec, kernel)
+    return _ahead_windows(spec, q, k) @ _band_kernel(spec, kernel)
 
 
 def _band_backward(
     spec: Spec, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    windows = _windows(_ahead(spec, q, k), spec.cq, spec.cq - 1)
-    dahead = _windows_backward(dband @ _band_kernel(spec, kernel).mT, spec.cq, spec.cq - 1)
     entries, taps = _band_terms(spec, q.device)
-    dkernel = torch.zeros_like(kernel).flatten(1)
-    dkernel.index_add_(1, taps, (windows.mT @ dband).flatten(1)[:, entries])
+    dmatrix = _ahead_windows(spec, q, k).mT @ dband
+    dkernel = torch.zeros_like(kernel).flatten(1).index_add_(1, taps, dmatrix.flatten(1)[:, entries])
+    dwindows = dband @ _band_kernel(spec, kernel).mT
+    dahead = _windows_backward(torch.unflatten(dwindows, 2, (spec.cq, -1)), spec.cq - 1)
 
     pad = _ahead_padding(spec, q, k)
     keys, dq = F.pad(k, pad), torch.zeros_like(q)
@@ -90,10 +90,11 @@ def _band_backward(
     return dq, F.pad(dkeys, [-p for p in pad]), dkernel.view_as(kernel)
 
 
-def _ahead(spec: Spec, q: Tensor, k: Tensor) -> Tensor:
-    """A ``[G, Nq, cq-1+pR]``: column f-1 holds q[i] . k[i+off+f], the scores ahead of the causal diagonal."""
+def _ahead_windows(spec: Spec, q: Tensor, k: Tensor) -> Tensor:
+    """``[G, Nq, cq * (cq-1+pR)]``: rows i-(cq-1) to i of A, where A[i, f] = q[i] . k[i+off+f] for f >= 1."""
     keys, n = F.pad(k, _ahead_padding(spec, q, k)), q.shape[1]
-    return torch.stack([torch.linalg.vecdot(q, keys[:, f : f + n]) for f in range(keys.shape[1] - n + 1)], -1)
+    ahead = [torch.linalg.vecdot(q, keys[:, f : f + n]) for f in range(keys.shape[1] - n + 1)]
+    return _windows(torch.stack(ahead, -1), spec.cq, spec.cq - 1).flatten(2)
 
 
 def _ahead_padding(spec: Spec, q: Tensor, k: Tensor) -> list[int]:
@@ -130,22 +131,23 @@ def _padded(x: Tensor, n: int, before: int) -> Tensor:
 
 
 def _windows(x: Tensor, n: int, before: int) -> Tensor:
-    """``[G, N, n*d]``, an overlapping view: row i holds x[i-before] to x[i-before+n-1], zero outside."""
-    return _padded(x, n, before).unfold(1, n * x.shape[2], x.shape[2])
+    """``[G, N, n, d]``, an overlapping view: entry [i, t] is x[i-before+t], zero outside."""
+    view = _padded(x, n, before).unfold(1, n * x.shape[2], x.shape[2])
+    return torch.unflatten(view, 2, (n, x.shape[2]))
 
 
-def _windows_backward(grad: Tensor, n: int, before: int) -> Tensor:
-    return _fold(torch.unflatten(grad, 2, (n, -1)).transpose(1, 2), before)
+def _windows_backward(grad: Tensor, before: int) -> Tensor:
+    return _fold(grad.transpose(1, 2), before)
 
 
 def _mix(x: Tensor, mix: Tensor, before: int) -> Tensor:
-    """``[G, N, m*d]``: row i holds sum_t mix[s, t] x[i-before+t] for every s < m, with mix ``[G, m, n]``."""
+    """``[G, N, m, d]``: entry [i, s] is sum_t mix[s, t] x[i-before+t], with mix ``[G, m, n]``."""
     mixed = mix @ _taps(x, mix.shape[2], before)
-    return torch.unflatten(mixed, 2, x.shape[1:]).transpose(1, 2).flatten(2)
+    return torch.unflatten(mixed, 2, x.shape[1:]).transpose(1, 2).contiguous()
 
 
 def _mix_backward(grad: Tensor, x: Tensor, mix: Tensor, before: int) -> tuple[Tensor, Tensor]:
-    grad = torch.unflatten(grad, 2, (mix.shape[1], -1)).transpose(1, 2).flatten(2)
+    grad = grad.transpose(1, 2).flatten(2)
     dx = _fold(torch.unflatten(mix.mT @ grad, 2, x.shape[1:]), before)
     return dx, grad @ _taps(x, mix.shape[2], before).mT
 

@@ -45,13 +45,13 @@ def forward(
     for group in _groups(q, k, v, weight, scale):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
-            left_tile = left[:, rows].contiguous()
             # A finite floor, not -inf, so that exp(peak - peak) is 1 while a row has seen no key.
-            peak = left_tile.new_full((*left_tile.shape[:2], 1), torch.finfo(dtype).min)
+            peak = torch.full_like(group.q[:, rows, :1], torch.finfo(dtype).min)
             total = torch.zeros_like(peak)
             acc = peak.new_zeros(*peak.shape[:2], v.shape[3])
             for cols in columns:
-                p = _score_tile(spec, left_tile, right[:, cols], band[:, rows], rows.start + off - cols.start)
+                corner = rows.start + off - cols.start
+                p = _score_tile(spec, left[:, rows], right[:, cols], band[:, rows], corner)
                 new_peak = torch.maximum(peak, p.amax(-1, keepdim=True))
                 decay, peak = (peak - new_peak).exp_(), new_peak
                 p.sub_(peak).exp_()
@@ -92,7 +92,7 @@ def backward(
     dk, dv, dweight = (torch.zeros_like(x, dtype=dtype) for x in (k, v, weight))
     for group in _groups(q, k, v, weight, scale):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
-        dleft, dright = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (left, right))
+        dleft, dright = (group.q.new_zeros(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (left, right))
         dband, dvalues = torch.zeros_like(band), torch.zeros_like(group.v)
 
         query_side = group.batch, group.head
@@ -104,20 +104,20 @@ def backward(
         # A row that sees no key has only masked scores: P = exp(-inf - inf) = 0.
         norms.masked_fill_(norms == -torch.inf, torch.inf)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
-            left_tile, douts_tile = left[:, rows].contiguous(), douts[:, rows]
+            left_tile, douts_tile = left[:, rows].flatten(2), douts[:, rows]
             for cols in columns:
                 corner = rows.start + off - cols.start
-                p = _score_tile(spec, left_tile, right[:, cols], band[:, rows], corner)
+                p = _score_tile(spec, left[:, rows], right[:, cols], band[:, rows], corner)
                 p.sub_(norms[:, rows]).exp_()
                 dvalues[:, cols].baddbmm_(p.mT, douts_tile)
                 g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
-                dleft[:, rows].baddbmm_(g, right[:, cols])
+                dleft[:, rows].baddbmm_(g, right[:, cols].flatten(2))
                 dright[:, cols].baddbmm_(g.mT, left_tile)
                 for diagonal, entry in _diagonals(g, dband[:, rows], corner):
                     entry.sub_(diagonal)
 
         dqueries, dkeys, dkernel = lifting.lift_backward(
-            spec, dleft, dright, dband, group.q, group.k, group.kernel
+            spec, dleft.view(left.shape), dright.view(right.shape), dband, group.q, group.k, group.kernel
         )
         dq[query_side] = dqueries.to(dq.dtype)
         dk.index_put_((group.batch, group.kv_head), dkeys, accumulate=True)
@@ -233,7 +233,9 @@ def _split(n: int, tile: int) -> list[slice]:
 
 def _score_tile(spec: Spec, left: Tensor, right: Tensor, band: Tensor, corner: int) -> Tensor:
     """Convolved scores ``[G, R, J]``, -inf where masked; ``corner`` is i + off - j of the first entry."""
-    scores = left @ right.mT
+    scores = left.new_zeros(*left.shape[:2], right.shape[1])
+    for x, y in zip(left.unbind(2), right.unbind(2), strict=True):
+        scores.baddbmm_(x, y.mT)  # as one product over all m * D, rounding errors would add up to about twice
     for diagonal, entry in _diagonals(scores, band, corner):
         diagonal.sub_(entry)
     if spec.causal and corner < scores.shape[2] - 1:
