@@ -194,9 +194,11 @@ def check(
 
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     device = device or ("cuda" if gpus else "cpu")
-    present = ("cpu", *["cuda"][: len(gpus)], *gpus)
+    present = ("cpu", "cuda", *gpus) if gpus else ("cpu",)
     if device not in present:
         raise InputError(explain("device", device, "is not here", present))
+    if device == "cpu" and backend != "triton":  # whose kernels the interpreter may run, for any target
+        target = target or "cpu"
     op = build(**spec.to_dict(), backend=backend, target=target)
     typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
     rows = list(run(op, spec, torch.device(device)))

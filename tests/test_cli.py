@@ -1,0 +1,237 @@
+"""Every command: help, output, exit statuses 0, 1 and 2."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_accuracy import Sound
+from typer.testing import CliRunner, Result
+
+import mtagen
+from mtagen.cli import app
+from mtagen.planner import Plan, plan
+from mtagen.runtime.cache import Cache, cache_key
+from mtagen.spec import Spec
+
+COMMANDS = ("emit", "plan", "list", "show-config", "collect-env", "clear-cache", "check")
+SELECTION = ("--kernel", "6,11", "--head-dim", "64")
+SMALL = ("--kernel", "2,3", "--head-dim", "16", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cache:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cache()
+
+
+def run(*arguments: str | Path, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=answer)
+
+
+def output(*arguments: str | Path, answer: str | None = None) -> str:
+    result = run(*arguments, answer=answer)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def fill(cache: Cache) -> None:
+    cache.get_or_build("mta_some", "sm_90a", cache_key("some"), lambda: {"kernel.py": b"x" * 2048})
+
+
+def test_help_names_every_command() -> None:
+    text = output("--help")
+    assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str) -> None:
+    assert f"mtagen {command}" in output(command, "--help").replace("root", "mtagen")
+
+
+@pytest.mark.parametrize("command", ["emit", "plan", "check"])
+def test_selection_options_are_the_fields_of_the_spec(command: str) -> None:
+    text = output(command, "--help")
+    for option in ("kernel", "head-dim", "value-head-dim", "non-causal", "key-padding", "mask", "dtype"):
+        assert f"--{option}" in text
+
+
+def test_help_is_fast() -> None:
+    heavy = "{'torch', 'sympy', 'triton', 'jinja2'}"
+    result = python("-c", f"import sys; from mtagen.cli import app; print({heavy} & sys.modules.keys())")
+    assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_module_runs_as_a_program() -> None:
+    assert "Usage: mtagen" in python("-m", "mtagen", "--help").stdout
+    result = python("-m", "mtagen", "plan", "--kernel", "6,11", "--head-dim", "127")
+    assert result.returncode == 2
+    assert (
+        result.stderr == "mtagen: head_dim: got 127; is not supported; legal: multiples of 8 from 16 to 256\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kernel", "6"], "kernel: got '6'"),
+        (["--kernel", "6,11,1"], "kernel: got '6,11,1'"),
+        (["--kernel", "six,eleven"], "kernel: got 'six,eleven'"),
+        (["--kernel", "0,11"], "kernel: got (0, 11)"),
+        (["--head-dim", "127"], "head_dim: got 127"),
+        (["--value-head-dim", "8"], "value_head_dim: got 8"),
+        (["--key-padding", "top"], "key_padding: got 'top'"),
+        (["--mask", "none"], "mask: got 'none'"),
+        (["--dtype", "fp8"], "dtype: got 'fp8'"),
+        (["--target", "h100"], "target: got 'h100'"),
+        (["--backend", "cuda"], "backend: got 'cuda'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["emit", "plan", "check"])
+def test_bad_selection_is_explained_in_one_line(
+    command: str, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    out = ["--out", str(tmp_path / "out")] if command == "emit" else []
+    result = run(command, *SELECTION, *arguments, *out)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"mtagen: {message}; ")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan"],
+        ["plan", "--kernel", "6,11"],
+        ["plan", "--head-dim", "64"],
+        ["plan", *SELECTION, "--head-dim", "many"],
+        ["plan", *SELECTION, "--nonsense"],
+        ["emit", *SELECTION],
+        ["emit", *SELECTION, "--out", __file__],
+        ["list", "extra"],
+        ["collect-env", "--yaml"],
+        ["nonsense"],
+        [],
+    ],
+)
+def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_emit_writes_a_module_that_stands_alone(tmp_path: Path) -> None:
+    paths = [
+        Path(line) for line in output("emit", *SELECTION, "--out", tmp_path / "new" / "out").splitlines()
+    ]
+    assert sorted(paths) == sorted((tmp_path / "new" / "out").iterdir())
+    modules = [path for path in paths if path.suffix == ".py"]
+    assert [path.stem for path in modules] == [plan(Spec((6, 11), 64)).name]
+
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(modules[0].read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or "."]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported - sys.stdlib_module_names <= {"torch", "triton"}
+    blocked = f"import sys; sys.modules['mtagen'] = None; sys.path.insert(0, {str(modules[0].parent)!r}); "
+    result = python("-c", blocked + f"import {modules[0].stem}")
+    assert result.returncode == 0, result.stderr
+
+
+def test_emit_reports_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("emit", *SELECTION, "--out", tmp_path / "file" / "out")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("mtagen: ")
+
+
+def test_plan_json_is_the_plan() -> None:
+    options = ("--value-head-dim", "32", "--non-causal", "--key-padding", "left", "--dtype", "fp16")
+    text = output("plan", *SELECTION, *options, "--target", "sm_80", "--json")
+    spec = Spec((6, 11), 64, 32, causal=False, key_padding="left", dtype="fp16")
+    assert Plan.from_json(text) == plan(spec, "sm_80", "triton")
+
+
+def test_plan_prints_every_row() -> None:
+    text = output("plan", *SELECTION, "--mask", "output")
+    made = plan(Spec((6, 11), 64, mask="output"), "sm_90a", "triton")
+    assert made.name in text
+    assert all(name in text for _, name, _ in made.table())
+
+
+def test_list_shows_entries(cache: Cache) -> None:
+    assert output("list") == f"0 in {cache.root}\n"
+    fill(cache)
+    text = output("list")
+    assert all(part in text for part in ("mta_some", "sm_90a", "2.0 KiB", f"1 in {cache.root}"))
+
+
+def test_show_config_shows_values(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "2.5")
+    text = "".join(output("show-config").split())  # long paths are folded
+    assert all(part in text for part in ("MTAGEN_CACHE_DIR", "MTAGEN_CACHE_LOCK_TIMEOUT", "2.5"))
+    monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "soon")
+    assert run("show-config").exit_code == 2
+
+
+def test_collect_env(cache: Cache) -> None:
+    facts = json.loads(output("collect-env", "--json"))
+    assert facts["cache_dir"] == str(cache.root)
+    text = output("collect-env")
+    assert all(name in text for name in facts)
+
+
+def test_clear_cache_asks_first(cache: Cache) -> None:
+    fill(cache)
+    assert run("clear-cache", answer="n\n").exit_code == 1
+    assert len([*cache.entries()]) == 1
+    assert "removed 1 (" in output("clear-cache", answer="y\n")
+    assert not [*cache.entries()]
+
+
+def test_clear_cache_yes(cache: Cache) -> None:
+    fill(cache)
+    assert "removed 1 (" in output("clear-cache", "--yes")
+    assert output("clear-cache", "--yes") == f"removed 0 (0.0 KiB) from {cache.root}\n"
+
+
+def test_check_passes_on_this_machine() -> None:
+    text = output("check", *SMALL, "--dtype", "fp32", "--backend", "torch")
+    assert "all 40 within the rule" in text
+    assert "FAILED" not in text
+
+
+def test_check_exits_with_1_on_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = Sound(Spec((2, 3), 16), fault="dk")
+    op.plan = SimpleNamespace(name="spoiled", backend="none", reason="a test")  # type: ignore[attr-defined]
+    monkeypatch.setattr(mtagen, "build", lambda **_: op, raising=False)
+    result = run("check", *SMALL)
+    assert result.exit_code == 1
+    assert "spoiled" in result.stdout
+    assert "4 of 40 failed" in result.stdout  # all but that of the single key, which is 0
+
+
+def test_check_refuses_what_it_cannot_judge() -> None:
+    result = run("check", *SMALL, "--dtype", "fp64")
+    assert result.exit_code == 2
+    assert "fp64" in result.stderr
+    result = run("check", *SMALL, "--device", "tpu")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("mtagen: device: got 'tpu'")
