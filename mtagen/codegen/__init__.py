@@ -1,1 +1,5 @@
-"""From a plan to source text: sympy printers, templates, files. The same plan gives the same bytes."""
+"""Plan -> source text. Deterministic; decides nothing: the planner has."""
+
+from .triton import emit, render
+
+__all__ = ["emit", "render"]

@@ -1,0 +1,220 @@
+"""Renders the Triton module of a plan: one self-contained Python file, kernels and host functions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import sympy
+from sympy import Expr
+
+from ..errors import PlanError, explain
+from ..planner.lift import Contraction, Lift, T
+from ..planner.plan import Plan
+from ..planner.targets import get_target
+from ..planner.tiling import Tile
+from ..spec import Spec
+from ..version import __version__
+from .printers import triton_code
+
+
+def render(plan: Plan) -> str:
+    """Source of the plan's module; importing it needs torch and triton only.
+
+    Raises:
+        PlanError: the plan's backend has no source to render.
+    """
+    if plan.backend != "triton":
+        raise PlanError(explain("backend", plan.backend, "has no generated source", "backend='triton'"))
+    text = _environment().get_template("module.py.j2").render(_context(plan))
+    return _tidy(text)
+
+
+def emit(plan: Plan, directory: Path | str) -> list[Path]:
+    """Write the plan's module into ``directory`` (made if missing) and return the paths written."""
+    path = Path(directory) / f"{plan.name}.py"
+    source = render(plan)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source, encoding="utf-8")
+    return [path]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """One loop over streamed tiles, from ``begin`` to ``end``; ``masked`` if some pairs of a tile may be disallowed."""
+
+    begin: str
+    end: str
+    masked: bool
+
+
+def _context(plan: Plan) -> Mapping[str, Any]:
+    spec, lift = plan.spec, plan.lift
+    return {
+        "version": __version__,
+        "plan": plan,
+        "spec": spec,
+        "lift": lift,
+        "lifted_name": "keys" if lift.lifts_keys else "queries",
+        "source": "k" if lift.lifts_keys else "q",
+        "weight_index": lambda t, s: _weight_index(spec, lift, t, s),
+        "diagonal": sympy.Symbol("v", integer=True)
+        - sympy.Symbol("u", integer=True)
+        + (spec.cq - 1 - spec.pad_left),
+        "dropped_mask": f" & (v - {spec.pad_left} > delta)" if spec.mask == "output" else "",
+        "g_block": lambda tile: ", ".join(
+            str(size) for size in ((tile.block_m, tile.block_n) if lift.lifts_keys else (tile.block_n, tile.block_m))
+        ),
+        "d_mask": _width_mask(spec.head_dim, plan.block_d),
+        "dv_mask": _width_mask(spec.value_head_dim, plan.block_dv),
+        "dot_options": _dot_options(plan),
+        "contractions": [_contraction(plan, contraction) for contraction in lift.contractions],
+        "finishes": [_finish(lift, owner) for owner in ("rows", "keys")],
+    }
+
+
+def _weight_index(spec: Spec, lift: Lift, term: object, tap: object) -> str:
+    """Where W[u, v] of (term, tap) lies in a head's cq * ck weights."""
+    u, v = (term, tap) if lift.lifts_keys else (tap, term)
+    if isinstance(u, int):
+        return f"{u * spec.ck} + {v}" if u else str(v)
+    return f"{u} * {spec.ck} + {v}"
+
+
+def _width_mask(width: int, padded: int) -> str:
+    return "" if width == padded else f" & (d < {width})"
+
+
+def _dot_options(plan: Plan) -> str:
+    """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere."""
+    if plan.spec.dtype != "fp32":
+        return ""
+    return f', input_precision="{"tf32x3" if get_target(plan.target).backend == "cuda" else "ieee"}"'
+
+
+def _contraction(plan: Plan, contraction: Contraction) -> Mapping[str, Any]:
+    """The texts that turn a contraction into a kernel and its launch."""
+    lift, tile = plan.lift, plan.tile(contraction.role)
+    rows = contraction.owner == "rows"
+    if plan.spec.causal:
+        segments = (
+            (_Segment("0", "interior_end", False), _Segment("interior_end", "end", True))
+            if rows
+            else (_Segment("begin", "interior_begin", True), _Segment("interior_begin", "row_end", False))
+        )
+    else:
+        segments = (_Segment("0", "n_k", False),) if rows else (_Segment("row_begin", "row_end", False),)
+    grid_terms = 1 if contraction.sums_terms else lift.terms
+    blocks = f"triton.cdiv(last - first, {tile.block_m})" if rows else f"triton.cdiv(n_k, {tile.block_n})"
+    g = f"g[{_shifted('i', contraction.g_row_shift)}, {_shifted('j', contraction.g_key_shift)}]"
+    operand = (
+        ("Khat_t[j]" if lift.lifts_keys else f"k[{_shifted('j', lift.key_shift)}]")
+        if rows
+        else (f"q[{_shifted('i', lift.row_shift)}]" if lift.lifts_keys else "Qhat_t[i]")
+    )
+    index = ("" if contraction.sums_terms else "t, ") + ("i" if rows else "j")
+    summed = ("t, " if contraction.sums_terms else "") + ("j" if rows else "i")
+    formula = f"grad[{index}] {'=' if rows else '+='} sum_({summed}) {g} * {operand}, over a strip of rows of g."
+    return {
+        "name": f"bwd_{contraction.role}",
+        "grad": contraction.role,
+        "owner": contraction.owner,
+        "tile": tile,
+        "bounds": contraction.bounds,
+        "segments": segments,
+        "g_row_shift": contraction.g_row_shift,
+        "g_key_shift": contraction.g_key_shift,
+        "grid_terms": grid_terms,
+        "loop_terms": lift.terms // grid_terms,
+        "carries": rows and contraction.sums_terms and lift.carry > 0,
+        "grid": f"{blocks} * heads" + (f" * {grid_terms}" if grid_terms > 1 else ""),
+        "operand": "k" if rows else "q",
+        "operand_tensor": "lifted" if rows == lift.lifts_keys else ("k" if rows else "q"),
+        "stream_position": "j0" if rows else "i0",
+        "stream_block": "BLOCK_N" if rows else "BLOCK_M",
+        "stream_size": tile.block_n if rows else tile.block_m,
+        "length": "n_q" if rows else "n_k",
+        "formula": formula,
+    }
+
+
+def _finish(lift: Lift, owner: str) -> Mapping[str, Any]:
+    """The texts of the kernel that turns workspace gradients into dq or dk."""
+    rows = owner == "rows"
+    lifted = rows != lift.lifts_keys
+    contraction = next(c for c in lift.contractions if c.owner == owner)
+    parts = [
+        f"scale * sum_(t, s) W[t, s] grad[t, x - s + {lift.pad}]" if lifted else "sum_t grad_t[x], as summed before",
+        *(["the share of the band's correction"] if lift.band_width else []),
+    ]
+    formula = f"{'dq' if rows else 'dk'}[x] = {', plus '.join(parts)}{'; partial sums of dW' if lifted else ''}."
+    return {
+        "name": "bwd_dq" if rows else "bwd_dk",
+        "lifted": lifted,
+        "formula": formula,
+        "grad": contraction.role,
+        "operand": "q" if rows else "k",
+        "operand_head": "h" if rows else "(h // group)",
+        "out": "dq" if rows else "dk",
+        "other": "k" if rows else "q",
+        "other_head": "(h // group)" if rows else "h",
+        "length": "n_q" if rows else "n_k",
+        "other_length": "n_k" if rows else "n_q",
+        "slots": "range(owner, owner + 1)" if rows else "range(owner * group, (owner + 1) * group)",
+        "first_owner": "head0" if rows else "(head0 // group)",
+        "owners": "heads" if rows else "(heads // group)",
+        "band_row": "x" if rows else "x - off - f",
+        "band_other": "x + off + f" if rows else "x - off - f",
+    }
+
+
+def _shifted(base: str, shift: Expr, term: object = "t") -> str:
+    """``base + shift`` as source, with the term's name or number filled in."""
+    symbols = {"t": T}
+    value = sympy.sympify(term, locals=symbols) if isinstance(term, str) else term
+    return triton_code(sympy.Symbol(base, integer=True) + shift.subs(T, value))
+
+
+def _launch_options(tile: Tile) -> str:
+    """Launch keywords; a pipeline over terms has its own loop, so the tile loop is left alone."""
+    stages = 1 if tile.pipeline == "terms" else tile.num_stages
+    return f"num_warps={tile.num_warps}, num_stages={stages}, enable_fp_fusion=True"
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mtagen", "templates/triton"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 (source code, not markup)
+    )
+    environment.filters |= {
+        "triton": triton_code,
+        "plus": _shifted,
+        "launch_options": _launch_options,
+        "next_power_of_2": _next_power_of_2,
+    }
+    environment.globals |= {"log2e": repr(math.log2(math.e)), "ln2": repr(math.log(2.0))}
+    return environment
+
+
+def _tidy(text: str) -> str:
+    """Blank lines as a formatter would leave them: none inside a block of code, two between functions."""
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\n{2,}(?=[ \t])", "\n", text)
+    text = re.sub(r"\n+(?=(@triton\.jit|def ))", "\n\n\n", text)
+    text = re.sub(r"(@triton\.jit[^\n]*)\n+(?=def )", r"\1\n", text)
+    return text.strip() + "\n"

@@ -1,0 +1,201 @@
+"""Tile shapes, warps and pipeline depth of each kernel: candidates, a resource model, a cost model, measured tables.
+
+The resource model says what a kernel needs on chip; a candidate over the target's limits is infeasible. The cost model
+counts flop, bytes and exponentials of one tile and turns them into cycles of one multiprocessor; the cheapest feasible
+candidate wins unless a table of measurements (``tables/<target>.json``) names another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import product
+
+from ..errors import PlanError
+from ..spec import Spec
+from .lift import Lift
+from .targets import Target
+
+TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
+VECTOR_ROLES = ("lift", "band", "finish")
+_CLOCK_GHZ = 1.7  # only ratios of the cost model's terms matter
+_EXP_PER_CYCLE = 16  # special-function results per cycle and multiprocessor
+_LATENCY = 900  # cycles a load that nothing overlaps takes from L2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one kernel.
+
+    Attributes:
+        block_m: rows of a tile; for the kernels that move vectors only, vectors per block.
+        block_n: keys of a tile; 0 where there are none.
+        num_warps, num_stages: warps per CTA; depth of the software pipeline.
+        pipeline: what is pipelined: ``tiles`` (operands of the owned block stay on chip, one stage is a whole tile) or
+            ``terms`` (one stage is the two operands of ``unroll`` terms).
+    """
+
+    block_m: int
+    block_n: int = 0
+    num_warps: int = 4
+    num_stages: int = 1
+    pipeline: str = "tiles"
+    unroll: int = 1
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Modelled need of one CTA: bytes of shared memory, registers per thread."""
+
+    shared: int
+    registers: int
+
+
+def block_dim(head_dim: int) -> int:
+    """Head dims are padded on chip to a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
+    """What one CTA of ``role`` needs.
+
+    Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and score
+    tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
+    """
+    d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
+    m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
+    if role in VECTOR_ROLES:
+        vectors = lift.terms + 2 if role == "lift" else 3
+        return Resources(shared=0, registers=40 + m * d * vectors // threads)
+    if role not in ("forward", "scores"):
+        own, streamed = (m, n) if role.startswith("dq") else (n, m)
+        shared = tile.num_stages * (m * n + streamed * d) * size
+        return Resources(shared=shared, registers=50 + (own * d + m * n * size // 8) // threads)
+    own, streamed = (m, n) if role == "forward" else (n, m)
+    if tile.pipeline == "terms":
+        shared = tile.num_stages * tile.unroll * (m + n) * d * size
+        own_values = streamed_values = n * dv * size if role == "scores" else 0
+        shared = max(shared + own_values, streamed_values)
+    else:
+        stage = (streamed * d * lift.terms + streamed * dv) * size
+        shared = own * d * lift.terms * size + tile.num_stages * stage + (n * dv * size if role == "scores" else 0)
+    if role == "scores":
+        shared += m * n * size  # g on its way to the workspace
+    tiles = 1 if role == "forward" else 2  # s; dP as well
+    registers = 90 + (tiles * m * n + own * dv + m * n * size // 4) // threads
+    return Resources(shared=shared, registers=registers)
+
+
+def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
+    """Modelled time of one score in multiprocessor cycles: the larger of arithmetic and traffic, plus what nothing hides."""
+    d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
+    m, n = tile.block_m, tile.block_n
+    flop_rate = target.tensor_tflops * 1e3 / target.multiprocessors / _CLOCK_GHZ * 2 / size
+    l2_rate = target.l2_gbps / target.multiprocessors / _CLOCK_GHZ
+    need = resources(role, tile, spec, lift)
+    score_bytes = (lift.terms * (m + n) if tile.pipeline == "terms" else lift.terms * (n if role == "forward" else m)) * d
+    if role == "forward":
+        width, flop = lift.terms * d + dv, 2 * (lift.terms * d + dv)
+        moved, exponentials = score_bytes + n * dv, 1
+    elif role == "scores":
+        width, flop = lift.terms * d + dv, 2 * (lift.terms * d + 2 * dv)
+        moved, exponentials = score_bytes + m * dv + m * n, 1
+    else:
+        width, flop = d, 2 * d * (lift.terms if role.endswith("shifted") else 1)
+        streamed = n if role.startswith("dq") else m
+        moved = (m * n + streamed * d) * (lift.terms if role.endswith("shifted") else 1)
+        exponentials = 0
+    # An operand tile read from shared memory is used once per row or column of the other: small tiles starve the units.
+    issue = min(1.0, (n if role in ("forward", "scores") else width) / 96)
+    arithmetic = flop * m * n / (flop_rate * issue)
+    traffic = moved * size / l2_rate
+    resident = max(1, min(target.shared_per_multiprocessor // max(1, need.shared + 1024),
+                          target.registers_per_multiprocessor // (need.registers * 32 * tile.num_warps)))
+    exposed = exponentials * m * n * (1 / _EXP_PER_CYCLE + 0.05) / min(resident, 2)
+    loads = lift.terms / tile.unroll if tile.pipeline == "terms" else 1
+    exposed += _LATENCY * (loads if tile.num_stages == 1 else 1 / tile.num_stages) / resident
+    return (max(arithmetic, traffic) + exposed) / (m * n)
+
+
+def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Tile]:
+    """Every tile worth asking for on ``target``, feasible or not."""
+    blocks = (16, 32, 64, 128) if spec.itemsize == 2 else (16, 32, 64)
+    stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
+    for m, n, warps, depth in product(blocks, blocks, (4, 8), stages):
+        if m * n < 256 or (warps == 8 and m * n < 4096):
+            continue
+        yield Tile(m, n, warps, depth)
+        if role in ("forward", "scores") and lift.terms > 1 and depth > 1:
+            for unroll in (1, 2):
+                if lift.terms % unroll == 0:
+                    yield Tile(m, n, warps, depth, "terms", unroll)
+
+
+def choose(role: str, spec: Spec, lift: Lift, target: Target) -> tuple[Tile, str]:
+    """The tile of ``role`` and where it comes from: "measured" or "cost model".
+
+    Raises:
+        PlanError: no candidate fits the target; the message names the limit and by how much it is passed.
+    """
+    if role in VECTOR_ROLES:
+        return _vector_tile(role, spec, lift), "rule"
+    measured = _table(target.name).get(table_key(role, spec, lift))
+    if measured is not None:
+        return measured, "measured"
+    best: Tile | None = None
+    best_cost = float("inf")
+    nearest: tuple[float, str] = (float("inf"), "")
+    for tile in candidates(role, spec, lift, target):
+        need = resources(role, tile, spec, lift)
+        over = max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
+        if over > 1:
+            nearest = min(nearest, (over, _shortfall(role, tile, need, target)))
+            continue
+        tile_cost = cost(role, tile, spec, lift, target)
+        if tile_cost < best_cost:
+            best, best_cost = tile, tile_cost
+    if best is None:
+        raise PlanError(nearest[1])
+    return best, "cost model"
+
+
+def table_key(role: str, spec: Spec, lift: Lift) -> str:
+    """What a measured choice depends on: role, padded head dims, terms, element size, causality."""
+    d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
+    return f"{role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize} {'causal' if spec.causal else 'full'}"
+
+
+@cache
+def _table(target: str) -> Mapping[str, Tile]:
+    path = files(__package__) / "tables" / f"{target}.json"
+    if not path.is_file():
+        return {}
+    return {key: Tile(**fields) for key, fields in json.loads(path.read_text())["tiles"].items()}
+
+
+def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
+    """Vectors per block such that the fp32 vectors a thread holds stay near 64 registers."""
+    d = block_dim(spec.head_dim)
+    held = lift.terms if role == "lift" else 2
+    vectors = max(4, min(64, 64 * 128 // (held * d)))
+    return Tile(block_m=1 << (vectors.bit_length() - 1))
+
+
+def _shortfall(role: str, tile: Tile, need: Resources, target: Target) -> str:
+    limits = []
+    if need.shared > target.shared_per_block:
+        limits.append(
+            f"{need.shared} bytes of shared memory, {need.shared - target.shared_per_block} over {target.shared_per_block}"
+        )
+    if need.registers > target.registers_per_thread:
+        limits.append(
+            f"{need.registers} registers per thread, {need.registers - target.registers_per_thread} over "
+            f"{target.registers_per_thread}"
+        )
+    return (
+        f"{role}: no tile fits {target.name}; the nearest, {asdict(tile)}, needs {' and '.join(limits)}; "
+        "legal: a smaller head_dim, a kernel with smaller min(cq, ck), or a target with more on-chip memory"
+    )
