@@ -1,0 +1,59 @@
+"""mtagen: a compiler for multi-token (convolutional) attention kernels (arXiv 2504.00927).
+
+    op = mtagen.build(kernel=(6, 11), head_dim=128)
+    out = op(q, k, v, weight)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
+    from .op import MultiTokenAttention, build
+    from .planner import TARGETS, Plan, Target, plan
+    from .reference import reference
+    from .spec import Spec
+
+# Names are imported on first use: the command line answers --help without loading torch and triton.
+_HOMES = {
+    "BackendError": "errors",
+    "InputError": "errors",
+    "MtagenError": "errors",
+    "MultiTokenAttention": "op",
+    "Plan": "planner",
+    "PlanError": "errors",
+    "Spec": "spec",
+    "SpecError": "errors",
+    "TARGETS": "planner",
+    "Target": "planner",
+    "build": "op",
+    "plan": "planner",
+    "reference": "reference",
+}
+
+__all__ = [
+    "TARGETS",
+    "BackendError",
+    "InputError",
+    "MtagenError",
+    "MultiTokenAttention",
+    "Plan",
+    "PlanError",
+    "Spec",
+    "SpecError",
+    "Target",
+    "__version__",
+    "build",
+    "plan",
+    "reference",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # also replaces a submodule of the same name, which the import has just bound
+    return value

@@ -13,7 +13,7 @@ import torch
 from torch.utils import collect_env
 
 from .config import Config
-from .runtime.cache import VERSION
+from .version import __version__
 
 
 def collect() -> dict[str, Any]:
@@ -24,7 +24,7 @@ def collect() -> dict[str, Any]:
         SpecError: as :meth:`mtagen.config.Config.from_env`.
     """
     return {
-        "mtagen": VERSION,
+        "mtagen": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _triton_version(),

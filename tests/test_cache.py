@@ -23,7 +23,8 @@ from filelock import FileLock
 
 from mtagen.errors import SpecError
 from mtagen.runtime import cache as cache_module
-from mtagen.runtime.cache import MANIFEST, VERSION, Cache, Entry, cache_key
+from mtagen.runtime.cache import MANIFEST, Cache, Entry, cache_key
+from mtagen.version import __version__
 from mtagen.runtime.loader import load_module
 
 NAME, ARCH, KEY = "mta_fwd", "sm_90a", cache_key("source", {"flags": 1})
@@ -98,7 +99,7 @@ def test_build_once_then_load(cache: Cache) -> None:
     loaded = get(cache, build)
     assert build.calls == 1
     assert loaded == built
-    assert loaded.path == cache.root / VERSION / ARCH / f"{NAME}-{KEY[:16]}"
+    assert loaded.path == cache.root / __version__ / ARCH / f"{NAME}-{KEY[:16]}"
     assert {file.name: file.read_bytes() for file in loaded.path.iterdir() if file.name != MANIFEST} == FILES
     assert loaded.size == sum(map(len, FILES.values()))
     assert loaded.metadata == {"plan": [64, 64]}
@@ -256,7 +257,7 @@ def test_killed_builder_is_succeeded_at_once(
     start = time.monotonic()
     assert get(cache, Builder()).files == FILES
     assert time.monotonic() - start < 2
-    assert [path.suffix for path in (cache.root / VERSION / ARCH).iterdir() if path.is_dir()] == [""]
+    assert [path.suffix for path in (cache.root / __version__ / ARCH).iterdir() if path.is_dir()] == [""]
 
 
 def test_threads_build_once(cache: Cache) -> None:
@@ -305,12 +306,12 @@ def test_full_disk_warns_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> 
     _, messages = get_twice_with_warnings(cache, Builder())
     assert len(messages) == 1
     assert "No space left on device" in messages[0]
-    assert not any(path.is_dir() for path in (cache.root / VERSION / ARCH).iterdir())
+    assert not any(path.is_dir() for path in (cache.root / __version__ / ARCH).iterdir())
 
 
 def test_lock_timeout_builds_privately(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "0.1")
-    arch_dir = cache.root / VERSION / ARCH
+    arch_dir = cache.root / __version__ / ARCH
     arch_dir.mkdir(parents=True)
     with FileLock(arch_dir / f"{NAME}-{KEY[:16]}.lock"):
         _, messages = get_twice_with_warnings(cache, Builder())
@@ -338,7 +339,7 @@ def test_clear_removes_entries_and_only_those(cache: Cache) -> None:
     shutil.copytree(entry.path, leftover)
     foreign = [
         cache.root / "thesis.txt",
-        cache.root / VERSION / "thesis.txt",
+        cache.root / __version__ / "thesis.txt",
         entry.path.parent / "thesis.txt",
         entry.path.parent / "folder" / "thesis.txt",
         cache.root / "not-tagged" / ARCH / entry.path.name / MANIFEST,

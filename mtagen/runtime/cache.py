@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,6 +30,7 @@ from filelock import FileLock, Timeout
 
 from ..config import Config
 from ..errors import SpecError, explain
+from ..version import __version__
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
@@ -47,14 +47,6 @@ _warned: set[str] = set()
 _private: dict[tuple[Path, str], Entry] = {}  # entries that could not be published, by intended path and key
 
 
-def _package_version() -> str:
-    try:
-        return version("mtagen")
-    except PackageNotFoundError:  # run from a source tree
-        return "0+unknown"
-
-
-VERSION = _package_version()
 
 
 @dataclass(frozen=True)
@@ -135,7 +127,7 @@ class Cache:
         """
         _check(_NAME, name=name, arch=arch)
         _check(_KEY, key=key)
-        path = self.root / VERSION / arch / f"{name}-{key[:16]}"
+        path = self.root / __version__ / arch / f"{name}-{key[:16]}"
         if entry := _load(path, key) or _private.get((path, key)):
             return entry
 
@@ -145,7 +137,7 @@ class Cache:
                 _check(_NAME, file=file)
             # Through JSON, so that an entry just built and one loaded later are equal.
             fields = json.loads(_canonical(metadata or {}))
-            return Entry(path, name, arch, key, VERSION, time.time(), fields, files)
+            return Entry(path, name, arch, key, __version__, time.time(), fields, files)
 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +202,7 @@ class Cache:
         return sorted({folder / match["entry"] for folder, match in matches if match})
 
     def _tag(self) -> None:
-        tag = self.root / VERSION / TAG
+        tag = self.root / __version__ / TAG
         if not tag.is_file() or tag.read_bytes() != TAG_CONTENT:
             tag.write_bytes(TAG_CONTENT)
 

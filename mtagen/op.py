@@ -1,0 +1,213 @@
+"""``build``: from a kernel shape to a callable, differentiable op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .config import Config
+from .errors import BackendError, SpecError, explain
+from .ops import library
+from .ops.executor import Executor
+from .ops.inputs import DTYPES, check_call, check_decode, resolve_scale
+from .planner import Plan, plan, target_for_capability
+from .runtime.load import compile_kernels, load, plan_key
+from .spec import Spec
+
+_INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
+
+
+class MultiTokenAttention:
+    """A built op. Made by :func:`build`; holds no parameters.
+
+    Attributes:
+        plan: what was decided and why; ``print(op.plan)`` shows it as a table.
+    """
+
+    def __init__(self, plan: Plan, key: str, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.plan = plan
+        self._spec = plan.spec
+        self._key = key
+        self._dtypes = dtypes
+
+    def __repr__(self) -> str:
+        return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """softmax(conv(scale * q k^T)) v, differentiable once in q, k, v and weight (DESIGN formula: see ``reference``).
+
+        Args:
+            q: ``(B, H, Nq, D)``; query i sits at position i + Nk - Nq. Any strides, the last one 1.
+            k: ``(B, Hkv, Nk, D)``, H a multiple of Hkv.
+            v: ``(B, Hkv, Nk, DV)``.
+            weight: ``(H, cq, ck)`` or ``(H, 1, cq, ck)``, fp32 or q's dtype.
+            scale: factor of q k^T, default ``D ** -0.5``.
+            return_lse: also return log sum exp of each row's convolved scores, ``(B, H, Nq)`` fp32.
+
+        Returns:
+            ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key are 0 with a log-sum-exp of -inf. Under
+            ``torch.autocast`` q, k and v are cast to its dtype first.
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+            BackendError: the tensors are on a device this op was not built for.
+        """
+        q, k, v = _autocast(q, k, v)
+        check_call(self._spec, self._dtypes, q, k, v, weight)
+        scale = resolve_scale(scale, self._spec.head_dim)
+        out, lse = torch.ops.mtagen.forward(q, k, v, self._squeeze(weight), scale, self._key)
+        return (out, lse) if return_lse else out
+
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor,
+        *,
+        cache_seqlens: Tensor | None = None,
+        scale: float | None = None,
+        num_splits: int | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The last rows of the op, for generation: 1..8 new queries against a cache of keys and values.
+
+        Args:
+            q_tail: ``(B, H, cq - 1 + n_new, D)``: the cq - 1 queries before the new ones, then the new ones. Rows at
+                positions before the sequence's start count as zero whatever they hold.
+            k_cache: ``(B, Hkv, N, D)``, the new tokens' keys included.
+            v_cache: ``(B, Hkv, N, DV)``.
+            weight: as in the op.
+            cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; larger counts as N), default N. Keys beyond
+                are ignored whatever they hold.
+            scale: as in the op.
+            num_splits: parts the keys are split into (flash decoding); planned by default.
+            return_lse: also return ``(B, H, n_new)`` log-sum-exps.
+
+        Returns:
+            ``(B, H, n_new, DV)`` in q_tail's dtype; not differentiable.
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+            BackendError: the tensors are on a device this op was not built for.
+        """
+        q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
+        check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, weight, cache_seqlens, num_splits)
+        out, lse = torch.ops.mtagen.decode(
+            q_tail,
+            k_cache,
+            v_cache,
+            self._squeeze(weight),
+            cache_seqlens,
+            resolve_scale(scale, self._spec.head_dim),
+            num_splits or 0,
+            self._key,
+        )
+        return (out, lse) if return_lse else out
+
+    def _squeeze(self, weight: Tensor) -> Tensor:
+        return weight.squeeze(1) if weight.ndim == 4 else weight
+
+
+def build(
+    kernel: Sequence[int],
+    head_dim: int,
+    *,
+    value_head_dim: int | None = None,
+    causal: bool = True,
+    key_padding: str = "both",
+    mask: str = "source",
+    backend: str = "auto",
+    target: str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> MultiTokenAttention:
+    """Plan, render, compile and cache the op of one kernel shape and head dim. Everything is built here, not in calls.
+
+    Args:
+        kernel: ``(cq, ck)``, extent of the convolution over queries and over keys.
+        head_dim: D, 16..256 in multiples of 8.
+        value_head_dim: DV, default D.
+        causal: query i sees keys j <= i + Nk - Nq.
+        key_padding: ``both``, ``left`` or ``right``.
+        mask: ``source`` or ``output``, see :class:`mtagen.Spec`.
+        backend: ``auto`` (generated kernels on the GPU, tiled PyTorch ops on the CPU), ``triton`` or ``torch``. A backend
+            named here never falls back to another.
+        target: what to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``), default this machine's GPU, else its CPU.
+        dtype: of q, k, v; default bf16 on a GPU (fp32 in Triton's interpreter). The torch backend takes any of fp16, bf16,
+            fp32 and fp64 unless one is named.
+
+    Raises:
+        SpecError: the request is not legal.
+        PlanError: it has no plan on this target; the message names the limit.
+        BackendError: the backend cannot be used here.
+    """
+    interpreted = Config.from_env().triton_interpret
+    if target is None:
+        target = _local_target(backend, interpreted)
+    named = None if dtype is None else _dtype_name(dtype)
+    default = "fp32" if interpreted or target == "cpu" else "bf16"
+    spec = Spec(
+        kernel=tuple(kernel) if isinstance(kernel, Sequence) else kernel,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim or head_dim,
+        causal=causal,
+        key_padding=key_padding,
+        mask=mask,
+        dtype=named or default,
+    )
+    if interpreted and backend == "triton" and spec.dtype == "bf16":
+        raise BackendError(
+            explain("dtype", "bf16", "Triton's interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU")
+        )
+    planned = plan(spec, target, backend)
+    generated = planned.backend == "triton"
+    kernels = load(planned) if generated else None
+    if kernels is not None and torch.cuda.is_available() and not interpreted:
+        compile_kernels(planned, kernels, torch.device("cuda", torch.cuda.current_device()))
+    executor = Executor(
+        spec, kernels, kernels_on_cpu=generated and interpreted, torch_on_cpu=backend in ("auto", "torch")
+    )
+    key = plan_key(planned) + ("" if backend == "auto" else f"-{backend}")
+    library.register(key, executor)
+    fixed = named or (spec.dtype if generated else None)
+    return MultiTokenAttention(planned, key, (DTYPES[fixed],) if fixed else tuple(DTYPES.values()))
+
+
+def _local_target(backend: str, interpreted: bool) -> str:
+    if interpreted and backend == "triton":
+        return _INTERPRETER_TARGET
+    if not torch.cuda.is_available():
+        return "cpu"
+    if torch.version.hip:
+        return str(triton.runtime.driver.active.get_current_target().arch)
+    return target_for_capability(torch.cuda.get_device_capability()).name
+
+
+def _dtype_name(dtype: torch.dtype | str) -> str:
+    names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    if isinstance(dtype, torch.dtype) and dtype in names:
+        return names[dtype]
+    raise SpecError(explain("dtype", dtype, "is not supported", [*DTYPES, *names]))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What ``torch.autocast`` asks of an attention op: q, k and v in its dtype, the weight as it is."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)

@@ -1,0 +1,1 @@
+"""Registered torch ops, autograd, input checks and the backends they dispatch to."""

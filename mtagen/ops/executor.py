@@ -1,0 +1,146 @@
+"""Runs a built op on real tensors: the generated kernels on their device, tiled PyTorch ops elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendError, explain
+from ..spec import Spec
+from . import tiled
+
+
+@dataclass(frozen=True)
+class Executor:
+    """One built op.
+
+    Attributes:
+        spec: what it computes.
+        kernels: the loaded module of the generated kernels, or None for the torch backend.
+        kernels_on_cpu: the kernels run in Triton's interpreter, on CPU tensors.
+        torch_on_cpu: CPU tensors go to the torch backend (backend "auto" or "torch").
+    """
+
+    spec: Spec
+    kernels: ModuleType | None
+    kernels_on_cpu: bool
+    torch_on_cpu: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64)."""
+        kernels = self._kernels_for(q)
+        if kernels is None:
+            return tiled.forward(self.spec, q, k, v, weight, scale)
+        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] == 0:
+            return _nothing_seen(q, q.shape[2], v)
+        with _on(q):
+            q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            return _pair(kernels.forward(q, k, v, _as_fp32(weight), scale))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(dq, dk, dv, dweight), each contiguous, in the dtype of its input."""
+        kernels = self._kernels_for(q)
+        if kernels is None:
+            dq, dk, dv, dw = tiled.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+            return dq.contiguous(), dk.contiguous(), dv.contiguous(), dw.contiguous()
+        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] == 0:
+            dq, dk, dv, dw = (x.new_zeros(x.shape) for x in (q, k, v, weight))
+            return dq, dk, dv, dw
+        with _on(q):
+            q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
+            dq, dk, dv, dw = kernels.backward(
+                grad_out, grad_lse.contiguous(), q, k, v, _as_fp32(weight), out, lse, scale
+            )
+            return dq, dk, dv, dw.to(weight.dtype)
+
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor,
+        cache_seqlens: Tensor | None,
+        scale: float,
+        num_splits: int,
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, H, n_new, DV) and lse (B, H, n_new); num_splits 0 means as planned."""
+        kernels = self._kernels_for(q_tail)
+        if kernels is None:
+            return tiled.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+        if q_tail.shape[0] * q_tail.shape[1] * k_cache.shape[2] == 0:
+            return _nothing_seen(q_tail, q_tail.shape[2] - (self.spec.cq - 1), v_cache)
+        with _on(q_tail):
+            q_tail, k_cache, v_cache = (
+                _aligned(name, x) for name, x in (("q_tail", q_tail), ("k_cache", k_cache), ("v_cache", v_cache))
+            )
+            return _pair(
+                kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, cache_seqlens, num_splits or None)
+            )
+
+    def _kernels_for(self, q: Tensor) -> ModuleType | None:
+        """The generated kernels if they serve q's device, None if the torch backend does."""
+        if q.device.type == "cpu" and not self.kernels_on_cpu:
+            if self.torch_on_cpu:
+                return None
+            rule = "the triton backend runs on GPUs"
+            raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
+        return self.kernels
+
+
+def _pair(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    out, lse = results
+    return out, lse
+
+
+def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
+    """No query, or no key: rows of 0 with a log-sum-exp of -inf."""
+    out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
+    return out, q.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
+
+
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def _as_fp32(weight: Tensor) -> Tensor:
+    """The kernels read contiguous fp32 weights; the conversion is exact."""
+    weight = weight.to(torch.float32).contiguous()
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Rows start at multiples of 16 bytes, each at a place of its own: what bulk copies need."""
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    wide = all(stride and stride * x.element_size() % 16 == 0 for stride in strides)
+    return wide and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def _aligned(name: str, x: Tensor) -> Tensor:
+    if _is_aligned(x):
+        return x
+    # Python shows a warning once per place and text.
+    warnings.warn(
+        f"{name} has strides {tuple(x.stride())} and starts at address {x.data_ptr() % 16} mod 16: rows that do not start "
+        "at multiples of 16 bytes are copied before each call; align them to avoid it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,115 @@
+"""Checks of a call's arguments, before any launch: what was got, the rule, what is legal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, explain
+from ..spec import Spec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+MAX_NEW_TOKENS = 8
+
+
+def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
+    """Shapes, dtypes, devices and strides of q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV), weight (H, cq, ck).
+
+    Raises:
+        InputError: some argument does not fit the spec or another argument.
+    """
+    _check_tensors({"q": q, "k": k, "v": v}, weight, dtypes)
+    _check_shapes(spec, q, k, v, weight)
+
+
+def check_decode(
+    spec: Spec,
+    dtypes: tuple[torch.dtype, ...],
+    q_tail: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    weight: Tensor,
+    cache_seqlens: Tensor | None,
+    num_splits: int | None,
+) -> None:
+    """As :func:`check_call` for a decode step: q_tail (B, H, n_new + cq - 1, D) and caches (B, Hkv, N, ...).
+
+    Raises:
+        InputError: some argument does not fit.
+    """
+    _check_tensors({"q_tail": q_tail, "k_cache": k_cache, "v_cache": v_cache}, weight, dtypes)
+    _check_shapes(spec, q_tail, k_cache, v_cache, weight)
+    rows, context = q_tail.shape[2], spec.cq - 1
+    if not 1 <= rows - context <= MAX_NEW_TOKENS:
+        rule = f"holds cq - 1 = {context} context queries, then 1..{MAX_NEW_TOKENS} new ones"
+        raise InputError(explain("q_tail rows", rows, rule, f"{context + 1}..{context + MAX_NEW_TOKENS}"))
+    if cache_seqlens is not None:
+        got = (tuple(cache_seqlens.shape), cache_seqlens.dtype, cache_seqlens.device)
+        legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
+        if got != ((q_tail.shape[0],), torch.int32, q_tail.device):
+            raise InputError(explain("cache_seqlens", got, "one length per batch entry, on q_tail's device", legal))
+    if num_splits is not None and (isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1):
+        raise InputError(explain("num_splits", num_splits, "must be a positive int", "1, 2, ... or None to plan it"))
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """``scale``, by default head_dim ** -0.5.
+
+    Raises:
+        InputError: not a finite number.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise InputError(explain("scale", scale, "must be a finite number", "e.g. head_dim ** -0.5 (the default)"))
+    return float(scale)
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    for name, x in {**tensors, "weight": weight}.items():
+        if not isinstance(x, Tensor):
+            raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
+    for name, x in tensors.items():
+        if x.ndim != 4:
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)"))
+    first, *others = tensors.items()
+    if first[1].dtype not in dtypes:
+        raise InputError(
+            explain(f"{first[0]}.dtype", first[1].dtype, "this op was not built for it", f"{dtypes}, or build(dtype=...)")
+        )
+    for name, x in others:
+        if x.dtype != first[1].dtype:
+            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {first[0]}.dtype", first[1].dtype))
+    for name, x in [*others, ("weight", weight)]:
+        if x.device != first[1].device:
+            raise InputError(explain(f"{name}.device", x.device, f"must be on {first[0]}'s device", first[1].device))
+    legal = (torch.float32, first[1].dtype)
+    if weight.dtype not in legal:
+        raise InputError(explain("weight.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
+    for name, x in tensors.items():
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            raise InputError(
+                explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", f"{name}.contiguous()")
+            )
+
+
+def _check_shapes(spec: Spec, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
+    batch, heads, _, _ = q.shape
+    _, kv_heads, n_k, _ = k.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise InputError(explain("heads", (heads, kv_heads), "q heads must be a multiple of k heads", "H = group * Hkv"))
+    legal_shapes = {
+        "q": (q, (batch, heads, q.shape[2], spec.head_dim)),
+        "k": (k, (batch, kv_heads, n_k, spec.head_dim)),
+        "v": (v, (batch, kv_heads, n_k, spec.value_head_dim)),
+    }
+    for name, (x, legal) in legal_shapes.items():
+        if tuple(x.shape) != legal:
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal))
+    shape = (heads, spec.cq, spec.ck)
+    if tuple(weight.shape) not in (shape, (heads, 1, spec.cq, spec.ck)):
+        rule = "one (cq, ck) kernel per query head"
+        raise InputError(explain("weight.shape", tuple(weight.shape), rule, f"{shape} or {(heads, 1, *shape[1:])}"))

@@ -1,0 +1,153 @@
+"""The registered ops ``mtagen::forward``, ``mtagen::backward``, ``mtagen::decode`` and their autograd.
+
+Schemas hold tensors, numbers and the key of a built op; the key is the content hash of its plan, so graphs that mention
+it mean the same in every process that has built the same op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendError, explain
+from .executor import Executor
+
+_executors: dict[str, Executor] = {}
+
+_library = torch.library.Library("mtagen", "DEF")
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, Tensor weight, float scale, str key) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor weight, Tensor out, Tensor lse, "
+    "float scale, str key) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "decode(Tensor q_tail, Tensor k_cache, Tensor v_cache, Tensor weight, Tensor? cache_seqlens, float scale, "
+    "int num_splits, str key) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def register(key: str, executor: Executor) -> None:
+    """Make ``key`` callable through the registered ops."""
+    _executors[key] = executor
+
+
+def _executor(key: str) -> Executor:
+    try:
+        return _executors[key]
+    except KeyError:
+        rule = "no op of this key was built in this process"
+        raise BackendError(explain("key", key, rule, "call mtagen.build(...) with the same arguments first")) from None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, key: str) -> tuple[Tensor, Tensor]:
+    return _executor(key).forward(q, k, v, weight, scale)
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    key: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _executor(key).backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+
+
+def _decode(
+    q_tail: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    weight: Tensor,
+    cache_seqlens: Tensor | None,
+    scale: float,
+    num_splits: int,
+    key: str,
+) -> tuple[Tensor, Tensor]:
+    return _executor(key).decode(q_tail, k_cache, v_cache, weight, cache_seqlens, scale, num_splits)
+
+
+def _stats_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, key: str) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, q.new_empty(q.shape[:3], dtype=_stats_dtype(q))
+
+
+def _fake_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    key: str,
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, weight))
+
+
+def _fake_decode(
+    q_tail: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    weight: Tensor,
+    cache_seqlens: Tensor | None,
+    scale: float,
+    num_splits: int,
+    key: str,
+) -> tuple[Tensor, Tensor]:
+    new_tokens = q_tail.shape[2] - (weight.shape[1] - 1)
+    out = q_tail.new_empty(*q_tail.shape[:2], new_tokens, v_cache.shape[3])
+    return out, q_tail.new_empty(out.shape[:3], dtype=_stats_dtype(q_tail))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.key = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, weight, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    grads = torch.ops.mtagen.backward(grad_out, grad_lse, q, k, v, weight, out, lse, ctx.scale, ctx.key)
+    return *grads, None, None
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    rule = "mtagen ops are differentiable once"
+    raise BackendError(explain("double backward", "a gradient of a gradient", rule, "mtagen.reference, by autograd"))
+
+
+def _refuse_decode_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    raise BackendError(explain("decode", "a backward pass", "decode is for generation only", "the op itself"))
+
+
+def _nothing_to_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+for _name, _kernel, _fake, _grad, _setup in (
+    ("forward", _forward, _fake_forward, _differentiate, _save),
+    ("backward", _backward, _fake_backward, _refuse_double_backward, _nothing_to_save),
+    ("decode", _decode, _fake_decode, _refuse_decode_backward, _nothing_to_save),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mtagen::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(f"mtagen::{_name}", _grad, setup_context=_setup, lib=_library)

@@ -1,0 +1,143 @@
+"""Compile a plan's kernels with no GPU, and read what they use: registers, spills, shared memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..planner import Plan, get_target
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as the host code asked for it."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it (again)."""
+        self.kernel[self.grid](*self.args, **self.options)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel takes: registers and bytes of local memory per thread, bytes of shared memory per CTA."""
+
+    registers: int
+    stack: int
+    shared: int
+    assembly: str
+
+
+@contextmanager
+def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
+    """Collect every launch that ``module`` makes inside the block; with ``run=False`` nothing is launched."""
+    launches: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, kernel: JITFunction) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                launches.append(Launch(self.kernel, grid, args, options))
+                if run:
+                    launches[-1].run()
+
+            return launch
+
+    kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
+    try:
+        yield launches
+    finally:
+        vars(module).update(kernels)
+
+
+def launches(plan: Plan, module: ModuleType) -> list[Launch]:
+    """Every launch of a small forward, backward and decode call, each kernel once; nothing is run."""
+    spec = plan.spec
+    dtype = {name: dtype for dtype, name in _TYPES.items()}[spec.dtype]
+    q = torch.zeros(1, 2, spec.cq, spec.head_dim, dtype=dtype)
+    v = torch.zeros(1, 2, spec.cq, spec.value_head_dim, dtype=dtype)
+    weight = torch.zeros(2, spec.cq, spec.ck)
+    with recorded(module, run=False) as made:
+        out, lse = module.forward(q, q, v, weight, 1.0)
+        module.backward(out, lse, q, q, v, weight, out, lse, 1.0)
+        module.decode(q, q, v, weight, 1.0, torch.ones(1, dtype=torch.int32), None)
+    return list({launch.kernel.__name__: launch for launch in made}.values())
+
+
+def compile_offline(plan: Plan, module: ModuleType) -> dict[str, Usage]:
+    """Compile every kernel for the plan's target, without a GPU; kernel name -> what it uses.
+
+    Registers and stack are read with the cuobjdump that Triton carries; on AMD they are left 0.
+
+    Raises:
+        Whatever Triton raises when it cannot compile.
+    """
+    target = get_target(plan.target)
+    gpu = GPUTarget(target.backend, target.arch, target.warp_size)
+    usage = {}
+    for launch in launches(plan, module):
+        compiled = triton.compile(_source(launch), target=gpu, options=launch.options)
+        binary = compiled.asm.get("cubin")
+        registers, stack, assembly = _disassemble(binary) if binary else (0, 0, str(compiled.asm["amdgcn"]))
+        usage[launch.kernel.__name__] = Usage(registers, stack, compiled.metadata.shared, assembly)
+    return usage
+
+
+def _source(launch: Launch) -> ASTSource:
+    kernel = launch.kernel
+    arguments = dict(zip(kernel.arg_names, launch.args, strict=False))
+    constants = {p.name: p.default for p in kernel.params if p.is_constexpr}
+    signature = {
+        p.name: "constexpr" if p.is_constexpr else p.annotation_type or _type_of(arguments[p.name])
+        for p in kernel.params
+    }
+    # Every pointer the host passes is 16-byte aligned.
+    pointers = [i for i, p in enumerate(kernel.params) if signature[p.name].startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>"
+    if isinstance(value, Tensor):
+        return "*" + _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _disassemble(binary: bytes) -> tuple[int, int, str]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+
+        def run(option: str) -> str:
+            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+        found = re.search(r"REG:(\d+) STACK:(\d+)", run("-res-usage"))
+        assert found is not None, "cuobjdump printed no resource usage"
+        return int(found[1]), int(found[2]), run("-sass")
