@@ -187,6 +187,12 @@ def _launch_options(tile: Tile) -> str:
     return f"num_warps={tile.num_warps}, num_stages={stages}, enable_fp_fusion=True"
 
 
+def _loop(*bounds: int) -> str:
+    """A loop over constant bounds: unrolled, so that its loads overlap, unless that makes long code."""
+    name = "tl.static_range" if len(range(*bounds)) <= 16 else "range"
+    return f"{name}({', '.join(map(str, bounds))})"
+
+
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -207,7 +213,7 @@ def _environment() -> jinja2.Environment:
         "launch_options": _launch_options,
         "next_power_of_2": _next_power_of_2,
     }
-    environment.globals |= {"log2e": repr(math.log2(math.e)), "ln2": repr(math.log(2.0))}
+    environment.globals |= {"loop": _loop, "log2e": repr(math.log2(math.e)), "ln2": repr(math.log(2.0))}
     return environment
 
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from ..errors import PlanError, SpecError, explain
 from ..spec import Spec
+from .decode import DECODE_ROLES, Decode, SplitRule, decode_geometry, split_rule
 from .lift import Lift, lift
 from .stencil import Stencil
 from .targets import Target, get_target
-from .tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, block_dim, choose, resources
+from .tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, block_dim, choose, resident_ctas, resources
 
 BACKENDS = ("auto", "triton", "torch")
 MAX_TERMS = 16  # the lifted prologue holds one vector per term
-_WORKSPACE_BYTES = 512 * 2**20
+_WORKSPACE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Plan:
         reason: why this backend.
         tiles: (role, tile, source of the choice) of each kernel; empty for the torch backend.
         workspace_bytes: bound on the backward pass's workspace for the gradient of the scores.
+        heads_per_wave: heads whose blocks the forward kernel interleaves, the longest first.
     """
 
     spec: Spec
@@ -39,11 +41,23 @@ class Plan:
     reason: str
     tiles: tuple[tuple[str, Tile, str], ...] = ()
     workspace_bytes: int = _WORKSPACE_BYTES
+    heads_per_wave: int = 8
 
     @cached_property
     def lift(self) -> Lift:
         """Geometry of the lowering."""
         return lift(self.spec)
+
+    @cached_property
+    def decode(self) -> Decode:
+        """Geometry of decode."""
+        return decode_geometry(self.spec)
+
+    def split_rule(self, role: str) -> SplitRule:
+        """How many splits a decode kernel makes."""
+        tile, target = self.tile(role), get_target(self.target)
+        resident = resident_ctas(resources(role, tile, self.spec, self.lift), tile, target)
+        return split_rule(resident, tile.block_n, target.multiprocessors)
 
     @property
     def suffix(self) -> str:
@@ -107,6 +121,7 @@ class Plan:
             "reason": self.reason,
             "tiles": {role: {**asdict(tile), "source": source} for role, tile, source in self.tiles},
             "workspace_bytes": self.workspace_bytes,
+            "heads_per_wave": self.heads_per_wave,
         }
 
     @classmethod
@@ -155,7 +170,7 @@ class Plan:
         for role, tile, source in self.tiles:
             shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
             text = f"{shape}, {tile.num_warps} warps"
-            if role in TENSOR_ROLES:
+            if role in TENSOR_ROLES + DECODE_ROLES:
                 need = resources(role, tile, spec, geometry)
                 text += f", {tile.num_stages} stages of {tile.pipeline}, {need.shared // 1024} KiB shared, ~{need.registers} registers"
             rows.append(("tile", role, f"{text} ({source})"))
@@ -204,6 +219,6 @@ def plan(spec: Spec, target: str | Target = "sm_90a", backend: str = "auto") -> 
             explain("kernel", spec.kernel, f"min(cq, ck) is {geometry.terms}, {geometry.terms - MAX_TERMS} over the limit",
                     f"min(cq, ck) <= {MAX_TERMS} for triton, any for backend='torch'")
         )
-    roles = ("forward", "scores", *(c.role for c in geometry.contractions), *VECTOR_ROLES)
+    roles = ("forward", "scores", *(c.role for c in geometry.contractions), *decode_geometry(spec).roles, *VECTOR_ROLES)
     tiles = tuple((role, *choose(role, spec, geometry, target)) for role in roles)
     return Plan(spec, target.name, "triton", reason, tiles)

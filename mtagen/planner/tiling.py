@@ -16,11 +16,12 @@ from itertools import product
 
 from ..errors import PlanError
 from ..spec import Spec
+from .decode import DECODE_ROLES, decode_geometry
 from .lift import Lift
 from .targets import Target
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
-VECTOR_ROLES = ("lift", "band", "finish")
+VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
 _CLOCK_GHZ = 1.7  # only ratios of the cost model's terms matter
 _EXP_PER_CYCLE = 16  # special-function results per cycle and multiprocessor
 _LATENCY = 900  # cycles a load that nothing overlaps takes from L2
@@ -31,7 +32,8 @@ class Tile:
     """The shape of one kernel.
 
     Attributes:
-        block_m: rows of a tile; for the kernels that move vectors only, vectors per block.
+        block_m: rows of a tile; for the kernels that move vectors only, vectors per block; for decode, pairs of a query
+            head and a new query.
         block_n: keys of a tile; 0 where there are none.
         num_warps, num_stages: warps per CTA; depth of the software pipeline.
         pipeline: what is pipelined: ``tiles`` (operands of the owned block stay on chip, one stage is a whole tile) or
@@ -70,6 +72,8 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
     if role in VECTOR_ROLES:
         vectors = lift.terms + 2 if role == "lift" else 3
         return Resources(shared=0, registers=40 + m * d * vectors // threads)
+    if role in DECODE_ROLES:
+        return _decode_resources(tile, spec)
     if role not in ("forward", "scores"):
         own, streamed = (m, n) if role.startswith("dq") else (n, m)
         shared = tile.num_stages * (m * n + streamed * d) * size
@@ -89,8 +93,16 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
     return Resources(shared=shared, registers=registers)
 
 
+def resident_ctas(need: Resources, tile: Tile, target: Target) -> int:
+    """CTAs that one multiprocessor holds at once."""
+    shared = target.shared_per_multiprocessor // max(1, need.shared + 1024)
+    return max(1, min(shared, target.registers_per_multiprocessor // (need.registers * 32 * tile.num_warps)))
+
+
 def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
     """Modelled time of one score in multiprocessor cycles: the larger of arithmetic and traffic, plus what nothing hides."""
+    if role in DECODE_ROLES:
+        return _decode_cost(tile, spec, target)
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n = tile.block_m, tile.block_n
     flop_rate = target.tensor_tflops * 1e3 / target.multiprocessors / _CLOCK_GHZ * 2 / size
@@ -108,20 +120,33 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
         streamed = n if role.startswith("dq") else m
         moved = (m * n + streamed * d) * (lift.terms if role.endswith("shifted") else 1)
         exponentials = 0
-    # An operand tile read from shared memory is used once per row or column of the other: small tiles starve the units.
-    issue = min(1.0, (n if role in ("forward", "scores") else width) / 96)
-    arithmetic = flop * m * n / (flop_rate * issue)
+    # Each warp takes 16 rows of a product; warps left over split its columns, so operands are read more often, and wgmma
+    # wants 64 rows and 64 columns of every product to run at full rate.
+    rows, columns = {"forward": (m, n), "scores": (min(m, n), n)}.get(role, (m if role.startswith("dq") else n, width))
+    split = max(1.0, 16 * tile.num_warps / rows)
+    rate = min(1.0, columns / split / 64) ** 0.5 / split**0.5
+    if target.wgmma and rows < 64:
+        rate /= 2
+    arithmetic = flop * m * n / (flop_rate * rate)
     traffic = moved * size / l2_rate
-    resident = max(1, min(target.shared_per_multiprocessor // max(1, need.shared + 1024),
-                          target.registers_per_multiprocessor // (need.registers * 32 * tile.num_warps)))
+    resident = max(
+        1,
+        min(
+            target.shared_per_multiprocessor // max(1, need.shared + 1024),
+            target.registers_per_multiprocessor // (need.registers * 32 * tile.num_warps),
+        ),
+    )
     exposed = exponentials * m * n * (1 / _EXP_PER_CYCLE + 0.05) / min(resident, 2)
-    loads = lift.terms / tile.unroll if tile.pipeline == "terms" else 1
-    exposed += _LATENCY * (loads if tile.num_stages == 1 else 1 / tile.num_stages) / resident
+    loads = lift.terms / tile.unroll if tile.pipeline == "terms" else lift.terms + 1
+    exposed += _LATENCY * (loads if tile.num_stages == 1 else 1 / (tile.num_stages - 1)) / resident
     return (max(arithmetic, traffic) + exposed) / (m * n)
 
 
 def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Tile]:
     """Every tile worth asking for on ``target``, feasible or not."""
+    if role in DECODE_ROLES:
+        yield from _decode_candidates(role, spec, target)
+        return
     blocks = (16, 32, 64, 128) if spec.itemsize == 2 else (16, 32, 64)
     stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
     for m, n, warps, depth in product(blocks, blocks, (4, 8), stages):
@@ -165,6 +190,8 @@ def choose(role: str, spec: Spec, lift: Lift, target: Target) -> tuple[Tile, str
 def table_key(role: str, spec: Spec, lift: Lift) -> str:
     """What a measured choice depends on: role, padded head dims, terms, element size, causality."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
+    if role in DECODE_ROLES:
+        return f"{role} d{d} dv{dv} taps{decode_geometry(spec).taps} bytes{spec.itemsize}"
     return f"{role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize} {'causal' if spec.causal else 'full'}"
 
 
@@ -176,11 +203,53 @@ def _table(target: str) -> Mapping[str, Tile]:
     return {key: Tile(**fields) for key, fields in json.loads(path.read_text())["tiles"].items()}
 
 
+def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
+    """A halo reaches back one tile at most, so that a tile holds at least ck keys."""
+    geometry = decode_geometry(spec)
+    pairs = geometry.narrow if role == "decode" else geometry.wide
+    stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
+    for n, depth in product((16, 32, 64, 128), stages):
+        if n >= spec.ck:
+            yield Tile(pairs, n, 4, depth)
+
+
+def _decode_resources(tile: Tile, spec: Spec) -> Resources:
+    """Shared memory: K and V tiles, and the scores while their diagonals are straightened. Registers: two score tiles."""
+    d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
+    rows, n, threads = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n, 32 * tile.num_warps
+    shared = n * (d + dv) * size * (tile.num_stages - 1) if tile.num_stages > 1 else n * max(d, dv) * size
+    registers = 64 + (3 * rows * n + max(16, tile.block_m) * dv + rows * d * size // 4) // threads
+    return Resources(shared=shared + rows * n * 4, registers=registers)
+
+
+def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
+    """Modelled cycles per key and pair: the largest of traffic, instructions issued and the latency of a tile's chain."""
+    d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
+    rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
+    traffic = n * (d + dv) * spec.itemsize / (target.dram_gbps / target.multiprocessors / _CLOCK_GHZ)
+    per_thread = rows * n / (32 * tile.num_warps)
+    issue = (300 + 30 * per_thread) * tile.num_warps / 4
+    chain = 1000 + 40 * per_thread + _LATENCY / max(1, tile.num_stages - 1) + (_LATENCY if tile.num_stages == 1 else 0)
+    resident = resident_ctas(_decode_resources(tile, spec), tile, target)
+    return (max(traffic, issue, chain / resident) + chain / resident / 8) / (n * tile.block_m)
+
+
 def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
-    """Vectors per block such that the fp32 vectors a thread holds stay near 64 registers."""
+    """Small kernels, shaped by rule: the fp32 vectors a thread holds stay near 32 to 48 registers.
+
+    Measured on an H200 (benchmarks/NOTES.md): kernels that reduce over a vector run best with one warp per block, which
+    needs no barrier. ``band_scores`` is one product of a block of rows with the window of keys its diagonals meet.
+    """
     d = block_dim(spec.head_dim)
+    if role == "band":
+        return Tile(block_m=16, num_warps=1)
+    if role == "band_scores":
+        rows = 64 if spec.itemsize == 2 else 16
+        return Tile(block_m=rows, block_n=1 << (rows + lift.reach - 1).bit_length())
+    if role == "finish":
+        return Tile(block_m=max(1, 1024 // d), num_warps=1)
     held = lift.terms if role == "lift" else 2
-    vectors = max(4, min(64, 64 * 128 // (held * d)))
+    vectors = max(1, min(64, 48 * 128 // (held * d)))
     return Tile(block_m=1 << (vectors.bit_length() - 1))
 
 

@@ -1,0 +1,75 @@
+"""Split-K decode: the convolution folded into the queries, the keys shared out among many CTAs.
+
+With the query axis folded, C[j] = sum_v Qhat_v . k[j - pL + v], Qhat_v = scale * sum_u W[u, v] q[u]: one product of ck
+rows per key tile, whose diagonals are summed. Near the end of the keys the causal rule drops terms; tiles there are
+"edge" tiles. A pair (query head, new query) is the unit of work of a CTA besides the keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from sympy import Expr
+
+from ..spec import Spec
+
+DECODE_ROLES = ("decode", "decode_wide")
+LENGTH, N_NEW = sympy.symbols("length n_new", integer=True)
+_ROWS = 64  # rows (pairs times taps) of the wide kernel's product
+_MAX_PAIRS = 16
+_MIN_TILES = 4  # a split shorter than this spends its time on starting
+_MAX_WAVES = 4
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The geometry of decode for one spec.
+
+    Attributes:
+        taps: ck padded to a power of two: rows of the product per pair.
+        masks_terms: whether the causal rule drops some query rows' terms at a key and keeps others'.
+        first_edge: the first key that some query must not see.
+        narrow, wide: pairs per CTA of the two kernels; the same if one kernel does.
+    """
+
+    taps: int
+    masks_terms: bool
+    first_edge: Expr
+    narrow: int
+    wide: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The kernels there are."""
+        return DECODE_ROLES[: 1 + (self.wide > self.narrow)]
+
+
+def decode_geometry(spec: Spec) -> Decode:
+    """Narrow is for one new token without grouped heads; wide takes what a product of 64 rows holds."""
+    taps = 1 << (spec.ck - 1).bit_length()
+    masks_terms = spec.causal and spec.mask == "source" and spec.cq > 1
+    first_edge = LENGTH
+    if spec.causal:
+        first_edge = LENGTH - N_NEW + 1 - (spec.cq - 1 if masks_terms else 0)
+    return Decode(taps, masks_terms, first_edge, narrow=1, wide=max(1, min(_MAX_PAIRS, _ROWS // taps)))
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """What the number of splits is chosen with at run time.
+
+    Attributes:
+        slots: CTAs the target holds at once.
+        min_keys: keys of a split, at least.
+        max_waves: rounds of ``slots`` CTAs, at most, that splitting may make.
+    """
+
+    slots: int
+    min_keys: int
+    max_waves: int = _MAX_WAVES
+
+
+def split_rule(resident: int, block_n: int, multiprocessors: int) -> SplitRule:
+    """The rule for a kernel of which a multiprocessor holds ``resident`` CTAs."""
+    return SplitRule(resident * multiprocessors, _MIN_TILES * block_n)
