@@ -204,34 +204,41 @@ def _table(target: str) -> Mapping[str, Tile]:
 
 
 def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
-    """A halo reaches back one tile at most, so that a tile holds at least ck keys."""
+    """A halo reaches back one tile at most, so a tile holds at least ck keys."""
     geometry = decode_geometry(spec)
     pairs = geometry.narrow if role == "decode" else geometry.wide
     stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
-    for n, depth in product((16, 32, 64, 128), stages):
+    for n, warps, depth in product((32, 64, 128), (4, 8), stages):
         if n >= spec.ck:
-            yield Tile(pairs, n, 4, depth)
+            yield Tile(pairs, n, warps, depth)
 
 
 def _decode_resources(tile: Tile, spec: Spec) -> Resources:
-    """Shared memory: K and V tiles, and the scores while their diagonals are straightened. Registers: two score tiles."""
+    """Shared memory: K and V tiles in flight, and scores on their way to another layout.
+
+    Registers, fitted to what compilers used: per score the halo, the gather's indices and the product; K and V fragments.
+    One that has too few spills, which is slow but right, so registers alone never rule a tile out.
+    """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
-    rows, n, threads = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n, 32 * tile.num_warps
+    rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
     shared = n * (d + dv) * size * (tile.num_stages - 1) if tile.num_stages > 1 else n * max(d, dv) * size
-    registers = 64 + (3 * rows * n + max(16, tile.block_m) * dv + rows * d * size // 4) // threads
-    return Resources(shared=shared + rows * n * 4, registers=registers)
+    registers = (10 * rows * n + n * (d + dv) * size // 2) // (32 * tile.num_warps) - 20
+    return Resources(shared=shared + rows * n * 4, registers=max(110, min(255, registers)))
 
 
 def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
     """Modelled cycles per key and pair: the largest of traffic, instructions issued and the latency of a tile's chain."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
+    need = _decode_resources(tile, spec)
+    threads = 32 * tile.num_warps
     traffic = n * (d + dv) * spec.itemsize / (target.dram_gbps / target.multiprocessors / _CLOCK_GHZ)
-    per_thread = rows * n / (32 * tile.num_warps)
-    issue = (300 + 30 * per_thread) * tile.num_warps / 4
-    chain = 1000 + 40 * per_thread + _LATENCY / max(1, tile.num_stages - 1) + (_LATENCY if tile.num_stages == 1 else 0)
-    resident = resident_ctas(_decode_resources(tile, spec), tile, target)
-    return (max(traffic, issue, chain / resident) + chain / resident / 8) / (n * tile.block_m)
+    issue = (120 + (14 * rows * n + n * (d + dv) * spec.itemsize) / threads) * tile.num_warps / 4
+    chain = 1500 + 20 * rows * n / threads + 50 * tile.num_warps + _LATENCY / max(0.5, tile.num_stages - 1)
+    if need.registers == 255:
+        chain, issue = 10 * chain, 10 * issue  # spills: the last resort
+    resident = resident_ctas(need, tile, target)
+    return (max(traffic, issue, chain / resident) + (issue + chain / resident) / 8) / (n * tile.block_m)
 
 
 def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
