@@ -13,6 +13,7 @@ HEAD_DIMS = range(16, 257, 8)
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
 KEY_PADDINGS = ("both", "left", "right")
 MASKS = ("source", "output")
+MAX_NEW_TOKENS = 8  # queries of one decode step
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, explain
-from ..spec import Spec
+from ..spec import MAX_NEW_TOKENS, Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-MAX_NEW_TOKENS = 8
 
 
 def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:

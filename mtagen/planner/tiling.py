@@ -79,15 +79,16 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
         shared = tile.num_stages * (m * n + streamed * d) * size
         return Resources(shared=shared, registers=50 + (own * d + m * n * size // 8) // threads)
     own, streamed = (m, n) if role == "forward" else (n, m)
+    # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
+    kept = n * dv * size if role == "scores" else 0
+    passed = (2 * m * n if size == 2 else 4 * m * n + m * dv) * size if role == "scores" else n * dv * size
     if tile.pipeline == "terms":
-        shared = tile.num_stages * tile.unroll * (m + n) * d * size
-        own_values = streamed_values = n * dv * size if role == "scores" else 0
-        shared = max(shared + own_values, streamed_values)
+        pipelined = tile.num_stages * tile.unroll * (m + n) * d * size
+        shared = kept + (max(pipelined, passed) if size == 2 else pipelined + passed)
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
-        shared = own * d * lift.terms * size + tile.num_stages * stage + (n * dv * size if role == "scores" else 0)
-    if role == "scores":
-        shared += m * n * size  # g on its way to the workspace
+        shared = own * d * lift.terms * size + tile.num_stages * stage + kept
+        shared += passed if role == "scores" else 0
     tiles = 1 if role == "forward" else 2  # s; dP as well
     registers = 90 + (tiles * m * n + own * dv + m * n * size // 4) // threads
     return Resources(shared=shared, registers=registers)
@@ -122,7 +123,7 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
         exponentials = 0
     # Each warp takes 16 rows of a product; warps left over split its columns, so operands are read more often, and wgmma
     # wants 64 rows and 64 columns of every product to run at full rate.
-    rows, columns = {"forward": (m, n), "scores": (min(m, n), n)}.get(role, (m if role.startswith("dq") else n, width))
+    rows, columns = (m, n) if role in ("forward", "scores") else (m if role.startswith("dq") else n, width)
     split = max(1.0, 16 * tile.num_warps / rows)
     rate = min(1.0, columns / split / 64) ** 0.5 / split**0.5
     if target.wgmma and rows < 64:
@@ -153,7 +154,7 @@ def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Ti
         if m * n < 256 or (warps == 8 and m * n < 4096):
             continue
         yield Tile(m, n, warps, depth)
-        if role in ("forward", "scores") and lift.terms > 1 and depth > 1:
+        if role in ("forward", "scores") and lift.terms > 1:
             for unroll in (1, 2):
                 if lift.terms % unroll == 0:
                     yield Tile(m, n, warps, depth, "terms", unroll)
@@ -188,11 +189,11 @@ def choose(role: str, spec: Spec, lift: Lift, target: Target) -> tuple[Tile, str
 
 
 def table_key(role: str, spec: Spec, lift: Lift) -> str:
-    """What a measured choice depends on: role, padded head dims, terms, element size, causality."""
+    """What a measured choice depends on: role, padded head dims, terms, element size."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     if role in DECODE_ROLES:
         return f"{role} d{d} dv{dv} taps{decode_geometry(spec).taps} bytes{spec.itemsize}"
-    return f"{role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize} {'causal' if spec.causal else 'full'}"
+    return f"{role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize}"
 
 
 @cache

@@ -9,6 +9,7 @@ import triton
 
 from ..codegen import render
 from ..planner.plan import Plan
+from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .loader import load_module
 
@@ -35,13 +36,24 @@ def compile_kernels(plan: Plan, module: ModuleType, device: torch.device) -> Non
 
     Lengths, strides and head counts are run-time arguments, so nothing is left to compile in a later call.
     """
-    spec = plan.spec
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[spec.dtype]
-    q = torch.zeros(1, 1, spec.cq, spec.head_dim, dtype=dtype, device=device)
-    v = torch.zeros(1, 1, spec.cq, spec.value_head_dim, dtype=dtype, device=device)
-    weight = torch.zeros(1, spec.cq, spec.ck, device=device)
-    out, lse = module.forward(q, q, v, weight, 1.0)
-    module.backward(out, lse, q, q, v, weight, out, lse, 1.0)
-    for lengths in (None, torch.ones(1, dtype=torch.int32, device=device)):
-        module.decode(q, q, v, weight, 1.0, lengths, None)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[plan.spec.dtype]
+    exercise(plan, module, dtype, device)
     torch.cuda.synchronize(device)
+
+
+def exercise(plan: Plan, module: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+    """Call forward, backward and decode such that every kernel of ``module`` is launched."""
+    spec = plan.spec
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    k, v = zeros(1, 2, spec.cq, spec.head_dim), zeros(1, 2, spec.cq, spec.value_head_dim)
+    weight = torch.zeros(2, spec.cq, spec.ck, device=device)
+    out, lse = module.forward(k, k, v, weight, 1.0)
+    module.backward(out, lse, k, k, v, weight, out, lse, 1.0)
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
+    for new_tokens in (1, MAX_NEW_TOKENS):
+        q_tail = zeros(1, 2, spec.cq - 1 + new_tokens, spec.head_dim)
+        for cache_seqlens in (None, lengths):
+            module.decode(q_tail, k, v, weight, 1.0, cache_seqlens, None)

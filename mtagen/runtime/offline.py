@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..planner import Plan, get_target
+from .load import exercise
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
@@ -76,15 +77,9 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 
 def launches(plan: Plan, module: ModuleType) -> list[Launch]:
     """Every launch of a small forward, backward and decode call, each kernel once; nothing is run."""
-    spec = plan.spec
-    dtype = {name: dtype for dtype, name in _TYPES.items()}[spec.dtype]
-    q = torch.zeros(1, 2, spec.cq, spec.head_dim, dtype=dtype)
-    v = torch.zeros(1, 2, spec.cq, spec.value_head_dim, dtype=dtype)
-    weight = torch.zeros(2, spec.cq, spec.ck)
+    dtype = {name: dtype for dtype, name in _TYPES.items()}[plan.spec.dtype]
     with recorded(module, run=False) as made:
-        out, lse = module.forward(q, q, v, weight, 1.0)
-        module.backward(out, lse, q, q, v, weight, out, lse, 1.0)
-        module.decode(q, q, v, weight, 1.0, torch.ones(1, dtype=torch.int32), None)
+        exercise(plan, module, dtype, torch.device("cpu"))
     return list({launch.kernel.__name__: launch for launch in made}.values())
 
 

@@ -1,0 +1,250 @@
+"""The generated kernels on a GPU: accuracy over a grid of specs, and what a torch op must survive. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import mtagen
+from mtagen.check import Case, check
+from mtagen.ops.executor import Executor
+from mtagen.op import MultiTokenAttention
+from mtagen.ops import library
+from mtagen.runtime.load import load, plan_key
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+DTYPES = ("bf16", "fp16", "fp32")
+CASES = (
+    Case(8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
+    Case(2, 2, 2, 67, 67),
+    Case(2, 4, 2, 113, 203),  # ragged, grouped queries
+    Case(1, 2, 1, 203, 113),  # when causal, most queries see no key
+    Case(1, 2, 1, 799, 3),
+    Case(1, 3, 1, 1023, 1024),  # many tiles
+)
+GRID = [
+    *itertools.product([(1, 1), (6, 11), (5, 2)], [16, 64, 80, 128, 256], DTYPES, [True, False], ["both"], ["source"]),
+    *itertools.product([(3, 3), (2, 9), (7, 7), (11, 1), (1, 7), (16, 17)], [64], ["bf16"], [True, False], ["both"], ["source"]),
+    *itertools.product([(6, 11), (4, 3)], [64], ["bf16"], [True], ["left", "right", "both"], ["source", "output"]),
+    ((16, 17), 128, "bf16", True, "both", "source"),
+    ((6, 11), 24, "fp16", True, "both", "source"),
+    ((6, 11), 192, "bf16", True, "both", "source"),
+]
+
+
+def assert_accurate(op: MultiTokenAttention, cases: tuple[Case, ...] = CASES) -> None:
+    rows = list(check(op, op.plan.spec, torch.device("cuda"), cases))
+    bad = [
+        f"{row.case} {row.result}: {row.comparison.error:.3g} > {row.comparison.allowed:.3g}"
+        for row in rows
+        if not row.comparison.ok
+    ]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(("kernel", "head_dim", "dtype", "causal", "key_padding", "mask"), GRID)
+def test_accuracy(
+    kernel: tuple[int, int], head_dim: int, dtype: str, causal: bool, key_padding: str, mask: str
+) -> None:
+    op = mtagen.build(
+        kernel, head_dim, dtype=dtype, causal=causal, key_padding=key_padding, mask=mask, backend="triton"
+    )
+    assert_accurate(op)
+
+
+def test_value_head_dim_of_its_own() -> None:
+    assert_accurate(mtagen.build((6, 11), 64, value_head_dim=128, backend="triton"))
+
+
+@pytest.mark.parametrize("kernel", [(6, 11), (5, 2)])
+def test_strips(kernel: tuple[int, int]) -> None:
+    """A workspace of a few rows: the backward pass carries rows of g from strip to strip."""
+    built = mtagen.build(kernel, 64, backend="triton")
+    assert_accurate(with_workspace(built, 2**20))
+
+
+def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
+    plan = replace(op.plan, workspace_bytes=workspace_bytes)
+    key = plan_key(plan)
+    library.register(key, Executor(plan.spec, load(plan), kernels_on_cpu=False, torch_on_cpu=False))
+    return MultiTokenAttention(plan, key, (torch.bfloat16,))
+
+
+def inputs(n: int = 300, heads: int = 4, kv_heads: int = 2, dim: int = 64, device: str = "cuda") -> list[Tensor]:
+    torch.manual_seed(0)
+    q = torch.randn(2, heads, n, dim, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, kv_heads, n, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return [q, k, v, torch.randn(heads, 6, 11, device=device) / 8]
+
+
+@pytest.fixture(scope="module")
+def op() -> MultiTokenAttention:
+    return mtagen.build((6, 11), 64)
+
+
+def gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def test_bit_reproducible(op: MultiTokenAttention) -> None:
+    tensors = inputs()
+    first = gradients(op, tensors)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(op, tensors), strict=True))
+
+
+def test_compile_fullgraph(op: MultiTokenAttention) -> None:
+    tensors = inputs()
+    compiled = torch.compile(lambda *x: op(*x), fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(compiled, tensors), gradients(op, tensors), strict=True))
+
+
+def test_opcheck(op: MultiTokenAttention) -> None:
+    leaves = [x.requires_grad_() for x in inputs(70)]
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*leaves, 0.125, op._key))
+    q_tail, k, v, weight = (x.detach() for x in inputs(70))
+    torch.library.opcheck(torch.ops.mtagen.decode.default, (q_tail[:, :, -7:], k, v, weight, None, 0.125, 0, op._key))
+
+
+def test_autocast(op: MultiTokenAttention) -> None:
+    q, k, v, weight = inputs()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = op(q.float(), k.float(), v.float(), weight)
+    assert torch.equal(out, op(q, k, v, weight))
+
+
+def test_cuda_graph(op: MultiTokenAttention) -> None:
+    leaves = [x.requires_grad_() for x in inputs()]
+    grad = torch.randn_like(leaves[0])
+
+    def step() -> tuple[Tensor, ...]:
+        out = op(*leaves)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_decode_in_a_cuda_graph(op: MultiTokenAttention) -> None:
+    q, k, v, weight = inputs()
+    lengths = torch.tensor([17, 300], dtype=torch.int32, device="cuda")
+    q_tail = q[:, :, -6:].contiguous()
+    op.decode(q_tail, k, v, weight, cache_seqlens=lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op.decode(q_tail, k, v, weight, cache_seqlens=lengths)
+    lengths.copy_(torch.tensor([211, 5], dtype=torch.int32))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, op.decode(q_tail, k, v, weight, cache_seqlens=lengths))
+
+
+def test_other_stream(op: MultiTokenAttention) -> None:
+    tensors = inputs()
+    torch.cuda.synchronize()
+    expected = gradients(op, tensors)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ours = gradients(op, tensors)
+        torch.cuda.current_stream().synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_device(op: MultiTokenAttention) -> None:
+    tensors = inputs()
+    expected = gradients(op, tensors)
+    ours = gradients(op, [x.to("cuda:1") for x in tensors])
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, expected, strict=True))
+
+
+def test_packed_projection_is_read_in_place(op: MultiTokenAttention, recwarn: pytest.WarningsRecorder) -> None:
+    packed = torch.randn(2, 200, 3, 4, 64, device="cuda", dtype=torch.bfloat16)  # (B, N, 3, H, D)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    weight = inputs()[3]
+    out = op(q, k, v, weight)
+    assert not [warning for warning in recwarn if "copied" in str(warning.message)]
+    assert torch.equal(out, op(q.contiguous(), k.contiguous(), v.contiguous(), weight))
+
+
+def test_unaligned_rows_are_copied_with_a_warning(op: MultiTokenAttention) -> None:
+    q, k, v, weight = inputs()
+    odd = torch.zeros(*q.shape[:3], 65, device="cuda", dtype=q.dtype)[..., 1:]
+    odd.copy_(q)
+    with pytest.warns(RuntimeWarning, match="16"):
+        out = op(odd, k, v, weight)
+    assert torch.equal(out, op(q, k, v, weight))
+
+
+def test_gradient_of_any_layout(op: MultiTokenAttention) -> None:
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = op(*leaves)
+    sums = torch.autograd.grad(out.sum(), leaves, retain_graph=True)  # an expanded, zero-stride gradient
+    ones = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(sums, ones, strict=True))
+
+
+def test_new_lengths_compile_nothing(op: MultiTokenAttention) -> None:
+    """Every kernel was compiled by build: later calls of other sizes and layouts must find it."""
+    module = load(op.plan)
+    kernels = [kernel for kernel in vars(module).values() if hasattr(kernel, "device_caches")]
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    before = compiled()
+    assert before >= len(kernels) > 10
+    for n, heads, kv_heads in ((1, 1, 1), (16, 2, 2), (333, 4, 2), (1024, 3, 1)):
+        tensors = inputs(n, heads, kv_heads)
+        gradients(op, tensors)
+        for rows in (6, 13):
+            q_tail = torch.randn(2, heads, rows, 64, device="cuda", dtype=torch.bfloat16)
+            op.decode(q_tail, *tensors[1:], cache_seqlens=torch.full((2,), n, dtype=torch.int32, device="cuda"))
+            op.decode(q_tail, *tensors[1:])
+    assert compiled() == before
+
+
+def test_memory_does_not_grow_with_the_square(op: MultiTokenAttention) -> None:
+    def extra(n: int) -> int:
+        tensors = inputs(n, 16, 16)
+        gradients(op, tensors)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        gradients(op, tensors)
+        return torch.cuda.max_memory_allocated() - base
+
+    assert extra(32768) < 2.5 * extra(16384)
+
+
+def test_long_offsets_are_64_bit() -> None:
+    """More than 2^31 elements in q: the last head's result must equal that head computed alone."""
+    op = mtagen.build((2, 3), 256, backend="triton")
+    heads, n = 2**31 // (256 * 16384) + 2, 16384
+    q = torch.randn(1, heads, n, 256, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, n, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(heads, 2, 3, device="cuda")
+    out = op(q, k, v, weight)
+    assert torch.equal(out[:, -1:], op(q[:, -1:], k, v, weight[-1:]))
