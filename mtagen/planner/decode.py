@@ -1,8 +1,8 @@
 """Split-K decode: the convolution folded into the queries, the keys shared out among many CTAs.
 
-With the query axis folded, C[j] = sum_v Qhat_v . k[j - pL + v], Qhat_v = scale * sum_u W[u, v] q[u]: one product of ck
-rows per key tile, whose diagonals are summed. Near the end of the keys the causal rule drops terms; tiles there are
-"edge" tiles. A pair (query head, new query) is the unit of work of a CTA besides the keys.
+With the query axis folded, C[j] = sum_v Qhat_v . k[j - pL + v], Qhat_v = scale * sum_u W[u, v] q[u]: one
+product of ck rows per key tile, whose diagonals are summed. Only near the end of the keys does the causal rule
+drop terms. Besides keys, what a CTA owns is pairs (query head, new query) that share their key head.
 """
 
 from __future__ import annotations

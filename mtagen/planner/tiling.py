@@ -208,7 +208,7 @@ def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
     """A halo reaches back one tile at most, so a tile holds at least ck keys."""
     geometry = decode_geometry(spec)
     pairs = geometry.narrow if role == "decode" else geometry.wide
-    stages = (1,) if target.backend == "hip" else (1, 2, 3, 4)
+    stages = (1,) if target.backend == "hip" else (1, 2, 3)
     for n, warps, depth in product((32, 64, 128), (4, 8), stages):
         if n >= spec.ck:
             yield Tile(pairs, n, warps, depth)
@@ -217,8 +217,8 @@ def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
 def _decode_resources(tile: Tile, spec: Spec) -> Resources:
     """Shared memory: K and V tiles in flight, and scores on their way to another layout.
 
-    Registers, fitted to what compilers used: per score the halo, the gather's indices and the product; K and V fragments.
-    One that has too few spills, which is slow but right, so registers alone never rule a tile out.
+    Registers, fitted to what compilers used: per score the halo, the gather's indices and the product; K and V
+    fragments. A kernel that has too few spills, which is slow but right: registers never rule a tile out.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
@@ -228,7 +228,7 @@ def _decode_resources(tile: Tile, spec: Spec) -> Resources:
 
 
 def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
-    """Modelled cycles per key and pair: the largest of traffic, instructions issued and the latency of a tile's chain."""
+    """Modelled cycles per key and pair: the largest of traffic, instructions issued, latency of a tile's chain."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
     need = _decode_resources(tile, spec)

@@ -83,8 +83,10 @@ def launches(plan: Plan, module: ModuleType) -> list[Launch]:
     return list({launch.kernel.__name__: launch for launch in made}.values())
 
 
-def compile_offline(plan: Plan, module: ModuleType) -> dict[str, Usage]:
+def compile_offline(plan: Plan, module: ModuleType, part: str = "") -> dict[str, Usage]:
     """Compile every kernel for the plan's target, without a GPU; kernel name -> what it uses.
+
+    Only kernels whose name contains ``part`` are compiled.
 
     Registers and stack are read with the cuobjdump that Triton carries; on AMD they are left 0.
 
@@ -95,6 +97,8 @@ def compile_offline(plan: Plan, module: ModuleType) -> dict[str, Usage]:
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     usage = {}
     for launch in launches(plan, module):
+        if part not in launch.kernel.__name__:
+            continue
         compiled = triton.compile(_source(launch), target=gpu, options=launch.options)
         binary = compiled.asm.get("cubin")
         registers, stack, assembly = _disassemble(binary) if binary else (0, 0, str(compiled.asm["amdgcn"]))

@@ -1,0 +1,182 @@
+"""The generated decode kernels in Triton's interpreter against the reference, and compiled without a GPU.
+
+Triton decides when it is imported whether it interprets, so the cases run in one process of their own: this
+file, called as a script, which prints a verdict per case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtagen.accuracy import compare
+from mtagen.codegen import render
+from mtagen.planner import plan
+from mtagen.reference import reference
+from mtagen.runtime.loader import load_module
+from mtagen.runtime.offline import compile_offline
+from mtagen.spec import Spec
+
+DIM, VALUE_DIM, SCALE = 16, 24, 0.3
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+RAGGED = (40, 0, 3, 26)  # many tiles; nothing; fewer than cq and than the halo; keys that end inside a tile
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of decode; ``lengths`` has one per batch entry, None means the whole cache."""
+
+    kernel: tuple[int, int] = (6, 11)
+    heads: int = 2
+    kv_heads: int = 2
+    n_new: int = 1
+    lengths: tuple[int, ...] | None = RAGGED
+    splits: int | None = 3
+    causal: bool = True
+    key_padding: str = "both"
+    mask: str = "source"
+    dtype: str = "fp32"
+    layout: str = "plain"
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.kernel, DIM, VALUE_DIM, self.causal, self.key_padding, self.mask, self.dtype)
+
+
+KERNELS = ((1, 1), (6, 11), (3, 3), (5, 2), (2, 9))
+CASES = [
+    *(Case(kernel, n_new=n_new) for kernel in KERNELS for n_new in (1, 2, 8)),
+    *(Case(kernel, n_new=2, causal=False) for kernel in KERNELS),
+    *(
+        Case((5, 4), n_new=n_new, causal=causal, key_padding=padding, mask=mask)
+        for n_new, causal, padding, mask in itertools.product(
+            (1, 3), (True, False), ("both", "left", "right"), ("source", "output")
+        )
+        if causal or mask == "source"
+    ),
+    *(Case(heads=4, kv_heads=kv_heads, n_new=n_new) for kv_heads in (1, 2) for n_new in (1, 3)),
+    *(Case(splits=splits) for splits in (None, 1, 2, 9)),
+    *(Case(lengths=None, splits=splits, n_new=n_new) for splits in (None, 4) for n_new in (1, 8)),
+    *(Case(lengths=(length,), splits=2, n_new=8) for length in (1, 5, 7, 8, 13, 16, 17)),
+    *(Case(layout=layout, n_new=2, heads=4) for layout in ("tokens first", "packed")),
+    *(Case(kernel, n_new=n_new, dtype="fp16") for kernel in ((6, 11), (3, 3)) for n_new in (1, 8)),
+    *(Case(heads=4, kv_heads=1, dtype="fp16", causal=causal) for causal in (True, False)),
+]
+IDS = [str(index) for index in range(len(CASES))]
+
+
+def run(case: Case) -> list[str]:
+    """What is wrong with decode in this case: one line per result that breaks the accuracy rule."""
+    torch.manual_seed(0)
+    dtype = DTYPES[case.dtype]
+    capacity = 45 if case.lengths is None else max(*case.lengths, 1) + 5
+    lengths = case.lengths or (capacity, capacity)
+    batch, tail = len(lengths), case.kernel[0] - 1 + case.n_new
+    q = torch.randn(batch, case.heads, tail, DIM).to(dtype)
+    k, v = _caches(case, batch, capacity, dtype)
+    weight = torch.randn(case.heads, *case.kernel) / 3
+    for entry, length in enumerate(lengths):
+        k[entry, :, length:], v[entry, :, length:] = torch.nan, torch.nan
+        q[entry, :, : max(0, tail - length)] = torch.nan  # queries at negative positions
+    seqlens = None if case.lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    out, lse = _module(case.spec).decode(q, k, v, weight, SCALE, seqlens, case.splits)
+    eager, exact = (_expected(case, q, k, v, weight, lengths, wide) for wide in (dtype, torch.float64))
+    largest = v.nan_to_num().abs().max().item()
+    verdicts = {
+        "out": compare(out, eager[0], exact[0], terms=largest),
+        "lse": compare(lse.to(dtype), eager[1], exact[1]),
+    }
+    return [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
+
+
+def _caches(case: Case, batch: int, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if case.layout == "packed":  # slices of one projection; rows of values start 16-byte aligned
+        packed = torch.randn(batch, capacity, case.kv_heads, DIM + VALUE_DIM).to(dtype).transpose(1, 2)
+        return packed[..., :DIM], packed[..., DIM:]
+    shape = (batch, case.kv_heads, capacity)
+    if case.layout == "tokens first":
+        shape = (batch, capacity, case.kv_heads)
+    k, v = (torch.randn(*shape, size).to(dtype) for size in (DIM, VALUE_DIM))
+    return (k.transpose(1, 2), v.transpose(1, 2)) if case.layout == "tokens first" else (k, v)
+
+
+def _expected(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, lengths: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The reference on each entry's own keys and queries: the new rows, empty where before the sequence."""
+    out = torch.zeros(*q.shape[:2], case.n_new, VALUE_DIM, dtype=dtype)
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=dtype)
+    for entry, length in enumerate(lengths):
+        rows, new = min(q.shape[2], length), min(case.n_new, length)
+        if length:
+            queries = q[entry : entry + 1, :, q.shape[2] - rows :]
+            keys, values = (x[entry : entry + 1, :, :length] for x in (k, v))
+            result = reference(
+                *(x.to(dtype) for x in (queries, keys, values, weight)),
+                causal=case.causal,
+                key_padding=case.key_padding,
+                mask=case.mask,
+                scale=SCALE,
+                return_lse=True,
+            )
+            out[entry, :, case.n_new - new :] = result[0][0, :, rows - new :]
+            lse[entry, :, case.n_new - new :] = result[1][0, :, rows - new :]
+    return out, lse
+
+
+@cache
+def _module(spec: Spec) -> ModuleType:
+    """Kernels with tiles of 16 keys, so that short sequences have many."""
+    planned = plan(spec)
+    tiles = (
+        (role, replace(t, block_n=16) if role in planned.decode.roles else t, s)
+        for role, t, s in planned.tiles
+    )
+    source = render(replace(planned, tiles=tuple(tiles))).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        return load_module(Path(folder) / f"{planned.name}.py", source)
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[list[str]]:
+    """What went wrong, per case."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result: list[list[str]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
+def test_decode_keeps_the_accuracy_rule(index: int, verdicts: list[list[str]]) -> None:
+    assert not verdicts[index], f"{asdict(CASES[index])}: {verdicts[index]}"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decode_compiles_without_spills(dim: int, target: str) -> None:
+    planned = plan(Spec((6, 11), dim), target)
+    with tempfile.TemporaryDirectory() as folder:
+        module = load_module(Path(folder) / f"{planned.name}.py", render(planned).encode())
+    usage = compile_offline(planned, module, part="decode")
+    assert len(usage) == 3
+    for name, use in usage.items():
+        assert use.stack == 0, f"{name} keeps {use.stack} bytes on the stack"
+
+
+if __name__ == "__main__":
+    print(json.dumps([run(case) for case in CASES]))
