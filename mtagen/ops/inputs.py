@@ -20,8 +20,9 @@ def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor
     Raises:
         InputError: some argument does not fit the spec or another argument.
     """
-    _check_tensors({"q": q, "k": k, "v": v}, weight, dtypes)
-    _check_shapes(spec, q, k, v, weight)
+    tensors = {"q": q, "k": k, "v": v}
+    _check_tensors(tensors, weight, dtypes)
+    _check_shapes(spec, tensors, weight)
 
 
 def check_decode(
@@ -39,13 +40,15 @@ def check_decode(
     Raises:
         InputError: some argument does not fit.
     """
-    _check_tensors({"q_tail": q_tail, "k_cache": k_cache, "v_cache": v_cache}, weight, dtypes)
-    _check_shapes(spec, q_tail, k_cache, v_cache, weight)
+    tensors = {"q_tail": q_tail, "k_cache": k_cache, "v_cache": v_cache}
+    _check_tensors(tensors, weight, dtypes)
+    _check_shapes(spec, tensors, weight)
     rows, context = q_tail.shape[2], spec.cq - 1
     if not 1 <= rows - context <= MAX_NEW_TOKENS:
         rule = f"holds cq - 1 = {context} context queries, then 1..{MAX_NEW_TOKENS} new ones"
         raise InputError(explain("q_tail rows", rows, rule, f"{context + 1}..{context + MAX_NEW_TOKENS}"))
     if cache_seqlens is not None:
+        _check_is_tensor("cache_seqlens", cache_seqlens)
         got = (tuple(cache_seqlens.shape), cache_seqlens.dtype, cache_seqlens.device)
         legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
         if got != ((q_tail.shape[0],), torch.int32, q_tail.device):
@@ -67,10 +70,14 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def _check_is_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
+
+
 def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     for name, x in {**tensors, "weight": weight}.items():
-        if not isinstance(x, Tensor):
-            raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
+        _check_is_tensor(name, x)
     for name, x in tensors.items():
         if x.ndim != 4:
             raise InputError(explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)"))
@@ -95,17 +102,20 @@ def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[
             )
 
 
-def _check_shapes(spec: Spec, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
-    batch, heads, _, _ = q.shape
+def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weight: Tensor) -> None:
+    q, k, _ = tensors.values()
+    batch, heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     if kv_heads == 0 or heads % kv_heads:
-        raise InputError(explain("heads", (heads, kv_heads), "q heads must be a multiple of k heads", "H = group * Hkv"))
-    legal_shapes = {
-        "q": (q, (batch, heads, q.shape[2], spec.head_dim)),
-        "k": (k, (batch, kv_heads, n_k, spec.head_dim)),
-        "v": (v, (batch, kv_heads, n_k, spec.value_head_dim)),
-    }
-    for name, (x, legal) in legal_shapes.items():
+        q_name, k_name, _ = tensors
+        rule = f"{q_name}'s heads must be a multiple of {k_name}'s"
+        raise InputError(explain("heads", (heads, kv_heads), rule, "H = group * Hkv"))
+    legal_shapes = (
+        (batch, heads, n_q, spec.head_dim),
+        (batch, kv_heads, n_k, spec.head_dim),
+        (batch, kv_heads, n_k, spec.value_head_dim),
+    )
+    for (name, x), legal in zip(tensors.items(), legal_shapes, strict=True):
         if tuple(x.shape) != legal:
             raise InputError(explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal))
     shape = (heads, spec.cq, spec.ck)

@@ -147,7 +147,7 @@ def decode(
         weight: ``[H, cq, ck]``.
         scale: factor of q k^T.
         cache_seqlens: ``[B]`` integers, how many keys of each sequence are valid, the new ones included; the
-            rest may hold anything. ``None`` means all Nmax.
+            rest may hold anything. ``None`` means all Nmax, and so does more.
 
     Returns:
         ``out [B, H, n_new, DV]`` in ``q_tail.dtype`` and ``lse [B, H, n_new]`` in fp32 (fp64 for fp64
@@ -157,7 +157,8 @@ def decode(
     n_new = tail - (spec.cq - 1)
     out = q_tail.new_zeros(q_tail.shape[0], heads, n_new, v_cache.shape[3])
     lse = q_tail.new_full(out.shape[:3], -torch.inf, dtype=dtype)
-    lengths = [k_cache.shape[2]] * len(out) if cache_seqlens is None else cache_seqlens.tolist()
+    capacity = k_cache.shape[2]
+    lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
     for entry, length in enumerate(lengths):
         if not length:
             continue

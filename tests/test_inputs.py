@@ -1,0 +1,461 @@
+"""Arguments that do not fit: the message says what was got, the rule, what is legal; nothing is launched."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mtagen
+from mtagen import BackendError, InputError, MtagenError, PlanError, Spec, SpecError
+from mtagen.op import MultiTokenAttention
+from mtagen.ops import library
+
+B, H, HKV, NQ, NK, D, DV, CQ, CK = 2, 4, 2, 5, 7, 16, 24, 3, 4
+NEW = 2
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+class _Untouchable:
+    """Stands in for an op's executor: whatever is launched fails the test."""
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.fail(f"{name} was launched")
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch) -> MultiTokenAttention:
+    """An op for fp32 that must not be launched."""
+    built = mtagen.build((CQ, CK), D, value_head_dim=DV, target="cpu", dtype="fp32")
+    monkeypatch.setitem(library._executors, built._key, _Untouchable())
+    return built
+
+
+def tensors(**changed: Any) -> dict[str, Any]:
+    return {
+        "q": torch.zeros(B, H, NQ, D),
+        "k": torch.zeros(B, HKV, NK, D),
+        "v": torch.zeros(B, HKV, NK, DV),
+        "weight": torch.zeros(H, CQ, CK),
+    } | changed
+
+
+def cache(**changed: Any) -> dict[str, Any]:
+    return {
+        "q_tail": torch.zeros(B, H, CQ - 1 + NEW, D),
+        "k_cache": torch.zeros(B, HKV, NK, D),
+        "v_cache": torch.zeros(B, HKV, NK, DV),
+        "weight": torch.zeros(H, CQ, CK),
+        "cache_seqlens": torch.full((B,), NK, dtype=torch.int32),
+    } | changed
+
+
+def assert_explains(error: MtagenError, name: str, got: str, rule: str, legal: str) -> None:
+    """The message in its parts, ``name: got ...; rule; legal: ...`` (the beginning of what was got)."""
+    message = str(error)
+    head, separator, tail = message.partition("; legal: ")
+    assert separator, message
+    assert head.startswith(f"{name}: got {got}"), message
+    assert rule in head, message
+    assert legal in tail, message
+
+
+def last_stride_2(*shape: int) -> Tensor:
+    return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+CALLS = {
+    "q rank": (
+        {"q": torch.zeros(H, NQ, D)},
+        "q.shape",
+        f"({H}, {NQ}, {D})",
+        "4 dim",
+        "(B, heads, N, head_dim)",
+    ),
+    "v rank": ({"v": torch.zeros(1, B, HKV, NK, DV)}, "v.shape", "(1, 2, 2, 7, 24)", "4 dim", "(B, heads,"),
+    "no tensor": ({"k": [1.0]}, "k", "'list'", "must be a tensor", "torch.Tensor"),
+    "batch": ({"k": torch.zeros(3, HKV, NK, D)}, "k.shape", "(3, 2, 7, 16)", "does not fit", "(2, 2, 7, 16)"),
+    "kv heads": (
+        {"v": torch.zeros(B, 4, NK, DV)},
+        "v.shape",
+        "(2, 4, 7, 24)",
+        "does not fit",
+        "(2, 2, 7, 24)",
+    ),
+    "Nk": ({"v": torch.zeros(B, HKV, 8, DV)}, "v.shape", "(2, 2, 8, 24)", "does not fit", "(2, 2, 7, 24)"),
+    "q dim": ({"q": torch.zeros(B, H, NQ, 32)}, "q.shape", "(2, 4, 5, 32)", "does not fit", "(2, 4, 5, 16)"),
+    "k dim": (
+        {"k": torch.zeros(B, HKV, NK, 24)},
+        "k.shape",
+        "(2, 2, 7, 24)",
+        "does not fit",
+        "(2, 2, 7, 16)",
+    ),
+    "v dim": (
+        {"v": torch.zeros(B, HKV, NK, 16)},
+        "v.shape",
+        "(2, 2, 7, 16)",
+        "does not fit",
+        "(2, 2, 7, 24)",
+    ),
+    "group": ({"k": torch.zeros(B, 3, NK, D)}, "heads", "(4, 3)", "must be a multiple", "H = group * Hkv"),
+    "no kv heads": ({"k": torch.zeros(B, 0, NK, D)}, "heads", "(4, 0)", "must be a multiple", "H = group"),
+    "built dtype": (
+        {"q": torch.zeros(B, H, NQ, D).half()},
+        "q.dtype",
+        "torch.float16",
+        "not built for",
+        "float32",
+    ),
+    "mixed dtypes": (
+        {"k": torch.zeros(B, HKV, NK, D).half()},
+        "k.dtype",
+        "torch.float16",
+        "q.dtype",
+        "float32",
+    ),
+    "k device": (
+        {"k": torch.zeros(B, HKV, NK, D, device="meta")},
+        "k.device",
+        "device(type='meta')",
+        "q's",
+        "cpu",
+    ),
+    "weight device": (
+        {"weight": torch.zeros(H, CQ, CK, device="meta")},
+        "weight.device",
+        "device(",
+        "q's",
+        "cpu",
+    ),
+    "weight shape": (
+        {"weight": torch.zeros(H, CK, CQ)},
+        "weight.shape",
+        "(4, 4, 3)",
+        "per query head",
+        "(4, 3, 4)",
+    ),
+    "weight heads": (
+        {"weight": torch.zeros(1, CQ, CK)},
+        "weight.shape",
+        "(1, 3, 4)",
+        "per query",
+        "(4, 1, 3, 4)",
+    ),
+    "weight rank": ({"weight": torch.zeros(CQ, CK)}, "weight.shape", "(3, 4)", "per query head", "(4, 3, 4)"),
+    "weight dtype": (
+        {"weight": torch.zeros(H, CQ, CK).half()},
+        "weight.dtype",
+        "torch.float16",
+        "fp32",
+        "float32",
+    ),
+    "q stride": (
+        {"q": last_stride_2(B, H, NQ, D)},
+        "q.stride()",
+        "(640, 160, 32, 2)",
+        "must be 1",
+        "q.contiguous()",
+    ),
+    "v stride": ({"v": last_stride_2(B, HKV, NK, DV)}, "v.stride()", "(", "must be 1", "v.contiguous()"),
+    "NaN scale": ({"scale": math.nan}, "scale", "nan", "finite", "head_dim ** -0.5"),
+    "inf scale": ({"scale": -math.inf}, "scale", "-inf", "finite", "head_dim ** -0.5"),
+    "bool scale": ({"scale": True}, "scale", "True", "finite", "head_dim ** -0.5"),
+}
+
+
+@pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), CALLS.values(), ids=CALLS)
+def test_call(
+    op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        op(**tensors(**changed))
+    assert_explains(caught.value, name, got, rule, legal)
+
+
+def test_what_is_legal_is_launched(op: MultiTokenAttention) -> None:
+    """The guard of the tests here is no dummy."""
+    with pytest.raises(pytest.fail.Exception, match="forward was launched"):
+        op(**tensors())
+    with pytest.raises(pytest.fail.Exception, match="decode was launched"):
+        op.decode(**cache())
+
+
+DECODES = {
+    "no new rows": (
+        {"q_tail": torch.zeros(B, H, CQ - 1, D)},
+        "q_tail rows",
+        "2",
+        "cq - 1 = 2 context",
+        "3..10",
+    ),
+    "many new rows": ({"q_tail": torch.zeros(B, H, CQ + 8, D)}, "q_tail rows", "11", "1..8 new", "3..10"),
+    "q_tail rank": ({"q_tail": torch.zeros(H, CQ, D)}, "q_tail.shape", "(4, 3, 16)", "4 dim", "(B, heads, N"),
+    "k_cache dim": (
+        {"k_cache": torch.zeros(B, HKV, NK, 8)},
+        "k_cache.shape",
+        "(2, 2, 7, 8)",
+        "fit",
+        "(2, 2, 7, 16)",
+    ),
+    "v_cache length": (
+        {"v_cache": torch.zeros(B, HKV, 6, DV)},
+        "v_cache.shape",
+        "(2, 2, 6, 24)",
+        "fit",
+        "(2, 2, 7, 24)",
+    ),
+    "v_cache dtype": (
+        {"v_cache": torch.zeros(B, HKV, NK, DV).half()},
+        "v_cache.dtype",
+        "torch.float16",
+        "q_tail.",
+        "32",
+    ),
+    "weight shape": (
+        {"weight": torch.zeros(H, CK, CQ)},
+        "weight.shape",
+        "(4, 4, 3)",
+        "per query head",
+        "(4, 3, 4)",
+    ),
+    "seqlens shape": (
+        {"cache_seqlens": torch.zeros(1, dtype=torch.int32)},
+        "cache_seqlens",
+        "((1,)",
+        "per batch",
+        "(2,)",
+    ),
+    "seqlens dtype": (
+        {"cache_seqlens": torch.zeros(B)},
+        "cache_seqlens",
+        "((2,), torch.float32",
+        "per batch",
+        "int32",
+    ),
+    "seqlens device": (
+        {"cache_seqlens": torch.zeros(B, dtype=torch.int32, device="meta")},
+        "cache_seqlens",
+        "((2,), torch.int32, device(type='meta')",
+        "on q_tail's device",
+        "cpu",
+    ),
+    "seqlens list": (
+        {"cache_seqlens": [NK, NK]},
+        "cache_seqlens",
+        "'list'",
+        "must be a tensor",
+        "torch.Tensor",
+    ),
+    "no splits": ({"num_splits": 0}, "num_splits", "0", "positive int", "1, 2, ... or None"),
+    "bool splits": ({"num_splits": True}, "num_splits", "True", "positive int", "1, 2, ... or None"),
+    "NaN scale": ({"scale": math.nan}, "scale", "nan", "finite", "head_dim ** -0.5"),
+}
+
+
+@pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), DECODES.values(), ids=DECODES)
+def test_decode(
+    op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        op.decode(**cache(**changed))
+    assert_explains(caught.value, name, got, rule, legal)
+
+
+BUILDS = {
+    "head dim 12": ({"head_dim": 12}, "head_dim", "12", "not supported", "multiples of 8 from 16 to 256"),
+    "head dim 8": ({"head_dim": 8}, "head_dim", "8", "not supported", "multiples of 8 from 16 to 256"),
+    "head dim 264": ({"head_dim": 264}, "head_dim", "264", "not supported", "multiples of 8 from 16 to 256"),
+    "head dim 64.0": (
+        {"head_dim": 64.0},
+        "head_dim",
+        "64.0",
+        "not supported",
+        "multiples of 8 from 16 to 256",
+    ),
+    "value head dim": ({"value_head_dim": 100}, "value_head_dim", "100", "not supported", "multiples of 8"),
+    "kernel 0": ({"kernel": (0, 3)}, "kernel", "(0, 3)", "out of range", "1..64 each"),
+    "kernel 65": ({"kernel": (3, 65)}, "kernel", "(3, 65)", "out of range", "1..64 each"),
+    "kernel of three": ({"kernel": (3, 3, 3)}, "kernel", "(3, 3, 3)", "pair of ints", "1..64 each"),
+    "kernel int": ({"kernel": 3}, "kernel", "3", "pair of ints", "1..64 each"),
+    "kernel bools": ({"kernel": (True, True)}, "kernel", "(True, True)", "pair of ints", "1..64 each"),
+    "kernel floats": ({"kernel": (3.0, 3)}, "kernel", "(3.0, 3)", "pair of ints", "1..64 each"),
+    "causal": ({"causal": 1}, "causal", "1", "must be a bool", "(True, False)"),
+    "key padding": (
+        {"key_padding": "centre"},
+        "key_padding",
+        "'centre'",
+        "not supported",
+        "('both', 'left', 'right')",
+    ),
+    "mask": ({"mask": "none"}, "mask", "'none'", "not supported", "('source', 'output')"),
+    "dtype": ({"dtype": "fp8"}, "dtype", "'fp8'", "not supported", "'bf16', 'fp16', 'fp32', 'fp64'"),
+    "torch dtype": ({"dtype": torch.int8}, "dtype", "torch.int8", "not supported", "torch.bfloat16"),
+    "backend": ({"backend": "cuda"}, "backend", "'cuda'", "is not built", "('auto', 'triton', 'torch')"),
+    "target": ({"target": "sm_42"}, "target", "'sm_42'", "is not known", "'sm_80', 'sm_89', 'sm_90a'"),
+}
+
+
+@pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), BUILDS.values(), ids=BUILDS)
+def test_build(changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        mtagen.build(**{"kernel": (3, 3), "head_dim": 64, "target": "cpu"} | changed)
+    assert_explains(caught.value, name, got, rule, legal)
+
+
+PLANS = {
+    "min(cq, ck) of 17": (
+        {"kernel": (18, 17)},
+        "kernel",
+        "(18, 17)",
+        "17, 1 over the limit",
+        "min(cq, ck) <= 16",
+    ),
+    "fp64": (
+        {"dtype": "fp64"},
+        "dtype",
+        "'fp64'",
+        "sm_90a has no kernels for it",
+        "('bf16', 'fp16', 'fp32')",
+    ),
+    "triton on the CPU": (
+        {"target": "cpu"},
+        "backend",
+        "'triton'",
+        "compiles for GPUs only",
+        "backend='torch'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), PLANS.values(), ids=PLANS)
+def test_no_plan(changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        mtagen.build(
+            **{"kernel": (3, 3), "head_dim": 64, "target": "sm_90a", "backend": "triton", "dtype": "bf16"}
+            | changed
+        )
+    assert_explains(caught.value, name, got, rule, legal)
+
+
+def test_a_kernel_too_large_for_triton_is_not_for_torch() -> None:
+    op = mtagen.build((18, 17), 16, backend="torch", target="cpu")
+    out = op(*(torch.ones(1, 1, 3, 16) for _ in range(3)), torch.ones(1, 18, 17))
+    torch.testing.assert_close(out, torch.ones(1, 1, 3, 16))
+
+
+def test_an_infeasible_plan_names_the_limit_and_the_excess() -> None:
+    small = replace(mtagen.TARGETS["generic"], name="small", shared_per_block=2048, registers_per_thread=24)
+    with pytest.raises(PlanError, match="forward: no tile fits small") as caught:
+        mtagen.plan(Spec((6, 11), 64), small)
+    message = str(caught.value)
+    need, over, limit = (int(x) for x in _numbers(message, r"(\d+) bytes of shared memory, (\d+) over (\d+)"))
+    assert (limit, need - limit) == (2048, over)
+    need, over, limit = (int(x) for x in _numbers(message, r"(\d+) registers per thread, (\d+) over (\d+)"))
+    assert (limit, need - limit) == (24, over)
+    assert "legal: a smaller head_dim, a kernel with smaller min(cq, ck)" in message
+
+
+def _numbers(message: str, pattern: str) -> tuple[str, ...]:
+    found = re.search(pattern, message)
+    assert found, message
+    return found.groups()
+
+
+def test_kernels_for_gpus_refuse_cpu_tensors() -> None:
+    op = mtagen.build((CQ, CK), D, backend="triton", target="sm_90a", dtype="fp32")
+    q, k, v = torch.zeros(B, H, NQ, D), *(torch.zeros(B, HKV, NK, D) for _ in range(2))
+    weight = torch.zeros(H, CQ, CK)
+    for call in (
+        lambda: op(q, k, v, weight),
+        lambda: op.decode(q, k, v, weight),
+        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, weight, q, q[..., 0], 1.0, op._key),
+    ):
+        with pytest.raises(BackendError) as caught:
+            call()
+        assert_explains(caught.value, "device", "'cpu'", "runs on GPUs", "backend='auto'")
+
+
+def test_interpreter_refuses_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(BackendError) as caught:
+        mtagen.build((CQ, CK), D, backend="triton", dtype="bf16")
+    assert_explains(
+        caught.value, "dtype", "'bf16'", "interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU"
+    )
+
+
+# Lengths that are legal, and have to be right at the edge.
+
+
+def run(
+    nq: int, nk: int, *, batch: int = B, causal: bool = True
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """out, lse, and the gradients of q, k, v and weight."""
+    op = mtagen.build((CQ, CK), D, value_head_dim=DV, causal=causal, target="cpu")
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(shape, requires_grad=True)
+        for shape in ((batch, H, nq, D), (batch, HKV, nk, D), (batch, HKV, nk, DV), (H, CQ, CK))
+    ]
+    out, lse = op(*leaves, return_lse=True)
+    loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+    return out, lse, torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_queries(causal: bool) -> None:
+    out, lse, grads = run(0, NK, causal=causal)
+    assert (out.shape, lse.shape) == ((B, H, 0, DV), (B, H, 0))
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_keys(causal: bool) -> None:
+    out, lse, grads = run(NQ, 0, causal=causal)
+    assert torch.equal(out, torch.zeros(B, H, NQ, DV))
+    assert torch.equal(lse, torch.full((B, H, NQ), -torch.inf))
+    assert not any(grad.any() for grad in grads)
+
+
+def test_no_batch() -> None:
+    out, lse, grads = run(NQ, NK, batch=0)
+    assert (out.shape, lse.shape) == ((0, H, NQ, DV), (0, H, NQ))
+    assert grads[3].shape == (H, CQ, CK)
+    assert not grads[3].any()
+
+
+def test_more_queries_than_keys() -> None:
+    """The first Nq - Nk queries stand before the first key: they see none."""
+    nq, nk = 9, 4
+    out, lse, grads = run(nq, nk)
+    blind = nq - nk
+    assert not out[:, :, :blind].any()
+    assert (lse[:, :, :blind] == -torch.inf).all()
+    assert out[:, :, blind:].all()
+    assert lse[:, :, blind:].isfinite().all()
+    assert all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
+def test_decode_clamps_lengths() -> None:
+    """A length beyond the cache counts as the cache's; one below the new rows leaves some that see no key."""
+    op = mtagen.build((CQ, CK), D, value_head_dim=DV, target="cpu")
+    torch.manual_seed(0)
+    args = {name: torch.randn_like(x) if x.is_floating_point() else x for name, x in cache().items()}
+    full = op.decode(**args)
+    lengths = torch.tensor([NK + 3, 0], dtype=torch.int32)
+    out, lse = op.decode(**args | {"cache_seqlens": lengths}, return_lse=True)
+    assert torch.equal(out[0], full[0])
+    assert not out[1].any()
+    assert (lse[1] == -torch.inf).all()
