@@ -149,7 +149,7 @@ def _decode(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Comp
             eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), weight)
             for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
         ]
-        out, lse = (torch.cat(part)[:, :, -new:] for part in zip(*parts, strict=True))
+        out, lse = (torch.cat([x[:, :, -new:] for x in part]) for part in zip(*parts, strict=True))
         return out, lse
 
     # Whatever a cache holds past its length must not count.

@@ -1,0 +1,87 @@
+"""The rendered kernels themselves, run on the CPU by Triton's interpreter (fp32 and fp16; its bf16 is wrong)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtagen
+from mtagen.check import Case, check
+from mtagen.errors import BackendError
+from mtagen.op import MultiTokenAttention
+from mtagen.ops import library
+from mtagen.ops.executor import Executor
+from mtagen.planner.tiling import Tile
+from mtagen.runtime.load import load, plan_key
+
+TINY = (Case(4, 2, 1, 1, 1), Case(2, 2, 1, 9, 13))
+RAGGED = (Case(1, 2, 1, 41, 58), Case(1, 1, 1, 50, 7))
+KERNELS = [(1, 1), (3, 3), (6, 11), (2, 9), (5, 2), (4, 1), (1, 7)]
+VARIANTS = [
+    *((kernel, 16, "fp32", True, "both", "source") for kernel in KERNELS),
+    ((6, 11), 16, "fp32", False, "both", "source"),
+    ((5, 2), 16, "fp32", False, "both", "source"),
+    ((6, 11), 24, "fp16", True, "left", "source"),
+    ((4, 3), 16, "fp16", True, "right", "source"),
+    ((6, 11), 16, "fp32", True, "both", "output"),
+    ((4, 3), 16, "fp32", True, "right", "output"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+
+
+def retiled(op: MultiTokenAttention, tile: Tile, workspace_bytes: int) -> MultiTokenAttention:
+    """The op with small tiles of scores and a small workspace, so that small problems have many of both."""
+    tiles = tuple(
+        (role, tile if role.startswith(("forward", "scores", "dq_", "dk_")) else own, source)
+        for role, own, source in op.plan.tiles
+    )
+    plan = replace(op.plan, tiles=tiles, workspace_bytes=workspace_bytes)
+    key = plan_key(plan)
+    library.register(key, Executor(plan.spec, load(plan), kernels_on_cpu=True, torch_on_cpu=False))
+    return MultiTokenAttention(plan, key, op._dtypes)
+
+
+def assert_accurate(op: MultiTokenAttention, cases: tuple[Case, ...]) -> None:
+    rows = list(check(op, op.plan.spec, torch.device("cpu"), cases))
+    bad = [
+        f"{row.case} {row.result}: {row.comparison.error:.3g} > {row.comparison.allowed:.3g}"
+        for row in rows
+        if not row.comparison.ok
+    ]
+    assert rows
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(("kernel", "head_dim", "dtype", "causal", "key_padding", "mask"), VARIANTS)
+def test_as_planned(
+    kernel: tuple[int, int], head_dim: int, dtype: str, causal: bool, key_padding: str, mask: str
+) -> None:
+    op = mtagen.build(
+        kernel, head_dim, dtype=dtype, causal=causal, key_padding=key_padding, mask=mask, backend="triton"
+    )
+    assert_accurate(op, (*TINY, *RAGGED))
+
+
+@pytest.mark.parametrize("kernel", [(6, 11), (5, 2)])
+@pytest.mark.parametrize("pipeline", ["tiles", "terms"])
+def test_many_tiles_and_strips(kernel: tuple[int, int], pipeline: str) -> None:
+    op = mtagen.build(kernel, 16, dtype="fp32", value_head_dim=32, backend="triton")
+    op = retiled(op, Tile(16, 32, pipeline=pipeline), workspace_bytes=2**10)
+    assert_accurate(op, (Case(1, 2, 1, 150, 161),))
+
+
+def test_largest_kernel() -> None:
+    op = mtagen.build((16, 17), 16, dtype="fp32", backend="triton")
+    assert_accurate(op, (*TINY, Case(1, 1, 1, 35, 38)))
+
+
+def test_bf16_is_refused() -> None:
+    with pytest.raises(BackendError, match="bf16"):
+        mtagen.build((2, 3), 16, dtype="bf16", backend="triton")

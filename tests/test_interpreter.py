@@ -1,0 +1,24 @@
+"""Runs ``interpreter/``: the rendered kernels in Triton's interpreter, which a process must choose before it imports triton."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "interpreter"
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_in_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    print(run.stdout[-8000:])
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert re.search(r"\d+ passed", run.stdout)
+    assert not re.search(r"\d+ skipped", run.stdout)

@@ -1,0 +1,331 @@
+"""The built op as a torch op, on the CPU: results, autograd, torch.compile, opcheck, autocast, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mtagen
+from mtagen import BackendError, reference
+from mtagen.op import MultiTokenAttention
+
+KERNEL, D, DV = (3, 4), 16, 24
+BATCH, HEADS, KV_HEADS = 2, 4, 2
+
+
+def build(**options: Any) -> MultiTokenAttention:
+    return mtagen.build(**{"kernel": KERNEL, "head_dim": D, "target": "cpu"} | options)
+
+
+@pytest.fixture(scope="module")
+def op() -> MultiTokenAttention:
+    return build(value_head_dim=DV)
+
+
+def leaves(
+    nq: int = 9,
+    nk: int = 9,
+    kernel: tuple[int, int] = KERNEL,
+    value_dim: int = DV,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (HEADS, KV_HEADS),
+) -> list[Tensor]:
+    """q, k, v and weight, all of them wanting gradients."""
+    torch.manual_seed(nq + 100 * nk)
+    shapes = (BATCH, heads[0], nq, D), (BATCH, heads[1], nk, D), (BATCH, heads[1], nk, value_dim)
+    made = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    return [x.requires_grad_() for x in (*made, torch.randn(heads[0], *kernel, dtype=dtype) / 3)]
+
+
+def train(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    """The result, and the gradients of a scalar made of it."""
+    out = function(*tensors)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)]
+
+
+def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# Results.
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False}, {"key_padding": "left"}, {"mask": "output", "key_padding": "right"}],
+    ids=str,
+)
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (9, 9), (5, 14), (14, 5)])
+def test_equals_reference(nq: int, nk: int, options: dict[str, Any], backend: str) -> None:
+    op = build(value_head_dim=DV, dtype="fp64", backend=backend, **options)
+    tensors = leaves(nq, nk, dtype=torch.float64)
+    expected = train(lambda *x: reference(*x, **options), tensors)
+    torch.testing.assert_close(train(op, tensors), expected)
+
+
+def test_value_head_dim_is_by_default_the_head_dim() -> None:
+    *qkv, weight = leaves(value_dim=D)
+    assert build()(*qkv, weight).shape == (BATCH, HEADS, 9, D)
+
+
+def test_scale(op: MultiTokenAttention) -> None:
+    tensors = leaves()
+    assert torch.equal(op(*tensors), op(*tensors, scale=D**-0.5))
+    torch.testing.assert_close(op(*tensors, scale=2), reference(*tensors, scale=2.0), rtol=1e-4, atol=1e-5)
+
+
+def test_weight_as_in_the_authors_checkpoints(op: MultiTokenAttention) -> None:
+    q, k, v, weight = leaves()
+    out, *grads = train(op, [q, k, v, weight])
+    conv2d_weight = weight.detach().unsqueeze(1).requires_grad_()
+    same, *same_grads, dweight = train(op, [q, k, v, conv2d_weight])
+    assert_equal([same, *same_grads, dweight.squeeze(1)], [out, *grads])
+    assert dweight.shape == (HEADS, 1, *KERNEL)
+
+
+@pytest.mark.parametrize("of_out", [0.0, 1.0, None], ids=["zero", "some", "undefined"])
+def test_log_sum_exp_and_its_gradient(op: MultiTokenAttention, of_out: float | None) -> None:
+    """Whatever the gradient of out: the backward op takes both."""
+    tensors = leaves(7, 11, dtype=torch.float64)
+
+    def results(function: Callable[..., Any]) -> list[Tensor]:
+        out, lse = function(*tensors, return_lse=True)
+        loss = (lse * torch.linspace(-1, 1, 7)).sum()
+        loss = loss if of_out is None else loss + of_out * out.square().sum()
+        grads = torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)
+        return [out.detach(), lse.detach(), *grads]
+
+    torch.testing.assert_close(results(op), results(reference))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lse_dtype"),
+    [
+        (torch.float64, torch.float64),
+        *((t, torch.float32) for t in (torch.float32, torch.float16, torch.bfloat16)),
+    ],
+)
+def test_dtypes(op: MultiTokenAttention, dtype: torch.dtype, lse_dtype: torch.dtype) -> None:
+    """One op of the torch backend serves every dtype; the weight may stay in fp32."""
+    *qkv, weight = leaves(dtype=dtype)
+    weight = weight.detach().float().requires_grad_()
+    out, lse = op(*qkv, weight, return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, lse_dtype)
+    grads = torch.autograd.grad(out.sum(), [*qkv, weight])
+    assert [grad.dtype for grad in grads] == [dtype, dtype, dtype, torch.float32]
+
+
+def test_views_of_a_packed_projection() -> None:
+    op = build()
+    torch.manual_seed(0)
+    packed = torch.randn(BATCH, 10, 3, HEADS, D, requires_grad=True)
+    weight = torch.randn(HEADS, *KERNEL)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    assert not q.is_contiguous()
+    out = op(q, k, v, weight)
+    (grad,) = torch.autograd.grad(out.sum(), packed)  # from a gradient of stride 0
+    copies = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    expected = op(*copies, weight)
+    assert torch.equal(out, expected)
+    grads = torch.autograd.grad(expected, copies, torch.ones_like(expected))
+    assert torch.equal(grad, torch.stack(grads).permute(1, 3, 0, 2, 4))
+
+
+# Autograd.
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "nq", "nk"),
+    [
+        ((3, 4), {}, 4, 6),
+        ((3, 2), {"key_padding": "left"}, 5, 5),
+        ((2, 3), {"mask": "output"}, 5, 5),
+        ((2, 3), {"causal": False, "key_padding": "right"}, 6, 3),
+        ((1, 1), {}, 6, 4),
+    ],
+)
+def test_gradcheck(kernel: tuple[int, int], options: dict[str, Any], nq: int, nk: int) -> None:
+    op = build(kernel=kernel, dtype="fp64", **options)
+    tensors = leaves(nq, nk, kernel, value_dim=D, dtype=torch.float64, heads=(2, 1))
+
+    def both(*x: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = op(*x, return_lse=True)
+        return out, lse[lse > -torch.inf]
+
+    # fast_mode: one random projection of the Jacobian, instead of all its entries one by one
+    assert torch.autograd.gradcheck(both, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2)])
+def test_gradients_of_some_inputs(op: MultiTokenAttention, wanted: tuple[int, ...]) -> None:
+    tensors = leaves()
+    _, *expected = train(op, tensors)
+    some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
+    op(*some).square().sum().backward()
+    for i, x in enumerate(some):
+        assert torch.equal(x.grad, expected[i]) if i in wanted else x.grad is None
+
+
+def test_no_gradient_wanted(op: MultiTokenAttention) -> None:
+    tensors = leaves()
+    with torch.no_grad():
+        assert op(*tensors).grad_fn is None
+    assert not op(*(x.detach() for x in tensors)).requires_grad
+
+
+def test_double_backward_is_refused(op: MultiTokenAttention) -> None:
+    tensors = leaves()
+    (dq,) = torch.autograd.grad(op(*tensors).sum(), tensors[0], create_graph=True)
+    with pytest.raises(
+        BackendError, match=r"double backward: got .*differentiable once; legal: mtagen.reference"
+    ):
+        dq.sum().backward()
+
+
+def test_backward_of_decode_is_refused(op: MultiTokenAttention) -> None:
+    q, k, v, weight = leaves()
+    out = op.decode(q[:, :, -KERNEL[0] :], k, v, weight)
+    with pytest.raises(BackendError, match=r"decode: got 'a backward pass'; .*; legal: the op itself"):
+        out.sum().backward()
+
+
+# Torch ops.
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(op: MultiTokenAttention, dynamic: bool) -> None:
+    counter = CompileCounterWithBackend("aot_eager")  # traces forward and backward, needs no C++ compiler
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: op(*x), fullgraph=True, dynamic=dynamic, backend=counter)
+    for nq, nk in ((9, 11), (12, 17), (33, 21), (20, 20)) if dynamic else ((9, 11),):
+        tensors = leaves(nq, nk)
+        assert_equal(train(compiled, tensors), train(op, tensors))
+    assert counter.frame_count == 1
+
+
+def test_compile_with_every_argument(op: MultiTokenAttention) -> None:
+    torch._dynamo.reset()
+
+    def everything(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        out, lse = op(q, k, v, weight.unsqueeze(1), scale=0.5, return_lse=True)
+        return (
+            out,
+            lse,
+            *op.decode(q, k, v, weight, cache_seqlens=lengths, scale=0.5, num_splits=2, return_lse=True),
+        )
+
+    tensors = [x.detach() for x in leaves(KERNEL[0] + 1, 12)]
+    lengths = torch.tensor([12, 7], dtype=torch.int32)
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    assert_equal([*compiled(*tensors, lengths)], [*everything(*tensors, lengths)])
+
+
+def test_compile_checks_arguments(op: MultiTokenAttention) -> None:
+    torch._dynamo.reset()
+    q, k, v, weight = leaves()
+    with pytest.raises(Exception, match="does not fit the spec"):
+        torch.compile(lambda *x: op(*x), fullgraph=True, backend="eager")(q, k, v[..., :-8], weight)
+
+
+@pytest.mark.parametrize(
+    ("nq", "nk", "dtype"),
+    [(4, 9, torch.bfloat16), (6, 5, torch.float32), (0, 3, torch.float32), (3, 0, torch.float64)],
+)
+def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) -> None:
+    tensors = leaves(nq, nk, dtype=dtype)
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors, 0.25, op._key))
+    q, k, v, weight = (x.detach() for x in tensors)
+    out, lse = op(q, k, v, weight, scale=0.25, return_lse=True)
+    torch.library.opcheck(
+        torch.ops.mtagen.backward.default,
+        (out, torch.ones_like(lse), q, k, v, weight, out, lse, 0.25, op._key),
+    )
+
+
+@pytest.mark.parametrize("lengths", [None, [9, 4]])
+def test_opcheck_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> None:
+    q, k, v, weight = (x.detach() for x in leaves(KERNEL[0] + 1, 9))
+    seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, weight, seqlens, 0.25, 0, op._key))
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast(op: MultiTokenAttention, backward_inside: bool) -> None:
+    """q, k and v are cast, the weight is not; inside the op nothing is."""
+    *qkv, weight = leaves()
+    half = [x.detach().bfloat16().requires_grad_() for x in qkv]
+    expected, *grads = train(op, [*half, weight])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = op(*qkv, weight)
+        decoded = op.decode(qkv[0], *qkv[1:], weight)
+        if backward_inside:
+            got = torch.autograd.grad(out.float().square().sum(), [*qkv, weight])
+    if not backward_inside:
+        got = torch.autograd.grad(out.float().square().sum(), [*qkv, weight])
+    assert out.dtype == torch.bfloat16
+    assert_equal([out, *got], [expected, *(grad.float() for grad in grads)])
+    assert torch.equal(decoded, op.decode(half[0], *half[1:], weight))
+
+
+def test_autocast_leaves_fp64_alone(op: MultiTokenAttention) -> None:
+    tensors = leaves(dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = op(*tensors)
+    assert torch.equal(out, op(*tensors))
+
+
+# Identity.
+
+
+def test_same_arguments_same_key() -> None:
+    assert build()._key == build()._key
+    others = [build(causal=False), build(kernel=(4, 3)), build(dtype="bf16"), build(backend="torch")]
+    assert len({build()._key, *(other._key for other in others)}) == 5
+
+
+def test_a_key_that_was_not_built() -> None:
+    *tensors, weight = leaves()
+    with pytest.raises(
+        BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"
+    ):
+        torch.ops.mtagen.forward(*tensors, weight, 0.25, "stranger")
+
+
+def test_repr_names_the_plan() -> None:
+    assert repr(build()) == "<mtagen op mta_cq3_ck4_d16_fp32_causal_cpu, backend torch>"
+
+
+# Decode.
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"mask": "output"}, {"key_padding": "left"}], ids=str
+)
+@pytest.mark.parametrize("n_new", [1, 3, 8])
+def test_decode_is_the_last_rows_of_the_op(n_new: int, options: dict[str, Any]) -> None:
+    op = build(value_head_dim=DV, **options)
+    q, k, v, weight = (x.detach() for x in leaves(21, 21))
+    out, lse = op(q, k, v, weight, return_lse=True)
+    tail = q[:, :, -(KERNEL[0] - 1 + n_new) :]
+    decoded = op.decode(tail, k, v, weight, return_lse=True)
+    torch.testing.assert_close(decoded, (out[:, :, -n_new:], lse[:, :, -n_new:]), rtol=1e-4, atol=1e-5)
+
+
+def test_decode_step_by_step(op: MultiTokenAttention) -> None:
+    """Generation: the cache is larger than what is in use, and each sequence has a length of its own."""
+    q, k, v, weight = (x.detach() for x in leaves(21, 21))
+    out = op(q, k, v, weight)
+    context = KERNEL[0] - 1
+    padded = torch.nn.functional.pad(q, (0, 0, context, 0), value=torch.nan)  # no queries before the first
+    for step in range(21):
+        lengths = torch.tensor([step + 1, max(step, 1)], dtype=torch.int32)
+        tails = [padded[b, :, n - 1 : n + context] for b, n in enumerate(lengths.tolist())]
+        decoded = op.decode(torch.stack(tails), k, v, weight, cache_seqlens=lengths)
+        expected = [out[b, :, n - 1 : n] for b, n in enumerate(lengths.tolist())]
+        torch.testing.assert_close(decoded, torch.stack(expected), rtol=1e-4, atol=1e-5)
