@@ -210,4 +210,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and _is_castable(x) else x for x in tensors)
+
+
+def _is_castable(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64  # as PyTorch's own ops: fp64 is meant

@@ -6,6 +6,7 @@ it mean the same in every process that has built the same op.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,8 +47,15 @@ def _executor(key: str) -> Executor:
         raise BackendError(explain("key", key, rule, "call mtagen.build(...) with the same arguments first")) from None
 
 
+def _as_written(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast stops at the ops: it has cast their inputs, and must not cast what they compute inside."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, key: str) -> tuple[Tensor, Tensor]:
-    return _executor(key).forward(q, k, v, weight, scale)
+    with _as_written(q):
+        return _executor(key).forward(q, k, v, weight, scale)
 
 
 def _backward(
@@ -62,7 +70,8 @@ def _backward(
     scale: float,
     key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _executor(key).backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+    with _as_written(q):
+        return _executor(key).backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale)
 
 
 def _decode(
@@ -75,7 +84,8 @@ def _decode(
     num_splits: int,
     key: str,
 ) -> tuple[Tensor, Tensor]:
-    return _executor(key).decode(q_tail, k_cache, v_cache, weight, cache_seqlens, scale, num_splits)
+    with _as_written(q_tail):
+        return _executor(key).decode(q_tail, k_cache, v_cache, weight, cache_seqlens, scale, num_splits)
 
 
 def _stats_dtype(q: Tensor) -> torch.dtype:
