@@ -1,7 +1,7 @@
 """Split-K decode: the convolution folded into the queries, the keys shared out among many CTAs.
 
 With the query axis folded, C[j] = sum_v Qhat_v . k[j - pL + v], Qhat_v = scale * sum_u W[u, v] q[u]: one
-product of ck rows per key tile, whose diagonals are summed. Only near the end of the keys does the causal rule
+product of ck rows per key tile, whose diagonals are summed. Only near the end of the keys does causality
 drop terms. Besides keys, what a CTA owns is pairs (query head, new query) that share their key head.
 """
 
