@@ -8,6 +8,7 @@ Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Only the causal band needs 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import sympy
 from sympy import Expr
@@ -67,6 +68,7 @@ class Lift:
     contractions: tuple[Contraction, Contraction]
 
 
+@cache
 def lift(spec: Spec) -> Lift:
     """Lift along the shorter kernel axis, which costs min(cq, ck) dot products per score."""
     lifts_keys = spec.cq <= spec.ck

@@ -15,6 +15,7 @@ Divisions have non-negative numerators, because Triton's ``//`` truncates.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import sympy
@@ -46,6 +47,7 @@ class StreamBounds(NamedTuple):
     end: Expr
 
 
+@cache  # solving takes sympy some 50 ms
 def row_owner_bounds(
     causal: bool, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0
 ) -> StreamBounds:
@@ -65,6 +67,7 @@ def row_owner_bounds(
     return StreamBounds(sympy.S.Zero, sympy.S.Zero, interior_end, end)
 
 
+@cache
 def key_owner_bounds(
     causal: bool, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0
 ) -> StreamBounds:

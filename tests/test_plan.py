@@ -1,0 +1,281 @@
+"""Plans: round trip, names, limits of every target; the lift's geometry and loop bounds by brute force."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sympy
+from numpy.typing import NDArray
+
+import mtagen
+from mtagen import TARGETS, Plan, PlanError, Spec, Target, plan
+from mtagen.codegen.printers import python_code
+from mtagen.planner.decode import DECODE_ROLES
+from mtagen.planner.lift import T, lift
+from mtagen.planner.tiles import StreamBounds
+from mtagen.planner.tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, resources
+
+Array = NDArray[np.float64]
+
+SPECS = [
+    Spec((6, 11), 64),
+    Spec((1, 1), 128),
+    Spec((5, 2), 80, value_head_dim=128, dtype="fp16"),
+    Spec((16, 17), 64, causal=False, key_padding="left"),
+    Spec((3, 3), 16, mask="output", key_padding="right", dtype="fp32"),
+]
+
+
+def name_of(spec: Spec) -> str:
+    return plan(spec, "cpu").suffix
+
+
+# The plan as a value.
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "gfx942", "cpu"])
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_round_trip(spec: Spec, target: str) -> None:
+    made = plan(spec, target)
+    again = Plan.from_json(made.to_json())
+    assert again == made
+    assert hash(again) == hash(made)
+    assert again.to_json() == made.to_json()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_two_plans_of_one_spec_are_equal(spec: Spec) -> None:
+    assert plan(spec, "sm_90a") == plan(spec, "sm_90a")
+    assert str(plan(spec, "sm_90a")) == str(plan(spec, "sm_90a"))
+    assert len({plan(spec, target) for target in TARGETS}) == len(TARGETS)
+
+
+def test_text_shows_what_was_decided() -> None:
+    made = plan(Spec((6, 11), 64, key_padding="left", dtype="fp16"), "sm_80", "triton")
+    text = str(made)
+    for piece in (
+        made.name,
+        "6 x 11",
+        "left: 10 left, 0 right",
+        "causal, source",
+        "fp16",
+        "sm_80",
+        "asked for",
+    ):
+        assert piece in text
+    # rows: cq - 1 above, and its transpose below; keys: 10 on the left, and its transpose on the right
+    assert re.search(r"forward halo +rows 5 \+ 0, keys 10 \+ 0", text)
+    assert re.search(r"backward halo +rows 5 \+ 5, keys 10 \+ 10", text)
+    assert re.search(r"lift +keys, 6 terms of 11 taps", text)
+    assert re.search(r"backward workspace +at most about 1024 MiB", text)
+    for role, tile, source in made.tiles:
+        shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
+        assert re.search(rf"\b{role} +{shape}, {tile.num_warps} warps.*\({source}\)", text)
+
+
+def test_text_of_the_torch_backend_has_no_tiles() -> None:
+    text = str(plan(Spec((6, 11), 64), "cpu"))
+    assert "torch: the CPU runs tiled PyTorch ops" in text
+    assert "warps" not in text
+
+
+def test_names() -> None:
+    made = plan(Spec((6, 11), 128), "sm_90a")
+    assert made.kernel_name("fwd") == "mta_fwd_cq6_ck11_d128_bf16_causal_sm90a"
+    assert made.name == "mta_cq6_ck11_d128_bf16_causal_sm90a"
+
+
+def test_names_tell_variants_apart() -> None:
+    variants = itertools.product(
+        [(6, 11), (11, 6)],
+        [64, 128],
+        [64, 128],
+        [True, False],
+        ["both", "left", "right"],
+        ["source", "output"],
+        ["bf16", "fp16"],
+    )
+    plans = [
+        Plan(Spec(*fields), target, "torch", "") for fields in variants for target in ("sm_80", "sm_90a")
+    ]
+    assert len({made.name for made in plans}) == len(plans)
+    assert all(made.name.isidentifier() for made in plans)
+
+
+# Limits.
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (6, 11), (16, 17)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
+def test_fits_the_target_or_says_what_does_not(
+    target: Target, head_dim: int, dtype: str, kernel: tuple[int, int]
+) -> None:
+    spec = Spec(kernel, head_dim, dtype=dtype)
+    # The only ones refused are fp32 operands of 256 on chips with little memory.
+    if (head_dim, dtype) == (256, "fp32") and target.shared_per_block <= 64 * 1024:
+        with pytest.raises(PlanError, match=f"scores: no tile fits {target.name}") as caught:
+            plan(spec, target)
+        found = re.search(r"needs (\d+) bytes of shared memory, (\d+) over (\d+)", str(caught.value))
+        assert found
+        need, over, limit = map(int, found.groups())
+        assert (limit, over) == (target.shared_per_block, need - limit)
+        return
+    made = plan(spec, target)
+    assert {role for role, _, _ in made.tiles} >= {"forward", "scores", "decode", *VECTOR_ROLES}
+    for role, tile, source in made.tiles:
+        assert_fits(made, role, tile, source)
+        assert all(is_power_of_2(size) for size in (tile.block_m, tile.block_n or 1, tile.num_warps))
+        if role in TENSOR_ROLES:
+            assert made.strip_multiple % tile.block_m == 0
+
+
+def assert_fits(made: Plan, role: str, tile: Tile, source: str) -> None:
+    target, need = TARGETS[made.target], resources(role, tile, made.spec, made.lift)
+    assert need.shared <= target.shared_per_block
+    # The register model estimates what a compiler will do: it rules on candidates, not on what was compiled
+    # and timed, nor on the kernels that move vectors, whose tiles follow a rule.
+    if source == "cost model":
+        assert need.registers <= target.registers_per_thread
+
+
+def is_power_of_2(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+TABLES = sorted((Path(mtagen.__file__).parent / "planner/tables").iterdir())
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
+def test_measured_tiles(table: Path) -> None:
+    """Every entry of a table is used by some plan, and fits."""
+    target = table.stem
+    content = json.loads(table.read_text())
+    assert target in TARGETS
+    assert content["device"].split()[0] in TARGETS[target].device
+    assert set(content["versions"]) == {"torch", "triton"}
+    for key, fields in content["tiles"].items():
+        role, d, dv, name, count, size = re.fullmatch(
+            r"(\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)", key
+        ).groups()
+        n, dtype = int(count), {"2": "bf16", "4": "fp32"}[size]
+        kernel = (n, n) if role not in ("dq_lifted", "dk_shifted") else (n + 1, n)  # those two lift queries
+        assert (name == "taps") == (role in DECODE_ROLES)
+        made = plan(Spec(kernel, int(d), int(dv), dtype=dtype), target)
+        assert (role, Tile(**fields), "measured") in made.tiles
+        assert_fits(made, role, Tile(**fields), "measured")
+
+
+# The lift against the convolution that it replaces.
+
+GEOMETRIES = [
+    Spec(kernel, 16, causal=causal, key_padding=key_padding, mask=mask)
+    for kernel in ((1, 1), (1, 3), (3, 1), (2, 5), (5, 2), (4, 3), (3, 4))
+    for key_padding in ("both", "left", "right")
+    for causal, mask in ((True, "source"), (True, "output"), (False, "source"))
+]
+
+
+def at(x: Array, positions: Array) -> Array:
+    """Rows of x, zero where there is none."""
+    inside = (positions >= 0) & (positions < len(x))
+    return np.where(inside[:, None], x[np.clip(positions, 0, len(x) - 1)], 0.0)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize("spec", [spec for spec in GEOMETRIES if not spec.causal], ids=name_of)
+def test_terms_sum_to_the_convolution(spec: Spec, n_q: int, n_k: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((n_q, 3)), rng.standard_normal((n_k, 3))
+    weight = rng.standard_normal(spec.kernel)
+
+    scores = np.pad(q @ k.T, ((spec.cq - 1, 0), (spec.pad_left, spec.pad_right)))
+    expected = sum(
+        weight[u, v] * scores[u : u + n_q, v : v + n_k]
+        for u, v in itertools.product(*map(range, spec.kernel))
+    )
+
+    geometry = lift(spec)
+    taps_of = weight if geometry.lifts_keys else weight.T  # [term, tap]
+    source, other = (k, q) if geometry.lifts_keys else (q, k)
+    mixed = np.zeros((n_q, n_k))
+    assert (geometry.terms, geometry.taps) == taps_of.shape == (min(spec.kernel), max(spec.kernel))
+    for t in range(geometry.terms):
+        x = np.arange(len(source))
+        lifted = sum(taps_of[t, s] * at(source, x + s - geometry.pad) for s in range(geometry.taps))
+        left, right = (other, lifted) if geometry.lifts_keys else (lifted, other)
+        rows = np.arange(n_q) + int(geometry.row_shift.subs(T, t))
+        keys = np.arange(n_k) + int(geometry.key_shift.subs(T, t))
+        mixed += at(left, rows) @ at(right, keys).T
+    np.testing.assert_allclose(mixed, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", GEOMETRIES, ids=name_of)
+def test_gradient_reads_are_the_transpose_of_the_terms(spec: Spec) -> None:
+    """Term t adds left[i + row_shift] . right[j + key_shift] to C[i, j]: left[i] reads g at i - row_shift."""
+    geometry = lift(spec)
+    assert {c.owner for c in geometry.contractions} == {"rows", "keys"}
+    for contraction in geometry.contractions:
+        lifted = (contraction.owner == "keys") == geometry.lifts_keys
+        assert contraction.sums_terms != lifted
+        shifts = (geometry.row_shift, geometry.key_shift) if not lifted else (0, 0)
+        assert (contraction.g_row_shift + shifts[0], contraction.g_key_shift + shifts[1]) == (0, 0)
+    reach_back = max(int((-geometry.row_shift).subs(T, t)) for t in range(geometry.terms))
+    assert geometry.carry == reach_back
+
+
+def compiled(bounds: StreamBounds) -> Callable[..., tuple[int, int, int, int]]:
+    code = compile(f"({', '.join(map(python_code, bounds))},)", "<bounds>", "eval")
+    return lambda **values: eval(code, dict(values))
+
+
+def at_term(shift: sympy.Expr, terms: int) -> list[int]:
+    return [int(sympy.sympify(shift).subs(T, t)) for t in range(terms)]
+
+
+def blocks(n_owned: int, size: int, aligned: bool) -> Iterator[tuple[int, range]]:
+    for start in range(0, n_owned, size if aligned else 1):
+        yield start, range(start, min(start + size, n_owned))
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["lifted", "shifted"])
+@pytest.mark.parametrize("spec", GEOMETRIES, ids=name_of)
+def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
+    """Every allowed score whose gradient is read lies in a visited tile; interior tiles read no others.
+
+    What is not allowed was never written: read unmasked, it would be garbage. Owners of rows may start
+    anywhere, for strips do not start at multiples of their blocks.
+    """
+    geometry = lift(spec)
+    contraction = geometry.contractions[index]
+    row_shifts = set(at_term(contraction.g_row_shift, geometry.terms))
+    key_shifts = set(at_term(contraction.g_key_shift, geometry.terms))
+    bounds_at = compiled(contraction.bounds)
+    by_rows = contraction.owner == "rows"
+    for n_q, n_k, (m, n) in itertools.product((1, 5, 12), (1, 6, 11), ((1, 1), (4, 2), (2, 4), (8, 8))):
+        off = n_k - n_q
+        owned, streamed, size, step = (n_q, n_k, m, n) if by_rows else (n_k, n_q, n, m)
+        for start, block in blocks(owned, size, aligned=not by_rows):
+            begin, interior_begin, interior_end, end = bounds_at(
+                n_q=n_q, n_k=n_k, off=off, i0=start, j0=start, BLOCK_M=m, BLOCK_N=n
+            )
+            for stream in range(streamed):
+                tile = stream - stream % step
+                for own in block:
+                    i, j = (own, stream) if by_rows else (stream, own)
+                    for row, key in itertools.product(
+                        (i + s for s in row_shifts), (j + s for s in key_shifts)
+                    ):
+                        if not (0 <= row < n_q and 0 <= key < n_k):
+                            continue  # reads as zero
+                        if key <= row + off or not spec.causal:
+                            assert begin <= tile < end
+                        else:
+                            assert not interior_begin <= tile < interior_end
