@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ def render(plan: Plan) -> str:
     if plan.backend != "triton":
         raise PlanError(explain("backend", plan.backend, "has no generated source", "backend='triton'"))
     text = _environment().get_template("module.py.j2").render(_context(plan))
-    return _tidy(text)
+    return _tidy(_without_unused(text))
 
 
 def emit(plan: Plan, directory: Path | str) -> list[Path]:
@@ -215,6 +216,28 @@ def _environment() -> jinja2.Environment:
     }
     environment.globals |= {"loop": _loop, "log2e": repr(math.log2(math.e)), "ln2": repr(math.log(2.0))}
     return environment
+
+
+def _without_unused(source: str) -> str:
+    """Drop plain arithmetic, such as ``h = head % n_heads``, whose name its function does not read.
+
+    The templates define positions and offsets once for all variants, of which some need only a few.
+    """
+    unused: set[int] = set()  # lines
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        nodes = list(ast.walk(function))
+        read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        for node in nodes:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp() as value) if name not in read:
+                    arithmetic = not any(isinstance(part, ast.Call) for part in ast.walk(value))
+                    unused |= {node.lineno} if arithmetic else set()
+    if not unused:
+        return source
+    lines = source.splitlines(keepends=True)
+    return _without_unused("".join(line for i, line in enumerate(lines, 1) if i not in unused))
 
 
 def _tidy(text: str) -> str:
