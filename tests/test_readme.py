@@ -1,0 +1,79 @@
+"""What the README shows works as printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from mtagen import TARGETS
+from mtagen.cli import app
+from mtagen.config import Config
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+SHELL = [command.strip() for block in blocks("sh") for command in re.split(r"&&|\n", block)]
+COMMANDS = sorted({command for command in SHELL if command.startswith("mtagen ")})
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_example() -> None:
+    (example,) = blocks("python")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    q, weight, out, last = (names[name] for name in ("q", "weight", "out", "last"))
+    assert out.shape == q.shape == q.grad.shape
+    assert q.grad.isfinite().all()
+    assert weight.grad.any()
+    torch.testing.assert_close(last, out[:, :, -1:].detach())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    assert result.stdout
+    if " emit " in command:
+        assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".py"]
+
+
+def test_every_command_is_shown() -> None:
+    assert {command.split()[1] for command in COMMANDS} == set(typer.main.get_group(app).commands)
+
+
+def test_every_environment_variable_is_listed() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", TEXT, flags=re.MULTILINE)
+    described = Config.from_env().describe()
+    assert [name for name, _, _ in rows] == [setting.name for setting in described]
+    for (_, default, meaning), setting in zip(rows, described, strict=True):
+        assert default.replace("`", "") == setting.default
+        assert meaning.startswith(setting.meaning)
+
+
+def test_every_target_is_named() -> None:
+    (row,) = re.findall(r"^\| targets \|.*$", TEXT, flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == set(TARGETS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "generated/README.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    for link in links:
+        assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), link
