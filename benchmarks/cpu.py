@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mtagen.environment import collect
 from mtagen.ops import tiled
-from mtagen.reference import reference
+from mtagen.naive import reference
 from mtagen.spec import Spec
 
 Step = Callable[[], None]

@@ -30,7 +30,7 @@ from mtagen.accuracy import compare
 from mtagen.environment import collect
 from mtagen.planner import Plan, get_target, plan, target_for_capability
 from mtagen.planner.tiling import Tile, candidates, resources
-from mtagen.reference import reference
+from mtagen.naive import reference
 from mtagen.runtime.load import load
 from mtagen.spec import Spec
 

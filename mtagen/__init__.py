@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
     from .op import MultiTokenAttention, build
     from .planner import TARGETS, Plan, Target, plan
-    from .reference import reference
+    from .naive import reference
     from .spec import Spec
 
 # Names are imported on first use: the command line answers --help without loading torch and triton.
@@ -30,7 +30,7 @@ _HOMES = {
     "Target": "planner",
     "build": "op",
     "plan": "planner",
-    "reference": "reference",
+    "reference": "naive",
 }
 
 __all__ = [
@@ -55,5 +55,5 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value  # also replaces a submodule of the same name, which the import has just bound
+    globals()[name] = value
     return value

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .accuracy import GRADIENT_FACTOR, Comparison, compare
 from .errors import SpecError, explain
-from .reference import reference
+from .naive import reference
 from .spec import Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtagen.accuracy import GRADIENT_FACTOR, Comparison, compare
 from mtagen.check import Case, check
 from mtagen.errors import InputError, SpecError
-from mtagen.reference import reference
+from mtagen.naive import reference
 from mtagen.spec import Spec
 
 INF = float("inf")

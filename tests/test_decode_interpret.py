@@ -24,7 +24,7 @@ from torch import Tensor
 from mtagen.accuracy import compare
 from mtagen.codegen import render
 from mtagen.planner import plan
-from mtagen.reference import reference
+from mtagen.naive import reference
 from mtagen.runtime.loader import load_module
 from mtagen.runtime.offline import compile_offline
 from mtagen.spec import Spec

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtagen.reference import reference
+from mtagen.naive import reference
 
 F64 = torch.float64
 KERNELS = [(1, 1), (1, 4), (2, 1), (3, 3), (4, 6)]

@@ -7,7 +7,7 @@ import torch
 
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 from mtagen.ops import tiled
-from mtagen.reference import reference
+from mtagen.naive import reference
 from mtagen.spec import Spec
 
 F64 = torch.float64

@@ -16,7 +16,7 @@ from ..spec import Spec
 
 DECODE_ROLES = ("decode", "decode_wide")
 LENGTH, N_NEW = sympy.symbols("length n_new", integer=True)
-_ROWS = 64  # rows (pairs times taps) of the wide kernel's product
+_ROWS = {2: 64, 4: 16}  # by element size: rows (pairs times taps) of the wide kernel's product
 _MAX_PAIRS = 16
 _MIN_TILES = 4  # a split shorter than this spends its time on starting
 _MAX_WAVES = 4
@@ -46,13 +46,13 @@ class Decode:
 
 
 def decode_geometry(spec: Spec) -> Decode:
-    """Narrow is for one new token without grouped heads; wide takes what a product of 64 rows holds."""
+    """Narrow is for one new token without grouped heads; wide takes what one product holds."""
     taps = 1 << (spec.ck - 1).bit_length()
     masks_terms = spec.causal and spec.mask == "source" and spec.cq > 1
     first_edge = LENGTH
     if spec.causal:
         first_edge = LENGTH - N_NEW + 1 - (spec.cq - 1 if masks_terms else 0)
-    return Decode(taps, masks_terms, first_edge, narrow=1, wide=max(1, min(_MAX_PAIRS, _ROWS // taps)))
+    return Decode(taps, masks_terms, first_edge, narrow=1, wide=max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps)))
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ def _decode_resources(tile: Tile, spec: Spec) -> Resources:
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
     shared = n * (d + dv) * size * (tile.num_stages - 1) if tile.num_stages > 1 else n * max(d, dv) * size
+    shared += 4 * rows * d * size if size == 4 else 0  # the queries, split for tf32x3
     registers = (10 * rows * n + n * (d + dv) * size // 2) // (32 * tile.num_warps) - 20
     return Resources(shared=shared + rows * n * 4, registers=max(110, min(255, registers)))
 
