@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 from torch import Tensor
@@ -122,7 +120,7 @@ class MultiTokenAttention:
 
 
 def build(
-    kernel: Sequence[int],
+    kernel: tuple[int, int],
     head_dim: int,
     *,
     value_head_dim: int | None = None,
@@ -159,7 +157,7 @@ def build(
     named = None if dtype is None else _dtype_name(dtype)
     default = "fp32" if interpreted or target == "cpu" else "bf16"
     spec = Spec(
-        kernel=tuple(kernel) if isinstance(kernel, Sequence) else kernel,
+        kernel=kernel,
         head_dim=head_dim,
         value_head_dim=value_head_dim or head_dim,
         causal=causal,

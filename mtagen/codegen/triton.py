@@ -103,6 +103,7 @@ def _contraction(plan: Plan, contraction: Contraction) -> Mapping[str, Any]:
     """The texts that turn a contraction into a kernel and its launch."""
     lift, tile = plan.lift, plan.tile(contraction.role)
     rows = contraction.owner == "rows"
+    segments: tuple[_Segment, ...]
     if plan.spec.causal:
         segments = (
             (_Segment("0", "interior_end", False), _Segment("interior_end", "end", True))
