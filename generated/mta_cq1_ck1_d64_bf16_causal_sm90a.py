@@ -35,8 +35,8 @@ def mta_lift_cq1_ck1_d64_bf16_causal_sm90a(
     b = (head0 + head) // n_heads
     h = (head0 + head) % n_heads
     d = tl.arange(0, D)[None, :]
-    src = src_ptr + b * src_b + h // group * src_h
-    src_n = tl.multiple_of(src_n, 8)
+    src = src_ptr + (b * src_b + h // group * src_h) // 8 * 8
+    src_n = src_n // 8 * 8  # tells the compiler that rows are aligned
     weight = weight_ptr + h * 1
     lifted_0 = tl.zeros([BLOCK, D], tl.float32)
     for s in tl.static_range(1):
@@ -116,7 +116,9 @@ def mta_bwd_rows_cq1_ck1_d64_bf16_causal_sm90a(
     head = (tl.program_id(0) // n_blocks).to(tl.int64)
     d = tl.arange(0, DV)[None, :]
     inside = (rows < n_q)[:, None]
-    grad = grad_ptr + head // n_heads * grad_b + head % n_heads * grad_h + rows[:, None] * tl.multiple_of(grad_n, 8) + d
+    start = head // n_heads * grad_b + head % n_heads * grad_h
+    # Dividing and multiplying tells the compiler that rows are aligned.
+    grad = grad_ptr + start // 8 * 8 + rows[:, None] * (grad_n // 8 * 8) + d
     out = out_ptr + (head * n_q + rows)[:, None] * 64 + d
     product = tl.load(grad, mask=inside, other=0.0).to(tl.float32) * tl.load(out, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + head * n_q + rows, mask=rows < n_q, other=0.0) * 1.4426950408889634
@@ -300,12 +302,14 @@ def mta_bwd_dk_cq1_ck1_d64_bf16_causal_sm90a(
     x = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
     d = tl.arange(0, D)[None, :]
     inside = (x < n_x)
+    # Dividing and multiplying tells the compiler that rows are aligned.
+    x_n = x_n // 8 * 8
     out = tl.zeros([BLOCK, D], tl.float32)
     for slot in range(owner * group, (owner + 1) * group):
         head = head0 + slot
         b = head // n_heads
         h = head % n_heads
-        operand = tl.load(x_ptr + b * x_b + (h // group) * x_h + x * tl.multiple_of(x_n, 8) + d, mask=inside, other=0.0).to(tl.float32)
+        operand = tl.load(x_ptr + (b * x_b + (h // group) * x_h) // 8 * 8 + x * x_n + d, mask=inside, other=0.0).to(tl.float32)
         for t in range(1):
             for s in range(1):
                 from_x = x - s + 0

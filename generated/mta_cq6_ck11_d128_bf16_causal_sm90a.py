@@ -36,8 +36,8 @@ def mta_lift_cq6_ck11_d128_bf16_causal_sm90a(
     b = (head0 + head) // n_heads
     h = (head0 + head) % n_heads
     d = tl.arange(0, D)[None, :]
-    src = src_ptr + b * src_b + h // group * src_h
-    src_n = tl.multiple_of(src_n, 8)
+    src = src_ptr + (b * src_b + h // group * src_h) // 8 * 8
+    src_n = src_n // 8 * 8  # tells the compiler that rows are aligned
     weight = weight_ptr + h * 66
     lifted_0 = tl.zeros([BLOCK, D], tl.float32)
     lifted_1 = tl.zeros([BLOCK, D], tl.float32)
@@ -184,7 +184,9 @@ def mta_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a(
     head = (tl.program_id(0) // n_blocks).to(tl.int64)
     d = tl.arange(0, DV)[None, :]
     inside = (rows < n_q)[:, None]
-    grad = grad_ptr + head // n_heads * grad_b + head % n_heads * grad_h + rows[:, None] * tl.multiple_of(grad_n, 8) + d
+    start = head // n_heads * grad_b + head % n_heads * grad_h
+    # Dividing and multiplying tells the compiler that rows are aligned.
+    grad = grad_ptr + start // 8 * 8 + rows[:, None] * (grad_n // 8 * 8) + d
     out = out_ptr + (head * n_q + rows)[:, None] * 128 + d
     product = tl.load(grad, mask=inside, other=0.0).to(tl.float32) * tl.load(out, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + head * n_q + rows, mask=rows < n_q, other=0.0) * 1.4426950408889634
@@ -403,20 +405,22 @@ def mta_bwd_dq_cq6_ck11_d128_bf16_causal_sm90a(
     d = tl.arange(0, D)[None, :]
     off = n_k - n_q
     inside = (x < n_x)
+    # Dividing and multiplying tells the compiler that rows are aligned.
+    other_n = other_n // 8 * 8
     out = tl.zeros([BLOCK, D], tl.float32)
     for slot in range(owner, owner + 1):
         head = head0 + slot
         b = head // n_heads
         h = head % n_heads
         out += 0.6931471805599453 * tl.load(grad_ptr + (slot * n_x + x) * 128 + d, mask=inside, other=0.0)
-        other = other_ptr + b * other_b + (h // group) * other_h + d
+        other = other_ptr + (b * other_b + (h // group) * other_h) // 8 * 8 + d
         for f in range(1, REACH + 1):
             row = x
             from_other = x + off + f
             met = (row >= 0) & (row < n_q)
             band_grad = tl.load(band_grad_ptr + (head * n_q + row) * REACH + f - 1, mask=met, other=0.0)
             met = met & (from_other >= 0) & (from_other < n_k)
-            out += band_grad * tl.load(other + from_other * tl.multiple_of(other_n, 8), mask=met, other=0.0).to(tl.float32)
+            out += band_grad * tl.load(other + from_other * other_n, mask=met, other=0.0).to(tl.float32)
     tl.store(out_ptr + ((head0 + owner) * n_x + x) * 128 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -436,12 +440,15 @@ def mta_bwd_dk_cq6_ck11_d128_bf16_causal_sm90a(
     d = tl.arange(0, D)[None, :]
     off = n_k - n_q
     inside = (x < n_x)
+    # Dividing and multiplying tells the compiler that rows are aligned.
+    x_n = x_n // 8 * 8
+    other_n = other_n // 8 * 8
     out = tl.zeros([BLOCK, D], tl.float32)
     for slot in range(owner * group, (owner + 1) * group):
         head = head0 + slot
         b = head // n_heads
         h = head % n_heads
-        operand = tl.load(x_ptr + b * x_b + (h // group) * x_h + x * tl.multiple_of(x_n, 8) + d, mask=inside, other=0.0).to(tl.float32)
+        operand = tl.load(x_ptr + (b * x_b + (h // group) * x_h) // 8 * 8 + x * x_n + d, mask=inside, other=0.0).to(tl.float32)
         for t in range(6):
             for s in range(11):
                 from_x = x - s + 5
@@ -450,14 +457,14 @@ def mta_bwd_dk_cq6_ck11_d128_bf16_causal_sm90a(
                 tap = t * 11 + s
                 out += scale * tl.load(weight_ptr + h * 66 + tap) * grad
                 tl.store(partial_ptr + (block * all_heads + head) * 66 + tap, scale * tl.sum(grad * operand))
-        other = other_ptr + b * other_b + h * other_h + d
+        other = other_ptr + (b * other_b + h * other_h) // 8 * 8 + d
         for f in range(1, REACH + 1):
             row = x - off - f
             from_other = x - off - f
             met = (row >= 0) & (row < n_q)
             band_grad = tl.load(band_grad_ptr + (head * n_q + row) * REACH + f - 1, mask=met, other=0.0)
             met = met & (from_other >= 0) & (from_other < n_q)
-            out += band_grad * tl.load(other + from_other * tl.multiple_of(other_n, 8), mask=met, other=0.0).to(tl.float32)
+            out += band_grad * tl.load(other + from_other * other_n, mask=met, other=0.0).to(tl.float32)
     tl.store(out_ptr + (((head0 // group) + owner) * n_x + x) * 128 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
