@@ -1,6 +1,6 @@
 """Forward and backward of one op against eager PyTorch and SDPA without convolution, on this GPU.
 
-    python benchmarks/attention.py --json benchmarks/results/h200_triton.json
+python benchmarks/attention.py --json benchmarks/results/h200_triton.json
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from mtagen.environment import collect
 from mtagen.runtime.load import load
 from mtagen.runtime.offline import recorded
 
-CASES = [((6, 11), 64), ((6, 11), 128), ((1, 1), 64), ((1, 1), 128), ((3, 3), 128), ((2, 9), 128), ((11, 11), 128)]
+CASES = [
+    ((6, 11), 64),
+    ((6, 11), 128),
+    ((1, 1), 64),
+    ((1, 1), 128),
+    ((3, 3), 128),
+    ((2, 9), 128),
+    ((11, 11), 128),
+]
 
 
 def median_ms(run: Callable[[], object], milliseconds: int = 200) -> float:
@@ -82,14 +90,19 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory at 8k, 16k and 32k")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results: dict[str, object] = {"environment": collect(), "commit": commit(), "shape": vars(args) | {"json": None}}
+    results: dict[str, object] = {
+        "environment": collect(),
+        "commit": commit(),
+        "shape": vars(args) | {"json": None},
+    }
     peers = {}
     for head_dim in (64, 128):
         q, k, v, _ = make_inputs((1, 1), head_dim, args.length, args.heads, args.batch)
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             with sdpa_kernel(backend):
                 peers[f"{name} d{head_dim}"] = timings(
-                    lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]
+                    lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+                    [q, k, v],
                 )
     results["sdpa"] = peers
     for name, peer in peers.items():
@@ -110,12 +123,18 @@ def main() -> None:
         if kernel == (6, 11) and not args.no_eager:
             eager = timings(mtagen.reference, inputs, 1)
             case |= {f"eager {key}": value for key, value in eager.items()}
-            print(f"{'  eager':22} " + "   ".join(f"{key} {value:.3f}" for key, value in eager.items()), flush=True)
+            print(
+                f"{'  eager':22} " + "   ".join(f"{key} {value:.3f}" for key, value in eager.items()),
+                flush=True,
+            )
         if kernel == (6, 11) and args.memory:
             for n in (8192, 16384, 32768):
                 long = timings(op, make_inputs(kernel, head_dim, n, args.heads, args.batch), 50)
                 case[f"extra_MiB N={n}"] = long["extra_MiB"]
-                print(f"    N={n}: " + "   ".join(f"{key} {value:.3f}" for key, value in long.items()), flush=True)
+                print(
+                    f"    N={n}: " + "   ".join(f"{key} {value:.3f}" for key, value in long.items()),
+                    flush=True,
+                )
         cases[name] = case
     results["cases"] = cases
     if args.json:

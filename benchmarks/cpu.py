@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 from mtagen.environment import collect
-from mtagen.ops import tiled
 from mtagen.naive import reference
+from mtagen.ops import tiled
 from mtagen.spec import Spec
 
 Step = Callable[[], None]
@@ -115,9 +115,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     )
     machine = collect()
     return {
-        "config": {
-            name: getattr(args, name) for name in ("batch", "heads", "length", "dim", "cq", "ck", "repeats")
-        }
+        "config": {name: getattr(args, name) for name in ("batch", "heads", "length", "dim", "cq", "ck", "repeats")}
         | {"dtype": "fp32", "causal": True},
         "environment": {name: machine[name] for name in ("cpu", "torch", "python")}
         | {"threads": args.threads, "commit": commit.stdout.strip() or None},
@@ -135,9 +133,7 @@ def print_table(results: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("batch", 1),
         ("heads", 8),

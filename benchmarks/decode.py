@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mtagen.accuracy import compare
 from mtagen.environment import collect
+from mtagen.naive import reference
 from mtagen.planner import Plan, get_target, plan, target_for_capability
 from mtagen.planner.tiling import Tile, candidates, resources
-from mtagen.naive import reference
 from mtagen.runtime.load import load
 from mtagen.spec import Spec
 
@@ -75,10 +75,7 @@ def check(module: ModuleType, kernel: tuple[int, int], dim: int) -> None:
         q, k, v, weight = make_inputs(case, kernel)
         out, lse = module.decode(q, k, v, weight, dim**-0.5)
         expected, eager = (
-            [
-                x[:, :, -case.new :]
-                for x in reference(*(x.to(dtype) for x in (q, k, v, weight)), return_lse=True)
-            ]
+            [x[:, :, -case.new :] for x in reference(*(x.to(dtype) for x in (q, k, v, weight)), return_lse=True)]
             for dtype in (torch.float64, torch.bfloat16)
         )
         results = ("out", out, eager[0], expected[0]), ("lse", lse, eager[1], expected[1])
@@ -124,22 +121,15 @@ def sweep(base: Plan, case: Case, inputs: tuple[Tensor, ...]) -> list[tuple[floa
     for tile in feasible(base, role):
         module = load(with_tile(base, role, tile))
         try:
-            run = {
-                splits: partial(module.decode, *inputs, case.dim**-0.5, None, splits)
-                for splits in (None, *counts)
-            }
-            found += [
-                (median_ms(call), f"{role} {asdict(tile)} splits={splits}") for splits, call in run.items()
-            ]
+            run = {splits: partial(module.decode, *inputs, case.dim**-0.5, None, splits) for splits in (None, *counts)}
+            found += [(median_ms(call), f"{role} {asdict(tile)} splits={splits}") for splits, call in run.items()]
         except Exception as error:  # a candidate that does not compile or fit is reported, not fatal
             print(f"{role} {tile}: {type(error).__name__} {str(error)[:90]}", flush=True)
     return sorted(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", default="6,11", help="cq,ck (default 6,11)")
     parser.add_argument("--head-dim", type=int, action="append", help="only these head dims")
     parser.add_argument("--kv-heads", type=int, default=16, help="key heads, of 16 query heads (default 16)")

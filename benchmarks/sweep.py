@@ -1,6 +1,6 @@
 """Time tile candidates of each kernel on this GPU and print (or write) the fastest, in the planner's table format.
 
-    python benchmarks/sweep.py --kernel 6,11 --head-dim 128 --out mtagen/planner/tables/sm_90a.json
+python benchmarks/sweep.py --kernel 6,11 --head-dim 128 --out mtagen/planner/tables/sm_90a.json
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def main() -> None:
         for ms, i in times[:5]:
             tile = group[i][2]
             note = "<- plan" if i == 0 else ""
-            print(f"    {ms:8.3f} ms  {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages} {tile.pipeline} u{tile.unroll} {note}", flush=True)
+            print(
+                f"    {ms:8.3f} ms  {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages} "
+                f"{tile.pipeline} u{tile.unroll} {note}",
+                flush=True,
+            )
         if times[0][0] < float("inf"):
             winners[key] = {**asdict(group[times[0][1]][2])}
     if args.out:

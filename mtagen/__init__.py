@@ -1,7 +1,7 @@
 """mtagen: a compiler for multi-token (convolutional) attention kernels (arXiv 2504.00927).
 
-    op = mtagen.build(kernel=(6, 11), head_dim=128)
-    out = op(q, k, v, weight)
+op = mtagen.build(kernel=(6, 11), head_dim=128)
+out = op(q, k, v, weight)
 """
 
 from importlib import import_module
@@ -11,9 +11,9 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
+    from .naive import reference
     from .op import MultiTokenAttention, build
     from .planner import TARGETS, Plan, Target, plan
-    from .naive import reference
     from .spec import Spec
 
 # Names are imported on first use: the command line answers --help without loading torch and triton.

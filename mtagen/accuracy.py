@@ -71,9 +71,7 @@ def compare(
 
 
 def _error(result: Tensor, ref64: Tensor) -> float:
-    difference = (result.double() - ref64).masked_fill(
-        result == ref64, 0
-    )  # equal infinities: lse of an empty row
+    difference = (result.double() - ref64).masked_fill(result == ref64, 0)  # equal infinities: lse of an empty row
     return _largest(difference.abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
 

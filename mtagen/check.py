@@ -80,12 +80,8 @@ def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASE
         SpecError: the dtype is as wide as that of the float64 reference.
     """
     if spec.dtype not in DTYPES:
-        raise SpecError(
-            explain("dtype", spec.dtype, "must be narrower than the float64 reference", (*DTYPES,))
-        )
-    eager = partial(
-        reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True
-    )
+        raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", (*DTYPES,)))
+    eager = partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True)
     for case in cases:
         inputs = _inputs(spec, case, device)
         # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
@@ -131,9 +127,7 @@ def _train(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Compa
         "dq": gradient(*dq),
         "dk": gradient(*dk),
         "dv": compare(*dv, factor=GRADIENT_FACTOR),
-        "dweight": compare(
-            *dweight, factor=GRADIENT_FACTOR, terms=score * inputs.grad_out.shape[-1] ** 0.5
-        ),
+        "dweight": compare(*dweight, factor=GRADIENT_FACTOR, terms=score * inputs.grad_out.shape[-1] ** 0.5),
     }
 
 

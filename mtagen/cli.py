@@ -43,12 +43,8 @@ app = typer.Typer(
 def _spec(
     kernel: Annotated[str, typer.Option(help="Extents of the convolution.", metavar="CQ,CK")],
     head_dim: Annotated[int, typer.Option(help="Size of a query or key vector.")],
-    value_head_dim: Annotated[
-        int, typer.Option(help="Size of a value vector.", show_default="the head dim")
-    ] = 0,
-    causal: Annotated[
-        bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")
-    ] = True,
+    value_head_dim: Annotated[int, typer.Option(help="Size of a value vector.", show_default="the head dim")] = 0,
+    causal: Annotated[bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")] = True,
     key_padding: Annotated[
         str, typer.Option(help="Where the key axis is padded.", metavar="|".join(KEY_PADDINGS))
     ] = "both",
@@ -102,9 +98,7 @@ def emit(
 
 @app.command()
 @_takes_spec
-def plan(
-    *, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "triton", as_json: _Json = False
-) -> None:
+def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "triton", as_json: _Json = False) -> None:
     """Show how an operator would be computed: tiles, stages, resources, cost."""
     from . import planner
 
@@ -177,9 +171,7 @@ def check(
         str | None, typer.Option(help="GPU to plan for.", metavar="NAME", show_default="the GPU here")
     ] = None,
     backend: Annotated[str, typer.Option(help="What computes it.", metavar="triton|torch|auto")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")] = None,
 ) -> None:
     """Build an operator and compare it with float64: forward, gradients and decode.
 

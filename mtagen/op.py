@@ -44,7 +44,7 @@ class MultiTokenAttention:
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """softmax(conv(scale * q k^T)) v, differentiable once in q, k, v and weight (DESIGN formula: see ``reference``).
+        """softmax(conv(scale * q k^T)) v, differentiable once in q, k, v and weight (see :func:`mtagen.reference`).
 
         Args:
             q: ``(B, H, Nq, D)``; query i sits at position i + Nk - Nq. Any strides, the last one 1.
@@ -88,8 +88,8 @@ class MultiTokenAttention:
             k_cache: ``(B, Hkv, N, D)``, the new tokens' keys included.
             v_cache: ``(B, Hkv, N, DV)``.
             weight: as in the op.
-            cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; larger counts as N), default N. Keys beyond
-                are ignored whatever they hold.
+            cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; larger counts as N), default N. Keys
+                beyond are ignored whatever they hold.
             scale: as in the op.
             num_splits: parts the keys are split into (flash decoding); planned by default.
             return_lse: also return ``(B, H, n_new)`` log-sum-exps.
@@ -140,11 +140,11 @@ def build(
         causal: query i sees keys j <= i + Nk - Nq.
         key_padding: ``both``, ``left`` or ``right``.
         mask: ``source`` or ``output``, see :class:`mtagen.Spec`.
-        backend: ``auto`` (generated kernels on the GPU, tiled PyTorch ops on the CPU), ``triton`` or ``torch``. A backend
-            named here never falls back to another.
+        backend: ``auto`` (generated kernels on the GPU, tiled PyTorch ops on the CPU), ``triton`` or ``torch``. A
+            backend named here never falls back to another.
         target: what to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``), default this machine's GPU, else its CPU.
-        dtype: of q, k, v; default bf16 on a GPU (fp32 in Triton's interpreter). The torch backend takes any of fp16, bf16,
-            fp32 and fp64 unless one is named.
+        dtype: of q, k, v; default bf16 on a GPU (fp32 in Triton's interpreter). The torch backend takes any of fp16,
+            bf16, fp32 and fp64 unless one is named.
 
     Raises:
         SpecError: the request is not legal.

@@ -26,8 +26,8 @@ class Spec:
         value_head_dim: size DV of a value vector; ``None`` means ``head_dim``.
         causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only.
         key_padding: where the key axis is padded: ``both`` (pL = (ck-1)//2), ``left`` (pL = ck-1), ``right`` (pL = 0).
-        mask: which scores the causal rule zeroes before the convolution: ``source`` (terms with j' > i' + off, as in the
-            MTA authors' code) or ``output`` (terms with j' > i + off, as in the paper's formula).
+        mask: which scores the causal rule zeroes before the convolution: ``source`` (terms with j' > i' + off, as in
+            the MTA authors' code) or ``output`` (terms with j' > i + off, as in the paper's formula).
         dtype: element type of q, k, v and out: ``bf16``, ``fp16``, ``fp32`` (and ``fp64`` for the torch backend).
 
     Raises:

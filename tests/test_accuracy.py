@@ -93,9 +93,7 @@ class Sound:
     def spoil(self, x: Tensor, name: str) -> Tensor:
         return x + 0.1 * x.detach() if name == self.fault else x
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, return_lse: bool
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, return_lse: bool) -> tuple[Tensor, Tensor]:
         assert return_lse
         leaves = [x.float().clone() for x in (q, k, v, weight)]
         for leaf, name in zip(leaves, ("dq", "dk", "dv", "dweight"), strict=True):

@@ -24,8 +24,8 @@ from filelock import FileLock
 from mtagen.errors import SpecError
 from mtagen.runtime import cache as cache_module
 from mtagen.runtime.cache import MANIFEST, Cache, Entry, cache_key
-from mtagen.version import __version__
 from mtagen.runtime.loader import load_module
+from mtagen.version import __version__
 
 NAME, ARCH, KEY = "mta_fwd", "sm_90a", cache_key("source", {"flags": 1})
 FILES = {"kernel.py": b"X = 1\n" * 50, "kernel.cubin": bytes(range(256))}
@@ -115,9 +115,7 @@ def test_valid_entry_needs_no_lock(cache: Cache) -> None:
 def test_keys_that_share_a_prefix_are_told_apart(cache: Cache) -> None:
     get(cache, Builder())
     twin = KEY[:16] + "0" * 48
-    assert cache.get_or_build(NAME, ARCH, twin, Builder({"kernel.py": b"twin"})).files == {
-        "kernel.py": b"twin"
-    }
+    assert cache.get_or_build(NAME, ARCH, twin, Builder({"kernel.py": b"twin"})).files == {"kernel.py": b"twin"}
 
 
 def test_failed_build_leaves_nothing(cache: Cache) -> None:

@@ -76,9 +76,7 @@ def test_module_runs_as_a_program() -> None:
     assert "Usage: mtagen" in python("-m", "mtagen", "--help").stdout
     result = python("-m", "mtagen", "plan", "--kernel", "6,11", "--head-dim", "127")
     assert result.returncode == 2
-    assert (
-        result.stderr == "mtagen: head_dim: got 127; is not supported; legal: multiples of 8 from 16 to 256\n"
-    )
+    assert result.stderr == "mtagen: head_dim: got 127; is not supported; legal: multiples of 8 from 16 to 256\n"
 
 
 @pytest.mark.parametrize(
@@ -131,9 +129,7 @@ def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
 
 
 def test_emit_writes_a_module_that_stands_alone(tmp_path: Path) -> None:
-    paths = [
-        Path(line) for line in output("emit", *SELECTION, "--out", tmp_path / "new" / "out").splitlines()
-    ]
+    paths = [Path(line) for line in output("emit", *SELECTION, "--out", tmp_path / "new" / "out").splitlines()]
     assert sorted(paths) == sorted((tmp_path / "new" / "out").iterdir())
     modules = [path for path in paths if path.suffix == ".py"]
     assert [path.stem for path in modules] == [plan(Spec((6, 11), 64)).name]

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mtagen.accuracy import compare
 from mtagen.codegen import render
-from mtagen.planner import plan
 from mtagen.naive import reference
+from mtagen.planner import plan
 from mtagen.runtime.loader import load_module
 from mtagen.runtime.offline import compile_offline
 from mtagen.spec import Spec
@@ -140,10 +140,7 @@ def _expected(
 def _module(spec: Spec) -> ModuleType:
     """Kernels with tiles of 16 keys, so that short sequences have many."""
     planned = plan(spec)
-    tiles = (
-        (role, replace(t, block_n=16) if role in planned.decode.roles else t, s)
-        for role, t, s in planned.tiles
-    )
+    tiles = ((role, replace(t, block_n=16) if role in planned.decode.roles else t, s) for role, t, s in planned.tiles)
     source = render(replace(planned, tiles=tuple(tiles))).encode()
     with tempfile.TemporaryDirectory() as folder:
         return load_module(Path(folder) / f"{planned.name}.py", source)
@@ -153,9 +150,7 @@ def _module(spec: Spec) -> ModuleType:
 def verdicts() -> list[list[str]]:
     """What went wrong, per case."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result: list[list[str]] = json.loads(done.stdout)
     return result

@@ -38,9 +38,7 @@ def modules(folder: Path) -> dict[str, str]:
 
 def python(code: str, *arguments: str, hash_seed: str = "0") -> str:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment
-    )
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -54,9 +52,7 @@ def test_regenerate_writes_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "mta_stale.py").touch()
     binaries = str(Path(sys.executable).parent)
     environment = os.environ | {"PATH": binaries + os.pathsep + os.environ["PATH"]}
-    subprocess.run(
-        ["bash", FOLDER / "regenerate.sh", tmp_path], check=True, capture_output=True, env=environment
-    )
+    subprocess.run(["bash", FOLDER / "regenerate.sh", tmp_path], check=True, capture_output=True, env=environment)
     assert modules(tmp_path) == modules(FOLDER)
 
 

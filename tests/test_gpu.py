@@ -12,9 +12,9 @@ from torch import Tensor
 
 import mtagen
 from mtagen.check import Case, check
-from mtagen.ops.executor import Executor
 from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.ops.executor import Executor
 from mtagen.runtime.load import load, plan_key
 from mtagen.runtime.offline import launches
 
@@ -34,7 +34,14 @@ CASES = (
 )
 GRID = [
     *itertools.product([(1, 1), (6, 11), (5, 2)], [16, 64, 80, 128, 256], DTYPES, [True, False], ["both"], ["source"]),
-    *itertools.product([(3, 3), (2, 9), (7, 7), (11, 1), (1, 7), (16, 17)], [64], ["bf16"], [True, False], ["both"], ["source"]),
+    *itertools.product(
+        [(3, 3), (2, 9), (7, 7), (11, 1), (1, 7), (16, 17)],
+        [64],
+        ["bf16"],
+        [True, False],
+        ["both"],
+        ["source"],
+    ),
     *itertools.product([(6, 11), (4, 3)], [64], ["bf16"], [True], ["left", "right", "both"], ["source", "output"]),
     ((16, 17), 128, "bf16", True, "both", "source"),
     ((6, 11), 24, "fp16", True, "both", "source"),

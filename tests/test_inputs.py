@@ -176,9 +176,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), CALLS.values(), ids=CALLS)
-def test_call(
-    op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str
-) -> None:
+def test_call(op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(InputError) as caught:
         op(**tensors(**changed))
     assert_explains(caught.value, name, got, rule, legal)
@@ -265,9 +263,7 @@ DECODES = {
 
 
 @pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), DECODES.values(), ids=DECODES)
-def test_decode(
-    op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str
-) -> None:
+def test_decode(op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(InputError) as caught:
         op.decode(**cache(**changed))
     assert_explains(caught.value, name, got, rule, legal)
@@ -343,8 +339,7 @@ PLANS = {
 def test_no_plan(changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(PlanError) as caught:
         mtagen.build(
-            **{"kernel": (3, 3), "head_dim": 64, "target": "sm_90a", "backend": "triton", "dtype": "bf16"}
-            | changed
+            **{"kernel": (3, 3), "head_dim": 64, "target": "sm_90a", "backend": "triton", "dtype": "bf16"} | changed
         )
     assert_explains(caught.value, name, got, rule, legal)
 
@@ -391,17 +386,13 @@ def test_interpreter_refuses_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(BackendError) as caught:
         mtagen.build((CQ, CK), D, backend="triton", dtype="bf16")
-    assert_explains(
-        caught.value, "dtype", "'bf16'", "interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU"
-    )
+    assert_explains(caught.value, "dtype", "'bf16'", "interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU")
 
 
 # Lengths that are legal, and have to be right at the edge.
 
 
-def run(
-    nq: int, nk: int, *, batch: int = B, causal: bool = True
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def run(nq: int, nk: int, *, batch: int = B, causal: bool = True) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """out, lse, and the gradients of q, k, v and weight."""
     op = mtagen.build((CQ, CK), D, value_head_dim=DV, causal=causal, target="cpu")
     torch.manual_seed(0)

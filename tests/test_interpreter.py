@@ -1,4 +1,4 @@
-"""Runs ``interpreter/``: the rendered kernels in Triton's interpreter, which a process must choose before it imports triton."""
+"""Runs ``interpreter/`` in processes that chose Triton's interpreter before they imported triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ FOLDER = Path(__file__).parent / "interpreter"
 
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_in_the_interpreter(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(FOLDER / file),
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     print(run.stdout[-8000:])

@@ -182,9 +182,7 @@ def test_no_gradient_wanted(op: MultiTokenAttention) -> None:
 def test_double_backward_is_refused(op: MultiTokenAttention) -> None:
     tensors = leaves()
     (dq,) = torch.autograd.grad(op(*tensors).sum(), tensors[0], create_graph=True)
-    with pytest.raises(
-        BackendError, match=r"double backward: got .*differentiable once; legal: mtagen.reference"
-    ):
+    with pytest.raises(BackendError, match=r"double backward: got .*differentiable once; legal: mtagen.reference"):
         dq.sum().backward()
 
 
@@ -291,9 +289,7 @@ def test_same_arguments_same_key() -> None:
 
 def test_a_key_that_was_not_built() -> None:
     *tensors, weight = leaves()
-    with pytest.raises(
-        BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"
-    ):
+    with pytest.raises(BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"):
         torch.ops.mtagen.forward(*tensors, weight, 0.25, "stranger")
 
 
@@ -304,9 +300,7 @@ def test_repr_names_the_plan() -> None:
 # Decode.
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": False}, {"mask": "output"}, {"key_padding": "left"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": "output"}, {"key_padding": "left"}], ids=str)
 @pytest.mark.parametrize("n_new", [1, 3, 8])
 def test_decode_is_the_last_rows_of_the_op(n_new: int, options: dict[str, Any]) -> None:
     op = build(value_head_dim=DV, **options)

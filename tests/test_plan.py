@@ -101,9 +101,7 @@ def test_names_tell_variants_apart() -> None:
         ["source", "output"],
         ["bf16", "fp16"],
     )
-    plans = [
-        Plan(Spec(*fields), target, "torch", "") for fields in variants for target in ("sm_80", "sm_90a")
-    ]
+    plans = [Plan(Spec(*fields), target, "torch", "") for fields in variants for target in ("sm_80", "sm_90a")]
     assert len({made.name for made in plans}) == len(plans)
     assert all(made.name.isidentifier() for made in plans)
 
@@ -121,9 +119,7 @@ def test_fits_the_target_or_says_what_does_not(
     spec = Spec(kernel, head_dim, dtype=dtype)
     made = plan_or_refusal(spec, target)
     if isinstance(made, str):
-        assert (
-            dtype == "fp32"
-        )  # what is refused is too large for a chip with little memory; half of it is not
+        assert dtype == "fp32"  # what is refused is too large for a chip with little memory; half of it is not
         assert f"no tile fits {target.name}" in made
         limits = {
             "bytes of shared memory": target.shared_per_block,
@@ -174,9 +170,7 @@ def test_measured_tiles(table: Path) -> None:
     assert content["device"].split()[0] in TARGETS[target].device
     assert set(content["versions"]) == {"torch", "triton"}
     for key, fields in content["tiles"].items():
-        role, d, dv, name, count, size = re.fullmatch(
-            r"(\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)", key
-        ).groups()
+        role, d, dv, name, count, size = re.fullmatch(r"(\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)", key).groups()
         n, dtype = int(count), {"2": "bf16", "4": "fp32"}[size]
         kernel = (n, n) if role not in ("dq_lifted", "dk_shifted") else (n + 1, n)  # those two lift queries
         assert (name == "taps") == (role in DECODE_ROLES)
@@ -210,8 +204,7 @@ def test_terms_sum_to_the_convolution(spec: Spec, n_q: int, n_k: int) -> None:
 
     scores = np.pad(q @ k.T, ((spec.cq - 1, 0), (spec.pad_left, spec.pad_right)))
     expected = sum(
-        weight[u, v] * scores[u : u + n_q, v : v + n_k]
-        for u, v in itertools.product(*map(range, spec.kernel))
+        weight[u, v] * scores[u : u + n_q, v : v + n_k] for u, v in itertools.product(*map(range, spec.kernel))
     )
 
     geometry = lift(spec)
@@ -282,9 +275,7 @@ def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
                 tile = stream - stream % step
                 for own in block:
                     i, j = (own, stream) if by_rows else (stream, own)
-                    for row, key in itertools.product(
-                        (i + s for s in row_shifts), (j + s for s in key_shifts)
-                    ):
+                    for row, key in itertools.product((i + s for s in row_shifts), (j + s for s in key_shifts)):
                         if not (0 <= row < n_q and 0 <= key < n_k):
                             continue  # reads as zero
                         if key <= row + off or not spec.causal:

@@ -51,9 +51,7 @@ class _TruncatingDivision(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.op, ast.FloorDiv):
             return node
-        return ast.copy_location(
-            ast.Call(ast.Name("c_divide", ast.Load()), [node.left, node.right], []), node
-        )
+        return ast.copy_location(ast.Call(ast.Name("c_divide", ast.Load()), [node.left, node.right], []), node)
 
 
 def evaluate_as_triton(text, values):
@@ -70,9 +68,7 @@ def samples(expr, count=25):
     rng = random.Random(str(expr))
     for _ in range(count):
         yield {
-            symbol: rng.randint(1, 9)
-            if symbol.is_positive
-            else rng.randint(0 if symbol.is_nonnegative else -40, 40)
+            symbol: rng.randint(1, 9) if symbol.is_positive else rng.randint(0 if symbol.is_nonnegative else -40, 40)
             for symbol in sorted(expr.free_symbols, key=str)
         }
 
@@ -111,9 +107,7 @@ def test_text_reads_as_written_by_hand(expr, triton, python):
 
 def test_loop_bounds_of_the_paper_setting():
     rows, keys = row_owner_bounds(True, band=10), key_owner_bounds(True, band=10)
-    assert triton_code(rows.interior_end) == (
-        "tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N"
-    )
+    assert triton_code(rows.interior_end) == ("tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N")
     assert triton_code(rows.end) == "tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))"
     assert triton_code(keys.begin) == "tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M"
     assert triton_code(keys.interior_begin) == (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
-from mtagen.ops import tiled
 from mtagen.naive import reference
+from mtagen.ops import tiled
 from mtagen.spec import Spec
 
 F64 = torch.float64
@@ -98,9 +98,7 @@ def test_no_lse_gradient_means_zero():
     spec = make_spec((3, 3))
     args = make_inputs(spec, 9, 9)
     grad_out, grad_lse = make_grads(args[0], args[2])
-    assert_same(
-        run_tiled(spec, args, grad_out, None), run_tiled(spec, args, grad_out, torch.zeros_like(grad_lse))
-    )
+    assert_same(run_tiled(spec, args, grad_out, None), run_tiled(spec, args, grad_out, torch.zeros_like(grad_lse)))
 
 
 def test_views_of_a_packed_projection():
@@ -111,9 +109,7 @@ def test_views_of_a_packed_projection():
     assert not any(x.is_contiguous() for x in args[:3])
     grad_out = torch.randn(2, 20, 4, DIM, dtype=F64).transpose(1, 2)
     grad_lse = torch.ones((), dtype=F64).expand(2, 4, 20)
-    assert_same(
-        run_tiled(spec, args, grad_out, grad_lse, tile=8), run_reference(spec, args, grad_out, grad_lse)
-    )
+    assert_same(run_tiled(spec, args, grad_out, grad_lse, tile=8), run_reference(spec, args, grad_out, grad_lse))
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(0, 4), (4, 0), (0, 0)])

@@ -84,9 +84,7 @@ class _PythonPrinter:
         """Positive terms first, numbers last among their sign."""
         negative = {term: _is_negative(term) for term in expr.args}
         printed = {term: self.text(-term if negative[term] else term, _PRODUCT) for term in expr.args}
-        first, *rest = sorted(
-            expr.args, key=lambda term: (negative[term], term.is_number, printed[term].swapcase())
-        )
+        first, *rest = sorted(expr.args, key=lambda term: (negative[term], term.is_number, printed[term].swapcase()))
         head = self.text(first) if negative[first] else printed[first]
         return head + "".join(f" {'-' if negative[term] else '+'} {printed[term]}" for term in rest)
 
@@ -110,9 +108,7 @@ class _PythonPrinter:
 
     def _sorted(self, args: Sequence[Expr]) -> list[str]:
         """Arguments as text: numbers, symbols, the rest; swapcase puts ``i0`` before ``BLOCK_M``."""
-        ordered = sorted(
-            args, key=lambda arg: (not arg.is_number, not arg.is_Symbol, self.text(arg).swapcase())
-        )
+        ordered = sorted(args, key=lambda arg: (not arg.is_number, not arg.is_Symbol, self.text(arg).swapcase()))
         return [self.text(arg) for arg in ordered]
 
 

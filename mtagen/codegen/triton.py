@@ -65,9 +65,7 @@ def _context(plan: Plan) -> Mapping[str, Any]:
         "lifted_name": "keys" if lift.lifts_keys else "queries",
         "source": "k" if lift.lifts_keys else "q",
         "weight_index": lambda t, s: _weight_index(spec, lift, t, s),
-        "diagonal": sympy.Symbol("v", integer=True)
-        - sympy.Symbol("u", integer=True)
-        + (spec.cq - 1 - spec.pad_left),
+        "diagonal": sympy.Symbol("v", integer=True) - sympy.Symbol("u", integer=True) + (spec.cq - 1 - spec.pad_left),
         "dropped_mask": f" & (v - {spec.pad_left} > delta)" if spec.mask == "output" else "",
         "g_block": lambda tile: ", ".join(
             str(size) for size in ((tile.block_m, tile.block_n) if lift.lifts_keys else (tile.block_n, tile.block_m))
@@ -207,7 +205,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 (source code, not markup)
+        autoescape=False,
     )
     environment.filters |= {
         "triton": triton_code,

@@ -138,8 +138,8 @@ def _aligned(name: str, x: Tensor) -> Tensor:
         return x
     # Python shows a warning once per place and text.
     warnings.warn(
-        f"{name} has strides {tuple(x.stride())} and starts at address {x.data_ptr() % 16} mod 16: rows that do not start "
-        "at multiples of 16 bytes are copied before each call; align them to avoid it",
+        f"{name} has strides {tuple(x.stride())} and starts at address {x.data_ptr() % 16} mod 16: rows that do not "
+        "start at multiples of 16 bytes are copied before each call; align them to avoid it",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
-    """Shapes, dtypes, devices and strides of q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV), weight (H, cq, ck).
+    """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and weight (H, cq, ck) before a call.
 
     Raises:
         InputError: some argument does not fit the spec or another argument.
@@ -80,11 +80,18 @@ def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[
         _check_is_tensor(name, x)
     for name, x in tensors.items():
         if x.ndim != 4:
-            raise InputError(explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)"))
+            raise InputError(
+                explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)")
+            )
     first, *others = tensors.items()
     if first[1].dtype not in dtypes:
         raise InputError(
-            explain(f"{first[0]}.dtype", first[1].dtype, "this op was not built for it", f"{dtypes}, or build(dtype=...)")
+            explain(
+                f"{first[0]}.dtype",
+                first[1].dtype,
+                "this op was not built for it",
+                f"{dtypes}, or build(dtype=...)",
+            )
         )
     for name, x in others:
         if x.dtype != first[1].dtype:
@@ -117,7 +124,9 @@ def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weight: Tensor) -> 
     )
     for (name, x), legal in zip(tensors.items(), legal_shapes, strict=True):
         if tuple(x.shape) != legal:
-            raise InputError(explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal))
+            raise InputError(
+                explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal)
+            )
     shape = (heads, spec.cq, spec.ck)
     if tuple(weight.shape) not in (shape, (heads, 1, spec.cq, spec.ck)):
         rule = "one (cq, ck) kernel per query head"

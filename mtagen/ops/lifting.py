@@ -71,9 +71,7 @@ def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
     return _ahead_windows(spec, q, k) @ _band_kernel(spec, kernel)
 
 
-def _band_backward(
-    spec: Spec, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _band_backward(spec: Spec, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     entries, taps = _band_terms(spec, q.device)
     dmatrix = _ahead_windows(spec, q, k).mT @ dband
     dkernel = torch.zeros_like(kernel).flatten(1).index_add_(1, taps, dmatrix.flatten(1)[:, entries])

@@ -1,6 +1,7 @@
 """The "lift" lowering: the convolution folded into one operand, so that a score is a sum of dot products.
 
-With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j], Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
+With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j],
+Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
 with queries lifted, the same with the axes exchanged: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL],
 Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Only the causal band needs a correction (see ``stencil.band``).
 """
@@ -25,7 +26,7 @@ class Contraction:
     """One operand's gradient as a product of g, the gradient of the scores, with the other operand.
 
     ``owner`` ("rows" | "keys") is the axis whose gradient it is. With ``sums_terms`` the terms are summed into one
-    gradient, g being read at the shifted position; otherwise each term has a gradient of its own (of the lifted operand).
+    gradient, g being read at the shifted position; otherwise each term has its own (of the lifted operand).
     """
 
     owner: str

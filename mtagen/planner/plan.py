@@ -158,21 +158,35 @@ class Plan:
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):
             above, below, left, right = stencil.halo
-            rows.append(("stencil", f"{name} halo", f"rows {above} + {below}, keys {left} + {right}"))
+            tile_rows, tile_keys = stencil.effective(128, 128)
+            text = (
+                f"rows {above} + {below}, keys {left} + {right}; {tile_rows} x {tile_keys} outputs of a 128 x 128 tile"
+            )
+            rows.append(("stencil", f"{name} halo", text))
         rows += [("cost", f"flop per score, {name}", str(flop)) for name, flop in self.flops_per_score().items()]
         if self.backend != "triton":
             return rows
         rows += [
-            ("lowering", "lift", f"{'keys' if geometry.lifts_keys else 'queries'}, {geometry.terms} terms of {geometry.taps} taps"),
+            (
+                "lowering",
+                "lift",
+                f"{'keys' if geometry.lifts_keys else 'queries'}, {geometry.terms} terms of {geometry.taps} taps",
+            ),
             ("lowering", "band", f"{geometry.band_width} diagonals corrected, {geometry.reach} needed"),
             ("lowering", "backward workspace", f"at most about {self.workspace_bytes // 2**20} MiB"),
         ]
+        bounds = {"forward": geometry.forward, "scores": geometry.scores}
+        bounds |= {contraction.role: contraction.bounds for contraction in geometry.contractions}
+        for role, (begin, interior_begin, interior_end, end) in bounds.items():
+            text = f"[{begin}, {end}), interior [{interior_begin}, {interior_end})"
+            rows.append(("loop", role, text))
         for role, tile, source in self.tiles:
             shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
             text = f"{shape}, {tile.num_warps} warps"
             if role in TENSOR_ROLES + DECODE_ROLES:
                 need = resources(role, tile, spec, geometry)
-                text += f", {tile.num_stages} stages of {tile.pipeline}, {need.shared // 1024} KiB shared, ~{need.registers} registers"
+                text += f", {tile.num_stages} stages of {tile.pipeline}"
+                text += f", {need.shared // 1024} KiB shared, ~{need.registers} registers"
             rows.append(("tile", role, f"{text} ({source})"))
         return rows
 
@@ -203,9 +217,7 @@ def plan(spec: Spec, target: str | Target = "sm_90a", backend: str = "auto") -> 
         raise SpecError(explain("backend", backend, "is not built", BACKENDS))
     if target == "cpu":
         if backend == "triton":
-            raise PlanError(
-                explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target")
-            )
+            raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
         return Plan(spec, "cpu", "torch", "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for")
     target = get_target(target) if isinstance(target, str) else target
     if backend == "torch":
@@ -216,9 +228,19 @@ def plan(spec: Spec, target: str | Target = "sm_90a", backend: str = "auto") -> 
     geometry = lift(spec)
     if geometry.terms > MAX_TERMS:
         raise PlanError(
-            explain("kernel", spec.kernel, f"min(cq, ck) is {geometry.terms}, {geometry.terms - MAX_TERMS} over the limit",
-                    f"min(cq, ck) <= {MAX_TERMS} for triton, any for backend='torch'")
+            explain(
+                "kernel",
+                spec.kernel,
+                f"min(cq, ck) is {geometry.terms}, {geometry.terms - MAX_TERMS} over the limit",
+                f"min(cq, ck) <= {MAX_TERMS} for triton, any for backend='torch'",
+            )
         )
-    roles = ("forward", "scores", *(c.role for c in geometry.contractions), *decode_geometry(spec).roles, *VECTOR_ROLES)
+    roles = (
+        "forward",
+        "scores",
+        *(c.role for c in geometry.contractions),
+        *decode_geometry(spec).roles,
+        *VECTOR_ROLES,
+    )
     tiles = tuple((role, *choose(role, spec, geometry, target)) for role in roles)
     return Plan(spec, target.name, "triton", reason, tiles)

@@ -48,9 +48,7 @@ class StreamBounds(NamedTuple):
 
 
 @cache  # solving takes sympy some 50 ms
-def row_owner_bounds(
-    causal: bool, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0
-) -> StreamBounds:
+def row_owner_bounds(causal: bool, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> StreamBounds:
     """Key tiles streamed by the CTA that owns rows [i0, i0 + block_m), i0 < n_q: interior first, then edge.
 
     A tile that reaches past n_k is an edge tile. Rows past n_q never matter: ``end`` is n_k once they appear.
@@ -68,9 +66,7 @@ def row_owner_bounds(
 
 
 @cache
-def key_owner_bounds(
-    causal: bool, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0
-) -> StreamBounds:
+def key_owner_bounds(causal: bool, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> StreamBounds:
     """Row tiles streamed by the CTA that owns keys [j0, j0 + block_n), j0 < n_k: edge first, then interior.
 
     Rows past n_q and keys past n_k contribute nothing by construction, so they make no edge. (The last key

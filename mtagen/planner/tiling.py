@@ -8,6 +8,7 @@ candidate wins unless a table of measurements (``tables/<target>.json``) names a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -64,8 +65,8 @@ def block_dim(head_dim: int) -> int:
 def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
     """What one CTA of ``role`` needs.
 
-    Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and score
-    tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
+    Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and
+    score tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
@@ -101,7 +102,7 @@ def resident_ctas(need: Resources, tile: Tile, target: Target) -> int:
 
 
 def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
-    """Modelled time of one score in multiprocessor cycles: the larger of arithmetic and traffic, plus what nothing hides."""
+    """Modelled multiprocessor cycles per score: the larger of arithmetic and traffic, plus what nothing hides."""
     if role in DECODE_ROLES:
         return _decode_cost(tile, spec, target)
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
@@ -109,7 +110,9 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
     flop_rate = target.tensor_tflops * 1e3 / target.multiprocessors / _CLOCK_GHZ * 2 / size
     l2_rate = target.l2_gbps / target.multiprocessors / _CLOCK_GHZ
     need = resources(role, tile, spec, lift)
-    score_bytes = (lift.terms * (m + n) if tile.pipeline == "terms" else lift.terms * (n if role == "forward" else m)) * d
+    score_bytes = (
+        lift.terms * (m + n) if tile.pipeline == "terms" else lift.terms * (n if role == "forward" else m)
+    ) * d
     if role == "forward":
         width, flop = lift.terms * d + dv, 2 * (lift.terms * d + dv)
         moved, exponentials = score_bytes + n * dv, 1
@@ -121,22 +124,16 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
         streamed = n if role.startswith("dq") else m
         moved = (m * n + streamed * d) * (lift.terms if role.endswith("shifted") else 1)
         exponentials = 0
-    # Each warp takes 16 rows of a product; warps left over split its columns, so operands are read more often, and wgmma
-    # wants 64 rows and 64 columns of every product to run at full rate.
+    # Each warp takes 16 rows of a product; warps left over split its columns, so operands are read more often,
+    # and wgmma wants 64 rows and 64 columns of every product to run at full rate.
     rows, columns = (m, n) if role in ("forward", "scores") else (m if role.startswith("dq") else n, width)
     split = max(1.0, 16 * tile.num_warps / rows)
-    rate = min(1.0, columns / split / 64) ** 0.5 / split**0.5
+    rate = math.sqrt(min(1.0, columns / split / 64) / split)
     if target.wgmma and rows < 64:
         rate /= 2
     arithmetic = flop * m * n / (flop_rate * rate)
     traffic = moved * size / l2_rate
-    resident = max(
-        1,
-        min(
-            target.shared_per_multiprocessor // max(1, need.shared + 1024),
-            target.registers_per_multiprocessor // (need.registers * 32 * tile.num_warps),
-        ),
-    )
+    resident = resident_ctas(need, tile, target)
     exposed = exponentials * m * n * (1 / _EXP_PER_CYCLE + 0.05) / min(resident, 2)
     loads = lift.terms / tile.unroll if tile.pipeline == "terms" else lift.terms + 1
     exposed += _LATENCY * (loads if tile.num_stages == 1 else 1 / (tile.num_stages - 1)) / resident
@@ -266,7 +263,8 @@ def _shortfall(role: str, tile: Tile, need: Resources, target: Target) -> str:
     limits = []
     if need.shared > target.shared_per_block:
         limits.append(
-            f"{need.shared} bytes of shared memory, {need.shared - target.shared_per_block} over {target.shared_per_block}"
+            f"{need.shared} bytes of shared memory, {need.shared - target.shared_per_block} over "
+            f"{target.shared_per_block}"
         )
     if need.registers > target.registers_per_thread:
         limits.append(

@@ -47,8 +47,6 @@ _warned: set[str] = set()
 _private: dict[tuple[Path, str], Entry] = {}  # entries that could not be published, by intended path and key
 
 
-
-
 @dataclass(frozen=True)
 class Entry:
     """A verified entry. Its content is held in memory, so that it outlives a clearing of the cache.
@@ -291,8 +289,7 @@ def _discard(folder: Path) -> None:
 
 def _digests(files: Mapping[str, bytes]) -> dict[str, Json]:
     return {
-        name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-        for name, content in files.items()
+        name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in files.items()
     }
 
 

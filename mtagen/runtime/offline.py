@@ -42,7 +42,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel takes: registers and bytes of local memory per thread, bytes of shared memory per CTA."""
+    """What a compiled kernel takes: registers and bytes of stack per thread, bytes of shared memory per CTA."""
 
     registers: int
     stack: int
