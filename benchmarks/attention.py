@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, object] = {
-        "environment": collect(),
+        "environment": environment(),
         "commit": commit(),
         "shape": vars(args) | {"json": None},
     }
@@ -139,6 +139,11 @@ def main() -> None:
     results["cases"] = cases
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def environment() -> dict[str, object]:
+    """What the figures depend on."""
+    return {name: value for name, value in collect().items() if name not in ("cache_dir", "platform")}
 
 
 def commit() -> str:

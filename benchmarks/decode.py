@@ -164,7 +164,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     Console(width=100).print(table)
     if args.json:
-        environment = collect()
+        environment = {name: value for name, value in collect().items() if name not in ("cache_dir", "platform")}
         report = {"kernel": [cq, ck], "target": target.name, "environment": environment, "results": rows}
         args.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
 

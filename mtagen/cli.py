@@ -43,7 +43,9 @@ app = typer.Typer(
 def _spec(
     kernel: Annotated[str, typer.Option(help="Extents of the convolution.", metavar="CQ,CK")],
     head_dim: Annotated[int, typer.Option(help="Size of a query or key vector.")],
-    value_head_dim: Annotated[int, typer.Option(help="Size of a value vector.", show_default="the head dim")] = 0,
+    value_head_dim: Annotated[
+        int | None, typer.Option(help="Size of a value vector.", show_default="the head dim")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")] = True,
     key_padding: Annotated[
         str, typer.Option(help="Where the key axis is padded.", metavar="|".join(KEY_PADDINGS))
@@ -58,7 +60,9 @@ def _spec(
         cq, ck = map(int, kernel.split(","))
     except ValueError:
         raise SpecError(explain("kernel", kernel, "must be two integers", "CQ,CK, such as 6,11")) from None
-    return Spec((cq, ck), head_dim, value_head_dim, causal, key_padding, mask, dtype)
+    return Spec(
+        (cq, ck), head_dim, head_dim if value_head_dim is None else value_head_dim, causal, key_padding, mask, dtype
+    )
 
 
 def _takes_spec(command: Callable[..., None]) -> Callable[..., None]:

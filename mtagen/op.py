@@ -159,7 +159,7 @@ def build(
     spec = Spec(
         kernel=kernel,
         head_dim=head_dim,
-        value_head_dim=value_head_dim or head_dim,
+        value_head_dim=head_dim if value_head_dim is None else value_head_dim,
         causal=causal,
         key_padding=key_padding,
         mask=mask,

@@ -36,7 +36,7 @@ class Spec:
 
     kernel: tuple[int, int]
     head_dim: int
-    value_head_dim: int = 0
+    value_head_dim: int = None  # type: ignore[assignment]  # filled in from head_dim
     causal: bool = True
     key_padding: str = "both"
     mask: str = "source"
@@ -49,7 +49,7 @@ class Spec:
         object.__setattr__(self, "kernel", (int(kernel[0]), int(kernel[1])))
         if not all(1 <= c <= MAX_KERNEL for c in self.kernel):
             raise SpecError(explain("kernel", kernel, "cq and ck are out of range", f"1..{MAX_KERNEL} each"))
-        if not self.value_head_dim:
+        if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("head_dim", "value_head_dim"):
             value = getattr(self, name)

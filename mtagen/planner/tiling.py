@@ -206,7 +206,8 @@ def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
     geometry = decode_geometry(spec)
     pairs = geometry.narrow if role == "decode" else geometry.wide
     stages = (1,) if target.backend == "hip" else (1, 2, 3)
-    for n, warps, depth in product((32, 64, 128), (4, 8), stages):
+    blocks = (32, 64, 128) if spec.itemsize == 2 else (16, 32, 64, 128)
+    for n, warps, depth in product(blocks, (4, 8), stages):
         if n >= spec.ck:
             yield Tile(pairs, n, warps, depth)
 
@@ -273,5 +274,5 @@ def _shortfall(role: str, tile: Tile, need: Resources, target: Target) -> str:
         )
     return (
         f"{role}: no tile fits {target.name}; the nearest, {asdict(tile)}, needs {' and '.join(limits)}; "
-        "legal: a smaller head_dim, a kernel with smaller min(cq, ck), or a target with more on-chip memory"
+        "legal: a smaller head_dim, a smaller kernel, or a target with more on-chip memory"
     )
