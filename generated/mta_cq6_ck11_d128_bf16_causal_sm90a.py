@@ -707,7 +707,7 @@ def mta_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
     q_ptr, q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_ptr, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
     v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, weight_ptr, seqlens_ptr, partial_ptr, partial_lse_ptr,
     has_seqlens, kv_heads, group, n_new, n_max, num_splits, factor,
-    PAIRS: tl.constexpr = 4, BLOCK_N: tl.constexpr = 32, TAPS: tl.constexpr = 16,
+    PAIRS: tl.constexpr = 4, BLOCK_N: tl.constexpr = 64, TAPS: tl.constexpr = 16,
     D: tl.constexpr = 128, DV: tl.constexpr = 128,
 ):
     """Unmerged out and lse (in units of log2) of 4 pairs (query head of the group, new query) on one split of the keys."""
@@ -850,7 +850,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         )
     else:
         owners = batch * kv_heads * triton.cdiv(group * n_new, 4)
-        splits = num_splits or _splits(owners, n_max, 264, 128, 4)
+        splits = num_splits or _splits(owners, n_max, 264, 256, 4)
         partial = torch.empty((rows, splits, 128), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
         mta_decode_wide_cq6_ck11_d128_bf16_causal_sm90a[(owners * splits,)](

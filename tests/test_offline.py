@@ -58,3 +58,14 @@ def test_other_targets(target: str, kernel: tuple[int, int], head_dim: int) -> N
     assert all(kernel.shared <= get_target(target).shared_per_block for kernel in usage.values())
     for role, kernel_usage in main_kernels(planned, usage).items():
         assert re.search(r"\bHMMA|v_mfma", kernel_usage.assembly), role
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:
+    planned = plan(Spec((6, 11), head_dim), target, "triton")
+    usage = compile_offline(planned, load(planned), part="decode")
+    assert len(usage) == 3
+    for name, use in usage.items():
+        # The wide kernel's measured tile, the fastest, keeps a few values on the stack.
+        assert use.stack <= (64 if "wide" in name else 0), f"{name} keeps {use.stack} bytes on the stack"
