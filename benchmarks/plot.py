@@ -40,7 +40,7 @@ def main() -> None:
     right.set_title("(6, 11) decode, 16 heads, bf16", fontsize=10)
     environment = attention["environment"]
     caption = f"{environment['gpus'][0]['name']}, torch {environment['torch']}, triton {environment['triton']}, "
-    figure.text(0.01, 0.01, caption + f"commit {attention['commit']}", fontsize=7)
+    figure.text(0.01, 0.01, caption + f"commits {attention['commit']}, {decode['commit']}", fontsize=7)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(RESULTS / "h200.png", dpi=130)
 

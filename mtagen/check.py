@@ -91,6 +91,15 @@ def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASE
             yield Row(case, name, comparison)
 
 
+def failures(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASES) -> list[str]:
+    """The results of :func:`check` that break the accuracy rule, a line each."""
+    return [
+        f"{row.case} {row.result}: {row.comparison.error:.3g} > {row.comparison.allowed:.3g}"
+        for row in check(op, spec, device, cases)
+        if not row.comparison.ok
+    ]
+
+
 def _inputs(spec: Spec, case: Case, device: torch.device) -> Inputs:
     random = torch.Generator().manual_seed(0)
     batch, heads, kv_heads, nq, nk = case
