@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import triton
 
+from mtagen.dtypes import TORCH_DTYPES
 from mtagen.op import _local_target
 from mtagen.planner import Plan, get_target, plan
 from mtagen.planner.tiling import TENSOR_ROLES, Tile, candidates, cost, resources, table_key
@@ -35,7 +36,7 @@ def time_tile(job: tuple[Plan, str, Tile, int, int, bool]) -> float:
     try:
         module = load(with_tile(base, role, tile))
         spec = base.spec
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[spec.dtype]
+        dtype = TORCH_DTYPES[spec.dtype]
         torch.manual_seed(0)
         n = n if measure else 256
         q, k = (torch.randn(1, heads, n, spec.head_dim, device="cuda", dtype=dtype) for _ in range(2))

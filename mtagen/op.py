@@ -7,10 +7,11 @@ import triton
 from torch import Tensor
 
 from .config import Config
+from .dtypes import TORCH_DTYPES
 from .errors import BackendError, SpecError, explain
 from .ops import library
 from .ops.executor import Executor
-from .ops.inputs import DTYPES, check_call, check_decode, resolve_scale
+from .ops.inputs import check_call, check_decode, resolve_scale
 from .planner import Plan, plan, target_for_capability
 from .runtime.load import compile_kernels, load, plan_key
 from .spec import Spec
@@ -180,7 +181,7 @@ def build(
     key = plan_key(planned) + ("" if backend == "auto" else f"-{backend}")
     library.register(key, executor)
     fixed = named or (spec.dtype if generated else None)
-    return MultiTokenAttention(planned, key, (DTYPES[fixed],) if fixed else tuple(DTYPES.values()))
+    return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))
 
 
 def _local_target(backend: str, interpreted: bool) -> str:
@@ -194,12 +195,12 @@ def _local_target(backend: str, interpreted: bool) -> str:
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:
-    names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
-    if isinstance(dtype, str) and dtype in DTYPES:
+    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
+    if isinstance(dtype, str) and dtype in TORCH_DTYPES:
         return dtype
     if isinstance(dtype, torch.dtype) and dtype in names:
         return names[dtype]
-    raise SpecError(explain("dtype", dtype, "is not supported", [*DTYPES, *names]))
+    raise SpecError(explain("dtype", dtype, "is not supported", [*TORCH_DTYPES, *names]))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

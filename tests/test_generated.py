@@ -74,7 +74,6 @@ for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32")):
 @pytest.mark.parametrize("made", VARIANTS, ids=lambda made: made.suffix)
 def test_source_is_clean(made: Plan, tmp_path: Path) -> None:
     """Valid Python without Jinja's marks; by ruff, no name is undefined and none unused."""
-    pytest.importorskip("ruff")
     source = render(made)
     ast.parse(source)
     assert not [mark for mark in ("{{", "}}", "{%", "%}", "{#", "#}") if mark in source]

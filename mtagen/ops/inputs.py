@@ -11,8 +11,6 @@ from torch import Tensor
 from ..errors import InputError, explain
 from ..spec import MAX_NEW_TOKENS, Spec
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
 
 def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
     """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and weight (H, cq, ck) before a call.

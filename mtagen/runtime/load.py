@@ -8,6 +8,7 @@ import torch
 import triton
 
 from ..codegen import render
+from ..dtypes import TORCH_DTYPES
 from ..planner.plan import Plan
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
@@ -36,17 +37,16 @@ def compile_kernels(plan: Plan, module: ModuleType, device: torch.device) -> Non
 
     Lengths, strides and head counts are run-time arguments, so nothing is left to compile in a later call.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[plan.spec.dtype]
-    exercise(plan, module, dtype, device)
+    exercise(plan, module, device)
     torch.cuda.synchronize(device)
 
 
-def exercise(plan: Plan, module: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+def exercise(plan: Plan, module: ModuleType, device: torch.device) -> None:
     """Call forward, backward and decode such that every kernel of ``module`` is launched."""
     spec = plan.spec
 
     def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
     k, v = zeros(1, 2, spec.cq, spec.head_dim), zeros(1, 2, spec.cq, spec.value_head_dim)
     weight = torch.zeros(2, spec.cq, spec.ck, device=device)

@@ -20,10 +20,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
 from .load import exercise
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+_TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32"}  # as Triton spells them
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,8 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 
 def launches(plan: Plan, module: ModuleType) -> list[Launch]:
     """Every launch of a small forward, backward and decode call, each kernel once; nothing is run."""
-    dtype = {name: dtype for dtype, name in _TYPES.items()}[plan.spec.dtype]
     with recorded(module, run=False) as made:
-        exercise(plan, module, dtype, torch.device("cpu"))
+        exercise(plan, module, torch.device("cpu"))
     return list({launch.kernel.__name__: launch for launch in made}.values())
 
 
