@@ -1,0 +1,210 @@
+"""The convolution as a banded Toeplitz product: which tensor-core products make it, and of which fragments.
+
+A strip holds rows of scores, split by parity, in 16-byte chunks of 8 columns. Output column n of a strip reads strip
+columns n .. n+ck-1, so an output tile of 8 columns needs a window of ck+7 columns; row shift u of the kernel is a
+shift of the strip's rows. For one row shift u and one chunk the product is
+
+    out[16 rows, 8 columns] += strip[rows + u, chunk] x T,     T[k, n] = W[u, 8 d + k - n],
+
+d being the chunk's place in the window: 8 of the 16 inner columns of an ``mma.m16n8k16``. Two such products share one
+instruction: its k 0..7 is one row shift, its k 8..15 another.
+
+Fragment rows are interleaved: row g of a fragment is row 2 g of the tile, row g+8 is row 2 g+1. The A operand's four
+8x8 matrices for shifts (u, u') are then the strip's rows (2 g + u, 2 g + u + 1, 2 g + u', 2 g + u' + 1), and all
+shifts together need only cq+1 different matrices a chunk. Matrix s below is the rows 2 g + s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from ...errors import PlanError, explain
+
+MAX_ROWS = 16  # cq - 1 halo rows come from one neighbouring warp of 16 rows
+MAX_COLUMNS = 17  # a window of ck + 7 <= 24 columns is 3 chunks
+CHUNK = 8  # columns in 16 bytes
+
+Tap: TypeAlias = "tuple[int, int] | None"  # (u, d): row shift and place of the chunk in the window; None: zeros
+
+
+class Product(NamedTuple):
+    """One mma into the tile ``behind`` chunks before the current one; lo and hi are the halves of its B operand."""
+
+    behind: int
+    lo: Tap
+    hi: Tap
+
+
+@dataclass(frozen=True)
+class Quad:
+    """Four 8x8 matrices, the A operand of ``products``.
+
+    Attributes:
+        matrices: (s, back) each: rows 2 g + s, in the chunk ``back`` chunks before the current one.
+        copies: where each matrix already is, as (quad, place) in that chunk; empty if ldmatrix loads the quad.
+        products: what it is multiplied into.
+    """
+
+    matrices: tuple[tuple[int, int], ...]
+    products: tuple[Product, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+class Step(NamedTuple):
+    """One mma while a pair of chunks is worked on.
+
+    Attributes:
+        tile: output tile, counted from the pair's first chunk.
+        quad: its A operand; None for columns gathered of all row shifts.
+        chunk: the pair's chunk, 0 or 1, that the quad is of; for gathered columns, the tile's own.
+        fragment: its B operand.
+    """
+
+    tile: int
+    quad: int | None
+    chunk: int
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """How a (cq, ck) kernel is applied to a strip.
+
+    Attributes:
+        cq, ck: extent over rows and columns, cq <= 16, ck <= 17.
+        pairs: the window's last one or two columns, of all row shifts at once, are gathered into mma's of their own
+            (8 shifts each) instead of a chunk per shift.
+    """
+
+    cq: int
+    ck: int
+    pairs: bool
+
+    @property
+    def window(self) -> int:
+        """Strip columns that 8 output columns read."""
+        return self.ck + CHUNK - 1
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a window that are multiplied whole."""
+        return self.window // CHUNK if self.pairs else -(-self.window // CHUNK)
+
+    @property
+    def carry(self) -> int:
+        """Columns of a strip before its first output column's own chunk ends: ck - 1 rounded up to chunks."""
+        return -(-(self.ck - 1) // CHUNK) * CHUNK
+
+    @property
+    def gathers(self) -> int:
+        """mma's a tile for the window's last pair of columns."""
+        return -(-self.cq // CHUNK) if self.pairs else 0
+
+    @property
+    def mma_per_tile(self) -> int:
+        """mma.m16n8k16 for an output tile of 16 x 8."""
+        return sum(len(quad.products) for quad in self.quads) + self.gathers
+
+    @cached_property
+    def quads(self) -> tuple[Quad, ...]:
+        """The A operands of one chunk. Row shifts go in pairs, first (u, u+2) and (u+1, u+3): matrices u .. u+3."""
+        quads: list[Quad] = []
+        u = 0
+        while self.cq - u >= 3:
+            quads.append(self._rows(u, u + 2))
+            if self.cq - u == 3:
+                quads.append(self._single(u + 1))
+            else:
+                quads.append(self._rows(u + 1, u + 3))
+            u += min(4, self.cq - u)
+        if self.cq - u == 2:
+            quads.append(self._rows(u, u + 1))
+        elif self.cq - u == 1:
+            quads.append(self._single(u))
+        return _with_copies(quads)
+
+    def _rows(self, lo: int, hi: int) -> Quad:
+        """Two row shifts of the same chunk."""
+        products = tuple(Product(d, (lo, d), (hi, d)) for d in range(self.chunks))
+        return Quad(((lo, 0), (lo + 1, 0), (hi, 0), (hi + 1, 0)), products)
+
+    def _single(self, u: int) -> Quad:
+        """One row shift: two chunks of a window in one mma."""
+        if self.chunks == 1:
+            return Quad(((u, 0), (u + 1, 0), (u, 0), (u + 1, 0)), (Product(0, (u, 0), None),))
+        last = tuple(Product(2, None, (u, 2)) for _ in range(self.chunks - 2))
+        return Quad(((u, 1), (u + 1, 1), (u, 0), (u + 1, 0)), (Product(1, (u, 0), (u, 1)), *last))
+
+    @cached_property
+    def fragments(self) -> tuple[tuple[Tap, Tap], ...]:
+        """The distinct B operands, (lo, hi)."""
+        seen = {(product.lo, product.hi): None for quad in self.quads for product in quad.products}
+        return tuple(seen)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The mma's of a pair of chunks, ordered so that those into one accumulator are far apart."""
+        waiting = [
+            Step(chunk - product.behind, q, chunk, self.fragments.index((product.lo, product.hi)))
+            for q, quad in enumerate(self.quads)
+            for chunk in (0, 1)
+            for product in quad.products
+        ]
+        waiting += [
+            Step(tile, None, tile, len(self.fragments) + gather) for gather in range(self.gathers) for tile in (0, 1)
+        ]
+        ordered: list[Step] = []
+        while waiting:
+            last = {step.tile: place for place, step in enumerate(ordered)}
+            step = min(waiting, key=lambda step: last.get(step.tile, -1))
+            waiting.remove(step)
+            ordered.append(step)
+        return tuple(ordered)
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Quads that ldmatrix loads."""
+        return tuple(q for q, quad in enumerate(self.quads) if not quad.copies)
+
+    @property
+    def registers(self) -> int:
+        """Registers that hold the B operands."""
+        return 2 * (len(self.fragments) + self.gathers)
+
+
+def band(cq: int, ck: int, *, pairs: bool = True) -> Band:
+    """The band of a (cq, ck) kernel with the fewest mma's; ``pairs=False`` where a strip keeps no gathered columns.
+
+    Raises:
+        PlanError: the kernel is larger than a strip's halo.
+    """
+    if cq > MAX_ROWS or ck > MAX_COLUMNS:
+        legal = f"cq <= {MAX_ROWS} and ck <= {MAX_COLUMNS} for cuda, min(cq, ck) <= 16 for triton"
+        raise PlanError(explain("kernel", (cq, ck), "is larger than the halo of a score tile", legal))
+    candidates = [Band(cq, ck, False)]
+    if pairs and (ck + CHUNK - 1) % CHUNK in (1, 2) and ck > 1:
+        candidates.append(Band(cq, ck, True))
+    return min(candidates, key=lambda candidate: (candidate.mma_per_tile, candidate.pairs))
+
+
+def _with_copies(quads: Sequence[Quad]) -> tuple[Quad, ...]:
+    """Make quads from registers where others, loaded by ldmatrix, hold their matrices already."""
+    made = list(quads)
+    # The last candidates first: a block's second quad lies inside its first and the next block's.
+    for q in reversed(range(len(made))):
+        loaded = {
+            matrix: (other, place)
+            for other, quad in enumerate(made)
+            if other != q and not quad.copies
+            for place, (matrix, back) in enumerate(quad.matrices)
+            if back == 0
+        }
+        if all(matrix in loaded for matrix, _ in made[q].matrices):
+            copies = tuple(loaded[matrix] for matrix, _ in made[q].matrices)
+            users = {source for quad in made for source, _ in quad.copies}
+            if q not in users:
+                made[q] = Quad(made[q].matrices, made[q].products, copies)
+    return tuple(made)

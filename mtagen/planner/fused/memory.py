@@ -1,0 +1,44 @@
+"""Shared-memory maps: named regions, aligned and laid out one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Region(NamedTuple):
+    """A part of a CTA's shared memory."""
+
+    name: str
+    offset: int  # bytes
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class SharedMap:
+    """Regions of shared memory, none overlapping another."""
+
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, sizes: Iterable[tuple[str, int, int]]) -> SharedMap:
+        """Lay out (name, bytes, alignment) in order; regions of no bytes are left out."""
+        regions, end = [], 0
+        for name, size, alignment in sizes:
+            if size:
+                offset = -(-end // alignment) * alignment
+                regions.append(Region(name, offset, size))
+                end = offset + size
+        return cls(tuple(regions))
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return max((region.offset + region.size for region in self.regions), default=0)
+
+    def __getitem__(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(region.name == name for region in self.regions)
