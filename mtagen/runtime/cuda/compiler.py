@@ -1,0 +1,94 @@
+"""CUDA C++ to cubin, by NVRTC through ``cuda.core``: pip wheels alone, no GPU, no nvcc, no host compiler."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ...errors import BackendError, explain
+from ..cache import Cache, cache_key
+
+_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")  # what the templates include
+_OPTIONS = {"std": "c++17", "lineinfo": True}
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler that is installed.
+
+    Attributes:
+        nvrtc: its version, e.g. ``13.0``.
+        include: the folder of the CUDA headers.
+        headers: sha256 of the headers that kernels include.
+    """
+
+    nvrtc: str
+    include: Path
+    headers: str
+
+
+@cache
+def toolchain() -> Toolchain:
+    """Find the compiler and its headers.
+
+    Raises:
+        BackendError: a package is missing; the message says how to install it.
+    """
+    try:
+        import cuda.core  # noqa: F401
+        from cuda.bindings import nvrtc
+        from cuda.pathfinder import DynamicLibNotFoundError, locate_nvidia_header_directory
+    except ImportError as error:
+        raise _missing(str(error.name or error)) from None
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except DynamicLibNotFoundError:
+        raise _missing("the NVRTC library") from None
+    found = locate_nvidia_header_directory("cudart")
+    if found is None:
+        raise _missing("the folder of CUDA headers")
+    include = Path(found.abs_path)
+    digest = hashlib.sha256()
+    for header in _HEADERS:
+        if not (include / header).is_file():
+            raise _missing(f"the header {header}")
+        digest.update((include / header).read_bytes())
+    return Toolchain(f"{major}.{minor}", include, digest.hexdigest())
+
+
+def _missing(what: str) -> BackendError:
+    return BackendError(explain("backend", "cuda", f"{what} is missing", "pip install 'mtagen[cuda]', or 'triton'"))
+
+
+def compile_cubin(source: str, arch: str, name: str = "kernels") -> bytes:
+    """The cubin of CUDA C++ source.
+
+    Args:
+        source: what to compile; its kernels are ``extern "C"``.
+        arch: e.g. ``sm_90a``.
+        name: of the source in compiler messages and line tables.
+
+    Raises:
+        BackendError: the compiler is missing, or does not take the source (the message holds its log).
+    """
+    include = toolchain().include
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(name=f"{name}.cu", arch=arch, include_path=[str(include)], **_OPTIONS)
+    try:
+        return bytes(Program(source, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core's type for it is private; the text holds the compiler's log
+        raise BackendError(f"{name}.cu does not compile for {arch}: {str(error).strip(chr(0))}") from None
+
+
+def cached_cubin(source: str, arch: str, name: str) -> bytes:
+    """:func:`compile_cubin`, through mtagen's cache; the entry holds the source as well."""
+    tools = toolchain()
+    key = cache_key(source, arch, _OPTIONS, tools.nvrtc, tools.headers)
+
+    def build() -> dict[str, bytes]:
+        return {f"{name}.cu": source.encode(), f"{name}.cubin": compile_cubin(source, arch, name)}
+
+    return Cache().get_or_build(name, arch, key, build, metadata={"nvrtc": tools.nvrtc}).files[f"{name}.cubin"]
