@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mtagen
 from mtagen.environment import collect
-from mtagen.runtime.load import load
+from mtagen.runtime.load import load_triton
 from mtagen.runtime.offline import recorded
 
 CASES = [
@@ -66,7 +66,7 @@ def make_inputs(kernel: tuple[int, int], head_dim: int, n: int, heads: int, batc
 
 def breakdown(op: mtagen.MultiTokenAttention, inputs: list[Tensor]) -> dict[str, float]:
     """Median ms of every kernel of one forward and backward call."""
-    module = load(op.plan)
+    module = load_triton(op.plan)
     scale = op.plan.spec.head_dim**-0.5
     with recorded(module) as launches:
         out, lse = module.forward(*inputs, scale)

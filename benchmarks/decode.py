@@ -31,7 +31,7 @@ from mtagen.environment import collect
 from mtagen.naive import reference
 from mtagen.planner import Plan, get_target, plan, target_for_capability
 from mtagen.planner.tiling import Tile, candidates, resources
-from mtagen.runtime.load import load
+from mtagen.runtime.load import load_triton
 from mtagen.spec import Spec
 
 
@@ -119,7 +119,7 @@ def sweep(base: Plan, case: Case, inputs: tuple[Tensor, ...]) -> list[tuple[floa
     counts = sorted({max(1, ctas * slots // owners) for ctas in (1, 2, 3, 4, 5, 6, 8, 12, 16)})
     found = []
     for tile in feasible(base, role):
-        module = load(with_tile(base, role, tile))
+        module = load_triton(with_tile(base, role, tile))
         try:
             run = {splits: partial(module.decode, *inputs, case.dim**-0.5, None, splits) for splits in (None, *counts)}
             found += [(median_ms(call), f"{role} {asdict(tile)} splits={splits}") for splits, call in run.items()]
@@ -147,7 +147,7 @@ def main() -> None:
             continue
         case = replace(case, kv_heads=args.kv_heads, new=args.new)
         base = plan(Spec((cq, ck), case.dim), target)
-        module = load(base)
+        module = load_triton(base)
         check(module, (cq, ck), case.dim)
         inputs = make_inputs(case, (cq, ck))
         if args.sweep:

@@ -19,7 +19,7 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.op import _local_target
 from mtagen.planner import Plan, get_target, plan
 from mtagen.planner.tiling import TENSOR_ROLES, Tile, candidates, cost, resources, table_key
-from mtagen.runtime.load import load
+from mtagen.runtime.load import load_triton
 from mtagen.runtime.offline import recorded
 from mtagen.spec import Spec
 
@@ -34,7 +34,7 @@ def time_tile(job: tuple[Plan, str, Tile, int, int, bool]) -> float:
     """Median ms of all launches of one role's kernel in a whole pass; compiles only if ``measure`` is false."""
     base, role, tile, n, heads, measure = job
     try:
-        module = load(with_tile(base, role, tile))
+        module = load_triton(with_tile(base, role, tile))
         spec = base.spec
         dtype = TORCH_DTYPES[spec.dtype]
         torch.manual_seed(0)

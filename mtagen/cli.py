@@ -79,8 +79,9 @@ def _takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+_BACKENDS = "cuda|triton|torch|auto"
 _Target = Annotated[str, typer.Option(help="GPU to plan for.", metavar="NAME")]
-_Backend = Annotated[str, typer.Option(help="What computes it.", metavar="triton|torch|auto")]
+_Backend = Annotated[str, typer.Option(help="What computes it.", metavar=_BACKENDS)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -93,7 +94,10 @@ def emit(
     backend: _Backend = "triton",
     out: Annotated[Path, typer.Option(help="Folder to write to; made if absent.", file_okay=False)],
 ) -> None:
-    """Write the kernels as a Python module that needs torch and triton only."""
+    """Write the kernels: Triton's as a Python module that needs torch and triton only, CUDA's as .cu files.
+
+    Beside .cu files stands a note on how to launch their kernels.
+    """
     from . import codegen, planner
 
     for path in codegen.emit(planner.plan(spec, target, backend), out):
@@ -174,7 +178,7 @@ def check(
     target: Annotated[
         str | None, typer.Option(help="GPU to plan for.", metavar="NAME", show_default="the GPU here")
     ] = None,
-    backend: Annotated[str, typer.Option(help="What computes it.", metavar="triton|torch|auto")] = "auto",
+    backend: _Backend = "auto",
     device: Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")] = None,
 ) -> None:
     """Build an operator and compare it with float64: forward, gradients and decode.

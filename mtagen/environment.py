@@ -13,6 +13,8 @@ import torch
 from torch.utils import collect_env
 
 from .config import Config
+from .errors import BackendError
+from .runtime.cuda.compiler import toolchain
 from .version import __version__
 
 
@@ -27,7 +29,8 @@ def collect() -> dict[str, Any]:
         "mtagen": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        **{package: _version(package) for package in ("triton", "cuda-core", "cuda-bindings")},
+        "nvrtc": _nvrtc_version(),
         "cuda_runtime": torch.version.cuda,
         "cuda_driver": collect_env.get_nvidia_driver_version(collect_env.run),  # type: ignore[no-untyped-call]
         "gpus": _gpus(),
@@ -37,9 +40,16 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _triton_version() -> str | None:
+def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
-        return version("triton")
+        return version(package)
+    return None
+
+
+def _nvrtc_version() -> str | None:
+    """The compiler's own answer: wheels, conda and toolkits all bring it."""
+    with suppress(BackendError):
+        return toolchain().nvrtc
     return None
 
 

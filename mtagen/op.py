@@ -13,7 +13,7 @@ from .ops import library
 from .ops.executor import Executor
 from .ops.inputs import check_call, check_decode, resolve_scale
 from .planner import Plan, plan, target_for_capability
-from .runtime.load import compile_kernels, load, plan_key
+from .runtime.load import available_backends, compile_kernels, load, plan_key
 from .spec import Spec
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
@@ -131,6 +131,7 @@ def build(
     backend: str = "auto",
     target: str | None = None,
     dtype: torch.dtype | str | None = None,
+    deterministic: bool | None = None,
 ) -> MultiTokenAttention:
     """Plan, render, compile and cache the op of one kernel shape and head dim. Everything is built here, not in calls.
 
@@ -141,11 +142,15 @@ def build(
         causal: query i sees keys j <= i + Nk - Nq.
         key_padding: ``both``, ``left`` or ``right``.
         mask: ``source`` or ``output``, see :class:`mtagen.Spec`.
-        backend: ``auto`` (generated kernels on the GPU, tiled PyTorch ops on the CPU), ``triton`` or ``torch``. A
-            backend named here never falls back to another.
+        backend: ``auto`` (on the GPU generated kernels, of CUDA C++ or Triton pass by pass, whichever is expected to be
+            faster; on the CPU tiled PyTorch ops), ``cuda``, ``triton`` or ``torch``. A backend named here never falls
+            back to another.
         target: what to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``), default this machine's GPU, else its CPU.
         dtype: of q, k, v; default bf16 on a GPU (fp32 in Triton's interpreter). The torch backend takes any of fp16,
             bf16, fp32 and fp64 unless one is named.
+        deterministic: whether equal inputs give bit-equal gradients; default: where
+            ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
+            gradient but those of CUDA's fused backward kernel.
 
     Raises:
         SpecError: the request is not legal.
@@ -170,15 +175,22 @@ def build(
         raise BackendError(
             explain("dtype", "bf16", "Triton's interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU")
         )
-    planned = plan(spec, target, backend)
-    generated = planned.backend == "triton"
+    planned = plan(spec, target, backend, available=("triton",) if interpreted else available_backends())
+    generated = planned.backend != "torch"
     kernels = load(planned) if generated else None
-    if kernels is not None and torch.cuda.is_available() and not interpreted:
-        compile_kernels(planned, kernels, torch.device("cuda", torch.cuda.current_device()))
+    if kernels is not None and not interpreted:
+        on_gpu = torch.cuda.is_available()
+        compile_kernels(planned, kernels, torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
     executor = Executor(
-        spec, kernels, kernels_on_cpu=generated and interpreted, torch_on_cpu=backend in ("auto", "torch")
+        spec,
+        kernels,
+        kernels_on_cpu=generated and interpreted,
+        torch_on_cpu=backend in ("auto", "torch"),
+        deterministic=deterministic,
     )
-    key = plan_key(planned) + ("" if backend == "auto" else f"-{backend}")
+    key = "-".join(
+        (plan_key(planned), backend, *([] if deterministic is None else [f"deterministic{deterministic:d}"]))
+    )
     library.register(key, executor)
     fixed = named or (spec.dtype if generated else None)
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -31,19 +30,10 @@ def render(plan: Plan) -> str:
     Raises:
         PlanError: the plan's backend has no source to render.
     """
-    if plan.backend != "triton":
-        raise PlanError(explain("backend", plan.backend, "has no generated source", "backend='triton'"))
+    if not plan.tiles:
+        raise PlanError(explain("backend", plan.backend, "has no Triton source", "backend='triton'"))
     text = _environment().get_template("module.py.j2").render(_context(plan))
     return _tidy(_without_unused(text))
-
-
-def emit(plan: Plan, directory: Path | str) -> list[Path]:
-    """Write the plan's module into ``directory`` (made if missing) and return the paths written."""
-    path = Path(directory) / f"{plan.name}.py"
-    source = render(plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source, encoding="utf-8")
-    return [path]
 
 
 @dataclass(frozen=True)

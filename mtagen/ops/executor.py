@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..errors import BackendError, explain
+from ..runtime.load import Passes
 from ..spec import Spec
 from . import tiled
 
@@ -21,15 +21,17 @@ class Executor:
 
     Attributes:
         spec: what it computes.
-        kernels: the loaded module of the generated kernels, or None for the torch backend.
+        kernels: the passes made of generated kernels, or None for the torch backend.
         kernels_on_cpu: the kernels run in Triton's interpreter, on CPU tensors.
         torch_on_cpu: CPU tensors go to the torch backend (backend "auto" or "torch").
+        deterministic: whether gradients are bit-reproducible; None: as ``torch.use_deterministic_algorithms`` says.
     """
 
     spec: Spec
-    kernels: ModuleType | None
+    kernels: Passes | None
     kernels_on_cpu: bool
     torch_on_cpu: bool
+    deterministic: bool | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64)."""
@@ -40,7 +42,7 @@ class Executor:
             return _nothing_seen(q, q.shape[2], v)
         with _on(q):
             q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-            return _pair(kernels.forward(q, k, v, _as_fp32(weight), scale))
+            return kernels.forward(q, k, v, _as_fp32(weight), scale)
 
     def backward(
         self,
@@ -66,7 +68,16 @@ class Executor:
             q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
             grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
             dq, dk, dv, dw = kernels.backward(
-                grad_out, grad_lse.contiguous(), q, k, v, _as_fp32(weight), out, lse, scale
+                grad_out,
+                grad_lse.contiguous(),
+                q,
+                k,
+                v,
+                _as_fp32(weight),
+                out,
+                lse,
+                scale,
+                deterministic=self._is_deterministic(),
             )
             return dq, dk, dv, dw.to(weight.dtype)
 
@@ -90,23 +101,19 @@ class Executor:
             q_tail, k_cache, v_cache = (
                 _aligned(name, x) for name, x in (("q_tail", q_tail), ("k_cache", k_cache), ("v_cache", v_cache))
             )
-            return _pair(
-                kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, cache_seqlens, num_splits or None)
-            )
+            return kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, cache_seqlens, num_splits or None)
 
-    def _kernels_for(self, q: Tensor) -> ModuleType | None:
+    def _is_deterministic(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
+
+    def _kernels_for(self, q: Tensor) -> Passes | None:
         """The generated kernels if they serve q's device, None if the torch backend does."""
         if q.device.type == "cpu" and not self.kernels_on_cpu:
             if self.torch_on_cpu:
                 return None
-            rule = "the triton backend runs on GPUs"
+            rule = "this op was built of kernels for GPUs"
             raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
         return self.kernels
-
-
-def _pair(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    out, lse = results
-    return out, lse
 
 
 def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +123,7 @@ def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Kernels are launched on the current device."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 

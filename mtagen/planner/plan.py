@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from ..errors import PlanError, SpecError, explain
 from ..spec import Spec
+from .backends import (
+    BACKENDS,
+    GENERATED,
+    PASSES,
+    Choice,
+    FusedPass,
+    choose_backends,
+    flops_per_score,
+    fused_pass,
+    triton_tiles,
+)
 from .decode import DECODE_ROLES, Decode, SplitRule, decode_geometry, split_rule
 from .lift import Lift, lift
+from .names import kernel_name, suffix
 from .stencil import Stencil
 from .targets import Target, get_target
-from .tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, block_dim, choose, resident_ctas, resources
+from .tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
 
-BACKENDS = ("auto", "triton", "torch")
-MAX_TERMS = 16  # the lifted prologue holds one vector per term
 _WORKSPACE_BYTES = 2**30
 
 
@@ -28,20 +38,40 @@ class Plan:
     Attributes:
         spec: what was asked for.
         target: name of the target planned for.
-        backend: ``triton`` (generated kernels) or ``torch`` (tiled PyTorch ops, any device).
-        reason: why this backend.
-        tiles: (role, tile, source of the choice) of each kernel; empty for the torch backend.
-        workspace_bytes: bound on the backward pass's workspace for the gradient of the scores.
-        heads_per_wave: heads whose blocks the forward kernel interleaves, the longest first.
+        choices: (pass, backend, reason) of forward, backward and decode. Backends: ``cuda`` and ``triton`` (generated
+            kernels), ``torch`` (tiled PyTorch ops, any device, all passes).
+        tiles: (role, tile, source of the choice) of each Triton kernel; empty if Triton serves no pass.
+        workspace_bytes: bound on the workspace of Triton's backward pass for the gradient of the scores.
+        heads_per_wave: heads whose blocks Triton's forward kernel interleaves, the longest first.
     """
 
     spec: Spec
     target: str
-    backend: str
-    reason: str
+    choices: tuple[Choice, ...]
     tiles: tuple[tuple[str, Tile, str], ...] = ()
     workspace_bytes: int = _WORKSPACE_BYTES
     heads_per_wave: int = 8
+
+    @property
+    def backend(self) -> str:
+        """The backend of all passes, or several such as ``cuda+triton``."""
+        used = {choice.backend for choice in self.choices}
+        return "+".join(backend for backend in BACKENDS if backend in used)
+
+    @property
+    def reason(self) -> str:
+        """Why this backend; pass by pass if that differs."""
+        reasons = {choice.reason for choice in self.choices}
+        return reasons.pop() if len(reasons) == 1 else "; ".join(f"{c.pass_name}: {c.reason}" for c in self.choices)
+
+    def served_by(self, backend: str) -> tuple[str, ...]:
+        """The passes that ``backend`` computes."""
+        return tuple(choice.pass_name for choice in self.choices if choice.backend == backend)
+
+    @cached_property
+    def fused(self) -> Mapping[str, FusedPass]:
+        """The plans of the passes that CUDA computes, by pass."""
+        return {name: fused_pass(name, self.spec, get_target(self.target)) for name in self.served_by("cuda")}
 
     @cached_property
     def lift(self) -> Lift:
@@ -62,13 +92,7 @@ class Plan:
     @property
     def suffix(self) -> str:
         """The part of kernel names that tells plans apart, e.g. ``cq6_ck11_d128_bf16_causal_sm90a``."""
-        spec = self.spec
-        parts = [f"cq{spec.cq}", f"ck{spec.ck}", f"d{spec.head_dim}"]
-        parts += [f"dv{spec.value_head_dim}"] * (spec.value_head_dim != spec.head_dim)
-        parts += [spec.dtype, "causal" if spec.causal else "full"]
-        parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
-        parts += [f"mask{spec.mask}"] * (spec.mask != "source")
-        return "_".join([*parts, self.target.replace("_", "")])
+        return suffix(self.spec, self.target)
 
     @property
     def name(self) -> str:
@@ -76,11 +100,11 @@ class Plan:
         return f"mta_{self.suffix}"
 
     def kernel_name(self, role: str) -> str:
-        """Name of one kernel, e.g. ``mta_fwd_cq6_ck11_d128_bf16_causal_sm90a``."""
-        return f"mta_{role}_{self.suffix}"
+        """Name of one Triton kernel, e.g. ``mta_fwd_cq6_ck11_d128_bf16_causal_sm90a``."""
+        return kernel_name(role, self.spec, self.target)
 
     def tile(self, role: str) -> Tile:
-        """The tile of one kernel."""
+        """The tile of one Triton kernel."""
         return next(tile for name, tile, _ in self.tiles if name == role)
 
     @property
@@ -104,21 +128,20 @@ class Plan:
         return max(128, *(tile.block_m for role, tile, _ in self.tiles if role in TENSOR_ROLES))
 
     def flops_per_score(self) -> dict[str, int]:
-        """Multiply-add flop per (row, key) pair of each pass, from DESIGN §2: 2 per multiply-add."""
-        d, dv, terms = self.spec.head_dim, self.spec.value_head_dim, self.lift.terms
-        return {
-            "forward": 2 * (terms * d + dv),
-            "backward": 2 * (terms * d + 2 * dv) + 2 * terms * d + 2 * terms * d,
-            "plain attention forward": 2 * (d + dv),
+        """Multiply-add flop per (row, key) pair of each training pass, and of attention without convolution."""
+        flop = {
+            choice.pass_name: flops_per_score(choice.backend, self.spec)[choice.pass_name]
+            for choice in self.choices
+            if choice.pass_name != "decode"
         }
+        return flop | {"plain attention forward": 2 * (self.spec.head_dim + self.spec.value_head_dim)}
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_dict` inverts it."""
         return {
             "spec": self.spec.to_dict(),
             "target": self.target,
-            "backend": self.backend,
-            "reason": self.reason,
+            "passes": {name: {"backend": backend, "reason": reason} for name, backend, reason in self.choices},
             "tiles": {role: {**asdict(tile), "source": source} for role, tile, source in self.tiles},
             "workspace_bytes": self.workspace_bytes,
             "heads_per_wave": self.heads_per_wave,
@@ -131,7 +154,9 @@ class Plan:
             (role, Tile(**{name: value for name, value in tile.items() if name != "source"}), tile["source"])
             for role, tile in fields["tiles"].items()
         )
-        return cls(**{**fields, "spec": Spec.from_dict(fields["spec"]), "tiles": tiles})
+        choices = tuple(Choice(name, **choice) for name, choice in fields["passes"].items())
+        others = {name: fields[name] for name in ("target", "workspace_bytes", "heads_per_wave")}
+        return cls(spec=Spec.from_dict(fields["spec"]), choices=choices, tiles=tiles, **others)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -144,7 +169,7 @@ class Plan:
 
     def table(self) -> list[tuple[str, str, str]]:
         """What was decided and why, as (section, name, value) rows."""
-        spec, geometry = self.spec, self.lift
+        spec = self.spec
         rows = [
             ("request", "kernel (cq, ck)", f"{spec.cq} x {spec.ck}"),
             ("request", "head dims", f"{spec.head_dim} (values {spec.value_head_dim})"),
@@ -152,8 +177,11 @@ class Plan:
             ("request", "key padding", f"{spec.key_padding}: {spec.pad_left} left, {spec.pad_right} right"),
             ("request", "dtype", spec.dtype),
             ("choice", "target", self.target),
-            ("choice", "backend", f"{self.backend}: {self.reason}"),
         ]
+        if len({choice[1:] for choice in self.choices}) == 1:
+            rows.append(("choice", "backend", f"{self.backend}: {self.reason}"))
+        else:
+            rows += [("choice", f"{name} backend", f"{backend}: {reason}") for name, backend, reason in self.choices]
         forward = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):
@@ -164,9 +192,16 @@ class Plan:
             )
             rows.append(("stencil", f"{name} halo", text))
         rows += [("cost", f"flop per score, {name}", str(flop)) for name, flop in self.flops_per_score().items()]
-        if self.backend != "triton":
-            return rows
-        rows += [
+        for fused in self.fused.values():
+            rows += fused.rows_of_table()
+        if self.tiles:
+            rows += self._triton_rows()
+        return rows
+
+    def _triton_rows(self) -> list[tuple[str, str, str]]:
+        """The lift, its loops and its tiles."""
+        spec, geometry = self.spec, self.lift
+        rows = [
             (
                 "lowering",
                 "lift",
@@ -201,13 +236,20 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(spec: Spec, target: str | Target = "sm_90a", backend: str = "auto") -> Plan:
+def plan(
+    spec: Spec,
+    target: str | Target = "sm_90a",
+    backend: str = "auto",
+    available: Collection[str] = GENERATED,
+) -> Plan:
     """Decide everything about ``spec`` on ``target``.
 
     Args:
         spec: the request.
         target: a target, its name, or ``"cpu"``.
-        backend: ``triton``, ``torch``, or ``auto`` (Triton on GPUs, tiled PyTorch ops on the CPU).
+        backend: ``cuda``, ``triton``, ``torch``, or ``auto``: on GPUs the generated kernels expected to be faster, pass
+            by pass; on the CPU tiled PyTorch ops.
+        available: the backends that ``auto`` may choose from on GPUs.
 
     Raises:
         SpecError: unknown target or backend.
@@ -216,31 +258,17 @@ def plan(spec: Spec, target: str | Target = "sm_90a", backend: str = "auto") -> 
     if backend not in BACKENDS:
         raise SpecError(explain("backend", backend, "is not built", BACKENDS))
     if target == "cpu":
-        if backend == "triton":
+        if backend in GENERATED:
             raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
-        return Plan(spec, "cpu", "torch", "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for")
+        reason = "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for"
+        return Plan(spec, "cpu", tuple(Choice(name, "torch", reason) for name in PASSES))
     target = get_target(target) if isinstance(target, str) else target
-    if backend == "torch":
-        return Plan(spec, target.name, "torch", "asked for")
-    reason = "asked for" if backend == "triton" else "the generated kernels are the fastest backend on a GPU"
-    if spec.dtype not in target.dtypes:
-        raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
-    geometry = lift(spec)
-    if geometry.terms > MAX_TERMS:
-        raise PlanError(
-            explain(
-                "kernel",
-                spec.kernel,
-                f"min(cq, ck) is {geometry.terms}, {geometry.terms - MAX_TERMS} over the limit",
-                f"min(cq, ck) <= {MAX_TERMS} for triton, any for backend='torch'",
-            )
-        )
-    roles = (
-        "forward",
-        "scores",
-        *(c.role for c in geometry.contractions),
-        *decode_geometry(spec).roles,
-        *VECTOR_ROLES,
-    )
-    tiles = tuple((role, *choose(role, spec, geometry, target)) for role in roles)
-    return Plan(spec, target.name, "triton", reason, tiles)
+    if backend == "auto":
+        choices = choose_backends(spec, target, available)
+    else:
+        choices = tuple(Choice(name, backend, "asked for") for name in PASSES)
+    for choice in choices:
+        if choice.backend == "cuda":
+            fused_pass(choice.pass_name, spec, target)  # raises for what does not fit
+    by_triton = any(choice.backend == "triton" for choice in choices)
+    return Plan(spec, target.name, choices, triton_tiles(spec, target) if by_triton else ())

@@ -1,13 +1,14 @@
-"""Compile a plan's kernels with no GPU, and read what they use: registers, spills, shared memory."""
+"""Compile kernels with no GPU, and read what they use: registers, spills, shared memory, instructions."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,12 @@ from ..planner import Plan, get_target
 from .load import exercise
 
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32"}  # as Triton spells them
+
+
+# cuobjdump's report: a line per kernel with its resources; its listing: kernels, instructions between addresses.
+_RESOURCES = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+_FUNCTION = re.compile(r"Function : (\w+)\n(.*?)(?=\n\s*Function : |\Z)", re.DOTALL)
+_OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,14 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 
 
 def launches(plan: Plan, module: ModuleType) -> list[Launch]:
-    """Every launch of a small forward, backward and decode call, each kernel once; nothing is run."""
+    """Every Triton launch of a small forward, backward and decode call, each kernel once; nothing is run."""
     with recorded(module, run=False) as made:
         exercise(plan, module, torch.device("cpu"))
     return list({launch.kernel.__name__: launch for launch in made}.values())
 
 
 def compile_offline(plan: Plan, module: ModuleType, part: str = "") -> dict[str, Usage]:
-    """Compile every kernel for the plan's target, without a GPU; kernel name -> what it uses.
+    """Compile every Triton kernel for the plan's target, without a GPU; kernel name -> what it uses.
 
     Only kernels whose name contains ``part`` are compiled.
 
@@ -100,9 +107,10 @@ def compile_offline(plan: Plan, module: ModuleType, part: str = "") -> dict[str,
         if part not in launch.kernel.__name__:
             continue
         compiled = triton.compile(_source(launch), target=gpu, options=launch.options)
-        binary = compiled.asm.get("cubin")
-        registers, stack, assembly = _disassemble(binary) if binary else (0, 0, str(compiled.asm["amdgcn"]))
-        usage[launch.kernel.__name__] = Usage(registers, stack, compiled.metadata.shared, assembly)
+        name = launch.kernel.__name__
+        cubin = compiled.asm.get("cubin")
+        used = usage_of_cubin(cubin)[name] if cubin else Usage(0, 0, 0, str(compiled.asm["amdgcn"]))
+        usage[name] = replace(used, shared=compiled.metadata.shared)  # which is dynamic, and not in the cubin
     return usage
 
 
@@ -128,15 +136,27 @@ def _type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _disassemble(binary: bytes) -> tuple[int, int, str]:
+def usage_of_cubin(cubin: bytes) -> dict[str, Usage]:
+    """Kernel name -> what it uses, as written in the cubin; shared memory is the static part.
+
+    Read with the cuobjdump that the triton package carries; needs no GPU.
+    """
+    report, assembly = _cuobjdump(cubin, "-res-usage"), _cuobjdump(cubin, "-sass")
+    bodies = dict(_FUNCTION.findall(assembly))
+    return {
+        name: Usage(int(registers), int(stack), int(shared), bodies[name])
+        for name, registers, stack, shared in _RESOURCES.findall(report)
+    }
+
+
+def sass_opcodes(cubin: bytes, kernel: str) -> Counter[str]:
+    """How often each instruction, such as ``HMMA.16816.F32``, stands in a kernel."""
+    return Counter(_OPCODE.findall(usage_of_cubin(cubin)[kernel].assembly))
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
+        file.write(cubin)
         file.flush()
-
-        def run(option: str) -> str:
-            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-
-        found = re.search(r"REG:(\d+) STACK:(\d+)", run("-res-usage"))
-        assert found is not None, "cuobjdump printed no resource usage"
-        return int(found[1]), int(found[2]), run("-sass")
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

@@ -7,29 +7,12 @@ Host functions allocate and launch. ``kernels`` maps roles to loaded kernels, ``
         -> (dq, dk, dv, dweight)
     decode.decode(kernels, plan, q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse)
 
-They take what :class:`mtagen.ops.executor.Executor` has prepared: 16-byte aligned rows with a last stride of 1,
-contiguous fp32 weights, and at least one query and one key.
+They take what :class:`mtagen.ops.executor.Executor` has prepared: q, k, v and grad_out with 16-byte aligned rows and a
+last stride of 1; contiguous weight (fp32), out, lse and grad_lse; at least one query and one key. Their device is
+current.
 """
 
-from __future__ import annotations
+from .compiler import cuda_is_installed
+from .passes import CudaPass, compile_pass, cuda_pass, load_pass
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-
-    from .kernel import LoadedKernel
-
-
-def load_pass(pass_plan: Any, device: torch.device) -> dict[str, LoadedKernel]:
-    """Render, compile (or find in the cache) and load the kernels of a pass on a device; role -> kernel.
-
-    Raises:
-        BackendError: the compiler is missing or refuses the source, or the driver does.
-    """
-    from ...codegen.cuda import render
-    from .compiler import cached_cubin
-    from .kernel import load_kernels
-
-    cubin = cached_cubin(render(pass_plan), pass_plan.target, pass_plan.kernels[0].name)
-    return load_kernels(cubin, pass_plan.kernels, device)
+__all__ = ["CudaPass", "compile_pass", "cuda_is_installed", "cuda_pass", "load_pass"]

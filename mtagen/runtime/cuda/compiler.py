@@ -11,7 +11,7 @@ from ...errors import BackendError, explain
 from ..cache import Cache, cache_key
 
 _HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")  # what the templates include
-_OPTIONS = {"std": "c++17", "lineinfo": True}
+_OPTIONS: dict[str, str | bool] = {"std": "c++17", "lineinfo": True}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ def toolchain() -> Toolchain:
             raise _missing(f"the header {header}")
         digest.update((include / header).read_bytes())
     return Toolchain(f"{major}.{minor}", include, digest.hexdigest())
+
+
+def cuda_is_installed() -> bool:
+    """Whether :func:`toolchain` finds what it needs."""
+    try:
+        toolchain()
+    except BackendError:
+        return False
+    return True
 
 
 def _missing(what: str) -> BackendError:
