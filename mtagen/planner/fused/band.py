@@ -16,7 +16,7 @@ shifts together need only cq+1 different matrices a chunk. Matrix s below is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -51,6 +51,26 @@ class Quad:
     matrices: tuple[tuple[int, int], ...]
     products: tuple[Product, ...]
     copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reaches_back(self) -> bool:
+        """Whether some matrix is of an earlier chunk."""
+        return any(back for _, back in self.matrices)
+
+    @property
+    def sources(self) -> tuple[tuple[int, int, int], ...]:
+        """(quad, chunks back, place) of each matrix of a quad made by copies."""
+        return tuple((q, back, place) for (q, place), (_, back) in zip(self.copies, self.matrices, strict=True))
+
+    @property
+    def rows_word(self) -> str:
+        """The four s as the bytes of a word, the first lowest."""
+        return _word(s for s, _ in self.matrices)
+
+    @property
+    def back_word(self) -> str:
+        """The four chunk distances as the bytes of a word, the first lowest."""
+        return _word(back for _, back in self.matrices)
 
 
 class Step(NamedTuple):
@@ -170,6 +190,11 @@ class Band:
         return tuple(q for q, quad in enumerate(self.quads) if not quad.copies)
 
     @property
+    def reaches_back(self) -> bool:
+        """Whether some load takes matrices of an earlier chunk."""
+        return any(self.quads[q].reaches_back for q in self.loads)
+
+    @property
     def registers(self) -> int:
         """Registers that hold the B operands."""
         return 2 * (len(self.fragments) + self.gathers)
@@ -188,6 +213,10 @@ def band(cq: int, ck: int, *, pairs: bool = True) -> Band:
     if pairs and (ck + CHUNK - 1) % CHUNK in (1, 2) and ck > 1:
         candidates.append(Band(cq, ck, True))
     return min(candidates, key=lambda candidate: (candidate.mma_per_tile, candidate.pairs))
+
+
+def _word(values: Iterable[int]) -> str:
+    return f"0x{sum(value << 8 * place for place, value in enumerate(values)):08x}"
 
 
 def _with_copies(quads: Sequence[Quad]) -> tuple[Quad, ...]:

@@ -1,0 +1,46 @@
+"""Fused pass plan -> CUDA C++ source: fills in the templates, decides nothing."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import jinja2
+
+from ..version import __version__
+
+
+def render(plan: Any) -> str:
+    """The source of one pass, ready for NVRTC.
+
+    Args:
+        plan: a fused pass plan; ``plan.template`` names its template.
+    """
+    text = _environment().get_template(plan.template).render(plan=plan, spec=plan.spec, version=__version__)
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mtagen", "templates/cuda"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.globals |= {"asm_operands": _asm_operands, "asm_outputs": _asm_outputs}
+    return environment
+
+
+def _asm_operands(first: int, count: int) -> str:
+    """Operands ``%first`` and on of an asm statement."""
+    return ", ".join(f"%{i}" for i in range(first, first + count))
+
+
+def _asm_outputs(array: str, count: int) -> str:
+    """Every float of an array, read and written by an asm statement."""
+    return ", ".join(f'"+f"({array}[{i}])' for i in range(count))

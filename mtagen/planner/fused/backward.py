@@ -1,0 +1,384 @@
+"""The fused backward pass: a CTA owns keys and streams tiles of rows past them, all heads of a group in turn.
+
+    S = K-tile scores       C = conv(S)      P = exp(C - lse)     dP = dO V^T       G = P (dP - D)
+    dS = adjoint conv(G)    dV += P^T dO     dK += dS^T Q         dQ += dS K        dW += diagonals of S^T G
+
+Columns. A CTA whose strip starts at key c0 keeps S at column j - c0. Output column x of a convolution reads strip columns
+x .. x+halo, so C, P and G have key j at column j - c0 - pad_left. G goes to its strip ``shift`` columns further right; its
+adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift a multiple of 8, such that dQ reads the same
+K tile ``lag`` rows further down, on a swizzle atom. Of all these columns a CTA owns the keys whose dS is complete.
+
+Rows. The strips are rings of groups of 16 rows, a warp's share of a tile. Row i of C needs rows i-(cq-1) .. i of S, row i
+of dS rows i .. i+(cq-1) of G: dS lags a tile by a group, and so its product with Q takes the last group of the tile before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..names import kernel_name
+from ..targets import Target
+from .band import CHUNK, Band, band
+from .forward import SCORE_EXPONENT, Wgmma, check_supported
+from .kernel import Kernel, strides
+from .memory import SharedMap
+
+ROWS = 64  # of a tile
+GROUP = 16  # rows of a warp
+GROUPS = ROWS // GROUP
+PANEL = 64  # columns of 16 bits in a row of 128 bytes
+SCORE_RING = 2 * GROUPS  # groups of S: a tile, and the one before until the gradient of W has used it
+GRADIENT_RING = GROUPS + 1  # groups of G: a tile, and the last group of the one before
+_RESERVED_REGISTERS = 24  # addresses and loop state
+_HELPER_REGISTERS = 56
+
+Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
+
+
+class WeightGradient(NamedTuple):
+    """How the helper's four warps share the gradient of W: by row shifts, then by groups of rows.
+
+    An mma multiplies two 8x8 blocks (u, d) of transposed scores (row shift u, chunk d of a window) by 8 columns of G;
+    its diagonals are the gradients of W[u].
+
+    Attributes:
+        shifts: row shifts of a warp.
+        splits: sets of row shifts; 4 / splits warps share a set, each with ``splits`` groups of a tile.
+        chunks: chunks of a window.
+        products: the pairs of blocks.
+    """
+
+    shifts: int
+    splits: int
+    chunks: int
+    products: tuple[tuple[Block, Block | None], ...]
+
+    @property
+    def blocks(self) -> tuple[Block | None, ...]:
+        """The blocks in the order of the accumulators."""
+        return tuple(block for product in self.products for block in product)
+
+    @property
+    def loads(self) -> int:
+        """ldmatrix.x4 for the matrices of a chunk."""
+        return -(-(self.shifts + 1) // 4)
+
+    @property
+    def early_groups(self) -> int:
+        """Of a warp's groups, those worked on before the next tile's scores are stored."""
+        return -(-self.splits // 2)
+
+
+def weight_gradient(cq: int, chunks: int) -> WeightGradient:
+    """The gradient of W with at most four row shifts a warp."""
+    splits = 1 if cq <= 3 else 2 if cq <= 8 else 4
+    shifts = -(-cq // splits)
+    products: list[tuple[Block, Block | None]] = [
+        ((u, d), (u + 1, d)) for u in range(0, shifts - 1, 2) for d in range(chunks)
+    ]
+    if shifts % 2:
+        last = shifts - 1
+        products += [((last, d), (last, d + 1) if d + 1 < chunks else None) for d in range(0, chunks, 2)]
+    return WeightGradient(shifts, splits, chunks, tuple(products))
+
+
+@dataclass(frozen=True)
+class FusedBackward:
+    """The backward kernels of one spec on one target.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        warpgroups: warpgroups that compute; each has 64 columns of keys. One more loads and makes the gradient of W.
+    """
+
+    spec: Spec
+    target: str
+    warpgroups: int
+
+    template = "backward_sm90.cu.j2"
+
+    @property
+    def name(self) -> str:
+        """Name of the source file and of its main kernel."""
+        return kernel_name("bwd", self.spec, self.target)
+
+    # ---- Columns
+
+    @property
+    def taps(self) -> int:
+        """Columns of W, made odd by one of zeros: strips are written two columns at a time."""
+        return self.spec.ck | 1
+
+    @property
+    def halo(self) -> int:
+        """Columns that a window has beyond its first."""
+        return self.taps - 1
+
+    @cached_property
+    def band(self) -> Band:
+        """The convolution, and its adjoint, whose taps are w*(u, v) = W[cq-1-u, taps-1-v]."""
+        return band(self.spec.cq, self.taps, pairs=False)
+
+    @property
+    def keys(self) -> int:
+        """Columns of a strip."""
+        return PANEL * self.warpgroups
+
+    @property
+    def owned(self) -> int:
+        """Keys whose gradients a CTA makes: from c0 + halo on."""
+        return self.keys - 2 * self.halo
+
+    @property
+    def pad_left(self) -> int:
+        """C, P and G have key j at column j - c0 - pad_left."""
+        return self.spec.pad_left
+
+    @property
+    def pad_right(self) -> int:
+        """First owned column of C, P and G."""
+        return self.halo - self.pad_left
+
+    @property
+    def shift(self) -> int:
+        """Columns by which G is moved right in its strip; first owned column of dS."""
+        return self.halo % CHUNK
+
+    @property
+    def lag(self) -> int:
+        """dS has key j at column j - c0 - lag."""
+        return self.halo - self.shift
+
+    @property
+    def columns(self) -> int:
+        """Columns of C whose windows lie in the strip."""
+        return self.keys - self.halo
+
+    @property
+    def end(self) -> int:
+        """End of the owned columns of dS."""
+        return self.shift + self.owned
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 8 columns of dS that a warpgroup makes."""
+        return -(-self.end // (CHUNK * self.warpgroups))
+
+    @property
+    def dq_steps(self) -> int:
+        """Steps of 16 keys of the product dS K."""
+        return -(-self.end // 16)
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that a warpgroup makes; operands must not cross a panel."""
+        dim = self.spec.head_dim
+        return PANEL if dim > PANEL else dim // 2 if dim % 32 == 0 and self.warpgroups > 1 else dim
+
+    @property
+    def dq_parts(self) -> int:
+        """Warpgroups that share dQ's columns."""
+        return -(-self.spec.head_dim // self.dq_columns)
+
+    # ---- Gradient of W
+
+    @cached_property
+    def weight_gradient(self) -> WeightGradient:
+        """How the gradient of W is shared."""
+        return weight_gradient(self.spec.cq, self.weight_chunks)
+
+    @property
+    def first_weight_chunk(self) -> int:
+        """Chunk of S, relative to that of G, in which the window of G's first column starts."""
+        return -1 if self.shift else 0
+
+    @property
+    def weight_chunks(self) -> int:
+        """Chunks of S that the windows of a chunk of G touch."""
+        return (CHUNK - 1 - self.shift + self.halo) // CHUNK - self.first_weight_chunk + 1
+
+    @property
+    def owned_gradient(self) -> tuple[int, int]:
+        """First owned column of G in its strip, and the end."""
+        first = self.shift + self.pad_right
+        return first, first + self.owned
+
+    # ---- Shared memory and registers
+
+    @property
+    def panels(self) -> int:
+        """Panels of 64 columns of a tile of vectors."""
+        return -(-self.spec.head_dim // PANEL)
+
+    @property
+    def strip_row(self) -> int:
+        """Bytes from a strip's row to the next of its parity: its columns and an odd chunk, for no bank conflicts."""
+        return 2 * self.keys + 16
+
+    @property
+    def band_words(self) -> int:
+        """Words of the table of pairs of neighbouring taps of a row of W, zeros on both sides."""
+        return CHUNK * self.band.chunks + 6
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        """The CTA's shared memory."""
+        vectors, parity = 128 * self.panels, GROUP // 2 * self.strip_row
+        return SharedMap.of(
+            (
+                ("K", self.keys * vectors, 1024),
+                ("V", self.keys * vectors, 1024),
+                ("Q", 2 * ROWS * vectors, 1024),
+                ("Q_CARRY", GROUP * vectors, 1024),
+                ("DO", 2 * ROWS * vectors, 1024),
+                ("P", self.warpgroups * ROWS * 128, 1024),
+                ("DS", self.warpgroups * ROWS * 128, 1024),
+                ("S", 2 * SCORE_RING * parity, 16),
+                ("G", 2 * GRADIENT_RING * parity, 16),
+                ("BAND", 2 * 4 * self.spec.cq * self.band_words, 16),
+                ("ROW", 2 * 2 * 4 * ROWS, 16),
+            )
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def register_split(self) -> tuple[int, int]:
+        """Registers a thread of a warpgroup that computes, and of the helper."""
+        launch = min(65536 // self.threads // 8 * 8, 248)
+        share = (launch * (self.warpgroups + 1) - _HELPER_REGISTERS) // self.warpgroups
+        return min(share // 8 * 8, 240), _HELPER_REGISTERS
+
+    @property
+    def registers(self) -> int:
+        """Estimate for a thread that computes: dK and dV, C and dP, and some state."""
+        return self.spec.head_dim + 2 * 32 + _RESERVED_REGISTERS
+
+    @property
+    def element(self) -> str:
+        """C type of q, k, v and their gradients; G and its adjoint convolution have it too."""
+        return self.spec.dtype
+
+    @property
+    def wgmmas(self) -> tuple[Wgmma, ...]:
+        """The warpgroup products."""
+        element, dim = {"bf16": "bf16", "fp16": "f16"}[self.spec.dtype], self.spec.head_dim
+        return (
+            Wgmma("wgmma_scores", PANEL, element),  # Q K^T and dO V^T
+            Wgmma("wgmma_keys", dim, element, a_transposed=True, b_transposed=True),  # P^T dO and dS^T Q
+            Wgmma("wgmma_queries", self.dq_columns, element, b_transposed=True),  # dS K
+        )
+
+    # ---- Kernels
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row of 16-byte columns: a power of two."""
+        return 1 << (self.spec.head_dim // 8 - 1).bit_length()
+
+    @property
+    def score_exponent(self) -> int:
+        """The strip of S holds q.k 2^-exponent."""
+        return SCORE_EXPONENT
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """D and zeroes first, then the gradients, then dQ and dW out of their fp32 sums."""
+        rows = 256 // self.lanes
+
+        def pointers(*names: str) -> tuple[tuple[str, str], ...]:
+            return tuple(("pointer", name) for name in names)
+
+        prologue = (
+            *pointers("out", "grad_out", "lse", "grad_lse", "row_lse", "row_dot", "dq_sum"),
+            *strides("grad_out"),
+            ("int", "heads"),
+            ("int", "n_q"),
+            ("int", "rows"),
+        )
+        main = (
+            *pointers("q", "k", "v", "grad_out", "weight", "row_lse", "row_dot"),
+            *pointers("dq_sum", "dk", "dv", "dw_sums", "progress"),
+            *strides("q", "k", "v", "grad_out"),
+            *(("int", name) for name in ("n_q", "n_k", "heads", "group")),
+            ("float", "scale"),
+        )
+        epilogue = (
+            *pointers("dq_sum", "dq", "dw_sums", "dw"),
+            ("long long", "dq_pieces"),
+            ("int", "dw_terms"),
+            ("int", "heads"),
+            ("float", "scale"),
+        )
+        blocks = f"batch * kv_heads, ceil(n_k / {self.owned})"
+        registers = max(self.register_split)
+        return (
+            Kernel(
+                "backward_rows",
+                kernel_name("bwd_rows", self.spec, self.target),
+                prologue,
+                f"ceil(batch * heads * n_q / {rows})",
+                256,
+                0,
+                64,
+            ),
+            Kernel("backward", self.name, main, blocks, self.threads, self.shared.size, registers),
+            Kernel(
+                "backward_finish",
+                kernel_name("bwd_finish", self.spec, self.target),
+                epilogue,
+                f"ceil(heads * {self.spec.cq * self.spec.ck} / 8) + ceil(batch * heads * n_q * {self.spec.head_dim // 16} / 256)",
+                256,
+                0,
+                64,
+            ),
+        )
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """What the numbers of the source mean."""
+        yield f"A CTA computes {self.keys} columns of scores, owns {self.owned} keys, and streams tiles of {ROWS} rows."
+        yield f"Columns of key j in a strip from key c0: S j - c0, C P G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}."
+        yield f"Convolution and adjoint: {self.band.mma_per_tile} mma.m16n8k16 each for 16 x 8 scores."
+
+    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        """Facts for the plan's table."""
+        yield "backward", "CTA", f"{self.keys} columns ({self.owned} owned), {ROWS} rows a tile, {self.threads} threads"
+        yield "backward", "convolutions", f"{self.band.mma_per_tile} mma of 16 x 8 x 16, dS lags {self.lag} columns"
+        yield "backward", "shared memory", f"{self.shared.size} bytes"
+
+
+def fused_backward(spec: Spec, target: Target) -> FusedBackward:
+    """Plan the fused backward kernels: the most warpgroups that fit registers and shared memory.
+
+    Raises:
+        PlanError: the shape does not fit; the message names the limit.
+    """
+    check_supported(spec, target)
+    if not target.wgmma:
+        raise PlanError(explain("target", target.name, "has no fused backward kernel", ("sm_90a",)))
+    if spec.value_head_dim != spec.head_dim:
+        rule = "the fused backward kernel has one head dim"
+        raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
+    if spec.mask == "output" and spec.causal and spec.ck > 1:
+        rule = "the fused backward kernel masks scores by their own row"
+        raise PlanError(explain("mask", spec.mask, rule, "'source'"))
+    candidates = [FusedBackward(spec, target.name, warpgroups) for warpgroups in (3, 2)]
+    for plan in candidates:
+        if plan.shared.size <= target.shared_per_block and plan.registers <= plan.register_split[0]:
+            return plan
+    least = candidates[-1]
+    rule = (
+        f"the backward pass keeps dK and dV of 64 keys in a warpgroup's registers: about {least.registers} a thread and "
+        f"{least.shared.size} bytes of shared memory; {target.name} has {least.register_split[0]} and {target.shared_per_block}"
+    )
+    raise PlanError(explain("head_dim", spec.head_dim, rule, "16 .. 128 in multiples of 16, or backend='triton'"))

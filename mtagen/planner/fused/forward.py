@@ -1,0 +1,283 @@
+"""The fused forward pass: a CTA owns rows of queries and streams tiles of keys and values past them.
+
+A warp holds 16 rows of scores in registers, writes them to a strip in shared memory, and convolves rows of the strip,
+its own and the last cq-1 of the warp above, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
+and its first cq-1 rows serve as halo only. Along the keys there is no halo: the strip keeps the last ``carry`` columns of
+the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..names import kernel_name
+from ..targets import Target
+from .band import CHUNK, Band, band
+from .kernel import Kernel, strides
+from .memory import SharedMap
+
+SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
+_RESERVED_REGISTERS = 18  # addresses, loop state, softmax state
+
+
+class Wgmma(NamedTuple):
+    """One warpgroup product d[64 x n] (+)= a[64 x 16] b[16 x n]."""
+
+    name: str
+    n: int
+    element: str
+    a_in_registers: bool = False
+    a_transposed: bool = False
+    b_transposed: bool = False
+
+    @property
+    def operands(self) -> int:
+        """Registers of a and b in the instruction's operand list."""
+        return 5 if self.a_in_registers else 2
+
+
+@dataclass(frozen=True)
+class FusedForward:
+    """The forward kernel of one spec on one target.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        hopper: wgmma and warp specialisation (sm_90a), else mma.sync (sm_80 and later).
+        warps: warps that own 16 rows each.
+        keys: keys of a tile.
+        stages: tiles of K and of V in shared memory.
+        early_scores: issue the next tile's q k^T before the softmax rather than after it.
+        query_fragments: of the head_dim / 16 fragments of Q, how many stay in registers.
+    """
+
+    spec: Spec
+    target: str
+    hopper: bool
+    warps: int
+    keys: int
+    stages: int
+    early_scores: bool
+    query_fragments: int
+
+    @property
+    def name(self) -> str:
+        """Name of the source file and of its kernel."""
+        return kernel_name("fwd", self.spec, self.target)
+
+    @property
+    def template(self) -> str:
+        """The kernel's template."""
+        return "forward_sm90.cu.j2" if self.hopper else "forward_sm80.cu.j2"
+
+    @cached_property
+    def band(self) -> Band:
+        """The convolution."""
+        return band(self.spec.cq, self.spec.ck)
+
+    @property
+    def score_exponent(self) -> int:
+        """Strips hold q.k 2^-score_exponent."""
+        return SCORE_EXPONENT
+
+    @property
+    def rows(self) -> int:
+        """Rows of scores a CTA computes."""
+        return 16 * self.warps
+
+    @property
+    def halo(self) -> int:
+        """Rows above a row that its output reads."""
+        return self.spec.cq - 1
+
+    @property
+    def owned(self) -> int:
+        """Rows of output a CTA makes."""
+        return self.rows - self.halo
+
+    @property
+    def lag(self) -> int:
+        """Columns by which outputs lag the keys: a window then starts ``carry`` before its tile, on a chunk."""
+        return self.band.carry - self.spec.pad_left
+
+    @property
+    def tiles(self) -> int:
+        """Output tiles of 8 columns in a tile of keys."""
+        return self.keys // CHUNK
+
+    @property
+    def strip_pad(self) -> int:
+        """Rows before a strip's first, zero, of which the halo is the last cq-1; even, to keep parities."""
+        return -(-self.halo // 2) * 2
+
+    @property
+    def strip_chunks(self) -> int:
+        """Chunks of a strip's row that windows read whole."""
+        return self.tiles + self.band.chunks - 1
+
+    @property
+    def strip_row(self) -> int:
+        """Bytes from a strip's row to the next of its parity: an odd number of chunks, for no bank conflicts."""
+        return 16 * (self.strip_chunks | 1)
+
+    @property
+    def strip_parity(self) -> int:
+        """Bytes of a strip's rows of one parity."""
+        return (self.rows + self.strip_pad) // 2 * self.strip_row
+
+    @property
+    def gather_row(self) -> int:
+        """Bytes of a tile's gathered pairs, one word a row."""
+        return 4 * (self.strip_pad + self.rows + 2) if self.band.gathers else 0
+
+    @property
+    def carry_chunks(self) -> int:
+        """Chunks of the tile before at a strip's start."""
+        return self.band.carry // CHUNK
+
+    @property
+    def panels(self) -> tuple[int, int]:
+        """Panels of 64 columns of (Q and K, V) in shared memory."""
+        return -(-self.spec.head_dim // 64), -(-self.spec.value_head_dim // 64)
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether 2^-8 is applied to Q: exact in bf16's range; fp16 scores are scaled one by one."""
+        return self.spec.dtype == "bf16"
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        """The CTA's shared memory."""
+        groups = self.warps // 4
+        barriers = 8 * (4 * self.stages + 4 * groups) if self.hopper else 0
+        k_panels, v_panels = self.panels
+        return SharedMap.of(
+            (
+                ("Q", k_panels * self.rows * 128, 1024),
+                ("K", self.stages * k_panels * self.keys * 128, 1024),
+                ("V", self.stages * v_panels * self.keys * 128, 1024),
+                ("STRIP", 2 * 2 * self.strip_parity, 16),
+                ("GATHER", 2 * self.tiles * self.gather_row, 16),
+                ("BARRIERS", barriers, 8),
+            )
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA; on Hopper a warpgroup more, which loads."""
+        return 32 * self.warps + (128 if self.hopper else 0)
+
+    @property
+    def register_split(self) -> tuple[int, int]:
+        """Registers a thread of a warpgroup that computes, and of the one that loads."""
+        return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4] if self.hopper else (255, 0)
+
+    @property
+    def registers(self) -> int:
+        """Estimate for a thread that computes: O, the scores, the convolved scores, B operands, Q."""
+        accumulators = self.spec.value_head_dim // 2 + 2 * (self.keys // 2)
+        return accumulators + self.band.registers + 4 * self.query_fragments + _RESERVED_REGISTERS
+
+    @property
+    def wgmmas(self) -> tuple[Wgmma, ...]:
+        """The warpgroup products."""
+        element = {"bf16": "bf16", "fp16": "f16"}[self.spec.dtype]
+        scores = Wgmma("wgmma_scores", self.keys, element)
+        from_registers = Wgmma("wgmma_scores_from_registers", self.keys, element, a_in_registers=True)
+        values = Wgmma("wgmma_values", self.spec.value_head_dim, element, a_in_registers=True, b_transposed=True)
+        fragments = self.spec.head_dim // 16
+        return (
+            *([scores] if self.query_fragments < fragments else []),
+            *([from_registers] if self.query_fragments else []),
+            values,
+        )
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The one kernel."""
+        arguments = (
+            *(("pointer", name) for name in ("q", "k", "v", "weight", "out", "lse")),
+            *strides("q", "k", "v"),
+            *(("int", name) for name in ("n_q", "n_k", "heads", "group")),
+            ("float", "scale"),
+        )
+        grid = f"batch * heads, ceil(n_q / {self.owned})"
+        registers = max(self.register_split)
+        return (Kernel("forward", self.name, arguments, grid, self.threads, self.shared.size, registers),)
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """What the numbers of the source mean."""
+        yield f"A CTA computes {self.rows} rows of scores, yields {self.owned}, and streams tiles of {self.keys} keys."
+        yield f"Output columns lag the keys by {self.lag}; a strip starts with {self.band.carry} columns of the tile before."
+        yield f"Convolution: {self.band.mma_per_tile} mma.m16n8k16 for 16 x 8 scores."
+
+    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        """Facts for the plan's table."""
+        yield (
+            "forward",
+            "CTA",
+            f"{self.rows} rows ({self.owned} owned), {self.keys} keys a tile, {self.threads} threads",
+        )
+        yield (
+            "forward",
+            "convolution",
+            f"{self.band.mma_per_tile} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
+        )
+        yield "forward", "shared memory", f"{self.shared.size} bytes"
+
+
+def fused_forward(spec: Spec, target: Target) -> FusedForward:
+    """Plan the fused forward kernel: the most rows a CTA that fit registers and shared memory.
+
+    Raises:
+        PlanError: the shape does not fit; the message names the limit.
+    """
+    check_supported(spec, target)
+    best: FusedForward | None = None
+    for candidate in _candidates(spec, target):
+        if candidate.shared.size <= target.shared_per_block and candidate.registers <= candidate.register_split[0]:
+            return candidate
+        best = best or candidate
+    assert best is not None
+    raise PlanError(
+        explain(
+            "head_dim",
+            spec.head_dim,
+            f"the smallest forward tile needs {best.shared.size} bytes of shared memory and about {best.registers} registers a thread; "
+            f"{target.name} has {target.shared_per_block} and {best.register_split[0]}",
+            "a smaller head_dim, or backend='triton'",
+        )
+    )
+
+
+def check_supported(spec: Spec, target: Target) -> None:
+    """What every fused pass needs of a spec.
+
+    Raises:
+        PlanError: the dtype, the head dims or the target is out of range.
+    """
+    if spec.dtype not in ("bf16", "fp16"):
+        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
+    for name in ("head_dim", "value_head_dim"):
+        if getattr(spec, name) % 16:
+            raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
+    if target.backend != "cuda" or target.name == "generic":
+        raise PlanError(explain("target", target.name, "has no CUDA templates", ("sm_80", "sm_89", "sm_90a")))
+
+
+def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
+    """From most to least work a CTA."""
+    fragments = spec.head_dim // 16
+    if target.wgmma:
+        for groups, keys in ((3, 64), (2, 64), (2, 32), (1, 64), (1, 32)):
+            in_registers = fragments if fragments <= 4 else 0
+            yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, fragments <= 4, in_registers)
+    else:
+        for warps, keys, stages in ((8, 64, 2), (4, 64, 2), (4, 32, 2)):
+            yield FusedForward(spec, target.name, False, warps, keys, stages, False, fragments)

@@ -1,0 +1,35 @@
+"""Host side of the fused forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...planner.fused.forward import FusedForward
+from .kernel import LoadedKernel
+
+
+def forward(
+    kernels: Mapping[str, LoadedKernel],
+    plan: FusedForward,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, Nq, DV) in q's dtype and lse (B, H, Nq) fp32."""
+    batch, heads, n_q, _ = q.shape
+    _, kv_heads, n_k, dv = v.shape
+    out = q.new_empty(batch, heads, n_q, dv)
+    lse = q.new_empty(batch, heads, n_q, dtype=torch.float32)
+    kernels["forward"](
+        (batch * heads, -(-n_q // plan.owned), 1),
+        *(x.data_ptr() for x in (q, k, v, weight, out, lse)),
+        *(stride for x in (q, k, v) for stride in x.stride()[:3]),
+        *(n_q, n_k, heads, heads // kv_heads),
+        scale,
+    )
+    return out, lse
