@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_module_runs_as_a_program() -> None:
         (["--mask", "none"], "mask: got 'none'"),
         (["--dtype", "fp8"], "dtype: got 'fp8'"),
         (["--target", "h100"], "target: got 'h100'"),
-        (["--backend", "cuda"], "backend: got 'cuda'"),
+        (["--backend", "cudnn"], "backend: got 'cudnn'"),
     ],
 )
 @pytest.mark.parametrize("command", ["emit", "plan", "check"])
@@ -151,6 +152,32 @@ def test_emit_writes_a_module_that_stands_alone(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_emit_writes_cuda_sources_and_how_to_launch_them(tmp_path: Path) -> None:
+    paths = [Path(line) for line in output("emit", *SELECTION, "--backend", "cuda", "--out", tmp_path).splitlines()]
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    made = plan(Spec((6, 11), 64), "sm_90a", "cuda")
+    assert {path.name for path in paths} == {
+        f"{made.name}.md",
+        *(f"mta_{part}_{made.suffix}.cu" for part in ("fwd", "bwd", "decode")),
+    }
+    note = (tmp_path / f"{made.name}.md").read_text()
+    for fused in made.fused.values():
+        source = (tmp_path / f"{fused.name}.cu").read_text()
+        for kernel in fused.kernels:
+            assert f"{kernel.name}(" in source
+            assert f"### {kernel.name}\n" in note
+            assert f"({kernel.grid})" in note
+            assert f"{kernel.threads} threads" in note
+            assert f"{kernel.shared} bytes" in note
+            assert all(f"`{kind} {name}`" in note for kind, name in kernel.arguments)
+
+
+def test_plan_shows_the_cuda_passes() -> None:
+    text = " ".join(output("plan", *SELECTION, "--backend", "cuda").split())
+    for fused in plan(Spec((6, 11), 64), "sm_90a", "cuda").fused.values():
+        assert all(" ".join(value.split()) in text for _, _, value in fused.rows_of_table())
+
+
 def test_emit_reports_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = run("emit", *SELECTION, "--out", tmp_path / "file" / "out")
@@ -189,6 +216,8 @@ def test_show_config_shows_values(monkeypatch: pytest.MonkeyPatch, cache: Cache)
 
 def test_collect_env(cache: Cache) -> None:
     facts = json.loads(output("collect-env", "--json"))
+    assert {"triton", "cuda-core", "cuda-bindings", "nvrtc"} <= facts.keys()
+    assert re.fullmatch(r"\d+\.\d+", facts["nvrtc"])
     assert facts["cache_dir"] == str(cache.root)
     text = output("collect-env")
     assert all(name in text for name in facts)

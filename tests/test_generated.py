@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from mtagen import Spec, plan
-from mtagen.codegen import render
+from mtagen.codegen.triton import render
 from mtagen.planner import Plan
 
 FOLDER = Path(__file__).parent.parent / "generated"
 SHOWN = [Spec(kernel, head_dim) for kernel in ((6, 11), (1, 1)) for head_dim in (64, 128)]
 VARIANTS = [  # together they take every branch of the templates
-    plan(Spec((6, 11), 80, 24, causal=False), "sm_90a"),
-    plan(Spec((6, 11), 64, key_padding="right", mask="output"), "sm_90a"),
-    plan(Spec((5, 2), 16, dtype="fp32"), "sm_80"),
-    plan(Spec((5, 2), 128, causal=False, key_padding="left", dtype="fp16"), "gfx942"),
-    plan(Spec((1, 1), 24, causal=False, dtype="fp32"), "generic"),
-    plan(Spec((3, 1), 64, mask="output"), "sm_89"),
-    plan(Spec((1, 7), 256), "sm_89"),
-    plan(Spec((3, 40), 64), "sm_90a"),
+    plan(Spec((6, 11), 80, 24, causal=False), "sm_90a", "triton"),
+    plan(Spec((6, 11), 64, key_padding="right", mask="output"), "sm_90a", "triton"),
+    plan(Spec((5, 2), 16, dtype="fp32"), "sm_80", "triton"),
+    plan(Spec((5, 2), 128, causal=False, key_padding="left", dtype="fp16"), "gfx942", "triton"),
+    plan(Spec((1, 1), 24, causal=False, dtype="fp32"), "generic", "triton"),
+    plan(Spec((3, 1), 64, mask="output"), "sm_89", "triton"),
+    plan(Spec((1, 7), 256), "sm_89", "triton"),
+    plan(Spec((3, 40), 64), "sm_90a", "triton"),
 ]
 
 
 def shown() -> dict[str, str]:
-    return {f"{made.name}.py": render(made) for made in (plan(spec, "sm_90a") for spec in SHOWN)}
+    return {f"{made.name}.py": render(made) for made in (plan(spec, "sm_90a", "triton") for spec in SHOWN)}
 
 
 def modules(folder: Path) -> dict[str, str]:
@@ -60,11 +60,11 @@ def test_rendering_does_not_depend_on_hashes() -> None:
     """Fresh processes with other orders of sets agree, on the source and on the key of its cache entry."""
     code = """
 from mtagen import Spec, plan
-from mtagen.codegen import render
+from mtagen.codegen import sources
 from mtagen.runtime.load import plan_key
 for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32")):
     made = plan(spec, "sm_90a")
-    print(render(made), made.to_json(), plan_key(made))
+    print(sources(made), made.to_json(), plan_key(made))
 """
     first, second = (python(code, hash_seed=seed) for seed in ("1", "2"))
     assert first == second

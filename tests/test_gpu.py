@@ -15,7 +15,7 @@ from mtagen.check import Case, failures
 from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
 from mtagen.ops.executor import Executor
-from mtagen.runtime.load import load, plan_key
+from mtagen.runtime.load import load, load_triton, plan_key
 from mtagen.runtime.offline import launches
 
 pytestmark = [
@@ -90,7 +90,7 @@ def inputs(n: int = 300, heads: int = 4, kv_heads: int = 2, dim: int = 64, devic
 
 @pytest.fixture(scope="module")
 def op() -> MultiTokenAttention:
-    return mtagen.build((6, 11), 64)
+    return mtagen.build((6, 11), 64, backend="triton")
 
 
 def gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -210,7 +210,7 @@ def test_gradient_of_any_layout(op: MultiTokenAttention) -> None:
 
 def test_new_lengths_compile_nothing(op: MultiTokenAttention) -> None:
     """Every kernel was compiled by build: later calls of other sizes and layouts must find it."""
-    kernels = [launch.kernel for launch in launches(op.plan, load(op.plan))]
+    kernels = [launch.kernel for launch in launches(op.plan, load_triton(op.plan))]
 
     def compiled() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]

@@ -9,7 +9,7 @@ import pytest
 
 from mtagen.planner import Plan, get_target, plan
 from mtagen.planner.tiling import TENSOR_ROLES, resources
-from mtagen.runtime.load import load
+from mtagen.runtime.load import load_triton
 from mtagen.runtime.offline import Usage, compile_offline
 from mtagen.spec import Spec
 
@@ -24,7 +24,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def compiled(planned: Plan) -> dict[str, Usage]:
-    usage = compile_offline(planned, load(planned))
+    usage = compile_offline(planned, load_triton(planned))
     assert len(usage) > 8
     assert all(name.startswith("mta_") and name.endswith(planned.suffix) for name in usage)
     return usage
@@ -64,7 +64,7 @@ def test_other_targets(target: str, kernel: tuple[int, int], head_dim: int) -> N
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:
     planned = plan(Spec((6, 11), head_dim), target, "triton")
-    usage = compile_offline(planned, load(planned), part="decode")
+    usage = compile_offline(planned, load_triton(planned), part="decode")
     assert len(usage) == 3
     for name, use in usage.items():
         # The wide kernel's measured tile, the fastest, keeps a few values on the stack.

@@ -13,6 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mtagen
 from mtagen import BackendError, reference
 from mtagen.op import MultiTokenAttention
+from mtagen.ops import library
+from mtagen.ops.executor import Executor
+from mtagen.runtime.load import Passes
 
 KERNEL, D, DV = (3, 4), 16, 24
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -283,14 +286,41 @@ def test_autocast_leaves_fp64_alone(op: MultiTokenAttention) -> None:
 
 def test_same_arguments_same_key() -> None:
     assert build()._key == build()._key
-    others = [build(causal=False), build(kernel=(4, 3)), build(dtype="bf16"), build(backend="torch")]
-    assert len({build()._key, *(other._key for other in others)}) == 5
+    changes = ({"causal": False}, {"kernel": (4, 3)}, {"dtype": "bf16"}, {"backend": "torch"}, {"deterministic": True})
+    assert len({build()._key, *(build(**change)._key for change in changes)}) == 6
 
 
 def test_a_key_that_was_not_built() -> None:
     *tensors, weight = leaves()
     with pytest.raises(BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"):
         torch.ops.mtagen.forward(*tensors, weight, 0.25, "stranger")
+
+
+@pytest.mark.parametrize(
+    ("built", "global_mode", "expected"),
+    [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_deterministic_gradients(
+    built: bool | None, global_mode: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for when built, or by torch's switch as it stands when the backward pass runs."""
+    asked = []
+
+    def backward(*tensors: Any, deterministic: bool) -> tuple[Tensor, ...]:
+        asked.append(deterministic)
+        return tuple(torch.zeros_like(x) for x in tensors[2:6])
+
+    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    op = build(deterministic=built)
+    passes = Passes(forward, backward, forward)
+    library.register(op._key, Executor(op.plan.spec, passes, True, False, deterministic=built))
+    tensors = leaves(value_dim=D)
+    out = op(*tensors)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: global_mode)
+    out.sum().backward()
+    assert asked == [expected]
 
 
 def test_repr_names_the_plan() -> None:

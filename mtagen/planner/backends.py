@@ -131,9 +131,9 @@ def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[st
     if cuda and triton:
         raise triton if "triton" in available else cuda
     if cuda:
-        return Choice(pass_name, "triton", f"cuda cannot: {cuda}")
+        return Choice(pass_name, "triton", f"not cuda: {cuda}")
     if triton:
-        return Choice(pass_name, "cuda", f"triton cannot: {triton}")
+        return Choice(pass_name, "cuda", f"not triton: {triton}")
     ratio, source = cuda_over_triton(pass_name, spec, target)
     if ratio <= 1:
         return Choice(pass_name, "cuda", f"{ratio:.2f} of triton's time, {source}")

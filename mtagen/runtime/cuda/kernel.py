@@ -22,15 +22,16 @@ class LoadedKernel:
 
     Args:
         kernel: how it is launched.
-        function: its handle in the device's context.
+        function: its handle.
+        context: the driver context that it was loaded in.
         device: index of the device.
     """
 
-    def __init__(self, kernel: Kernel, function: int, device: int) -> None:
+    def __init__(self, kernel: Kernel, function: int, context: driver.CUcontext, device: int) -> None:
         self.kernel = kernel
         self._function = function
+        self._context = context
         self._device = device
-        self._threads, self._shared = kernel.threads, kernel.shared
         codes = [_CODES[kind] for kind, _ in kernel.arguments]
         self._pack_into = struct.Struct("".join(codes)).pack_into
         # Written anew by every launch; the driver copies it before the launch returns.
@@ -55,14 +56,21 @@ class LoadedKernel:
             struct.error: the arguments do not fit the kernel's.
             BackendError: the driver refuses the launch.
         """
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        status = self._launch(grid, arguments)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first use of the driver
+            driver.cuCtxSetCurrent(self._context)
+            status = self._launch(grid, arguments)
+        if status:
+            check((status,), f"the launch of {self.kernel.name}, grid {grid},")
+
+    def _launch(self, grid: tuple[int, int, int], arguments: tuple[float, ...]) -> driver.CUresult:
+        kernel, stream = self.kernel, torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
             self._pack_into(self._values, 0, *arguments)
             (status,) = driver.cuLaunchKernel(
-                self._function, *grid, self._threads, 1, 1, self._shared, stream, self._parameters, 0
+                self._function, *grid, kernel.threads, 1, 1, kernel.shared, stream, self._parameters, 0
             )
-        if status:
-            check((status,), f"the launch of {self.kernel.name}, grid {grid}")
+        return status
 
 
 def load_kernels(cubin: bytes, kernels: Iterable[Kernel], device: torch.device) -> dict[str, LoadedKernel]:
@@ -74,13 +82,14 @@ def load_kernels(cubin: bytes, kernels: Iterable[Kernel], device: torch.device) 
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         torch.cuda.synchronize()  # PyTorch makes the device's context with its first call
+        context = check(driver.cuCtxGetCurrent(), "finding the context")
         module = check(driver.cuModuleLoadData(cubin), "loading a cubin")
         loaded = {}
         for kernel in kernels:
             function = check(driver.cuModuleGetFunction(module, kernel.name.encode()), f"finding {kernel.name}")
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, limit, kernel.shared), f"shared memory of {kernel.name}")
-            loaded[kernel.role] = LoadedKernel(kernel, int(function), index)
+            loaded[kernel.role] = LoadedKernel(kernel, int(function), context, index)
     return loaded
 
 

@@ -1,0 +1,155 @@
+"""Which backend serves which pass: measured, scaled from a neighbour, by planned work, or because the other cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import mtagen
+from mtagen import TARGETS, Plan, PlanError, Spec, SpecError, plan
+from mtagen.planner import backends
+from mtagen.planner.backends import PASSES, cuda_over_triton, flops_per_score
+
+HOPPER = TARGETS["sm_90a"]
+Table = Mapping[str, Mapping[tuple[int, ...], float]]
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
+    monkeypatch.setattr(backends, "_table", lambda _: table)
+
+
+def backend_of(made: Plan) -> dict[str, str]:
+    return {choice.pass_name: choice.backend for choice in made.choices}
+
+
+def test_measured_shapes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (6, 11, 64)
+    measure(monkeypatch, {"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.0}})
+    made = plan(Spec((6, 11), 64), "sm_90a")
+    assert backend_of(made) == {"forward": "cuda", "backward": "triton", "decode": "cuda"}
+    assert made.backend == "cuda+triton"
+    assert "forward: 0.40 of triton's time, measured" in made.reason
+    assert "backward: cuda takes 1.25 of its time, measured" in made.reason
+    assert (set(made.fused), bool(made.tiles)) == ({"forward", "decode"}, True)
+    again = Plan.from_json(made.to_json())
+    assert (again, hash(again), again.reason) == (made, hash(made), made.reason)
+
+
+def test_other_shapes_are_scaled_from_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, {"forward": {(6, 11, 128): 0.5, (1, 1, 128): 2.0}, "decode": {(6, 11, 64): 0.75}})
+
+    def work(kernel: tuple[int, int], d: int) -> float:
+        spec = Spec(kernel, d)
+        return flops_per_score("cuda", spec)["forward"] / flops_per_score("triton", spec)["forward"]
+
+    ratio, source = cuda_over_triton("forward", Spec((7, 7), 96), HOPPER)
+    assert source == "scaled from (6, 11), head dim 128"
+    assert ratio == pytest.approx(0.5 * work((7, 7), 96) / work((6, 11), 128))
+    ratio, source = cuda_over_triton("forward", Spec((1, 2), 64), HOPPER)
+    assert source == "scaled from (1, 1), head dim 128"
+    assert ratio == pytest.approx(2.0 * work((1, 2), 64) / work((1, 1), 128))
+    assert cuda_over_triton("decode", Spec((3, 3), 128), HOPPER)[0] == 0.75  # its time is that of reading the cache
+
+
+def test_planned_work_decides_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, {})
+    for kernel, d in (((6, 11), 128), ((1, 1), 64), ((2, 2), 32)):
+        spec = Spec(kernel, d)
+        ratio, source = cuda_over_triton("backward", spec, HOPPER)
+        assert source == "by planned work"
+        cheaper = min(("cuda", "triton"), key=lambda backend: flops_per_score(backend, spec)["backward"])
+        assert (ratio <= 1) == (cheaper == "cuda")
+
+
+def test_flop_per_score() -> None:
+    """DESIGN §2 and §3."""
+    d, spec = 128, Spec((6, 11), 128)
+    assert flops_per_score("triton", spec) == {"forward": 14 * d, "backward": 40 * d}
+    mma = (flops_per_score("cuda", spec)["forward"] - 4 * d) / 32
+    assert mma <= 9
+    assert flops_per_score("cuda", spec)["backward"] == 10 * d + 3 * 32 * mma
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "cause"),
+    [
+        (Spec((6, 11), 64, dtype="fp32"), "sm_90a", "dtype: got 'fp32'"),
+        (Spec((3, 18), 64), "sm_90a", "kernel: got (3, 18)"),
+        (Spec((6, 11), 24), "sm_90a", "head_dim: got 24"),
+        (Spec((6, 11), 64), "gfx942", "target: got 'gfx942'"),
+        (Spec((6, 11), 64), "generic", "target: got 'generic'"),
+    ],
+)
+def test_what_cuda_cannot_do_falls_to_triton_and_the_plan_says_why(spec: Spec, target: str, cause: str) -> None:
+    for pass_name, backend, reason in plan(spec, target).choices[:2]:
+        assert backend == "triton", pass_name
+        assert reason.startswith(f"not cuda: {cause}; ")
+    with pytest.raises(PlanError, match=re.escape(cause)):
+        plan(spec, target, "cuda")
+
+
+def test_what_triton_cannot_do_falls_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PlanError("no tile fits")
+
+    monkeypatch.setattr(backends, "triton_tiles", refuse)
+    made = plan(Spec((6, 11), 64), "sm_90a")
+    assert (made.backend, made.reason) == ("cuda", "not triton: no tile fits")
+    with pytest.raises(PlanError, match="no tile fits"):
+        plan(Spec((6, 11), 64, dtype="fp32"), "sm_90a")
+
+
+def test_only_what_is_available_is_chosen() -> None:
+    made = plan(Spec((6, 11), 64), "sm_90a", available=("triton",))
+    assert made.backend == "triton"
+    assert "pip install 'mtagen[cuda]'" in made.reason
+    made = plan(Spec((6, 11), 64), "sm_90a", available=("cuda",))
+    assert made.backend == "cuda"
+    with pytest.raises(PlanError, match="dtype: got 'fp32'"):
+        plan(Spec((6, 11), 64, dtype="fp32"), "sm_90a", available=("cuda",))
+
+
+def test_an_explicit_backend_serves_every_pass() -> None:
+    for backend in ("cuda", "triton", "torch"):
+        made = plan(Spec((6, 11), 64), "sm_90a", backend)
+        assert backend_of(made) == dict.fromkeys(PASSES, backend)
+        assert (made.backend, made.reason) == (backend, "asked for")
+        assert bool(made.tiles) == (backend == "triton")
+        assert bool(made.fused) == (backend == "cuda")
+    with pytest.raises(SpecError, match="backend: got 'cudnn'"):
+        plan(Spec((6, 11), 64), "sm_90a", "cudnn")
+    with pytest.raises(PlanError, match="backend: got 'cuda'; compiles for GPUs only"):
+        plan(Spec((6, 11), 64), "cpu", "cuda")
+
+
+def test_text_shows_the_choice_of_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, {"forward": {(6, 11, 64): 0.4}, "backward": {(6, 11, 64): 1.25}})
+    text = str(plan(Spec((6, 11), 64), "sm_90a"))
+    assert re.search(r"forward backend +cuda: 0.40 of triton's time, measured", text)
+    assert re.search(r"backward backend +triton: cuda takes 1.25 of its time, measured", text)
+    assert re.search(r"scores +\d+ x \d+, \d warps", text)  # a tile of Triton's backward pass
+    for fused in plan(Spec((6, 11), 64), "sm_90a", "cuda").fused.values():
+        for _, name, value in fused.rows_of_table():
+            assert re.search(rf"{re.escape(name)} +{re.escape(value)}", str(plan(Spec((6, 11), 64), "sm_90a", "cuda")))
+
+
+TABLES = sorted((Path(mtagen.__file__).parent / "planner/tables").glob("*_backends.json"))
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
+def test_tables(table: Path) -> None:
+    """Every entry is of a shape that both backends can do, and decides."""
+    target = table.stem.removesuffix("_backends")
+    content = json.loads(table.read_text())
+    assert content["device"].split()[0] in TARGETS[target].device
+    assert set(content["cuda_over_triton"]) <= set(PASSES)
+    for pass_name, ratios in content["cuda_over_triton"].items():
+        for shape, ratio in ratios.items():
+            cq, ck, d = map(int, shape.split(","))
+            chosen = next(c for c in plan(Spec((cq, ck), d), target).choices if c.pass_name == pass_name)
+            assert chosen.backend == ("cuda" if ratio <= 1 else "triton")
+            assert chosen.reason.endswith("measured")

@@ -1,0 +1,269 @@
+"""The CUDA backend's runtime: NVRTC without a GPU, cubins in the cache, arguments as a kernel gets them, launches."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import cuda.pathfinder
+import pytest
+import torch
+from torch import Tensor
+
+import mtagen
+from mtagen import BackendError, PlanError, Spec, plan
+from mtagen.planner.fused.kernel import Kernel, strides
+from mtagen.runtime.cache import Cache
+from mtagen.runtime.cuda import compiler
+from mtagen.runtime.cuda.compiler import cached_cubin, compile_cubin, cuda_is_installed, toolchain
+from mtagen.runtime.cuda.kernel import LoadedKernel, driver, load_kernels
+from mtagen.runtime.cuda.passes import arch_for
+from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
+
+# y[h, i] = factor * x[h, i], in a kernel that takes an argument of every type and much shared memory.
+SOURCE = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+extern "C" __global__ void __launch_bounds__(128) scaled(
+    const float* x, float factor, long long x_stride_b, long long x_stride_h, long long x_stride_n, int n, float* y) {
+  extern __shared__ float staged[];
+  staged[50000 + threadIdx.x] = __half2float(__float2half(factor));
+  int i = blockIdx.x * 128 + threadIdx.x;
+  if (i < n) y[blockIdx.y * n + i] = staged[50000 + threadIdx.x] * x[blockIdx.y * x_stride_h + i * x_stride_n];
+}
+
+extern "C" __global__ void idle() {}
+"""
+ARGUMENTS = (("pointer", "x"), ("float", "factor"), *strides("x"), ("int", "n"), ("pointer", "y"))
+SCALED = Kernel("main", "scaled", ARGUMENTS, "ceil(n / 128), heads", 128, 220 * 1024, 32)
+IDLE = Kernel("idle", "idle", (), "1", 32, 0, 16)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cache:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+    return Cache()
+
+
+# The compiler.
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+def test_compiles_without_a_gpu(arch: str) -> None:
+    cubin = compile_cubin(SOURCE, arch)
+    usage = usage_of_cubin(cubin)
+    assert set(usage) == {"scaled", "idle"}
+    assert 0 < usage["scaled"].registers <= SCALED.registers
+    assert usage["scaled"].stack == 0
+    opcodes = sass_opcodes(cubin, "scaled")
+    assert opcodes["FMUL"] == 1
+    assert opcodes["STG.E"] == 1
+    assert not sass_opcodes(cubin, "idle")["FMUL"]
+
+
+def test_compile_errors_show_the_log() -> None:
+    with pytest.raises(BackendError, match=r'(?s)mta_bad\.cu does not compile for sm_80:.*"nonsense" is undefined'):
+        compile_cubin('extern "C" __global__ void bad() { nonsense(); }', "sm_80", "mta_bad")
+
+
+def test_cubins_are_cached(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
+    cubin = cached_cubin(SOURCE, "sm_80", "mta_scaled")
+    (entry,) = cache.entries()
+    assert (entry.name, entry.arch, set(entry.files)) == ("mta_scaled", "sm_80", {"mta_scaled.cu", "mta_scaled.cubin"})
+    assert entry.files["mta_scaled.cu"].decode() == SOURCE
+    with monkeypatch.context() as without:
+        without.setattr(compiler, "compile_cubin", None)
+        assert cached_cubin(SOURCE, "sm_80", "mta_scaled") == cubin
+
+
+@pytest.mark.parametrize("change", ["source", "arch", "nvrtc", "headers"])
+def test_what_makes_another_cubin(change: str, monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
+    monkeypatch.setattr(compiler, "compile_cubin", lambda *_: b"")
+    made = {"source": SOURCE, "arch": "sm_80"}
+    tools = vars(toolchain())
+    cached_cubin(**made, name="mta_scaled")
+    if change in made:
+        made[change] = "sm_89" if change == "arch" else SOURCE + "\n"
+    else:
+        monkeypatch.setattr(compiler, "toolchain", lambda: compiler.Toolchain(**tools | {change: "another"}))
+    cached_cubin(**made, name="mta_scaled")
+    assert len({entry.key for entry in cache.entries()}) == 2
+
+
+# A machine that lacks something.
+
+
+@pytest.fixture
+def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "headers":
+        monkeypatch.setattr(cuda.pathfinder, "locate_nvidia_header_directory", lambda _: None)
+    else:
+        monkeypatch.setitem(sys.modules, request.param, None)
+    toolchain.cache_clear()
+    yield request.param
+    toolchain.cache_clear()
+
+
+@pytest.mark.parametrize("missing", ["cuda.core", "cuda.bindings", "headers"], indirect=True)
+def test_says_how_to_install(missing: str) -> None:
+    with pytest.raises(BackendError, match=rf"{missing} .*missing; legal: pip install 'mtagen\[cuda\]'"):
+        compile_cubin(SOURCE, "sm_80")
+    assert not cuda_is_installed()
+    with pytest.raises(BackendError, match=r"pip install 'mtagen\[cuda\]'"):
+        mtagen.build((6, 11), 64, backend="cuda", target="sm_90a")
+
+
+@pytest.mark.parametrize("missing", ["cuda.core"], indirect=True)
+def test_auto_says_that_cuda_is_not_installed(missing: str) -> None:
+    op = mtagen.build((6, 11), 64, target="gfx942" if torch.version.hip else "sm_90a", dtype="bf16")
+    assert op.plan.backend == "triton"
+    assert "pip install 'mtagen[cuda]'" in op.plan.reason
+
+
+# Architectures.
+
+
+@pytest.mark.parametrize(
+    ("target", "capability", "arch"),
+    [
+        ("sm_80", (8, 0), "sm_80"),
+        ("sm_80", (8, 6), "sm_86"),
+        ("sm_80", (9, 0), "sm_90"),
+        ("sm_89", (8, 9), "sm_89"),
+        ("sm_90a", (9, 0), "sm_90a"),
+    ],
+)
+def test_architecture_of_a_gpu(target: str, capability: tuple[int, int], arch: str) -> None:
+    assert arch_for(target, capability) == arch
+
+
+@pytest.mark.parametrize(("target", "capability"), [("sm_90a", (8, 9)), ("sm_90a", (10, 0)), ("sm_89", (8, 0))])
+def test_architectures_that_do_not_run(target: str, capability: tuple[int, int]) -> None:
+    with pytest.raises(BackendError, match=f"target: got '{target}'; .*capability {capability[0]}.{capability[1]}"):
+        arch_for(target, capability)
+
+
+# Launches, without a GPU: what the driver is given.
+
+
+def test_arguments_as_the_driver_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("int", "pointer", "float", "int", "long long", "float", "pointer")
+    types = {"int": ctypes.c_int, "pointer": ctypes.c_uint64, "float": ctypes.c_float, "long long": ctypes.c_int64}
+    values = (-3, 2**63 + 5, 0.375, 2**31 - 1, -(2**40), -1e-30, 17)
+    calls = []
+
+    def launch(*arguments: int) -> tuple[int]:
+        pointers = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))
+        calls.append((arguments[:9], [types[kind].from_address(pointers[i]).value for i, kind in enumerate(kinds)]))
+        return (0,)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    monkeypatch.setattr(driver, "cuLaunchKernel", launch)
+    kernel = Kernel("main", "any", tuple((kind, f"x{i}") for i, kind in enumerate(kinds)), "", 96, 4096, 32)
+    LoadedKernel(kernel, 7, None, 2)((5, 4, 3), *values)
+    ((how, got),) = calls
+    assert how == (7, 5, 4, 3, 96, 1, 1, 4096, 1002)
+    assert got == [*values[:5], ctypes.c_float(-1e-30).value, 17]
+
+
+def test_wrong_arguments_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    kernel = LoadedKernel(SCALED, 7, None, 0)
+    for arguments in ((), (0,) * 8, (0, 0.0, 0, 0, 0, 2**31, 0), (None, 0.0, 0, 0, 0, 1, 0)):
+        with pytest.raises(Exception, match=r"pack_into|format|required argument"):
+            kernel((1, 1, 1), *arguments)
+
+
+# Built ops, without a GPU.
+
+
+def test_build_compiles_for_the_target(cache: Cache) -> None:
+    op = mtagen.build((6, 11), 64, backend="cuda", target="sm_90a", dtype="bf16")
+    assert op.plan.backend == "cuda"
+    made = {entry.name for entry in cache.entries()}
+    assert made == {fused.name for fused in op.plan.fused.values()}
+    with pytest.raises(BackendError, match="device: got 'cpu'"):
+        op(*(torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(3)), torch.zeros(1, 6, 11))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    for spec in (Spec((17, 3), 64), Spec((3, 18), 64), Spec((6, 11), 64, dtype="fp32")):
+        with pytest.raises(PlanError, match="cuda"):
+            plan(spec, "sm_90a", "cuda")
+
+
+# On a GPU.
+
+
+@pytest.fixture
+def scaled() -> SimpleNamespace:
+    """y = 2.5 x by the test kernel, and what it is by PyTorch."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch = arch_for("sm_80", torch.cuda.get_device_capability(device))
+    kernel = load_kernels(compile_cubin(SOURCE, arch), [SCALED, IDLE], device)["main"]
+    x = torch.randn(3, 1000, 2, device=device)[..., 0]
+    y = torch.zeros(3, 1000, device=device)
+
+    def run() -> Tensor:
+        kernel((8, 3, 1), x.data_ptr(), 2.5, 0, *x.stride(), 1000, y.data_ptr())
+        return y
+
+    return SimpleNamespace(run=run, kernel=kernel, x=x, y=y, expected=2.5 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestLaunch:
+    def test_on_the_current_stream(self, scaled: SimpleNamespace) -> None:
+        assert torch.equal(scaled.run(), scaled.expected)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**8)
+            scaled.x.add_(1)
+            scaled.run()
+        stream.synchronize()
+        assert torch.equal(scaled.y, 2.5 * scaled.x)
+
+    def test_in_a_graph(self, scaled: SimpleNamespace) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            scaled.run()
+        scaled.y.zero_()
+        graph.replay()
+        assert torch.equal(scaled.y, scaled.expected)
+
+    def test_in_a_thread_that_never_used_the_device(self, scaled: SimpleNamespace) -> None:
+        thread = threading.Thread(target=scaled.run)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        assert torch.equal(scaled.y, scaled.expected)
+
+    def test_from_many_threads(self, scaled: SimpleNamespace) -> None:
+        outs = torch.zeros(8, 3000, device="cuda")
+
+        def work(i: int) -> None:
+            for _ in range(500):
+                scaled.kernel((8, 3, 1), scaled.x.data_ptr(), float(i), 0, *scaled.x.stride(), 1000, outs[i].data_ptr())
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        for i, out in enumerate(outs):
+            assert torch.equal(out.view(3, 1000), i * scaled.x)
+
+    def test_a_refused_launch_raises(self, scaled: SimpleNamespace) -> None:
+        with pytest.raises(BackendError, match=r"launch of scaled, grid \(0, 1, 1\), failed: CUDA_ERROR_INVALID_VALUE"):
+            scaled.kernel((0, 1, 1), 0, 0.0, 0, 0, 0, 0, 0)
+
+    def test_a_broken_cubin_raises(self) -> None:
+        with pytest.raises(BackendError, match="loading a cubin failed"):
+            load_kernels(b"no cubin" * 100, [SCALED], torch.device("cuda", 0))
