@@ -108,6 +108,23 @@ class FusedBackward:
         """Name of the source file and of its main kernel."""
         return kernel_name("bwd", self.spec, self.target)
 
+    # ---- Rows
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return ROWS
+
+    @property
+    def score_ring(self) -> int:
+        """Groups of 16 rows in the ring of S."""
+        return SCORE_RING
+
+    @property
+    def gradient_ring(self) -> int:
+        """Groups of 16 rows in the ring of G."""
+        return GRADIENT_RING
+
     # ---- Columns
 
     @property
