@@ -38,7 +38,7 @@ class Executor:
         kernels = self._kernels_for(q)
         if kernels is None:
             return tiled.forward(self.spec, q, k, v, weight, scale)
-        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] == 0:
+        if q.numel() == 0 or k.numel() == 0:
             return _nothing_seen(q, q.shape[2], v)
         with _on(q):
             q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -61,7 +61,7 @@ class Executor:
         if kernels is None:
             dq, dk, dv, dw = tiled.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
             return dq.contiguous(), dk.contiguous(), dv.contiguous(), dw.contiguous()
-        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] == 0:
+        if q.numel() == 0 or k.numel() == 0:
             dq, dk, dv, dw = (x.new_zeros(x.shape) for x in (q, k, v, weight))
             return dq, dk, dv, dw
         with _on(q):
@@ -95,7 +95,7 @@ class Executor:
         kernels = self._kernels_for(q_tail)
         if kernels is None:
             return tiled.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
-        if q_tail.shape[0] * q_tail.shape[1] * k_cache.shape[2] == 0:
+        if q_tail.numel() == 0 or k_cache.numel() == 0:
             return _nothing_seen(q_tail, q_tail.shape[2] - (self.spec.cq - 1), v_cache)
         with _on(q_tail):
             q_tail, k_cache, v_cache = (
@@ -129,15 +129,22 @@ def _on(x: Tensor) -> AbstractContextManager[object]:
 
 def _as_fp32(weight: Tensor) -> Tensor:
     """The kernels read contiguous fp32 weights; the conversion is exact."""
-    weight = weight.to(torch.float32).contiguous()
+    if weight.dtype != torch.float32 or not weight.is_contiguous():
+        weight = weight.to(torch.float32).contiguous()
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
 def _is_aligned(x: Tensor) -> bool:
     """Rows start at multiples of 16 bytes, each at a place of its own: what bulk copies need."""
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    wide = all(stride and stride * x.element_size() % 16 == 0 for stride in strides)
-    return wide and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    (b, h, n, _), (stride_b, stride_h, stride_n, last) = x.shape, x.stride()
+    vector = 16 // x.element_size()
+    return (
+        last == 1
+        and x.data_ptr() % 16 == 0
+        and (n <= 1 or (stride_n > 0 and stride_n % vector == 0))
+        and (h <= 1 or (stride_h > 0 and stride_h % vector == 0))
+        and (b <= 1 or (stride_b > 0 and stride_b % vector == 0))
+    )
 
 
 def _aligned(name: str, x: Tensor) -> Tensor:
