@@ -101,7 +101,7 @@ def test_what_makes_another_cubin(change: str, monkeypatch: pytest.MonkeyPatch, 
 @pytest.fixture
 def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "headers":
-        monkeypatch.setattr(cuda.pathfinder, "locate_nvidia_header_directory", lambda _: None)
+        monkeypatch.setattr(cuda.pathfinder, "find_nvidia_header_directory", lambda _: None)
     else:
         monkeypatch.setitem(sys.modules, request.param, None)
     toolchain.cache_clear()

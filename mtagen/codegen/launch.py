@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from ..planner.backends import FusedPass
 from ..planner.fused.kernel import Kernel
@@ -40,8 +42,10 @@ def _lines(fused: FusedPass) -> Iterator[str]:
 
 
 def _facts(kernel: Kernel) -> Iterator[str]:
-    yield f"- grid: ({kernel.grid})"
+    yield f"- grid: {kernel.grid}"
     yield f"- block: {kernel.threads} threads"
     yield f"- dynamic shared memory: {kernel.shared} bytes"
     yield f"- registers: at most {kernel.registers} a thread"
-    yield "- arguments: " + ", ".join(f"`{kind} {name}`" for kind, name in kernel.arguments)
+    yield "- arguments:"
+    for kind, arguments in groupby(kernel.arguments, key=itemgetter(0)):
+        yield f"  - {kind}: " + ", ".join(f"`{name}`" for _, name in arguments)

@@ -39,17 +39,17 @@ def toolchain() -> Toolchain:
     try:
         import cuda.core  # noqa: F401
         from cuda.bindings import nvrtc
-        from cuda.pathfinder import DynamicLibNotFoundError, locate_nvidia_header_directory
+        from cuda.pathfinder import DynamicLibNotFoundError, find_nvidia_header_directory
     except ImportError as error:
         raise _missing(str(error.name or error)) from None
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except DynamicLibNotFoundError:
         raise _missing("the NVRTC library") from None
-    found = locate_nvidia_header_directory("cudart")
-    if found is None:
+    folder = find_nvidia_header_directory("cudart")  # of the wheel, if there is one
+    if folder is None:
         raise _missing("the folder of CUDA headers")
-    include = Path(found.abs_path)
+    include = Path(folder)
     digest = hashlib.sha256()
     for header in _HEADERS:
         if not (include / header).is_file():
