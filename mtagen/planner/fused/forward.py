@@ -54,6 +54,8 @@ class FusedForward:
         stages: tiles of K and of V in shared memory.
         early_scores: issue the next tile's q k^T before the softmax rather than after it.
         query_fragments: of the head_dim / 16 fragments of Q, how many stay in registers.
+        row_tiles: tiles of 16 rows a warp has.
+        blocks: CTAs that share a multiprocessor.
     """
 
     spec: Spec
@@ -64,6 +66,8 @@ class FusedForward:
     stages: int
     early_scores: bool
     query_fragments: int
+    row_tiles: int = 1
+    blocks: int = 1
 
     @property
     def name(self) -> str:
@@ -88,7 +92,7 @@ class FusedForward:
     @property
     def rows(self) -> int:
         """Rows of scores a CTA computes."""
-        return 16 * self.warps
+        return 16 * self.row_tiles * self.warps
 
     @property
     def halo(self) -> int:
@@ -109,6 +113,11 @@ class FusedForward:
     def tiles(self) -> int:
         """Output tiles of 8 columns in a tile of keys."""
         return self.keys // CHUNK
+
+    @property
+    def strips(self) -> int:
+        """Buffers of the strip; two let a warp write the next tile's scores while others read this one's."""
+        return 2 if self.hopper else 1
 
     @property
     def strip_pad(self) -> int:
@@ -161,8 +170,8 @@ class FusedForward:
                 ("Q", k_panels * self.rows * 128, 1024),
                 ("K", self.stages * k_panels * self.keys * 128, 1024),
                 ("V", self.stages * v_panels * self.keys * 128, 1024),
-                ("STRIP", 2 * 2 * self.strip_parity, 16),
-                ("GATHER", 2 * self.tiles * self.gather_row, 16),
+                ("STRIP", self.strips * 2 * self.strip_parity, 16),
+                ("GATHER", self.strips * self.tiles * self.gather_row, 16),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -175,7 +184,7 @@ class FusedForward:
     @property
     def register_split(self) -> tuple[int, int]:
         """Registers a thread of a warpgroup that computes, and of the one that loads."""
-        return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4] if self.hopper else (255, 0)
+        return {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}[self.warps // 4] if self.hopper else (255, 0)
 
     @property
     def registers(self) -> int:
