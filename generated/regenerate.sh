@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Emit the modules of this folder anew: `bash generated/regenerate.sh [another folder]`.
+# Emit the files of this folder anew: `bash generated/regenerate.sh [another folder]`.
 set -euo pipefail
 folder=${1:-$(dirname "$0")}
 
-rm -f "$folder"/mta_*.py
-for kernel in 6,11 1,1; do
+emit() {  # kernel, backend
     for head_dim in 64 128; do
-        python -m mtagen emit --kernel "$kernel" --head-dim "$head_dim" --dtype bf16 --target sm_90a --out "$folder"
+        python -m mtagen emit --kernel "$1" --head-dim "$head_dim" --dtype bf16 --target sm_90a --backend "$2" --out "$folder"
     done
-done
+}
+
+rm -f "$folder"/mta_*
+emit 6,11 triton
+emit 1,1 triton
+emit 6,11 cuda
