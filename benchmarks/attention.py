@@ -1,6 +1,6 @@
 """Forward and backward of one op against eager PyTorch and SDPA without convolution, on this GPU.
 
-python benchmarks/attention.py --json benchmarks/results/h200_triton.json
+python benchmarks/attention.py --backend triton --json benchmarks/results/h200_triton.json
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ def breakdown(op: mtagen.MultiTokenAttention, inputs: list[Tensor]) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="auto", choices=("auto", "cuda", "triton"))
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many cases")
     parser.add_argument("--no-eager", action="store_true", help="leave out eager PyTorch, which is slow")
-    parser.add_argument("--breakdown", action="store_true", help="time each kernel as well")
+    parser.add_argument("--breakdown", action="store_true", help="time each kernel as well (--backend triton)")
     parser.add_argument("--memory", action="store_true", help="peak memory at 8k, 16k and 32k")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -111,7 +112,7 @@ def main() -> None:
     for kernel, head_dim in CASES[: args.cases]:
         name = f"{kernel} d{head_dim}"
         inputs = make_inputs(kernel, head_dim, args.length, args.heads, args.batch)
-        op = mtagen.build(kernel, head_dim)
+        op = mtagen.build(kernel, head_dim, backend=args.backend)
         case = timings(op, inputs)
         for peer in ("cudnn", "flash"):
             for direction in ("forward", "backward"):

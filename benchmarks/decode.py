@@ -146,7 +146,7 @@ def main() -> None:
         if args.head_dim and case.dim not in args.head_dim:
             continue
         case = replace(case, kv_heads=args.kv_heads, new=args.new)
-        base = plan(Spec((cq, ck), case.dim), target)
+        base = plan(Spec((cq, ck), case.dim), target, "triton")
         module = load_triton(base)
         check(module, (cq, ck), case.dim)
         inputs = make_inputs(case, (cq, ck))
