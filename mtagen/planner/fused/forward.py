@@ -248,6 +248,7 @@ def fused_forward(spec: Spec, target: Target) -> FusedForward:
         PlanError: the shape does not fit; the message names the limit.
     """
     check_supported(spec, target)
+    check_mask(spec)
     best: FusedForward | None = None
     for candidate in _candidates(spec, target):
         if candidate.shared.size <= target.shared_per_block and candidate.registers <= candidate.register_split[0]:
@@ -278,6 +279,17 @@ def check_supported(spec: Spec, target: Target) -> None:
             raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
     if target.backend != "cuda" or target.name == "generic":
         raise PlanError(explain("target", target.name, "has no CUDA templates", ("sm_80", "sm_89", "sm_90a")))
+
+
+def check_mask(spec: Spec) -> None:
+    """What keeping one copy of the masked scores needs of a spec.
+
+    Raises:
+        PlanError: which scores count depends on the row of the output.
+    """
+    if spec.causal and spec.mask == "output" and spec.cq > 1:
+        rule = "the fused kernel masks a score by its own row, for all outputs alike"
+        raise PlanError(explain("mask", spec.mask, rule, "'source', or backend='triton'"))
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
