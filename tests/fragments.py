@@ -1,0 +1,206 @@
+"""The templates' convolution and strips on the machine of :mod:`tensor_cores`, driven by a plan's numbers alone.
+
+Function by function what convolve.j2 and strip.j2 print; names are theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from tensor_cores import LANES, Addresses, G, SharedMemory, T, Words, mma
+
+from mtagen.planner.fused.band import Band
+from mtagen.planner.fused.forward import FusedForward
+
+Taps = Callable[[int, int], float]
+
+
+def in_word(word: str) -> NDArray[np.int64]:
+    """The byte that a lane takes of a word with a byte for each matrix."""
+    return int(word, 16) >> (LANES & 24) & 255
+
+
+def band_row(band: Band, load: int) -> NDArray[np.int64]:
+    """Which of the matrices "rows 2 g + s" each lane addresses: s."""
+    return in_word(band.quads[band.loads[load]].rows_word)
+
+
+def band_chunk_offset(band: Band, load: int) -> NDArray[np.int64]:
+    """Bytes from the current chunk to that which each lane addresses."""
+    return -16 * in_word(band.quads[band.loads[load]].back_word)
+
+
+def make_band(band: Band, taps: Taps) -> Words:
+    """B operands (.., 2, 32, 2)."""
+
+    def words(u: NDArray[np.int64], v: NDArray[np.int64]) -> Words:
+        return np.array([[taps(x, y), taps(x, y + 1)] for x, y in zip(u.tolist(), v.tolist(), strict=True)])
+
+    operands, offset = [], 2 * T - G
+    for halves in band.fragments:
+        operands.append([words(0 * T + h[0], 8 * h[1] + offset) if h else np.zeros((32, 2)) for h in halves])
+    for gather in range(band.gathers):
+        operands.append([words(8 * gather + half + 2 * T, 8 * band.chunks - G) for half in (0, 1)])
+    return np.array(operands)
+
+
+def load_triple(band: Band, shared: SharedMemory, word: Addresses, third: Addresses | int) -> Words:
+    """Words of rows r, r + 1, r + 2 as an A operand."""
+    if band.cq % 2:
+        first, second = shared.load(word, 2)
+        (last,) = shared.load(word + third)
+    else:
+        second, last = shared.load(word + 4, 2)
+        (first,) = shared.load(word)
+    return np.stack([first, second, second, last], axis=-3)
+
+
+def gathered_rows(band: Band, above: Addresses) -> tuple[list[Addresses], Addresses]:
+    """Each gather's words, and ``third`` of the last; ``above`` is the word of the first row that a lane reads."""
+    halo = band.cq - 1
+    rows = [above + 4 * (8 * x + np.minimum(2 * T, halo // 2 * 2 - 8 * x)) for x in range(band.gathers)]
+    return rows, np.where(8 * (band.gathers - 1) + 2 * T < halo, 8, 4)
+
+
+def convolve(
+    band: Band,
+    shared: SharedMemory,
+    rows: list[Addresses],
+    operands: Words,
+    tiles: int,
+    *,
+    gathered: list[Addresses] = (),  # type: ignore[assignment]
+    third: Addresses | int = 8,
+    gather_stride: int = 0,
+    finish: Callable[[int, int], None] = lambda n, products: None,
+) -> Words:
+    """c (.., tiles, 2, 32, 2); ``finish`` is told of each finished tile and how many mma's it took."""
+    chunks = tiles + band.chunks - 1
+    c = np.zeros((*rows[0].shape[:-1], tiles, 2, 32, 2))
+    a: dict[tuple[int, int], Words] = {}  # (quad, chunk); registers that nothing has written are not there
+    pair: dict[tuple[int, int], Words] = {}
+    products: Counter[int] = Counter()
+
+    def load(chunk: int) -> None:
+        if chunk >= chunks:
+            return
+        for at, q in enumerate(band.loads):
+            offset = 16 * chunk
+            if band.quads[q].reaches_back:
+                offset = offset + band_chunk_offset(band, at) if chunk else 0
+            a[q, chunk] = shared.load_matrices(rows[at] + offset)
+        if chunk >= tiles:
+            return
+        for x in range(band.gathers):
+            last = x == band.gathers - 1
+            pair[x, chunk] = load_triple(band, shared, gathered[x] + chunk * gather_stride, third if last else 8)
+
+    def gather_quads(chunk: int) -> None:
+        for q, quad in enumerate(band.quads):
+            if quad.copies and chunk < chunks and (chunk > 0 or not quad.reaches_back):
+                moved = [a[source, chunk - back][..., place, :, :] for source, back, place in quad.sources]
+                a[q, chunk] = np.stack(moved, axis=-3)
+
+    def multiply(tile: int, get: Callable[[], Words], b: Words) -> None:
+        if 0 <= tile < tiles:
+            mma(c[..., tile, :, :, :], get(), b)
+            products[tile] += 1
+
+    def complete(m: int) -> None:
+        for n in range(m - (band.chunks - 1), m + 2 - (band.chunks - 1)):
+            if 0 <= n < tiles:
+                finish(n, products[n])
+
+    for m in range(0, chunks, 2):
+        load(m), load(m + 1)
+        gather_quads(m), gather_quads(m + 1)
+        complete(m - 2)
+        for step in band.steps:
+            b = operands[step.fragment]
+            if step.quad is None:
+                key = step.fragment - len(band.fragments), m + step.chunk
+                multiply(m + step.tile, lambda key=key: pair[key], b)
+            elif not step.chunk or m + 1 < chunks:
+                key = step.quad, m + step.chunk
+                multiply(m + step.tile, lambda key=key: a[key], b)
+    complete((chunks - 1) // 2 * 2)
+    return c
+
+
+class Strips:
+    """The two strips of a CTA of the forward pass, and their gathered columns, at addresses 0 and on."""
+
+    def __init__(self, plan: FusedForward) -> None:
+        self.plan = plan
+        self.strip = 2 * plan.strip_parity
+        self.gathers = 2 * self.strip
+        self.gather = plan.tiles * plan.gather_row
+        self.shared = SharedMemory(self.gathers + 2 * self.gather)
+
+    def row(self, row: Addresses) -> Addresses:
+        """Address of row ``row`` of the CTA."""
+        padded = row + self.plan.strip_pad
+        return (padded & 1) * self.plan.strip_parity + (padded >> 1) * self.plan.strip_row
+
+    def clear_pads(self) -> None:
+        """The rows no warp writes."""
+        plan, zero = self.plan, np.zeros((1, 2))
+        words = plan.strip_pad // 2 * (plan.strip_row // 4)
+        for i in range(4 * words):
+            self.shared.store(np.array([i // words * plan.strip_parity + i % words * 4]), zero)
+        if plan.band.gathers:
+            for i in range(2 * plan.tiles * plan.strip_pad):
+                at = self.gathers + i // plan.strip_pad * plan.gather_row + i % plan.strip_pad * 4
+                self.shared.store(np.array([at]), zero)
+
+
+class WarpStrip:
+    """One warp's view of the strips."""
+
+    def __init__(self, strips: Strips, warp: int) -> None:
+        plan = self.plan = strips.plan
+        band, row = plan.band, 16 * warp + 2 * G
+        self.strips, self.shared = strips, strips.shared
+        self.store = strips.row(row) + 4 * T
+        self.rows = [
+            strips.row(16 * warp + 2 * (LANES & 7) + band_row(band, load) - plan.halo)
+            for load in range(len(band.loads))
+        ]
+        self.store_pair = strips.gathers + (row + plan.strip_pad) * 4
+        self.gathered, self.third = gathered_rows(band, self.store_pair - 4 * plan.halo)
+        self.carried = np.zeros((plan.carry_chunks, 2, 32, 2))
+
+    def write(self, s: Words, t: int) -> None:
+        """Scores of a tile, (tiles, 2, 32, 2) as accumulators hold them, behind the last columns of the one before."""
+        plan = self.plan
+        even = self.store + (t & 1) * self.strips.strip
+        odd = even + plan.strip_parity
+        for i, (first, second) in enumerate(self.carried):
+            self.shared.store(even + i * 16, first)
+            self.shared.store(odd + i * 16, second)
+        for n, (first, second) in enumerate(s):
+            chunk = n + plan.carry_chunks
+            if chunk < plan.strip_chunks:
+                self.shared.store(even + chunk * 16, first)
+                self.shared.store(odd + chunk * 16, second)
+            if plan.band.gathers:
+                lanes = T == 0
+                at = self.store_pair + (t & 1) * self.strips.gather + n * plan.gather_row
+                self.shared.store(at[lanes], first[lanes], second[lanes])
+        self.carried = s[plan.tiles - plan.carry_chunks :].copy()
+
+    def convolved(self, t: int, operands: Words) -> Words:
+        """(tiles, 2, 32, 2)."""
+        return convolve(
+            self.plan.band,
+            self.shared,
+            [rows + (t & 1) * self.strips.strip for rows in self.rows],
+            operands,
+            self.plan.tiles,
+            gathered=[words + (t & 1) * self.strips.gather for words in self.gathered],
+            third=self.third,
+            gather_stride=self.plan.gather_row,
+        )
