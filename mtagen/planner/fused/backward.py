@@ -302,6 +302,10 @@ class FusedBackward:
         """Threads that share a row of 16-byte columns: a power of two."""
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
 
+    def row_pitch(self, n_q: int) -> int:
+        """Rows of a head's statistics: a CTA may load the tile past the one that holds the row after the last."""
+        return n_q + GROUP + 2 * ROWS
+
     @property
     def score_exponent(self) -> int:
         """The strip of S holds q.k 2^-exponent."""
@@ -320,13 +324,13 @@ class FusedBackward:
             *strides("grad_out"),
             ("int", "heads"),
             ("int", "n_q"),
-            ("int", "rows"),
+            ("int", "row_pitch"),
         )
         main = (
             *pointers("q", "k", "v", "grad_out", "weight", "row_lse", "row_dot"),
             *pointers("dq_sum", "dk", "dv", "dw_sums", "progress"),
             *strides("q", "k", "v", "grad_out"),
-            *(("int", name) for name in ("n_q", "n_k", "heads", "group")),
+            *(("int", name) for name in ("n_q", "n_k", "heads", "group", "row_pitch")),
             ("float", "scale"),
         )
         epilogue = (
@@ -343,7 +347,7 @@ class FusedBackward:
                 "backward_rows",
                 kernel_name("bwd_rows", self.spec, self.target),
                 prologue,
-                f"ceil(batch * heads * n_q / {rows})",
+                f"batch * heads, ceil(row_pitch / {rows})",
                 256,
                 0,
                 64,

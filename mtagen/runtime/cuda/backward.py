@@ -30,32 +30,32 @@ def backward(
 
     dk, dv and dweight are bit-reproducible; dq is a sum of fp32 atomics, in a fixed order if ``deterministic``.
     """
-    batch, heads, n_q, dim = q.shape
+    batch, heads, n_q, _ = q.shape
     kv_heads, n_k = k.shape[1:3]
     blocks = -(-n_k // plan.owned)
     f32 = {"dtype": torch.float32, "device": q.device}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dweight = torch.empty(weight.shape, **f32)
-    row_lse, row_dot = torch.empty_like(lse), torch.empty_like(lse)
+    pitch = plan.row_pitch(n_q)
+    row_lse, row_dot = (torch.empty(batch * heads * pitch, **f32) for _ in range(2))
     dq_sum = torch.empty(q.shape, **f32)
     dw_sums = torch.empty(weight.numel() * batch * blocks, **f32)
     progress = torch.zeros(batch * heads * blocks if deterministic else 0, dtype=torch.int32, device=q.device)
 
-    rows = batch * heads * n_q
     kernels["backward_rows"](
-        (-(-rows * plan.lanes // 256), 1, 1),
+        (batch * heads, -(-pitch * plan.lanes // 256), 1),
         *(x.data_ptr() for x in (out, grad_out, lse, grad_lse, row_lse, row_dot, dq_sum)),
         *grad_out.stride()[:3],
-        *(heads, n_q, rows),
+        *(heads, n_q, pitch),
     )
     kernels["backward"](
         (batch * kv_heads, blocks, 1),
         *(x.data_ptr() for x in (q, k, v, grad_out, weight, row_lse, row_dot, dq_sum, dk, dv, dw_sums, progress)),
         *(stride for x in (q, k, v, grad_out) for stride in x.stride()[:3]),
-        *(n_q, n_k, heads, heads // kv_heads),
+        *(n_q, n_k, heads, heads // kv_heads, pitch),
         scale,
     )
-    pieces = rows * dim // 16
+    pieces = q.numel() // 16
     kernels["backward_finish"](
         (-(-weight.numel() // 8) + -(-pieces // 256), 1, 1),
         *(x.data_ptr() for x in (dq_sum, dq, dw_sums, dweight)),
