@@ -150,7 +150,7 @@ def build(
             bf16, fp32 and fp64 unless one is named.
         deterministic: whether equal inputs give bit-equal gradients; default: where
             ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
-            gradient but those of CUDA's fused backward kernel.
+            gradient but the dq of CUDA's fused backward kernel.
 
     Raises:
         SpecError: the request is not legal.

@@ -279,6 +279,7 @@ def check_supported(spec: Spec, target: Target) -> None:
             raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
     if target.backend != "cuda" or target.name == "generic":
         raise PlanError(explain("target", target.name, "has no CUDA templates", ("sm_80", "sm_89", "sm_90a")))
+    band(spec.cq, spec.ck)  # raises for kernels that are too large
 
 
 def check_mask(spec: Spec) -> None:
