@@ -162,8 +162,7 @@ class FusedForward:
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
-        groups = self.warps // 4
-        barriers = 8 * (4 * self.stages + 4 * groups) if self.hopper else 0
+        barriers = 8 * (4 * self.stages + 4 * self.warps) if self.hopper else 0
         k_panels, v_panels = self.panels
         return SharedMap.of(
             (
@@ -184,7 +183,7 @@ class FusedForward:
     @property
     def register_split(self) -> tuple[int, int]:
         """Registers a thread of a warpgroup that computes, and of the one that loads."""
-        return {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 24)}[self.warps // 4] if self.hopper else (255, 0)
+        return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4] if self.hopper else (255, 0)
 
     @property
     def registers(self) -> int:
