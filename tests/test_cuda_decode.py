@@ -17,7 +17,7 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
-from mtagen.planner.fused.decode import DecodeTile, FusedDecode, fused_decode
+from mtagen.planner.fused.decode import PAIRS, DecodeTile, FusedDecode, fused_decode
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
@@ -43,34 +43,32 @@ def test_tiles_fit_their_target() -> None:
         for tile in plan.tiles:
             assert tile.shared.size <= target.shared_per_block
             assert tile.rule(target).slots >= target.multiprocessors
-            assert tile.rows % (8 * tile.row_tiles) == 0
             assert tile.keys % 16 == 0
 
 
 def test_every_call_has_a_kernel() -> None:
     for plan in plans():
         for group, n_new in itertools.product(GROUPS, range(1, MAX_NEW_TOKENS + 1)):
-            tile = plan.tile_for(group, n_new)
+            tile = plan.tile_for(group)
             heads = tile.heads_for(group, n_new)
-            assert 1 <= heads <= min(tile.heads, group)
+            assert 1 <= heads <= tile.heads
             assert heads * (plan.spec.cq - 1 + n_new) <= tile.rows
-            assert heads * n_new <= tile.pairs
+            assert heads * n_new <= PAIRS
             assert heads * -(-n_new // tile.tokens) <= tile.convolved_tiles
 
 
-def test_one_new_token_of_one_head_is_narrow() -> None:
-    plan = fused_decode(Spec((6, 11), 128), get_target("sm_90a"))
-    narrow, wide = plan.tiles
-    assert plan.tile_for(1, 1) is plan.tile_for(1, 3) is narrow
-    assert plan.tile_for(1, 4) is plan.tile_for(2, 1) is wide
-    assert [narrow.heads_for(1, n) for n in (3, 4)] == [1, 0]
-    assert [wide.heads_for(group, 1) for group in (4, 8, 9, 16)] == [4, 8, 5, 8]
+def test_groups_are_shared_out_evenly() -> None:
+    narrow, wide = fused_decode(Spec((6, 11), 128), get_target("sm_90a")).tiles
+    assert (wide.warps, wide.heads, wide.rows) == (4, 2, 16)
+    assert narrow.heads_for(1, 8) == 1
+    assert [wide.heads_for(group, 1) for group in (2, 4, 5, 8, 9, 16)] == [1, 1, 2, 2, 2, 2]
+    assert wide.heads_for(8, 4) == 1  # 9 rows a head
 
 
 def test_splits_fill_the_gpu() -> None:
     plan = fused_decode(Spec((6, 11), 128), get_target("sm_90a"))
     tile = plan.tiles[0]
-    slots = tile.rule(get_target("sm_90a")).slots * tile.warps
+    slots = tile.rule(get_target("sm_90a")).slots
     for owners in (1, 16, 128, 1000):
         ctas = owners * plan.splits_for(tile, owners, 2**20)
         assert ctas / (-(-ctas // slots) * slots) > 0.85
@@ -206,7 +204,6 @@ def test_compiles_without_spills(
 # ---- On a GPU ----
 
 
-
 def gpu_plan(spec: Spec) -> FusedDecode:
     return fused_decode(spec, target_for_capability(torch.cuda.get_device_capability()))
 
@@ -273,8 +270,10 @@ def failures(
     tail = q.masked_fill((position < 0)[:, None, :, None], torch.nan)
     caches = (x.masked_fill(stale, torch.nan) for x in (k, v))
     ours = build(spec)(tail, *caches, weight, scale, stop if lengths else None, num_splits)
+    # A power of two in q changes nothing but that eager's fp16 scores, large before they are scaled, do not overflow.
     exact, eager = (
-        expected(spec, dtype, q, k, v, weight, stop.tolist(), scale) for dtype in (torch.float64, q.dtype)
+        expected(spec, dtype, q / magnitude, k, v, weight, stop.tolist(), scale * magnitude)
+        for dtype in (torch.float64, q.dtype)
     )
     found = []
     for name, terms, *results in zip(("out", "lse"), (v.abs().max().item(), 0.0), ours, eager, exact, strict=True):
@@ -343,11 +342,11 @@ class TestOnGpu:
     def test_large_scores(self, dtype: str) -> None:
         """q.k in the range of 1e6 does not overflow the strip's fp16."""
         spec = Spec((6, 11), 64, dtype=dtype)
-        assert not failures(spec, 2, 2, 300, 1, magnitude=200, scale=1e-5)
+        assert not failures(spec, 2, 2, 300, 1, magnitude=256, scale=2.0**-16)
 
     def test_overflow_is_nan(self) -> None:
         spec = Spec((6, 11), 64)
-        q, k, v, weight = inputs(spec, 1, 1, 1, 300, 1, magnitude=2e4)
+        q, k, v, weight = inputs(spec, 1, 1, 1, 300, 1, magnitude=2.0**14)
         out, lse = build(spec)(q, k, v, weight, 0.125, None, None)
         assert out.isnan().all()
         assert lse.isnan().all()

@@ -1,16 +1,16 @@
 """Fused split-K decode: the scores of a few queries, convolved on the tensor cores, keys and values read once.
 
-A warp owns a split, a range of keys, and streams it in tiles through a ring of its own in shared memory; warps meet only
-to share the queries. A CTA takes several query heads of one key head, each with its last cq - 1 + n_new query rows:
+A CTA owns a split, a range of keys, and streams it in tiles of K and V through a ring. Its warps share the tiles, and each
+takes some of the query heads that share the keys, each head with its last cq - 1 + n_new query rows:
 
-    scores^T [keys, rows] = K Q^T            rows of all heads and of all new tokens, 8 to an mma
+    scores^T [keys, rows] = K Q^T            rows of all the warp's heads and of all new tokens, 8 to an mma
     strip    [rows, keys]                    the scores in fp16, behind the last ck - 1 columns of the tile before
-    c        [16, 8] += strip x T            16 = (new token, chunk of 8 keys): one row of the strip feeds 8 A rows
-    out^T    [dv, pairs] += V^T P^T          a pair is (query head, new token)
+    c        [16, 8] += strip x T            16 = (new token, chunk of 8 keys)
+    out^T    [dv, 8] += V^T P^T              8 pairs (query head, new token)
 
-The strip being a row of keys, its chunk i, 16 bytes, is row i of an ldmatrix operand, and the operand of the next chunk is
-the same one row on. So a tap of the convolution is a (query row, chunk of the window) and an mma sums two taps. Outputs lag
-the keys by ``pad_right`` columns, so that a tile's windows end inside it.
+A row of the strip being a row of keys, chunk i of it, 16 bytes, is row i of an ldmatrix operand, and the next chunk's operand is
+the same a row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs
+lag the keys by ``pad_right`` columns, so that a tile's windows end inside it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from .forward import SCORE_EXPONENT, check_supported
 from .kernel import Kernel, strides
 from .memory import SharedMap
 
-_WIDE_ROWS, _WIDE_PAIRS, _WIDE_HEADS = 48, 16, 8
-_TILE_ELEMENTS = 4096  # of K or V in a tile: 8 KiB in flight for each stage of each warp
+PAIRS = 8  # (query head, new token) outputs of a warp: the columns of one mma
+_WIDE = ((4, 2), (4, 1), (2, 1))  # warps and heads a warp, the first that fits
+_TILE_ELEMENTS = 4096  # of K or V in a tile: 8 KiB
 _STAGES = 3
 _COMBINE_WARPS = 4
 _RESERVED_REGISTERS = 64  # addresses, loop state, softmax
@@ -43,23 +44,17 @@ class DecodeTile:
 
     Attributes:
         spec: the request.
-        role: ``decode`` (one head) or ``decode_wide`` (several heads of a group, many new tokens).
-        heads: query heads of a CTA, at most.
-        rows: query rows of a CTA, at most; a multiple of 8.
-        pairs: (query head, new token) pairs of a CTA, at most; a multiple of 8.
-        row_tiles: how many 8 rows are multiplied with the keys at a time.
-        warps: splits of a CTA.
+        role: ``decode`` (one head) or ``decode_wide`` (heads that share their keys).
+        warps: warps of a CTA.
+        heads: query heads of a warp, at most.
         keys: keys of a tile.
-        stages: tiles, of K and V in turn, in a warp's ring.
+        stages: tiles, of K and V in turn, in the ring.
     """
 
     spec: Spec
     role: str
-    heads: int
-    rows: int
-    pairs: int
-    row_tiles: int
     warps: int
+    heads: int
     keys: int
     stages: int
 
@@ -67,6 +62,16 @@ class DecodeTile:
     def struct(self) -> str:
         """Its name among the source's constants."""
         return {"decode": "Narrow", "decode_wide": "Wide"}[self.role]
+
+    @property
+    def row_tiles(self) -> int:
+        """Query rows of a warp, at most, by 8: one head with the most new tokens."""
+        return -(-(self.spec.cq - 1 + MAX_NEW_TOKENS) // 8)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a warp, at most."""
+        return 8 * self.row_tiles
 
     @property
     def chunks(self) -> int:
@@ -94,30 +99,27 @@ class DecodeTile:
         return self.keys * (2 * max(self.spec.head_dim, self.spec.value_head_dim) + 16)
 
     def heads_that_fit(self, n_new: int) -> int:
-        """Heads of a CTA, at most."""
-        return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), self.pairs // n_new)
+        """Heads of a warp, at most."""
+        return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), PAIRS // n_new)
 
     def heads_for(self, group: int, n_new: int) -> int:
-        """Heads of a CTA: the group shared out evenly among as few CTAs as hold it; 0 if none does."""
-        most = self.heads_that_fit(n_new)
-        return -(-group // -(-group // most)) if most else 0
+        """Heads of a warp: the group shared out evenly among the warps of as few CTAs as hold it."""
+        blocks = -(-group // (self.warps * self.heads_that_fit(n_new)))
+        return -(-group // (blocks * self.warps))
 
     @property
     def convolved_tiles(self) -> int:
-        """Convolved tiles of a CTA, at most."""
+        """Convolved tiles of a warp, at most."""
         counts = range(1, MAX_NEW_TOKENS + 1)
         return max(self.heads_that_fit(n_new) * -(-n_new // self.tokens) for n_new in counts)
 
     @cached_property
     def shared(self) -> SharedMap:
-        """What the CTA's warps share."""
-        steps = convolution_steps(self.spec)
+        """The CTA's shared memory."""
         return SharedMap.of(
             (
-                ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
-                ("BAND", self.heads * steps * 256, 16),
-                ("POSITION", 4 * self.rows, 16),
-                ("WARPS_PART", self.warps * self.warp_shared.size, 16),
+                ("RING", self.stages * self.ring_tile, 16),
+                ("WARP", self.warps * self.warp_shared.size, 16),
             )
         )
 
@@ -126,27 +128,29 @@ class DecodeTile:
         """What each warp has for itself."""
         return SharedMap.of(
             (
-                ("RING", self.stages * self.ring_tile, 16),
+                ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
+                ("BAND", self.heads * convolution_steps(self.spec) * 256, 16),
                 ("STRIP", self.rows * self.strip_row, 16),
-                ("P", self.pairs * self.weights_row, 16),
-                ("PEAK", 4 * self.pairs, 16),
+                ("P", PAIRS * self.weights_row, 16),
                 ("SUM", 256 * self.convolved_tiles, 16),
+                ("PEAK", 4 * PAIRS, 16),
+                ("POSITION", 4 * self.rows, 16),
             )
         )
 
     @property
     def registers(self) -> int:
         """Estimate: O, the scores, their operands."""
-        accumulators = self.spec.value_head_dim * self.pairs // 32 + self.keys * self.row_tiles // 4
-        return min(255, accumulators + 2 * self.row_tiles + _RESERVED_REGISTERS)
+        accumulators = self.spec.value_head_dim // 4 + self.keys * self.row_tiles // 4
+        return min(255, accumulators + _RESERVED_REGISTERS)
 
     def rule(self, target: Target) -> SplitRule:
-        """How many CTAs a sequence is split among."""
+        """How a sequence is split."""
         resident = min(
             target.shared_per_multiprocessor // (self.shared.size + _BLOCK_OVERHEAD),
             target.registers_per_multiprocessor // (self.registers * 32 * self.warps),
         )
-        return split_rule(resident, self.warps * self.keys, target.multiprocessors)
+        return split_rule(resident, self.keys, target.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -199,26 +203,27 @@ class FusedDecode:
         """Whether a score counts for some new tokens and not for others."""
         return self.spec.causal and self.spec.mask == "output" and self.spec.pad_right > 0
 
-    def tile_for(self, group: int, n_new: int) -> DecodeTile:
+    def tile_for(self, group: int) -> DecodeTile:
         """The kernel for one call."""
-        fits = group == 1 and self.tiles[0].heads_for(group, n_new)
-        return self.tiles[0] if fits else self.tiles[1]
+        return self.tiles[group > 1]
 
     def splits_for(self, tile: DecodeTile, owners: int, keys: int) -> int:
         """Splits of each of ``owners`` sequences of at most ``keys`` keys."""
-        rule = tile.rule(get_target(self.target))
-        return min(tile.warps * rule.splits(owners, keys), max(1, keys // (rule.min_keys // tile.warps)))
+        return tile.rule(get_target(self.target)).splits(owners, keys)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The two decode kernels and the one that merges splits."""
         arguments = (
-            *(("pointer", name) for name in ("q", "k", "v", "weight", "seqlens", "out", "lse", "partial", "partial_lse")),
+            *(
+                ("pointer", name)
+                for name in ("q", "k", "v", "weight", "seqlens", "out", "lse", "partial", "partial_lse")
+            ),
             *strides("q", "k", "v"),
-            *(("int", name) for name in ("n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits")),
+            *(("int", name) for name in ("n_max", "kv_heads", "group", "n_new", "warp_heads", "num_splits")),
             ("float", "scale"),
         )
-        grid = "batch * kv_heads * ceil(num_splits / {}) * ceil(group / cta_heads)"
+        grid = "batch * kv_heads * num_splits * ceil(group / ({} warp_heads))"
         decode = (
             Kernel(
                 tile.role,
@@ -246,14 +251,14 @@ class FusedDecode:
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
         yield "n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the n_new newest tokens' included;"
-        yield f"q holds the {self.spec.cq - 1} queries before the new ones, then the new ones; cta_heads heads a CTA."
+        yield f"q holds the {self.spec.cq - 1} queries before the new ones, then the new ones; warp_heads heads a warp."
         yield "partial (batch * heads * n_new, num_splits, dv) and partial_lse (units of log2) are not read for one split."
         yield f"Convolution: {self.steps} mma.m16n8k16 for 16 x 8 scores; outputs lag the keys by {self.spec.pad_right}."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
         for tile in self.tiles:
-            yield tile.role, "CTA", f"{tile.warps} splits, {tile.rows} query rows, {tile.pairs} outputs, {tile.keys} keys a tile"
+            yield tile.role, "CTA", f"{tile.warps} warps of {tile.heads} heads, {tile.keys} keys a tile"
             yield tile.role, "shared memory", f"{tile.shared.size} bytes, {tile.stages} stages"
 
 
@@ -275,29 +280,11 @@ def fused_decode(spec: Spec, target: Target) -> FusedDecode:
     """
     check_supported(spec, target)
     band(spec.cq, spec.ck)  # the same limits
-    return FusedDecode(spec, target.name, (_narrow(spec, target), _wide(spec, target)))
-
-
-def _narrow(spec: Spec, target: Target) -> DecodeTile:
-    rows = -(-spec.cq // 8) * 8
-    return _fit(target, [DecodeTile(spec, "decode", 1, rows, 8, rows // 8, 1, _keys(spec), _STAGES)])
-
-
-def _wide(spec: Spec, target: Target) -> DecodeTile:
-    return _fit(
-        target,
-        [
-            DecodeTile(spec, "decode_wide", heads, rows, _WIDE_PAIRS, 3, warps, _keys(spec), _STAGES)
-            for heads, rows in ((_WIDE_HEADS, _WIDE_ROWS), (_WIDE_HEADS // 2, _WIDE_ROWS // 2))
-            for warps in (4, 2, 1)
-        ],
-    )
-
-
-def _keys(spec: Spec) -> int:
-    """Keys of a tile: the same number of bytes for every head_dim."""
     widest = max(spec.head_dim, spec.value_head_dim)
-    return next(keys for keys in (64, 32, 16) if keys * widest <= _TILE_ELEMENTS)
+    keys = next(keys for keys in (64, 32, 16) if keys * widest <= _TILE_ELEMENTS)
+    narrow = _fit(target, [DecodeTile(spec, "decode", 1, 1, keys, _STAGES)])
+    wide = _fit(target, [DecodeTile(spec, "decode_wide", warps, heads, keys, _STAGES) for warps, heads in _WIDE])
+    return FusedDecode(spec, target.name, (narrow, wide))
 
 
 def _fit(target: Target, candidates: list[DecodeTile]) -> DecodeTile:
