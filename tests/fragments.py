@@ -131,30 +131,33 @@ def convolve(
 
 
 class Strips:
-    """The two strips of a CTA of the forward pass, and their gathered columns, at addresses 0 and on."""
+    """The strips of a CTA of the forward pass, and their gathered columns, in its shared memory."""
 
     def __init__(self, plan: FusedForward) -> None:
         self.plan = plan
-        self.strip = 2 * plan.strip_parity
-        self.gathers = 2 * self.strip
+        self.shared = SharedMemory(plan.shared.size)
+        self.strips, self.strip = plan.shared["STRIP"].offset, 2 * plan.strip_parity
+        self.gathers = plan.shared["GATHER"].offset if plan.band.gathers else 0
         self.gather = plan.tiles * plan.gather_row
-        self.shared = SharedMemory(self.gathers + 2 * self.gather)
 
     def row(self, row: Addresses) -> Addresses:
         """Address of row ``row`` of the CTA."""
         padded = row + self.plan.strip_pad
-        return (padded & 1) * self.plan.strip_parity + (padded >> 1) * self.plan.strip_row
+        return self.strips + (padded & 1) * self.plan.strip_parity + (padded >> 1) * self.plan.strip_row
 
     def clear_pads(self) -> None:
         """The rows no warp writes."""
-        plan, zero = self.plan, np.zeros((1, 2))
+        plan = self.plan
         words = plan.strip_pad // 2 * (plan.strip_row // 4)
-        for i in range(4 * words):
-            self.shared.store(np.array([i // words * plan.strip_parity + i % words * 4]), zero)
+        places = [(i // words, i % words) for i in range(2 * plan.strips * words)]
+        to = [self.strips + part * plan.strip_parity + word * 4 for part, word in places]
         if plan.band.gathers:
-            for i in range(2 * plan.tiles * plan.strip_pad):
-                at = self.gathers + i // plan.strip_pad * plan.gather_row + i % plan.strip_pad * 4
-                self.shared.store(np.array([at]), zero)
+            places = [divmod(i, plan.strip_pad) for i in range(plan.strips * plan.tiles * plan.strip_pad)]
+            to += [self.gathers + part * plan.gather_row + word * 4 for part, word in places]
+        for first in range(0, len(to), 32):
+            warp = np.array(to[first : first + 32])
+            self.shared.store(warp, np.zeros((warp.size, 2)))
+        self.shared.ways = 1  # once a CTA, it may take as long as it takes
 
 
 class WarpStrip:

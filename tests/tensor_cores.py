@@ -1,10 +1,12 @@
 """The warp instructions that the CUDA templates are made of, in NumPy, lane by lane as the PTX ISA lays them out.
 
-A register of a warp is an array (.., 32 lanes, 2): two 16-bit elements, the low half first. Values are float64: integers
-stay exact, and memory that nobody has written is NaN, which no zero weight hides.
+A register of a warp is an array (32 lanes, 2): two 16-bit elements, the low half first. Values are float64:
+integers stay exact, and memory that nobody has written is NaN, which no zero weight hides.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,26 +41,27 @@ class SharedMemory:
         return [self.elements[at[..., 2 * i : 2 * i + 2]] for i in range(words)]
 
     def load_matrices(self, rows: Addresses, *, count: int = 4, transposed: bool = False) -> Words:
-        """ldmatrix.x4 (or .x2): (.., 4, 32, 2), of which lane l gave the address of row l % 8 of matrix l / 8."""
-        at = self._elements(rows[..., : 8 * count], 4)
-        matrices = self.elements[at].reshape(*rows.shape[:-1], count, 8, 8)
+        """ldmatrix.x4 (or .x2): (4, 32, 2), of which lane l gave the address of row l % 8 of matrix l / 8."""
+        at = self._elements(rows[: 8 * count], 4)
+        matrices = self.elements[at].reshape(count, 8, 8)
         return fragment(np.swapaxes(matrices, -1, -2) if transposed else matrices)
 
     def _elements(self, addresses: Addresses, words: int) -> Addresses:
-        """Indices (.., lanes, 2 words) of the elements at these addresses, which must be aligned and inside."""
-        assert (addresses % (4 * words) == 0).all(), f"not aligned to {4 * words} bytes"
-        assert (addresses >= 0).all()
-        assert (addresses + 4 * words <= 2 * self.elements.size).all()
+        """Indices (lanes, 2 words) of the elements at these addresses, which must be aligned and inside."""
+        assert not (addresses % (4 * words)).any(), f"not aligned to {4 * words} bytes"
+        assert addresses.min() >= 0
+        assert addresses.max() + 4 * words <= 2 * self.elements.size
         lanes = WINDOW // (4 * words)  # that are served together
-        for some in addresses.reshape(-1, addresses.shape[-1]):
-            for first in range(0, some.size, lanes):
-                self.ways = max(self.ways, bank_conflicts(some[first : first + lanes], words))
+        for first in range(0, addresses.size, lanes):
+            together = addresses[first : first + lanes]
+            self.ways = max(self.ways, bank_conflicts((together - together.min() // WINDOW * WINDOW).tobytes(), words))
         return addresses[..., None] // 2 + np.arange(2 * words)
 
 
-def bank_conflicts(addresses: Addresses, words: int) -> int:
-    """The most different words that one of the 32 banks is asked for."""
-    asked = np.unique(addresses[:, None] // 4 + np.arange(words))
+@cache
+def bank_conflicts(addresses: bytes, words: int) -> int:
+    """The most different words that one of the 32 banks is asked for; the addresses' int64s are the key of a cache."""
+    asked = np.unique(np.frombuffer(addresses, np.int64)[:, None] // 4 + np.arange(words))
     return int(np.bincount(asked % 32).max())
 
 
@@ -73,21 +76,17 @@ def matrix(words: Words) -> NDArray[np.float64]:
 
 
 def mma(c: Words, a: Words, b: Words) -> None:
-    """mma.m16n8k16: c (.., 2, 32, 2) += a (.., 4, 32, 2) b (.., 2, 32, 2).
+    """mma.m16n8k16: c (2, 32, 2) += a (4, 32, 2) b (2, 32, 2).
 
     a: rows g and g + 8 of columns 2 t.., then of columns 8 + 2 t..; b: rows 2 t.. and 8 + 2 t.. of column g; c: rows g
     and g + 8 of columns 2 t..; each the element there and the next.
     """
-    blocks, transposed = matrix(a), matrix(b)
-    for half in (0, 1):  # of the rows
-        product = sum(
-            np.einsum("...ik,...jk->...ij", blocks[..., half + 2 * k, :, :], transposed[..., k, :, :]) for k in (0, 1)
-        )
-        c[..., half, :, :] += fragment(np.ascontiguousarray(product))
+    blocks, transposed = matrix(a).reshape(2, 2, 8, 8), matrix(b)
+    c += fragment(np.einsum("khix,kjx->hij", blocks, transposed))
 
 
 def tile_address(tile: int, rows: int, row: Addresses, column: Addresses) -> Addresses:
-    """Address of 16-byte column ``column`` of row ``row``: panels of ``rows`` rows of 128 bytes, exchanged by row % 8."""
+    """Address of 16-byte column ``column`` of row ``row``: panels of ``rows`` rows of 128 bytes, swizzled."""
     return tile + (column >> 3) * (rows * 128) + row * 128 + (((column ^ row) & 7) << 4)
 
 

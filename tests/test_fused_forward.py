@@ -1,0 +1,426 @@
+"""The forward kernel's plan: CTAs walked through on a model of their shared memory and barriers; the plan's limits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from fragments import Strips, WarpStrip, make_band
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled, tile_address
+
+from mtagen.errors import PlanError
+from mtagen.planner.fused.band import MAX_COLUMNS, MAX_ROWS
+from mtagen.planner.fused.forward import FusedForward, fused_forward
+from mtagen.planner.targets import TARGETS
+from mtagen.spec import KEY_PADDINGS, Spec
+
+Array = NDArray[np.float64]
+Waits = Iterator[Callable[[], bool]]  # a warp: yields what it waits for
+
+OUTSIDE, IN_FLIGHT = -1, -2  # what a tile may hold other than keys
+CUDA_TARGETS = [TARGETS[name] for name in ("sm_80", "sm_89", "sm_90a")]
+
+
+class Barrier:
+    """An mbarrier: a phase ends after so many arrivals."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals, self.pending, self.phase = arrivals, arrivals, 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        if not self.pending:
+            self.pending, self.phase = self.arrivals, self.phase + 1
+
+    def wait(self, parity: int) -> Waits:
+        """mbarrier.try_wait.parity: the phase of this parity has ended."""
+        yield lambda: self.phase & 1 != parity
+
+    def sync(self) -> Waits:
+        """bar.sync."""
+        phase = self.phase
+        self.arrive()
+        yield lambda: self.phase > phase
+
+
+class Cta:
+    """One CTA of the forward kernel, its warps scheduled at random.
+
+    Scores are given, not multiplied; tiles of K and V hold which key each 16 bytes are of. ``seen`` counts, and
+    ``convolved`` keeps, what the softmax takes of each row that is stored.
+    """
+
+    def __init__(self, plan: FusedForward, scores: Array, taps: Array, block: int, seed: int) -> None:
+        self.plan, self.scores, self.chance = plan, scores, random.Random(seed)
+        self.n_q, self.n_k = scores.shape
+        self.first = block * plan.owned - plan.halo
+        self.off = self.n_k - self.n_q
+        keys = min(self.n_k, self.first + plan.rows + self.off) if plan.spec.causal else self.n_k
+        self.steps = max(0, (keys + plan.lag + plan.keys - 1) // plan.keys)
+        self.strips = Strips(plan)
+        self.strips.clear_pads()
+        cq, ck = taps.shape
+        self.operands = make_band(plan.band, lambda u, v: taps[u, v] if 0 <= u < cq and 0 <= v < ck else 0.0)
+        stages = plan.stages if plan.hopper else 1
+        self.k = np.full((stages, plan.keys, plan.spec.head_dim // 8), IN_FLIGHT)
+        self.v = np.full((stages, plan.keys, plan.spec.value_head_dim // 8), IN_FLIGHT)
+        self.seen = np.zeros(scores.shape, int)
+        self.convolved = np.zeros(scores.shape)
+
+    def run(self) -> None:
+        warps = self.hopper_warps() if self.plan.hopper else self.ampere_warps()
+        waiting: list[tuple[Waits, Callable[[], bool]]] = [(warp, lambda: True) for warp in warps]
+        while waiting:
+            ready = [i for i, (_, condition) in enumerate(waiting) if condition()]
+            assert ready, "deadlock"
+            i = self.chance.choice(ready)
+            warp = waiting[i][0]
+            try:
+                waiting[i] = warp, next(warp)
+            except StopIteration:
+                del waiting[i]
+
+    # Pieces of the kernels.
+
+    def pause(self) -> Waits:
+        """Others may run."""
+        yield lambda: True
+
+    def load(self, tile: NDArray[np.int64], first: int, threads: range, copiers: int) -> Waits:
+        """load_tile by some of its threads: the copies take time."""
+        i = np.concatenate([np.arange(thread, tile.size, copiers) for thread in threads])
+        row = first + i // tile.shape[1]
+        place = i // tile.shape[1], i % tile.shape[1]
+        tile[place] = IN_FLIGHT
+        yield from self.pause()
+        tile[place] = np.where((row >= 0) & (row < self.n_k), row, OUTSIDE)
+
+    def keys_of(self, tile: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+        """The keys that a tile holds, which must be those from ``first`` on."""
+        key = first + np.arange(self.plan.keys)
+        assert (tile == np.where((key >= 0) & (key < self.n_k), key, OUTSIDE)[:, None]).all()
+        return tile[:, 0]
+
+    def multiplied(self, strip: int, keys: NDArray[np.int64]) -> Words:
+        """Scores of the 16 rows of a strip as accumulators hold them; Q's rows are in the order of load_queries."""
+        r = 16 * strip + np.arange(16)
+        row = self.first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1)
+        inside = ((row >= 0) & (row < self.n_q))[:, None] & (keys != OUTSIDE)
+        tile = np.where(inside, self.scores[np.clip(row, 0, self.n_q - 1)[:, None], np.maximum(keys, 0)], 0.0)
+        return tile.reshape(2, 8, self.plan.tiles, 8).transpose(2, 0, 1, 3).reshape(self.plan.tiles, 2, 32, 2)
+
+    def places(self, column: int, top: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Row and column of each accumulator of 16 rows."""
+        tile, half, element = np.arange(self.plan.tiles), np.arange(2), np.arange(2)
+        rows = top + 2 * G[:, None] + half[:, None, None]
+        columns = column + 8 * tile[:, None, None, None] + 2 * T[:, None] + element
+        return np.broadcast_arrays(rows, columns)
+
+    def mask_scores(self, s: Words, column: int, strip: int) -> None:
+        top = self.first + 16 * strip + self.off
+        if self.plan.spec.causal and column + self.plan.keys - 1 > top:
+            row, key = self.places(column, top)
+            s[key > row] = 0
+
+    def take(self, c: Words, column: int, strip: int, v: NDArray[np.int64]) -> None:
+        """What mask_outputs leaves and store_output stores."""
+        plan, top = self.plan, self.first + 16 * strip
+        row, key = self.places(column, top)
+        hidden = np.zeros(c.shape, bool)
+        last = top + self.off if plan.spec.causal else self.n_k - 1
+        if (plan.lag and column < 0) or column + plan.keys - 1 > last:
+            hidden = key > row + self.off if plan.spec.causal else key >= self.n_k
+            if plan.lag:
+                hidden |= key < 0
+        stored = (row >= self.first + plan.halo) & (row < self.n_q) & ~hidden
+        local = key - column
+        assert (v[local[stored]] == key[stored]).all(), "P and V disagree"
+        assert (key[stored] >= 0).all()
+        np.add.at(self.seen, (row[stored], key[stored]), 1)
+        self.convolved[row[stored], key[stored]] = c[stored]
+
+    # forward_sm90.cu: one generator a warp.
+
+    def hopper_warps(self) -> Iterator[Waits]:
+        plan, groups = self.plan, self.plan.warps // 4
+        full = [[Barrier(64 // 32) for _ in range(plan.stages)] for _ in "kv"]
+        empty = [[Barrier(4 * groups) for _ in range(plan.stages)] for _ in "kv"]
+        written, read = ([[Barrier(1) for _ in range(2)] for _ in range(plan.warps)] for _ in range(2))
+        # The kernel may not count on the four warps of a product meeting in it, nor on their not meeting.
+        meets = self.chance.choice((4, 1))
+        products = [Barrier(meets) for _ in range(plan.warps // meets)]
+
+        def loader(which: int, warp: int) -> Waits:
+            tiles, loads_k = (self.k, self.v)[which], which == 0
+            for t in range(self.steps + loads_k):
+                stage = t % plan.stages
+                if t >= plan.stages:
+                    yield from empty[which][stage].wait((t // plan.stages - 1) & 1)
+                first = t * plan.keys - (0 if loads_k else plan.lag)
+                yield from self.load(tiles[stage], first, range(32 * warp, 32 * warp + 32), 64)
+                full[which][stage].arrive()
+
+        def compute(warp: int) -> Waits:
+            strip, product = WarpStrip(self.strips, warp), products[warp // meets]
+            gives, takes = plan.halo > 0 and warp < plan.warps - 1, plan.halo > 0 and warp > 0
+
+            def scores(t: int) -> Words:
+                return self.multiplied(warp, self.keys_of(self.k[t % plan.stages], t * plan.keys))
+
+            def issue_scores(t: int) -> Waits:
+                yield from full[0][t % plan.stages].wait(t // plan.stages & 1)
+                yield from product.sync()
+                scores(t)  # what an asynchronous product reads is there now, and when it is waited for
+
+            def write_scores(s: Words, t: int) -> Waits:
+                self.mask_scores(s, t * plan.keys, warp)
+                if gives and t >= 2:
+                    yield from read[warp][t & 1].wait((t // 2 - 1) & 1)
+                yield from self.pause()
+                strip.write(s, t)
+                if gives:
+                    written[warp][t & 1].arrive()
+
+            yield from issue_scores(0)
+            s = scores(0)
+            empty[0][0].arrive()
+            yield from write_scores(s, 0)
+            for t in range(self.steps):
+                if takes:
+                    yield from written[warp - 1][t & 1].wait(t // 2 & 1)
+                yield from self.pause()
+                c = strip.convolved(t, self.operands)
+                if takes:
+                    read[warp - 1][t & 1].arrive()
+                yield from issue_scores(t + 1)
+                yield from full[1][t % plan.stages].wait(t // plan.stages & 1)
+                column = t * plan.keys - plan.lag
+                self.keys_of(self.v[t % plan.stages], column)
+                s = scores(t + 1)
+                empty[0][(t + 1) % plan.stages].arrive()
+                yield from write_scores(s, t + 1)
+                self.take(c, column, warp, self.keys_of(self.v[t % plan.stages], column))
+                empty[1][t % plan.stages].arrive()
+
+        yield from (loader(which, warp) for which in (0, 1) for warp in (0, 1))
+        yield from (compute(warp) for warp in range(plan.warps))
+
+    # forward_sm80.cu
+
+    def ampere_warps(self) -> Iterator[Waits]:
+        plan = self.plan
+        meet = Barrier(plan.warps)
+
+        def compute(warp: int) -> Waits:
+            threads = range(32 * warp, 32 * warp + 32)
+            mine = [plan.row_tiles * warp + m for m in range(plan.row_tiles)]
+            strips = {m: WarpStrip(self.strips, m) for m in mine}
+
+            def load(tile: NDArray[np.int64], first: int) -> Waits:
+                copies = self.load(tile, first, threads, plan.threads)
+                next(copies)  # in flight until they are waited for
+                return copies
+
+            def land(copies: Waits) -> None:
+                for _ in copies:
+                    pass
+
+            copies = load(self.k[0], 0)
+            for t in range(self.steps):
+                land(copies)
+                yield from meet.sync()
+                column = t * plan.keys - plan.lag
+                copies = load(self.v[0], column)
+                for m in mine:
+                    yield from self.pause()
+                    s = self.multiplied(m, self.keys_of(self.k[0], t * plan.keys))
+                    self.mask_scores(s, t * plan.keys, m)
+                    strips[m].write(s, 0)
+                land(copies)
+                yield from meet.sync()
+                copies = load(self.k[0], (t + 1) * plan.keys) if t + 1 < self.steps else iter(())
+                for m in mine:
+                    yield from self.pause()
+                    c = strips[m].convolved(0, self.operands)
+                    self.take(c, column, m, self.keys_of(self.v[0], column))
+
+        yield from (compute(warp) for warp in range(plan.warps))
+
+
+def convolved(spec: Spec, scores: Array, taps: Array) -> tuple[Array, NDArray[np.bool_]]:
+    """C, and which of it the softmax sees, from the definition."""
+    n_q, n_k = scores.shape
+    allowed = np.arange(n_k) <= np.arange(n_q)[:, None] + n_k - n_q if spec.causal else np.ones(scores.shape, bool)
+    padded = np.pad(np.where(allowed, scores, 0), ((spec.cq - 1, 0), (spec.pad_left, spec.pad_right)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, taps.shape)
+    return np.einsum("injk,jk->in", windows, taps), allowed
+
+
+def assert_convolves(plan: FusedForward, n_q: int, n_k: int, seed: int = 0) -> None:
+    """Every allowed score, convolved, is seen exactly once, by all CTAs together."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(-9, 10, (n_q, n_k)).astype(float)
+    taps = rng.integers(-9, 10, plan.spec.kernel).astype(float)
+    seen, got = np.zeros(scores.shape, int), np.zeros(scores.shape)
+    for block in range(-(-n_q // plan.owned)):
+        cta = Cta(plan, scores, taps, block, seed + block)
+        cta.run()
+        assert cta.strips.shared.ways == 1, "bank conflicts"
+        seen += cta.seen
+        got += cta.convolved
+    expected, allowed = convolved(plan.spec, scores, taps)
+    assert np.array_equal(seen, allowed)
+    assert np.array_equal(got, np.where(allowed, expected, 0))
+
+
+KERNELS = [(6, 11), (1, 1), (1, 7), (11, 1), (5, 2), (3, 3), (4, 10), (16, 17), (9, 11)]
+LENGTHS = [(1, 1), (67, 67), (5, 300), (113, 203), (203, 113), (301, 4)]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_score_once(kernel: tuple[int, int], causal: bool, target: str) -> None:
+    for i, padding in enumerate(KEY_PADDINGS):
+        plan = fused_forward(Spec(kernel, 16, causal=causal, key_padding=padding), TARGETS[target])
+        for n_q, n_k in LENGTHS[i::3]:
+            assert_convolves(plan, n_q, n_k)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kernel=st.tuples(st.integers(1, MAX_ROWS), st.integers(1, MAX_COLUMNS)),
+    causal=st.booleans(),
+    padding=st.sampled_from(KEY_PADDINGS),
+    groups=st.sampled_from([0, 1, 2]),
+    keys=st.sampled_from([32, 48, 64]),
+    n_q=st.integers(1, 140),
+    n_k=st.integers(1, 260),
+    seed=st.integers(0, 2**16),
+)
+def test_every_score_once_whatever_the_shape(
+    kernel: tuple[int, int], causal: bool, padding: str, groups: int, keys: int, n_q: int, n_k: int, seed: int
+) -> None:
+    spec = Spec(kernel, 16, causal=causal, key_padding=padding)
+    hopper = FusedForward(spec, "sm_90a", True, 4 * groups, keys, 2, True, 1)
+    ampere = FusedForward(spec, "sm_80", False, 2, keys, 1, False, 1, row_tiles=1 + seed % 2)
+    assert_convolves(hopper if groups else ampere, n_q, n_k, seed)
+
+
+def element_of(start: int, strides: tuple[int, int, int], row: Array, column: Array) -> Array:
+    """Address of an element of a wgmma operand, swizzled by 128 bytes.
+
+    ``strides``: bytes from 64 elements of the contiguous axis to the next 64, of the other from 8 to the next 8, and
+    from one to the next.
+    """
+    panel, eight, one = strides
+    return swizzled(start + column // 64 * panel + column % 64 * 2 + row // 8 * eight + row % 8 * one)
+
+
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 128, 256])
+def test_operands_lie_as_tiles_are_copied(dim: int) -> None:
+    """Descriptors with inner_columns (Q, K: along the inner axis) and inner_rows (V: across) find what was copied."""
+    for rows in (32, 64, 192):
+        row, column = np.meshgrid(np.arange(rows), np.arange(dim), indexing="ij")
+        copied = tile_address(0, rows, row, column // 8) + column % 8 * 2
+        assert copied.max() < rows * 128 * -(-dim // 64)
+        assert np.unique(copied).size == copied.size
+        for k in range(dim // 16):  # columns 16 k.. of all rows
+            start = (k >> 2) * (rows * 128) + (k & 3) * 32
+            inner = slice(16 * k, 16 * k + 16)
+            found = element_of(start, (16, 1024, 128), row[:, inner], column[:, inner] - 16 * k)
+            assert np.array_equal(found, copied[:, inner])
+        for k in range(rows // 16):  # rows 16 k.. of all columns
+            inner = slice(16 * k, 16 * k + 16)
+            found = element_of(k * 16 * 128, (rows * 128, 1024, 128), row[inner] - 16 * k, column[inner])
+            assert np.array_equal(found, copied[inner])
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_products_of_tiles_by_mma(dim: int) -> None:
+    """What forward_sm80 loads with ldmatrix: q k^T and p v, without bank conflicts."""
+    keys, rng = 32, np.random.default_rng(dim)
+    q, k, v = (rng.integers(-9, 10, (n, dim)).astype(float) for n in (16, keys, keys))
+    shared, sizes = SharedMemory(3 * keys * 128 * -(-dim // 64)), {}
+    for name, tile, rows in (("q", q, 16), ("k", k, keys), ("v", v, keys)):
+        sizes[name] = len(sizes) * keys * 128 * -(-dim // 64)
+        row, column = np.meshgrid(np.arange(rows), np.arange(dim), indexing="ij")
+        shared.elements[(tile_address(sizes[name], rows, row, column // 8) // 2 + column % 8)] = tile
+
+    def load(name: str, row: Array, column: Array, *, transposed: bool = False) -> Words:
+        return shared.load_matrices(
+            tile_address(sizes[name], 16 if name == "q" else keys, row, column), transposed=transposed
+        )
+
+    s = np.zeros((keys // 8, 2, 32, 2))
+    for kk in range(dim // 16):
+        a = load("q", LANES & 15, 2 * kk + (LANES >> 4))
+        for n in range(keys // 16):
+            b = load("k", 16 * n + (LANES >> 4) * 8 + (LANES & 7), 2 * kk + (LANES >> 3 & 1))
+            mma(s[2 * n], a, b[:2])
+            mma(s[2 * n + 1], a, b[2:])
+    scores = matrix(s).transpose(1, 2, 0, 3).reshape(16, keys)
+    assert np.array_equal(scores, q @ k.T)
+    o = np.zeros((dim // 8, 2, 32, 2))
+    for kk in range(keys // 16):
+        a = np.stack([s[2 * kk, 0], s[2 * kk, 1], s[2 * kk + 1, 0], s[2 * kk + 1, 1]])
+        for n in range(dim // 16):
+            b = load("v", 16 * kk + (LANES & 15), 2 * n + (LANES >> 4), transposed=True)
+            mma(o[2 * n], a, b[:2])
+            mma(o[2 * n + 1], a, b[2:])
+    assert np.array_equal(matrix(o).transpose(1, 2, 0, 3).reshape(16, dim), scores @ v)
+    assert shared.ways == 1
+
+
+def all_plans() -> Iterator[FusedForward]:
+    """Every forward plan of a grid of specs that there is."""
+    kernels = [(1, 1), (6, 11), (2, 9), (16, 17), (9, 2)]
+    dims = [(16, 16), (64, 64), (80, 48), (128, 128), (64, 256), (192, 192), (256, 256)]
+    for kernel, (dim, value_dim), target in itertools.product(kernels, dims, CUDA_TARGETS):
+        try:
+            yield fused_forward(Spec(kernel, dim, value_head_dim=value_dim), target)
+        except PlanError as error:
+            assert target.name in str(error)  # noqa: PT017 - the message names the limit
+
+
+def test_shared_memory_maps() -> None:
+    assert sum(1 for _ in all_plans()) > 60
+    for plan in all_plans():
+        regions = plan.shared.regions
+        alignment = {"Q": 1024, "K": 1024, "V": 1024, "STRIP": 16, "GATHER": 16, "BARRIERS": 8}
+        for region, following in itertools.pairwise(regions):
+            assert region.offset + region.size <= following.offset
+        for region in regions:
+            assert region.offset % alignment[region.name] == 0
+            assert region.size > 0
+        assert plan.shared.size == regions[-1].offset + regions[-1].size == plan.kernels[0].shared
+        assert plan.shared.size <= TARGETS[plan.target].shared_per_block
+        # Panels, which are as wide as swizzled rows: tiles of whole 1024-byte atoms.
+        assert {plan.shared[name].size % 1024 for name in "QKV"} == {0}
+
+
+def test_registers_that_warpgroups_trade() -> None:
+    """setmaxnreg gives out what the launch has taken: the most registers that all threads can have."""
+    for groups in (1, 2, 3):
+        plan = FusedForward(Spec((6, 11), 64), "sm_90a", True, 4 * groups, 64, 2, True, 4)
+        computes, loads = plan.register_split
+        launched = min(255, 65536 // plan.threads) // 8 * 8
+        assert 128 * (groups * computes + loads) <= launched * plan.threads <= 65536
+        assert computes % 8 == loads % 8 == 0
+        assert 24 <= loads < computes <= 255
+    for plan in all_plans():
+        assert plan.registers <= plan.register_split[0] <= TARGETS[plan.target].registers_per_thread
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_mask_of_the_output_is_refused(target: str) -> None:
+    with pytest.raises(PlanError, match="mask"):
+        fused_forward(Spec((2, 1), 64, mask="output"), TARGETS[target])
+    for spec in (Spec((1, 5), 64, mask="output"), Spec((2, 3), 64, mask="output", causal=False)):
+        assert fused_forward(spec, TARGETS[target]).spec == spec  # where both masks are one
