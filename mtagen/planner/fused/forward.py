@@ -16,13 +16,13 @@ from typing import NamedTuple
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
-from ..targets import Target
+from ..targets import Target, get_target
 from .band import CHUNK, Band, band
 from .kernel import Kernel, strides
-from .memory import SharedMap
+from .memory import RESERVED_SHARED, SharedMap
 
 SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
-_RESERVED_REGISTERS = 18  # addresses, loop state, softmax state
+_RESERVED_REGISTERS = {True: 18, False: 48}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 
 
 class Wgmma(NamedTuple):
@@ -183,13 +183,17 @@ class FusedForward:
     @property
     def register_split(self) -> tuple[int, int]:
         """Registers a thread of a warpgroup that computes, and of the one that loads."""
-        return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4] if self.hopper else (255, 0)
+        if self.hopper:
+            return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4]
+        target = get_target(self.target)
+        return min(target.registers_per_thread, target.registers_per_multiprocessor // (self.threads * self.blocks)), 0
 
     @property
     def registers(self) -> int:
-        """Estimate for a thread that computes: O, the scores, the convolved scores, B operands, Q."""
-        accumulators = self.spec.value_head_dim // 2 + 2 * (self.keys // 2)
-        return accumulators + self.band.registers + 4 * self.query_fragments + _RESERVED_REGISTERS
+        """Estimate for a thread that computes: O, the scores, on Hopper at once the convolved ones, B operands, Q."""
+        accumulators = self.spec.value_head_dim // 2 + (2 if self.hopper else 1) * (self.keys // 2)
+        tiles = self.row_tiles * (accumulators + 4 * self.query_fragments)
+        return tiles + self.band.registers + _RESERVED_REGISTERS[self.hopper]
 
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
@@ -248,21 +252,16 @@ def fused_forward(spec: Spec, target: Target) -> FusedForward:
     """
     check_supported(spec, target)
     check_mask(spec)
-    best: FusedForward | None = None
     for candidate in _candidates(spec, target):
-        if candidate.shared.size <= target.shared_per_block and candidate.registers <= candidate.register_split[0]:
+        blocks = candidate.blocks
+        shared = min(target.shared_per_block, target.shared_per_multiprocessor // blocks - RESERVED_SHARED)
+        if candidate.shared.size <= shared and candidate.registers <= candidate.register_split[0]:
             return candidate
-        best = best or candidate
-    assert best is not None
-    raise PlanError(
-        explain(
-            "head_dim",
-            spec.head_dim,
-            f"the smallest forward tile needs {best.shared.size} bytes of shared memory and about {best.registers} registers a thread; "
-            f"{target.name} has {target.shared_per_block} and {best.register_split[0]}",
-            "a smaller head_dim, or backend='triton'",
-        )
+    rule = (
+        f"the smallest forward tile needs {candidate.shared.size} bytes of shared memory and about "
+        f"{candidate.registers} registers a thread; {target.name} has {shared} and {candidate.register_split[0]}"
     )
+    raise PlanError(explain("head_dim", spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))
 
 
 def check_supported(spec: Spec, target: Target) -> None:
@@ -300,5 +299,9 @@ def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
             in_registers = fragments if fragments <= 4 else 0
             yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, fragments <= 4, in_registers)
     else:
-        for warps, keys, stages in ((8, 64, 2), (4, 64, 2), (4, 32, 2)):
-            yield FusedForward(spec, target.name, False, warps, keys, stages, False, fragments)
+        # Two tiles a warp halve the reads of K and V; a second CTA hides what the first one waits for.
+        two_tiles = [(4, keys, 2, 2) for keys in (64, 48, 32)]
+        one_tile = [(warps, keys, 1, 1) for warps in (8, 4) for keys in (64, 48, 32)]
+        for warps, keys, row_tiles, blocks in (*two_tiles, *one_tile):
+            in_registers = fragments if fragments * row_tiles <= 8 and spec.value_head_dim <= 128 else 0
+            yield FusedForward(spec, target.name, False, warps, keys, 1, False, in_registers, row_tiles, blocks)

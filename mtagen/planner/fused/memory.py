@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+RESERVED_SHARED = 1024  # bytes the system takes of every CTA's share
+
 
 class Region(NamedTuple):
     """A part of a CTA's shared memory."""
