@@ -63,7 +63,7 @@ def test_every_row_shift_has_its_block() -> None:
     for plan in plans():
         share = plan.weight_gradient
         assert share.shifts * share.splits >= plan.spec.cq
-        blocks = [block for block in share.blocks if block]
+        blocks = [block for block, _, _ in share.blocks]
         assert sorted(blocks) == sorted(itertools.product(range(share.shifts), range(share.chunks)))
 
 
@@ -98,13 +98,19 @@ def direct(spec: Spec, q: Array, k: Array, v: Array, w: Array, grad_out: Array) 
     """From the definition, by autograd in float64."""
     leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, w)]
     out = reference(
-        *(x[None, None] for x in leaves[:3]), leaves[3][None], causal=spec.causal, key_padding=spec.key_padding, scale=1.0
+        *(x[None, None] for x in leaves[:3]),
+        leaves[3][None],
+        causal=spec.causal,
+        key_padding=spec.key_padding,
+        scale=1.0,
     )
     assert isinstance(out, Tensor)
     return Gradients(*(x.numpy() for x in torch.autograd.grad(out, leaves, torch.from_numpy(grad_out)[None, None])))
 
 
-def modelled(plan: FusedBackward, q: Array, k: Array, v: Array, w: Array, grad_out: Array, lse: Array, dot: Array) -> Gradients:
+def modelled(
+    plan: FusedBackward, q: Array, k: Array, v: Array, w: Array, grad_out: Array, lse: Array, dot: Array
+) -> Gradients:
     """As the kernel goes: CTA by CTA, tile by tile, through strips whose columns and rows are the plan's."""
     spec = plan.spec
     (n_q, dim), (n_k, _) = q.shape, k.shape
@@ -157,7 +163,10 @@ def modelled(plan: FusedBackward, q: Array, k: Array, v: Array, w: Array, grad_o
             for i in range(ROWS):
                 if 0 <= row - GROUP + i < n_q:
                     dq[row - GROUP + i] += part[i]
-            for sums, tile, lag, begin in ((dk, ds.T @ above, plan.lag, plan.shift), (dv, p.T @ tile_do, plan.pad_left, plan.pad_right)):
+            for sums, tile, lag, begin in (
+                (dk, ds.T @ above, plan.lag, plan.shift),
+                (dv, p.T @ tile_do, plan.pad_left, plan.pad_right),
+            ):
                 for column in range(begin, min(begin + plan.owned, n_k - c0 - lag)):
                     sums[c0 + lag + column] += tile[column]
 
@@ -170,7 +179,9 @@ def modelled(plan: FusedBackward, q: Array, k: Array, v: Array, w: Array, grad_o
                     at = 8 * (chunk + plan.first_weight_chunk + d)
                     if at < 0:
                         continue
-                    part = scores[(t * ROWS - (spec.cq - 1) + u + np.arange(ROWS)) % len(scores)][:, at : at + 8].T @ owned
+                    part = (
+                        scores[(t * ROWS - (spec.cq - 1) + u + np.arange(ROWS)) % len(scores)][:, at : at + 8].T @ owned
+                    )
                     for m, n in np.ndindex(8, 8):
                         i = 8 * (plan.first_weight_chunk + d) + m - n + plan.shift
                         if 0 <= i < spec.ck:

@@ -50,7 +50,8 @@ class WeightGradient(NamedTuple):
         shifts: row shifts of a warp.
         splits: sets of row shifts; 4 / splits warps share a set, each with ``splits`` groups of a tile.
         chunks: chunks of a window.
-        products: the pairs of blocks.
+        products: the pairs of blocks. One that pairs the last block with one that has been paired before, whose sums are
+            then ignored, shares its operand with the next chunk's.
     """
 
     shifts: int
@@ -59,9 +60,14 @@ class WeightGradient(NamedTuple):
     products: tuple[tuple[Block, Block | None], ...]
 
     @property
-    def blocks(self) -> tuple[Block | None, ...]:
-        """The blocks in the order of the accumulators."""
-        return tuple(block for product in self.products for block in product)
+    def blocks(self) -> tuple[tuple[Block, int, int], ...]:
+        """(block, product, half of its rows) of the sums that count, a block once."""
+        places: dict[Block, tuple[int, int]] = {}
+        for product, pair in enumerate(self.products):
+            for half, block in enumerate(pair):
+                if block:
+                    places.setdefault(block, (product, half))
+        return tuple((block, *place) for block, place in places.items())
 
     @property
     def loads(self) -> int:
@@ -83,7 +89,8 @@ def weight_gradient(cq: int, chunks: int) -> WeightGradient:
     ]
     if shifts % 2:
         last = shifts - 1
-        products += [((last, d), (last, d + 1) if d + 1 < chunks else None) for d in range(0, chunks, 2)]
+        starts = [*range(0, chunks - 1, 2), *([chunks - 2] if chunks % 2 and chunks > 1 else [])]
+        products += [((last, d), (last, d + 1)) for d in starts] or [((last, 0), None)]
     return WeightGradient(shifts, splits, chunks, tuple(products))
 
 
@@ -252,7 +259,7 @@ class FusedBackward:
                 ("K", self.keys * vectors, 1024),
                 ("V", self.keys * vectors, 1024),
                 ("Q", 2 * ROWS * vectors, 1024),
-                ("Q_CARRY", GROUP * vectors, 1024),
+                ("Q_ABOVE", GROUP * vectors, 1024),
                 ("DO", 2 * ROWS * vectors, 1024),
                 ("P", self.warpgroups * ROWS * 128, 1024),
                 ("DS", self.warpgroups * ROWS * 128, 1024),
@@ -260,6 +267,7 @@ class FusedBackward:
                 ("G", 2 * GRADIENT_RING * parity, 16),
                 ("BAND", 2 * 4 * self.spec.cq * self.band_words, 16),
                 ("ROW", 2 * 2 * 4 * ROWS, 16),
+                ("LOADED", 8, 8),
             )
         )
 
