@@ -298,7 +298,7 @@ BUILDS = {
     "mask": ({"mask": "none"}, "mask", "'none'", "not supported", "('source', 'output')"),
     "dtype": ({"dtype": "fp8"}, "dtype", "'fp8'", "not supported", "'bf16', 'fp16', 'fp32', 'fp64'"),
     "torch dtype": ({"dtype": torch.int8}, "dtype", "torch.int8", "not supported", "torch.bfloat16"),
-    "backend": ({"backend": "cuda"}, "backend", "'cuda'", "is not built", "('auto', 'triton', 'torch')"),
+    "backend": ({"backend": "cudnn"}, "backend", "'cudnn'", "is not built", "('auto', 'cuda', 'triton', 'torch')"),
     "target": ({"target": "sm_42"}, "target", "'sm_42'", "is not known", "'sm_80', 'sm_89', 'sm_90a'"),
 }
 
@@ -379,7 +379,7 @@ def test_kernels_for_gpus_refuse_cpu_tensors() -> None:
     ):
         with pytest.raises(BackendError) as caught:
             call()
-        assert_explains(caught.value, "device", "'cpu'", "runs on GPUs", "backend='auto'")
+        assert_explains(caught.value, "device", "'cpu'", "run on GPUs", "backend='auto'")
 
 
 def test_interpreter_refuses_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

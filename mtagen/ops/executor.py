@@ -111,7 +111,7 @@ class Executor:
         if q.device.type == "cpu" and not self.kernels_on_cpu:
             if self.torch_on_cpu:
                 return None
-            rule = "this op was built of kernels for GPUs"
+            rule = "the kernels of this op run on GPUs"
             raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
         return self.kernels
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtagen.accuracy import compare
-from mtagen.codegen import render
+from mtagen.codegen.triton import render
 from mtagen.naive import reference
 from mtagen.planner import plan
 from mtagen.runtime.loader import load_module
