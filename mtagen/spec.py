@@ -82,6 +82,11 @@ class Spec:
         return self.ck - 1 - self.pad_left
 
     @property
+    def masks_by_output(self) -> bool:
+        """Whether a score counts for some rows of outputs and not for others: with one row both masks agree."""
+        return self.causal and self.mask == "output" and self.cq > 1
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element of q, k, v and out."""
         return DTYPES[self.dtype]

@@ -251,7 +251,6 @@ def fused_forward(spec: Spec, target: Target) -> FusedForward:
         PlanError: the shape does not fit; the message names the limit.
     """
     check_supported(spec, target)
-    check_mask(spec)
     for candidate in _candidates(spec, target):
         blocks = candidate.blocks
         shared = min(target.shared_per_block, target.shared_per_multiprocessor // blocks - RESERVED_SHARED)
@@ -278,17 +277,6 @@ def check_supported(spec: Spec, target: Target) -> None:
     if target.backend != "cuda" or target.name == "generic":
         raise PlanError(explain("target", target.name, "has no CUDA templates", ("sm_80", "sm_89", "sm_90a")))
     band(spec.cq, spec.ck)  # raises for kernels that are too large
-
-
-def check_mask(spec: Spec) -> None:
-    """What keeping one copy of the masked scores needs of a spec.
-
-    Raises:
-        PlanError: which scores count depends on the row of the output.
-    """
-    if spec.causal and spec.mask == "output" and spec.cq > 1:
-        rule = "the fused kernel masks a score by its own row, for all outputs alike"
-        raise PlanError(explain("mask", spec.mask, rule, "'source', or backend='triton'"))
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
