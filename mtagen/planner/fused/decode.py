@@ -1,16 +1,16 @@
 """Fused split-K decode: the scores of a few queries, convolved on the tensor cores, keys and values read once.
 
-A CTA owns a split, a range of keys, and streams it in tiles of K and V through a ring. Its warps share the tiles, and each
-takes some of the query heads that share the keys, each head with its last cq - 1 + n_new query rows:
+A CTA owns a split, a range of keys, and streams it in tiles of K and V through a ring. A warp takes some keys of each tile
+and some of the query heads that share them, each head with its last cq - 1 + n_new query rows:
 
     scores^T [keys, rows] = K Q^T            rows of all the warp's heads and of all new tokens, 8 to an mma
     strip    [rows, keys]                    the scores in fp16, behind the last ck - 1 columns of the tile before
     c        [16, 8] += strip x T            16 = (new token, chunk of 8 keys)
     out^T    [dv, 8] += V^T P^T              8 pairs (query head, new token)
 
-A row of the strip being a row of keys, chunk i of it, 16 bytes, is row i of an ldmatrix operand, and the next chunk's operand is
-the same a row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs
-lag the keys by ``pad_right`` columns, so that a tile's windows end inside it.
+A chunk of the strip, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a row
+further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag the keys
+by ``pad_right`` columns, so that a tile's windows end inside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .kernel import Kernel, strides
 from .memory import SharedMap
 
 PAIRS = 8  # (query head, new token) outputs of a warp: the columns of one mma
-_WIDE = ((4, 2), (4, 1), (2, 1))  # warps and heads a warp, the first that fits
+_WIDE = ((2, 2, 4), (2, 2, 2), (1, 2, 2), (1, 1, 1))  # key warps, head warps, heads a warp: the first that fits
 _TILE_ELEMENTS = 4096  # of K or V in a tile: 8 KiB
 _STAGES = 3
 _COMBINE_WARPS = 4
@@ -45,16 +45,20 @@ class DecodeTile:
     Attributes:
         spec: the request.
         role: ``decode`` (one head) or ``decode_wide`` (heads that share their keys).
-        warps: warps of a CTA.
+        key_warps: warps that share out the keys of a tile.
+        head_warps: warps, for each of those, that share out the heads.
         heads: query heads of a warp, at most.
-        keys: keys of a tile.
+        row_tiles: query rows of a warp, at most, by 8.
+        keys: keys of a tile for a warp.
         stages: tiles, of K and V in turn, in the ring.
     """
 
     spec: Spec
     role: str
-    warps: int
+    key_warps: int
+    head_warps: int
     heads: int
+    row_tiles: int
     keys: int
     stages: int
 
@@ -64,9 +68,9 @@ class DecodeTile:
         return {"decode": "Narrow", "decode_wide": "Wide"}[self.role]
 
     @property
-    def row_tiles(self) -> int:
-        """Query rows of a warp, at most, by 8: one head with the most new tokens."""
-        return -(-(self.spec.cq - 1 + MAX_NEW_TOKENS) // 8)
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return self.key_warps * self.head_warps
 
     @property
     def rows(self) -> int:
@@ -74,8 +78,13 @@ class DecodeTile:
         return 8 * self.row_tiles
 
     @property
+    def tile_keys(self) -> int:
+        """Keys of a tile."""
+        return self.key_warps * self.keys
+
+    @property
     def chunks(self) -> int:
-        """Chunks of 8 keys in a tile."""
+        """Chunks of 8 keys in a warp's part of a tile."""
         return self.keys // CHUNK
 
     @property
@@ -86,7 +95,7 @@ class DecodeTile:
     @property
     def strip_row(self) -> int:
         """Bytes from one row of the strip to the next: an odd number of chunks, for no bank conflicts."""
-        return 16 * (self.chunks + -(-(self.spec.ck - 1) // CHUNK) | 1)
+        return 16 * (self.tile_keys // CHUNK + window_chunks(self.spec) - 1 | 1)
 
     @property
     def weights_row(self) -> int:
@@ -96,16 +105,16 @@ class DecodeTile:
     @property
     def ring_tile(self) -> int:
         """Bytes of a tile of K or V: rows padded by 16 bytes, for no bank conflicts."""
-        return self.keys * (2 * max(self.spec.head_dim, self.spec.value_head_dim) + 16)
+        return self.tile_keys * (2 * max(self.spec.head_dim, self.spec.value_head_dim) + 16)
 
     def heads_that_fit(self, n_new: int) -> int:
         """Heads of a warp, at most."""
         return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), PAIRS // n_new)
 
     def heads_for(self, group: int, n_new: int) -> int:
-        """Heads of a warp: the group shared out evenly among the warps of as few CTAs as hold it."""
-        blocks = -(-group // (self.warps * self.heads_that_fit(n_new)))
-        return -(-group // (blocks * self.warps))
+        """Heads of a warp: the group shared out evenly among as few CTAs as hold it."""
+        blocks = -(-group // (self.head_warps * self.heads_that_fit(n_new)))
+        return -(-group // (blocks * self.head_warps))
 
     @property
     def convolved_tiles(self) -> int:
@@ -115,11 +124,25 @@ class DecodeTile:
 
     @cached_property
     def shared(self) -> SharedMap:
-        """The CTA's shared memory."""
+        """The CTA's shared memory; in the end the ring takes every warp's outputs."""
+        outputs = self.warps * PAIRS * self.spec.value_head_dim * 4
         return SharedMap.of(
             (
-                ("RING", self.stages * self.ring_tile, 16),
+                ("RING", max(self.stages * self.ring_tile, outputs), 16),
+                ("HEAD_WARP", self.head_warps * self.head_shared.size, 16),
                 ("WARP", self.warps * self.warp_shared.size, 16),
+            )
+        )
+
+    @cached_property
+    def head_shared(self) -> SharedMap:
+        """What the warps of the same heads share."""
+        return SharedMap.of(
+            (
+                ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
+                ("BAND", self.heads * convolution_steps(self.spec) * 256, 16),
+                ("STRIP", self.rows * self.strip_row, 16),
+                ("POSITION", 4 * self.rows, 16),
             )
         )
 
@@ -128,13 +151,10 @@ class DecodeTile:
         """What each warp has for itself."""
         return SharedMap.of(
             (
-                ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
-                ("BAND", self.heads * convolution_steps(self.spec) * 256, 16),
-                ("STRIP", self.rows * self.strip_row, 16),
                 ("P", PAIRS * self.weights_row, 16),
                 ("SUM", 256 * self.convolved_tiles, 16),
                 ("PEAK", 4 * PAIRS, 16),
-                ("POSITION", 4 * self.rows, 16),
+                ("TOTAL", 4 * PAIRS, 16),
             )
         )
 
@@ -150,7 +170,7 @@ class DecodeTile:
             target.shared_per_multiprocessor // (self.shared.size + _BLOCK_OVERHEAD),
             target.registers_per_multiprocessor // (self.registers * 32 * self.warps),
         )
-        return split_rule(resident, self.keys, target.multiprocessors)
+        return split_rule(resident, self.tile_keys, target.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -229,7 +249,7 @@ class FusedDecode:
                 tile.role,
                 kernel_name(tile.role, self.spec, self.target),
                 arguments,
-                grid.format(tile.warps),
+                grid.format(tile.head_warps),
                 32 * tile.warps,
                 tile.shared.size,
                 tile.registers,
@@ -258,7 +278,7 @@ class FusedDecode:
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
         for tile in self.tiles:
-            yield tile.role, "CTA", f"{tile.warps} warps of {tile.heads} heads, {tile.keys} keys a tile"
+            yield tile.role, "CTA", f"{tile.key_warps} x {tile.head_warps} warps of {tile.keys} keys, {tile.heads} heads"
             yield tile.role, "shared memory", f"{tile.shared.size} bytes, {tile.stages} stages"
 
 
@@ -280,11 +300,15 @@ def fused_decode(spec: Spec, target: Target) -> FusedDecode:
     """
     check_supported(spec, target)
     band(spec.cq, spec.ck)  # the same limits
+    rows = -(-(spec.cq - 1 + MAX_NEW_TOKENS) // 8)  # of one head with the most new tokens
     widest = max(spec.head_dim, spec.value_head_dim)
     keys = next(keys for keys in (64, 32, 16) if keys * widest <= _TILE_ELEMENTS)
-    narrow = _fit(target, [DecodeTile(spec, "decode", 1, 1, keys, _STAGES)])
-    wide = _fit(target, [DecodeTile(spec, "decode_wide", warps, heads, keys, _STAGES) for warps, heads in _WIDE])
-    return FusedDecode(spec, target.name, (narrow, wide))
+    narrow = [DecodeTile(spec, "decode", warps, 1, 1, rows, keys, _STAGES) for warps in (4, 2, 1)]
+    wide = [
+        DecodeTile(spec, "decode_wide", key_warps, head_warps, heads, max(rows, 3), keys, _STAGES)
+        for key_warps, head_warps, heads in _WIDE
+    ]
+    return FusedDecode(spec, target.name, (_fit(target, narrow), _fit(target, wide)))
 
 
 def _fit(target: Target, candidates: list[DecodeTile]) -> DecodeTile:

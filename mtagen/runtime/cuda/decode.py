@@ -28,7 +28,7 @@ def decode(
     group, n_new = heads // kv_heads, tail - (plan.spec.cq - 1)
     tile = plan.tile_for(group)
     warp_heads = tile.heads_for(group, n_new)
-    owners = batch * kv_heads * -(-group // (tile.warps * warp_heads))
+    owners = batch * kv_heads * -(-group // (tile.head_warps * warp_heads))
     splits = num_splits or plan.splits_for(tile, owners, n_max)
     out = q_tail.new_empty(batch, heads, n_new, dv)
     lse = q_tail.new_empty(batch, heads, n_new, dtype=torch.float32)
