@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def backward(
     batch, heads, n_q, _ = q.shape
     kv_heads, n_k = k.shape[1:3]
     blocks = -(-n_k // plan.owned)
-    f32 = {"dtype": torch.float32, "device": q.device}
+    f32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dweight = torch.empty(weight.shape, **f32)
     pitch = plan.row_pitch(n_q)
