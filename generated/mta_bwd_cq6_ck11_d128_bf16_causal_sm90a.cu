@@ -8,7 +8,7 @@
 // Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
 //
 // mta_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 16)), 256, 0>>>
-// mta_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 108)), 384, 226976>>>
+// mta_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 108)), 384, 226984>>>
 // mta_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(batch * heads * n_q * 8 / 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -35,7 +35,12 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
 DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
+DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -161,6 +166,10 @@ DEVICE void barrier_init(u32 barrier, int arrivals) {
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives when this thread's asynchronous copies have.
+DEVICE void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 DEVICE void barrier_wait(u32 barrier, int parity) {
   asm volatile(
@@ -438,7 +447,7 @@ constexpr float SCORE_SCALE = 0.00390625f;  // what the strip holds of q . k
 constexpr int SHARED_K = 0;
 constexpr int SHARED_V = 32768;
 constexpr int SHARED_Q = 65536;
-constexpr int SHARED_Q_CARRY = 98304;
+constexpr int SHARED_Q_ABOVE = 98304;
 constexpr int SHARED_DO = 102400;
 constexpr int SHARED_P = 135168;
 constexpr int SHARED_DS = 151552;
@@ -446,6 +455,7 @@ constexpr int SHARED_S = 167936;
 constexpr int SHARED_G = 202752;
 constexpr int SHARED_BAND = 224512;
 constexpr int SHARED_ROW = 225952;
+constexpr int SHARED_LOADED = 226976;
 
 // Row 2 g + s of group `group` of a ring, s from -GROUP to GROUP.
 template <int GROUPS>
@@ -502,7 +512,6 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     scores[l] = ring_row<SCORE_GROUPS>(base + SHARED_S, in_s, lane & 7, set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS) - (CQ - 1));
   const u32 gradients = ring_row<GRADIENT_GROUPS>(base + SHARED_G, in_g, lane & 7, lane >> 3 & 1);
   u32 raw[CHUNKS + WEIGHT_CHUNKS][4], m[CHUNKS + WEIGHT_CHUNKS][4], g[CHUNKS + 1][2];
-  const u32 zero = 0;
   auto load = [&](int chunk) {  // of the windows: chunk FIRST_CHUNK + WEIGHT_FIRST + chunk of the strip
     if (chunk >= CHUNKS + WEIGHT_CHUNKS - 1 || FIRST_CHUNK + WEIGHT_FIRST + chunk < 0) return;
     load_matrices_transposed(reinterpret_cast<u32(&)[4]>(raw[chunk][0]), scores[0] + (FIRST_CHUNK + WEIGHT_FIRST + chunk) * 16);
@@ -540,7 +549,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
       mma<Element>(sums[3], a, g[n][0], g[n][1]);
     }
     {
-      const u32 a[4] = {m[n + 2][2], zero, m[n + 2][3], zero};
+      const u32 a[4] = {m[n + 1][2], m[n + 2][2], m[n + 1][3], m[n + 2][3]};
       mma<Element>(sums[4], a, g[n][0], g[n][1]);
     }
   }
@@ -655,8 +664,8 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
   }
   {
     __syncwarp();
-    block[lane * 2] = sums[4][0];  // row lane / 4, columns 2 (lane % 4)..
-    block[lane * 2 + 1] = sums[4][1];
+    block[lane * 2] = sums[4][2];  // row lane / 4, columns 2 (lane % 4)..
+    block[lane * 2 + 1] = sums[4][3];
     __syncwarp();
     const int diagonal = lane - 7;  // row - column
     const int u = set * WEIGHT_SHIFTS + 2, v = 8 * (WEIGHT_FIRST + 2) + diagonal + SHIFT;
@@ -672,11 +681,25 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
 //
 // The main warps hold 16 rows by 64 columns each and step over tiles of rows:
 //   S(t) -> convolve -> P(t) -> strip of G(t) -> adjoint -> dS(t), lagging by 16 rows -> products, and S(t + 1) -> strip.
-// The helper warps load tile t + 1 and add tile t's part of the gradient of W: its first groups before the main warps
-// overwrite the rows of S above the tile, the others before they overwrite G.
+// The helper warps, once G(t) is there, load tile t + 1 and add tile t's part of the gradient of W: its first groups before the
+// main warps overwrite the rows of S above the tile (ABOVE_TAKEN), the others before they overwrite G (TAKEN).
 
-// Barriers. The helper waits for the main warps at STEP and GRADIENTS, they for the helper at LOADED and TAKEN.
-enum Barrier { ALL, STEP, LOADED, GRADIENTS, PRODUCTS, TAKEN, HELPER };
+// Index of this thread in its warpgroup, read anew: what follows from it needs no register before or after its use.
+DEVICE int thread_of_warpgroup() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread & 127;
+}
+
+// A main thread's place in tiles whose fragments are 16 rows by 8 columns.
+struct Place {
+  int lane = thread_of_warpgroup() & 31, warp = thread_of_warpgroup() >> 5;
+  int g = lane >> 2, t = lane & 3;
+  int row = 16 * warp + 2 * g;                       // its rows are `row` and the next; its columns 2 t and the next
+  u32 fragment_row = (16 * warp + g) * 128 + 4 * t;  // in P and dS, which are swizzled tiles of 64 columns
+};
+
+enum Barrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, ABOVE_TAKEN, TAKEN, HELPER };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
@@ -688,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
     int n_k, int heads, int group, int row_pitch, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   const int kv_heads = heads / group, b = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
   const int c0 = static_cast<int>(blockIdx.y) * OWNED - HALO;  // the strip's first key
   const int off = n_k - n_q;                                   // query i sits at position i + off
@@ -698,15 +721,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
   // Tiles past the last that a warpgroup makes stay zero.
   for (int i = threadIdx.x * 16; i < WARPGROUPS * ROWS * 128; i += THREADS * 16) store_shared(base + SHARED_DS + i, 0, 0, 0, 0);
 
-  // The helper copies tile t of head h: grad_out and Q to the buffers of t, and the rows' statistics.
-  auto load_tile = [&](int h, int t, int thread) {
-    const int row = first + t * ROWS;
+  // The helper copies tile t of head h: grad_out and Q to the buffers of t, the last rows of Q above it, the rows' statistics.
+  auto load_tile = [&](int h, int t) {
+    const int row = first + t * ROWS, thread = thread_of_warpgroup();
     copy_rows<ROWS, ROWS, true>(base + SHARED_DO + (t & 1) * VECTORS, grad_out + b * grad_out_stride_b + h * grad_out_stride_h, grad_out_stride_n, row, n_q, thread);
     copy_rows<ROWS, ROWS, true>(base + SHARED_Q + (t & 1) * VECTORS, q + b * q_stride_b + h * q_stride_h, q_stride_n, row, n_q, thread);
     const float* const from = (thread < ROWS ? row_lse : row_dot) + static_cast<long long>(b * heads + h) * row_pitch + row;
     copy_word_async(base + SHARED_ROW + (t & 1) * (8 * ROWS) + thread * 4, from + thread % ROWS);
-    copy_commit();
   };
+  const u32 loaded = base + SHARED_LOADED;
+  if (threadIdx.x == 0) {
+    barrier_init(loaded, 128);
+    barrier_init_fence();
+  }
   // All threads make ready for head h: strips of zeros, tables of pairs of taps, tile 0.
   auto begin_head = [&](int h) {
     named_barrier(ALL, THREADS);
@@ -721,15 +748,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       const float lo = tap(column), hi = tap(column + 1);
       store_shared(base + SHARED_BAND + i * 4, adjoint ? pack<Element>(lo, hi) : pack<fp16>(lo, hi));
     }
-    if (warpgroup == WARPGROUPS) load_tile(h, 0, threadIdx.x & 127);
-    copy_wait<0>();
+    if (warpgroup == WARPGROUPS) load_tile(h, 0);
+    copy_wait_all();
     fence_async();
     named_barrier(ALL, THREADS);
   };
 
   if (warpgroup == WARPGROUPS) {
     registers_down_to<56>();
-    const int thread = threadIdx.x & 127, set = warp % WEIGHT_SPLITS, rank = warp / WEIGHT_SPLITS;
 #pragma unroll 1
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
       begin_head(h);
@@ -737,29 +763,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       auto add_groups = [&](int t, int begin, int end) {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-          const unsigned place = GROUPS * t + rank + i * (4 / WEIGHT_SPLITS);
-          add_weight_gradient(sums, base, place % SCORE_GROUPS, place % GRADIENT_GROUPS, set, lane);
+          const int thread = thread_of_warpgroup(), warp = thread >> 5;
+          const unsigned place = GROUPS * t + warp / WEIGHT_SPLITS + i * (4 / WEIGHT_SPLITS);
+          add_weight_gradient(sums, base, place % SCORE_GROUPS, place % GRADIENT_GROUPS, warp % WEIGHT_SPLITS, thread & 31);
         }
       };
+      named_barrier_arrive(TAKEN, THREADS);
 #pragma unroll 1
       for (int t = 0; t < steps; ++t) {
-        named_barrier(STEP, THREADS);  // the buffers of tile t - 1 are free
-        copy_rows<GROUP, GROUP, true>(base + SHARED_Q_CARRY, q + b * q_stride_b + h * q_stride_h, q_stride_n, first + t * ROWS - GROUP, n_q, thread);
-        load_tile(h, t + 1, thread);
-        if (t > 0) add_groups(t - 1, 1, WEIGHT_SPLITS);
-        copy_wait<0>();
-        fence_async();
-        named_barrier_arrive(LOADED, THREADS);
-        named_barrier(GRADIENTS, THREADS);
+        named_barrier(GRADIENTS, THREADS);  // the main warps are done with tile t - 1
+        copy_rows<GROUP, GROUP, true>(base + SHARED_Q_ABOVE, q + b * q_stride_b + h * q_stride_h, q_stride_n, first + t * ROWS - GROUP, n_q, thread_of_warpgroup());
+        load_tile(h, t + 1);
+        barrier_arrive_after_copies(loaded);
         add_groups(t, 0, 1);
+        named_barrier_arrive(ABOVE_TAKEN, THREADS);
+        add_groups(t, 1, WEIGHT_SPLITS);
         named_barrier_arrive(TAKEN, THREADS);
       }
-      add_groups(steps - 1, 1, WEIGHT_SPLITS);
 
-      named_barrier(STEP, THREADS);  // the strips are free
+      named_barrier(ALL, THREADS);  // the strips are free
+      const int thread = thread_of_warpgroup(), warp = thread >> 5;
       float* const tap_sums = reinterpret_cast<float*>(shared + SHARED_S);
       float* const block = reinterpret_cast<float*>(shared + SHARED_G);
-      sum_diagonals(sums, block + warp * 64, tap_sums + warp * (CQ * CK), set, lane);
+      sum_diagonals(sums, block + warp * 64, tap_sums + warp * (CQ * CK), warp % WEIGHT_SPLITS, thread & 31);
       named_barrier(HELPER, 128);
       for (int tap = thread; tap < CQ * CK; tap += 128) {
         float sum = 0.f;
@@ -774,29 +800,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
   registers_up_to<224>();
   copy_rows<64, KEYS, false>(base + SHARED_K + warpgroup * 8192, k + b * k_stride_b + kv_head * k_stride_h, k_stride_n, c0 + 64 * warpgroup, n_k, threadIdx.x & 127);
   copy_rows<64, KEYS, false>(base + SHARED_V + warpgroup * 8192, v + b * v_stride_b + kv_head * v_stride_h, v_stride_n, c0 + PAD_LEFT + 64 * warpgroup, n_k, threadIdx.x & 127);
-  copy_commit();
-  const int g = lane >> 2, t4 = lane & 3;
-  const int r = 16 * warp + 2 * g;                 // this thread's rows of a tile: r and r + 1
-  const int columns = 64 * warpgroup + 2 * t4;     // of a warpgroup's tile n: columns + 8 n and the next
   const int diagonal = first + off - c0;           // of S: row i of tile 0 sees columns up to diagonal + i
   const int begin = max(0, -(c0 + PAD_LEFT)), end = COLUMNS;  // columns of P with keys
   const bool last_warpgroup = warpgroup == WARPGROUPS - 1;
   const float exponent = scale * (LOG2_E / SCORE_SCALE);
-  const u32 fragment_row = (16 * warp + g) * 128 + 4 * t4;  // of P and dS, which are swizzled tiles of 64 columns
 
   // B operands out of a table of pairs of taps.
-  auto load_band = [&](u32 (&band)[BAND_FRAGMENTS][2], int table) {
+  auto load_band = [&](u32 (&band)[BAND_FRAGMENTS][2], int table, int lane) {
     make_band(band, lane, [&](int u, int column) {
       return load_shared(base + SHARED_BAND + (table * CQ * BAND_WORDS + u * BAND_WORDS + column + 7) * 4);
     });
   };
 
   float dk_sum[D / 2] = {}, dv_sum[D / 2] = {};
+  int loads = 0;  // of tiles, that were waited for
 #pragma unroll 1
   for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
     begin_head(h);
-    const long long head = b * heads + h;
-    int* const added = progress ? progress + head * gridDim.y + blockIdx.y : nullptr;  // rows of dQ to which this CTA has added
 
     float s[32];
     auto issue_scores = [&](int t) {
@@ -807,12 +827,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       wgmma_commit();
     };
     auto store_scores = [&](int t) {
+      const Place at;
+      const int columns = 64 * warpgroup + 2 * at.t;
       if (t * ROWS + diagonal < KEYS - 1) {
 #pragma unroll
         for (int i = 0; i < 32; ++i)
-          if (columns + (i >> 2) * 8 + (i & 1) > diagonal + t * ROWS + r + (i >> 1 & 1)) s[i] = 0.f;
+          if (columns + (i >> 2) * 8 + (i & 1) > diagonal + t * ROWS + at.row + (i >> 1 & 1)) s[i] = 0.f;
       }
-      const u32 even = base + SHARED_S + ((t & 1) * (GROUPS * 8) + 8 * warp + g) * STRIP_ROW + 2 * columns;
+      const u32 even = base + SHARED_S + ((t & 1) * (GROUPS * 8) + 8 * at.warp + at.g) * STRIP_ROW + 2 * columns;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         store_shared(even + n * 16, pack<fp16>(s[4 * n] * SCORE_SCALE, s[4 * n + 1] * SCORE_SCALE));
@@ -826,22 +848,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
     store_scores(0);
 #pragma unroll 1
     for (int t = 0; t < steps; ++t) {
-      named_barrier(STEP, THREADS);  // S(t) is in its strip
+      named_barrier(SCORES, MAIN_THREADS);  // S(t) is in its strip
 
       // P: the probabilities, kept in c and, as Elements, in shared memory.
+      const Place at;
       float c[32], dp[32];
       u32 band[BAND_FRAGMENTS][2], from[BAND_LOADS], lse[2], dot[2];
-      const u32 statistics = base + SHARED_ROW + (t & 1) * (8 * ROWS) + r * 4;
+      const u32 statistics = base + SHARED_ROW + (t & 1) * (8 * ROWS) + at.row * 4;
       load_shared(lse, statistics);
-      const int in_s = GROUPS * (t & 1) + warp, in_g = static_cast<unsigned>(GROUPS * t + warp) % GRADIENT_GROUPS;
-      const int sees = diagonal + t * ROWS + r;  // last column of S that row r sees
+      const int sees = diagonal + t * ROWS + at.row;  // last column of S that row r sees
       const bool masked = begin > 0 || end < COLUMNS || t * ROWS + diagonal < KEYS - 1;
-      auto probabilities = [&](int n) {
+      auto probabilities = [&](int n, bool masked) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& p = c[4 * n + e];
           p = exp2_fast(fmaf(p, exponent, -__uint_as_float(lse[e >> 1])));
-          const int column = 8 * n + 2 * t4 + (e & 1);
+          const int column = 8 * n + 2 * at.t + (e & 1);
           if (masked) {
             const int x = 64 * warpgroup + column;
             if (x < begin || x >= end || x + PAD_LEFT > sees + (e >> 1)) p = 0.f;
@@ -849,15 +871,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
             p = 0.f;
           }
         }
-        const u32 to = base + SHARED_P + warpgroup * 8192 + fragment_row + ((n ^ g) << 4);
+        const u32 to = base + SHARED_P + warpgroup * 8192 + at.fragment_row + ((n ^ at.g) << 4);
         store_shared(to, pack<Element>(c[4 * n], c[4 * n + 1]));
         store_shared(to + 8 * 128, pack<Element>(c[4 * n + 2], c[4 * n + 3]));
       };
-      load_band(band, 0);
+      load_band(band, 0, at.lane);
 #pragma unroll
       for (int l = 0; l < BAND_LOADS; ++l)
-        from[l] = ring_row<SCORE_GROUPS>(base + SHARED_S, in_s, lane & 7, band_row(l, lane) - (CQ - 1)) + 128 * warpgroup;
-      convolve<fp16, 8>(c, from, band, lane, probabilities);
+        from[l] = ring_row<SCORE_GROUPS>(base + SHARED_S, GROUPS * (t & 1) + at.warp, at.lane & 7, band_row(l, at.lane) - (CQ - 1)) + 128 * warpgroup;
+      if (masked)  // two copies, neither of which branches on the way
+        convolve<fp16, 8>(c, from, band, at.lane, [&](int n) { probabilities(n, true); });
+      else
+        convolve<fp16, 8>(c, from, band, at.lane, [&](int n) { probabilities(n, false); });
 
       // G = P (dP - D), into its strip.
       {
@@ -867,11 +892,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
         for (int kk = 0; kk < D / 16; ++kk) wgmma_scores(dp, rows + inner_columns(kk, ROWS), keys + inner_columns(kk, KEYS), kk > 0);
         wgmma_commit();
       }
-      load_shared(dot, statistics + ROWS * 4);
-      named_barrier(LOADED, THREADS);  // tile t + 1; the helper is done with G(t - 1)
+      const Place at_g;
+      load_shared(dot, base + SHARED_ROW + (t & 1) * (8 * ROWS) + (ROWS + at_g.row) * 4);
+      named_barrier(TAKEN, THREADS);  // G(t - 1), by the helper
       wgmma_wait<0>();
       pin(dp);
-      const u32 even = base + SHARED_G + (8 * in_g + g) * STRIP_ROW + 2 * (columns + SHIFT);
+      const unsigned group = GROUPS * t + at_g.warp;
+      const u32 even = base + SHARED_G + (group % GRADIENT_GROUPS * 8 + at_g.g) * STRIP_ROW + 2 * (64 * warpgroup + 2 * at_g.t + SHIFT);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         float gradient[4];
@@ -884,31 +911,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       named_barrier(GRADIENTS, THREADS);
 
       // dS of the 16 rows above the tile and of all but its last 16.
+      const Place at_ds;
+      const int sees_ds = diagonal + t * ROWS - GROUP + at_ds.row;
       float ds[4 * TILES];
-      auto score_gradients = [&](int n) {
-        const int tile = TILES * warpgroup + n, column = 8 * n + 2 * t4;
-        if (t * ROWS - GROUP + diagonal < KEYS - 1) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (8 * tile + 2 * t4 + (e & 1) + LAG > sees - GROUP + (e >> 1)) ds[4 * n + e] = 0.f;
-        }
+      auto score_gradients = [&](int n, bool masked) {
+        const int tile = TILES * warpgroup + n, column = 8 * n + 2 * at_ds.t;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
+          if (masked && 8 * tile + 2 * at_ds.t + (e & 1) + LAG > sees_ds + (e >> 1)) ds[4 * n + e] = 0.f;
           if (warpgroup == 0 && column + (e & 1) < SHIFT) ds[4 * n + e] = 0.f;
           if (last_warpgroup && column + (e & 1) >= END - 8 * TILES * (WARPGROUPS - 1)) ds[4 * n + e] = 0.f;
         }
-        const u32 to = base + SHARED_DS + (tile >> 3) * 8192 + fragment_row + (((tile ^ g) & 7) << 4);
+        const u32 to = base + SHARED_DS + (tile >> 3) * 8192 + at_ds.fragment_row + (((tile ^ at_ds.g) & 7) << 4);
         store_shared(to, pack<Element>(ds[4 * n], ds[4 * n + 1]));
         store_shared(to + 8 * 128, pack<Element>(ds[4 * n + 2], ds[4 * n + 3]));
       };
-      load_band(band, 1);
-      const int lagging = in_g == 0 ? GRADIENT_GROUPS - 1 : in_g - 1;
+      load_band(band, 1, at_ds.lane);
+      const unsigned lagging = GROUPS * t + at_ds.warp + GRADIENT_GROUPS - 1;
 #pragma unroll
       for (int l = 0; l < BAND_LOADS; ++l)
-        from[l] = ring_row<GRADIENT_GROUPS>(base + SHARED_G, lagging, lane & 7, band_row(l, lane)) + 16 * TILES * warpgroup;
-      convolve<Element, TILES>(ds, from, band, lane, score_gradients);
+        from[l] = ring_row<GRADIENT_GROUPS>(base + SHARED_G, lagging % GRADIENT_GROUPS, at_ds.lane & 7, band_row(l, at_ds.lane)) + 16 * TILES * warpgroup;
+      if (t * ROWS - GROUP + diagonal < KEYS - 1)
+        convolve<Element, TILES>(ds, from, band, at_ds.lane, [&](int n) { score_gradients(n, true); });
+      else
+        convolve<Element, TILES>(ds, from, band, at_ds.lane, [&](int n) { score_gradients(n, false); });
       fence_async();
-      named_barrier(PRODUCTS, MAIN_THREADS);
+      named_barrier(SCORE_GRADIENTS, MAIN_THREADS);
 
       float dq[DQ_COLUMNS / 2];
       const int part = warpgroup % DQ_PARTS;
@@ -920,6 +948,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
         for (int kk = 0; kk < DQ_STEPS; ++kk) wgmma_queries(dq, gradients + inner_columns(kk, ROWS), keys + inner_rows(kk), kk > 0);
         wgmma_commit();
       }
+      barrier_wait(loaded, loads++ & 1);  // tile t + 1
+      fence_async();
       issue_scores(t + 1);
       {
         const u64 probability = operand(base + SHARED_P + warpgroup * 8192), rows = operand(base + SHARED_DO + (t & 1) * VECTORS, ROWS * 128);
@@ -930,7 +960,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       }
       {
         const u64 gradients = operand(base + SHARED_DS + warpgroup * 8192);
-        const u64 above = operand(base + SHARED_Q_CARRY, GROUP * 128), rows = operand(base + SHARED_Q + (t & 1) * VECTORS, ROWS * 128);
+        const u64 above = operand(base + SHARED_Q_ABOVE, GROUP * 128), rows = operand(base + SHARED_Q + (t & 1) * VECTORS, ROWS * 128);
         wgmma_fence();
         wgmma_keys(dk_sum, gradients, above, true);
 #pragma unroll
@@ -939,17 +969,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       }
       wgmma_wait<3>();
       pin(dq);
-      if (added) {  // rows get their sums in the order of the blocks
-        const int i = min(first + t * ROWS + ROWS - GROUP, n_q);
-        if (blockIdx.y > 0 && lane == 0)
-          while (load_acquire(added - 1) < i) {}
+      const Place at_dq;
+      const int row = first + t * ROWS - GROUP;  // of dQ's tile
+      const long long head = b * heads + h;
+      int* const added = progress + head * gridDim.y + blockIdx.y;  // rows to which this CTA has added
+      if (progress && blockIdx.y > 0) {                             // sums take their addends in the order of the blocks
+        if (at_dq.lane == 0)
+          while (load_acquire(added - 1) < min(row + ROWS, n_q)) {}
         __syncwarp();
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int i = first + t * ROWS - GROUP + r + e;
+        const int i = row + at_dq.row + e;
         if (0 <= i && i < n_q && warpgroup < DQ_PARTS) {
-          float* const to = dq_sum + (head * n_q + i) * D + part * DQ_COLUMNS + 4 * t4;
+          float* const to = dq_sum + (head * n_q + i) * D + part * DQ_COLUMNS + 4 * at_dq.t;
 #pragma unroll
           for (int m = 0; m < DQ_COLUMNS / 16; ++m)
             if (D % DQ_COLUMNS == 0 || part * DQ_COLUMNS + 16 * m < D)
@@ -958,26 +991,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       }
       wgmma_wait<2>();
       pin(s);
-      named_barrier(TAKEN, THREADS);  // the helper has used the scores above tile t
+      named_barrier(ABOVE_TAKEN, THREADS);  // the scores above tile t, by the helper
       store_scores(t + 1);
       wgmma_wait<0>();
       pin(dv_sum);
       pin(dk_sum);
-      if (added) {
-        named_barrier(PRODUCTS, MAIN_THREADS);
-        if (threadIdx.x == 0) store_release(added, first + t * ROWS + ROWS - GROUP);
+      if (progress) {
+        named_barrier(SCORE_GRADIENTS, MAIN_THREADS);
+        if (threadIdx.x == 0) store_release(added, row + ROWS);
       }
     }
-    named_barrier(STEP, THREADS);
+    named_barrier(TAKEN, THREADS);
+    named_barrier(ALL, THREADS);
   }
 
   // Fragment rows are keys here.
   auto store_keys = [&](Element* to, const float (&sum)[D / 2], float factor, int lag, int owned) {
+    const Place at;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int column = 64 * warpgroup + 16 * warp + g + 8 * e, j = c0 + lag + column;
+      const int column = 64 * warpgroup + 16 * at.warp + at.g + 8 * e, j = c0 + lag + column;
       if (column < owned || column >= owned + OWNED || j >= n_k) continue;
-      u32* const row = reinterpret_cast<u32*>(to + ((static_cast<long long>(b) * kv_heads + kv_head) * n_k + j) * D + 2 * t4);
+      u32* const row = reinterpret_cast<u32*>(to + ((static_cast<long long>(b) * kv_heads + kv_head) * n_k + j) * D + 2 * at.t);
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) row[4 * n] = pack<Element>(sum[4 * n + 2 * e] * factor, sum[4 * n + 2 * e + 1] * factor);
     }

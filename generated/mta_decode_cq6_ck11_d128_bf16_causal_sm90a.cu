@@ -4,12 +4,12 @@
 // causal, key axis padded by 5 left and 5 right. https://arxiv.org/abs/2504.00927
 //
 // n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the n_new newest tokens' included;
-// q holds the 5 queries before the new ones, then the new ones; cta_heads heads a CTA.
+// q holds the 5 queries before the new ones, then the new ones; warp_heads heads a warp.
 // partial (batch * heads * n_new, num_splits, dv) and partial_lse (units of log2) are not read for one split.
 // Convolution: 9 mma.m16n8k16 for 16 x 8 scores; outputs lag the keys by 5.
 //
-// mta_decode_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads * ceil(num_splits / 1) * ceil(group / cta_heads)), 32, 32448>>>
-// mta_decode_wide_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads * ceil(num_splits / 4) * ceil(group / cta_heads)), 128, 171200>>>
+// mta_decode_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / (1 warp_heads))), 128, 120896>>>
+// mta_decode_wide_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / (2 warp_heads))), 128, 99264>>>
 // mta_decode_combine_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads * n_new), 128, 0>>>
 
 #include <cuda_bf16.h>
@@ -36,7 +36,12 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
 DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
+DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -168,19 +173,23 @@ constexpr float NO_PEAK = -1e30f;  // below every score, yet finite: exp2(-inf -
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 struct Narrow {
-  static constexpr int HEADS = 1, ROWS = 8, PAIRS = 8;  // of a CTA, at most
-  static constexpr int WARPS = 1, KEYS = 32, STAGES = 3, ROW_TILES = 1;
-  static constexpr int STRIP_ROW = 112, P_ROW = 80, RING_TILE = 8704, WARP_SHARED = 27936;
-  static constexpr int Q = 0, BAND = 2176, POSITION = 4480, WARPS_PART = 4512;
-  static constexpr int RING = 0, STRIP = 26112, P = 27008, PEAK = 27648, SUM = 27680;  // in a warp's part
+  static constexpr int KEY_WARPS = 4, HEAD_WARPS = 1, THREADS = 128;
+  static constexpr int ROW_TILES = 2, KEYS = 32, TILE_KEYS = 128, STAGES = 3;
+  static constexpr int STRIP_ROW = 304, P_ROW = 80, RING_TILE = 34816;  // bytes
+  static constexpr int HEAD_BYTES = 11584, WARP_BYTES = 1216;
+  static constexpr int RING = 0, HEAD_WARP = 104448, WARP = 116032;
+  static constexpr int Q = 0, BAND = 4352, STRIP = 6656, POSITION = 11520;  // in a head warp's part
+  static constexpr int P = 0, SUM = 640, PEAK = 1152, TOTAL = 1184;  // in a warp's part
 };
 
 struct Wide {
-  static constexpr int HEADS = 8, ROWS = 48, PAIRS = 16;  // of a CTA, at most
-  static constexpr int WARPS = 4, KEYS = 32, STAGES = 3, ROW_TILES = 3;
-  static constexpr int STRIP_ROW = 112, P_ROW = 80, RING_TILE = 8704, WARP_SHARED = 34880;
-  static constexpr int Q = 0, BAND = 13056, POSITION = 31488, WARPS_PART = 31680;
-  static constexpr int RING = 0, STRIP = 26112, P = 31488, PEAK = 32768, SUM = 32832;  // in a warp's part
+  static constexpr int KEY_WARPS = 2, HEAD_WARPS = 2, THREADS = 128;
+  static constexpr int ROW_TILES = 3, KEYS = 32, TILE_KEYS = 64, STAGES = 3;
+  static constexpr int STRIP_ROW = 176, P_ROW = 80, RING_TILE = 17408;  // bytes
+  static constexpr int HEAD_BYTES = 20064, WARP_BYTES = 1728;
+  static constexpr int RING = 0, HEAD_WARP = 52224, WARP = 92352;
+  static constexpr int Q = 0, BAND = 6528, STRIP = 15744, POSITION = 19968;  // in a head warp's part
+  static constexpr int P = 0, SUM = 640, PEAK = 1664, TOTAL = 1696;  // in a warp's part
 };
 
 struct Problem {
@@ -190,35 +199,38 @@ struct Problem {
   Element* __restrict__ out;
   float *__restrict__ lse, *__restrict__ partial, *__restrict__ partial_lse;
   long long q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n;
-  int n_max, kv_heads, group, n_new, cta_heads, num_splits;
+  int n_max, kv_heads, group, n_new, warp_heads, num_splits;
   float scale;
 };
 
-// A warp copies rows key, key + 1, ... of K or V; those outside [first, last) become zeros.
-template <int COLUMNS, int KEYS>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, int first, int last, int lane) {
+// A CTA copies rows key, key + 1, ... of K or V; those outside [first, last) become zeros.
+template <int COLUMNS, int KEYS, int THREADS>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, int first, int last) {
   constexpr int ROW = 2 * COLUMNS + 16, CHUNKS = COLUMNS / 8, POWER = CHUNKS & -CHUNKS;
-  constexpr int LANES = POWER < 32 ? POWER : 32, ROWS = 32 / LANES;  // LANES take a row, ROWS rows at a time
-  const int own = lane / LANES, column = lane % LANES;
+  constexpr int LANES = POWER < 32 ? POWER : 32, ROWS = THREADS / LANES;  // LANES take a row, ROWS rows at a time
+  const int own = threadIdx.x / LANES, column = threadIdx.x % LANES;
+  if (ROWS > KEYS && own >= KEYS) return;
   tile += own * ROW + column * 16;
   from += (key + own) * stride + column * 8;
-  auto copy = [&](auto is_inside) {
+  auto copy = [&](bool whole) {
 #pragma unroll
-    for (int r = 0; r < KEYS; r += ROWS, from += ROWS * stride)
+    for (int r = 0; r < KEYS; r += ROWS, from += ROWS * stride) {
+      const bool inside = whole || (first <= key + own + r && key + own + r < last);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c += LANES) copy_async(tile + r * ROW + c * 16, from + c * 8, is_inside(key + own + r));
+      for (int c = 0; c < CHUNKS; c += LANES) copy_async_stream(tile + r * ROW + c * 16, from + c * 8, inside);
+    }
   };
   if (first <= key && key + KEYS <= last)
-    copy([](int) { return true; });
+    copy(true);
   else
-    copy([&](int row) { return first <= row && row < last; });
+    copy(false);
 }
 
-// The CTA's queries, head by head, `head_rows` each; rows before the sequence's start and rows of no head are zeros.
+// The queries of a warp's heads, `head_rows` each; rows before the sequence's start and rows of no head are zeros.
 template <class Tile>
-DEVICE void load_queries(u32 shared, const Problem& x, const Element* q, int heads, int length) {
+DEVICE void load_queries(u32 own, const Problem& x, const Element* q, int heads, int length, int thread) {
   const int head_rows = CQ - 1 + x.n_new;
-  for (int i = threadIdx.x; i < Tile::ROWS * (D / 8); i += 32 * Tile::WARPS) {
+  for (int i = thread; i < 8 * Tile::ROW_TILES * (D / 8); i += 32 * Tile::KEY_WARPS) {
     const int row = i / (D / 8), column = i % (D / 8), h = row / head_rows, n = row % head_rows;
     const int position = length - head_rows + n;
     uint4 chunk = make_uint4(0, 0, 0, 0);
@@ -230,22 +242,23 @@ DEVICE void load_queries(u32 shared, const Problem& x, const Element* q, int hea
       const float2 pair = unpack<Element>(words[e]);
       words[e] = pack<Element>(pair.x * SCORE_SCALE, pair.y * SCORE_SCALE);
     }
-    store_shared(shared + Tile::Q + row * K_ROW + column * 16, words[0], words[1], words[2], words[3]);
-    if (column == 0) store_shared(shared + Tile::POSITION + row * 4, position);
+    store_shared(own + Tile::Q + row * K_ROW + column * 16, words[0], words[1], words[2], words[3]);
+    if (column == 0) store_shared(own + Tile::POSITION + row * 4, position);
   }
 }
 
 // B operands: tap i is row shift u = i / WINDOW in chunk d = i % WINDOW of the window, T[k, n] = W[u, 8 d + k - n].
 template <class Tile>
-DEVICE void make_band(u32 shared, const float* weight, int heads) {
-  for (int i = threadIdx.x; i < heads * STEPS * 32; i += 32 * Tile::WARPS) {
-    const int lane = i & 31, step = i / 32 % STEPS, h = i / (32 * STEPS), g = lane >> 2, t = lane & 3;
+DEVICE void make_band(u32 own, const float* weight, int heads, int thread) {
+  const int lane = thread & 31, g = lane >> 2, t = lane & 3;
+  for (int i = thread >> 5; i < heads * STEPS; i += Tile::KEY_WARPS) {
+    const int h = i / STEPS, step = i % STEPS;
     auto weight_at = [&](int tap, int k) {
       const int u = tap / WINDOW, v = tap % WINDOW * 8 + k - g;
       return u < CQ && 0 <= v && v < CK ? __ldg(weight + (h * CQ + u) * CK + v) : 0.f;
     };
     auto fragment = [&](int tap) { return pack<fp16>(weight_at(tap, 2 * t), weight_at(tap, 2 * t + 1)); };
-    store_shared(shared + Tile::BAND + i * 8, fragment(2 * step), fragment(2 * step + 1));
+    store_shared(own + Tile::BAND + i * 256 + lane * 8, fragment(2 * step), fragment(2 * step + 1));
   }
 }
 
@@ -256,117 +269,129 @@ DEVICE constexpr int tap_offset(int i) {
   return tap / WINDOW * Tile::STRIP_ROW + tap % WINDOW * 16;
 }
 
+// A warp's scores of ROW_TILES * 8 query rows go to the strip as fp16; its keys start in row 0 of `keys`, and `to` is where
+// its first key's column starts in the strip.
+template <class Tile, int ROW_TILES>
+DEVICE void write_scores(u32 k_tile, u32 q, u32 strip, const int* positions, int key, bool edge, int lane) {
+  constexpr int KEYS = Tile::KEYS;
+  const int g = lane >> 2, t = lane & 3;
+  float s[KEYS / 16][ROW_TILES][4] = {};
+#pragma unroll
+  for (int kk = 0; kk < D / 16; ++kk) {
+    u32 queries[ROW_TILES][2];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+      load_matrices(queries[r], q + (8 * r + (lane & 7)) * K_ROW + kk * 32 + (lane & 8) * 2);
+#pragma unroll
+    for (int m = 0; m < KEYS / 16; ++m) {
+      u32 keys[4];
+      load_matrices(keys, k_tile + (16 * m + (lane & 15)) * K_ROW + kk * 32 + (lane & 16));
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) mma<Element>(s[m][r], keys, queries[r][0], queries[r][1]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+    const int row = 8 * r + 2 * t;
+    const u32 to = strip + row * Tile::STRIP_ROW + g * 2;
+    if (edge) {  // a later key than some row's own: its score is zero
+#pragma unroll
+      for (int i = 0; i < KEYS / 4; ++i)
+        if (key + 8 * (i >> 1) + g > positions[row + (i & 1)]) s[i >> 2][r][i & 3] = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS / 8; ++i) {
+      const float lo = s[i >> 1][r][2 * (i & 1)], hi = s[i >> 1][r][2 * (i & 1) + 1];
+      store_shared_halves(to + i * 16, to + Tile::STRIP_ROW + i * 16, pack<fp16>(lo, hi));
+    }
+  }
+}
+
 template <class Tile>
 DEVICE void decode(const Problem& x) {
-  constexpr int KEYS = Tile::KEYS, STAGES = Tile::STAGES, CHUNKS = KEYS / 8, TOKENS = 16 / CHUNKS, PAIR_TILES = Tile::PAIRS / 8;
-  constexpr int CARRY = WINDOW - 1;  // chunks of the strip that hold the last CK - 1 columns of the tile before
+  constexpr int KEYS = Tile::KEYS, TILE_KEYS = Tile::TILE_KEYS, STAGES = Tile::STAGES, KEY_WARPS = Tile::KEY_WARPS;
+  constexpr int CHUNKS = KEYS / 8, TOKENS = 16 / CHUNKS;  // a convolved tile: chunks of keys, new tokens
+  constexpr int CARRY = WINDOW - 1;                       // chunks of the strip for the last CK - 1 columns of the tile before
   extern __shared__ __align__(128) unsigned char dynamic[];
-  const u32 shared = shared_address(dynamic);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int key_warp = warp % KEY_WARPS, head_warp = warp / KEY_WARPS, thread = key_warp * 32 + lane;
+  unsigned char* const ours = dynamic + Tile::HEAD_WARP + head_warp * Tile::HEAD_BYTES;  // of all warps with these heads
+  unsigned char* const mine = dynamic + Tile::WARP + warp * Tile::WARP_BYTES;
+  const u32 ring = shared_address(dynamic) + Tile::RING, heads_part = shared_address(ours), weights_part = shared_address(mine) + Tile::P;
+  const u32 strip = heads_part + Tile::STRIP;
+  float* const peaks = reinterpret_cast<float*>(mine + Tile::PEAK);  // by pair, in units of log2
+  float2* const sums = reinterpret_cast<float2*>(mine + Tile::SUM);  // by convolved tile and lane
+  const int* const positions = reinterpret_cast<const int*>(ours + Tile::POSITION);
 
-  // This CTA's heads (CTAs that share their keys are neighbours in the grid), this warp's split.
-  const int head_blocks = ceil_div(x.group, x.cta_heads), split_blocks = ceil_div(x.num_splits, Tile::WARPS);
-  const int head_block = blockIdx.x % head_blocks, split = blockIdx.x / head_blocks % split_blocks * Tile::WARPS + warp;
-  const int owner = blockIdx.x / head_blocks / split_blocks, b = owner / x.kv_heads, kv_head = owner % x.kv_heads;
-  const int head = kv_head * x.group + head_block * x.cta_heads, heads = min(x.cta_heads, x.group - head_block * x.cta_heads);
+  // This CTA's split and heads (CTAs that share their keys are neighbours in the grid), this warp's heads.
+  const int blocks = ceil_div(x.group, Tile::HEAD_WARPS * x.warp_heads);
+  const int block = blockIdx.x % blocks, split = blockIdx.x / blocks % x.num_splits;
+  const int owner = blockIdx.x / blocks / x.num_splits, b = owner / x.kv_heads, kv_head = owner % x.kv_heads;
+  const int in_group = (block * Tile::HEAD_WARPS + head_warp) * x.warp_heads, head = kv_head * x.group + in_group;
+  const int heads = max(0, min(x.warp_heads, x.group - in_group));
   const int n_new = x.n_new, head_rows = CQ - 1 + n_new, rows = heads * head_rows, pairs = heads * n_new;
   const int length = x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max;
 
   // The split makes outputs [begin, end), of which a tile's first is CK - 1 before its first key's.
-  const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, KEYS) * KEYS - (CK - 1);
+  const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, TILE_KEYS) * TILE_KEYS - (CK - 1);
   const int begin = split * span, end = min(begin + span, length);
-  const int tiles = split < x.num_splits && begin < end ? ceil_div(end - begin + CK - 1, KEYS) : 0;
+  const int tiles = begin < end ? ceil_div(end - begin + CK - 1, TILE_KEYS) : 0;
   const Element* k = x.k + b * x.k_stride_b + kv_head * x.k_stride_h;
   const Element* v = x.v + b * x.v_stride_b + kv_head * x.v_stride_h;
 
-  // The ring: K and V of tile 0, of tile 1, ... `item` 2 i is K of tile i, the next one its V.
-  const u32 own = shared + Tile::WARPS_PART + warp * Tile::WARP_SHARED, strip = own + Tile::STRIP;
+  // The ring: item 2 i is K of tile i, item 2 i + 1 its V.
   auto load_item = [&](int item, u32 slot) {
-    const int key = begin - PAD_LEFT + item / 2 * KEYS;
+    const int key = begin - PAD_LEFT + item / 2 * TILE_KEYS;
     if (item / 2 < tiles) {
       if (item % 2 == 0)
-        load_tile<D, KEYS>(slot, k, x.k_stride_n, key, 0, length, lane);
+        load_tile<D, TILE_KEYS, Tile::THREADS>(slot, k, x.k_stride_n, key, 0, length);
       else
-        load_tile<DV, KEYS>(slot, v, x.v_stride_n, key - PAD_RIGHT, begin, end, lane);
+        load_tile<DV, TILE_KEYS, Tile::THREADS>(slot, v, x.v_stride_n, key - PAD_RIGHT, begin, end);
     }
     copy_commit();
   };
-  u32 slot = own + Tile::RING;
 #pragma unroll
-  for (int item = 0; item < STAGES; ++item) load_item(item, slot + item * Tile::RING_TILE);
-  auto await_item = [&] {
-    copy_wait<STAGES - 1>();
-    __syncwarp();
-  };
-  auto refill = [&](int item) {
-    __syncwarp();
-    load_item(item, slot);
-    slot = slot == own + Tile::RING + (STAGES - 1) * Tile::RING_TILE ? own + Tile::RING : slot + Tile::RING_TILE;
+  for (int item = 0; item < STAGES - 1; ++item) load_item(item, ring + item * Tile::RING_TILE);
+  u32 slot = ring + (STAGES - 1) * Tile::RING_TILE;
+  // Waits for an item, refills the slot of the one before, which every warp has done with, and returns the item's.
+  auto await_item = [&](int item) {
+    copy_wait<STAGES - 2>();
+    __syncthreads();
+    load_item(item + STAGES - 1, slot);
+    slot = slot == ring + (STAGES - 1) * Tile::RING_TILE ? ring : slot + Tile::RING_TILE;
+    return slot;
   };
 
-  load_queries<Tile>(shared, x, x.q + b * x.q_stride_b + head * x.q_stride_h, heads, length);
-  make_band<Tile>(shared, x.weight + head * CQ * CK, heads);
-  for (int i = lane; i < Tile::ROWS * (Tile::STRIP_ROW / 16); i += 32) store_shared(strip + i * 16, 0u, 0u, 0u, 0u);
-  float* const peaks = reinterpret_cast<float*>(dynamic + (own - shared) + Tile::PEAK);  // by pair, in units of log2
-  float2* const sums = reinterpret_cast<float2*>(dynamic + (own - shared) + Tile::SUM);  // by convolved tile and lane
-  for (int i = lane; i < Tile::PAIRS; i += 32) peaks[i] = NO_PEAK;
-  for (int i = lane; i < (Tile::WARP_SHARED - Tile::SUM) / 8; i += 32) sums[i] = make_float2(0.f, 0.f);
-  __syncthreads();
-  if (split >= x.num_splits) return;
+  load_queries<Tile>(heads_part, x, x.q + b * x.q_stride_b + head * x.q_stride_h, heads, length, thread);
+  make_band<Tile>(heads_part, x.weight + head * CQ * CK, heads, thread);
+  for (int i = thread; i < 8 * Tile::ROW_TILES * (Tile::STRIP_ROW / 16); i += 32 * KEY_WARPS)
+    store_shared(strip + i * 16, 0u, 0u, 0u, 0u);
+  for (int i = lane; i < heads * ceil_div(n_new, TOKENS) * 32; i += 32) sums[i] = make_float2(0.f, 0.f);
+  if (lane < 8) peaks[lane] = NO_PEAK;
 
   const float exponent = x.scale * (LOG2_E / SCORE_SCALE);
-  const int* const positions = reinterpret_cast<const int*>(dynamic + Tile::POSITION);
-  float o[DV / 16][PAIR_TILES][4] = {}, o_peak[PAIR_TILES][2];
-#pragma unroll
-  for (int p = 0; p < PAIR_TILES; ++p) o_peak[p][0] = o_peak[p][1] = NO_PEAK;
+  float o[DV / 16][4] = {}, o_peak[2] = {NO_PEAK, NO_PEAK};
 
   for (int tile = 0; tile < tiles; ++tile) {
-    const int key = begin - PAD_LEFT + tile * KEYS, column = key - PAD_RIGHT;  // of the tile's first score and output
-
-    await_item();
-    for (int first = 0; first < rows; first += 8 * Tile::ROW_TILES) {
-      float s[KEYS / 16][Tile::ROW_TILES][4] = {};
-#pragma unroll
-      for (int kk = 0; kk < D / 16; ++kk) {
-        u32 queries[Tile::ROW_TILES][2];
-#pragma unroll
-        for (int r = 0; r < Tile::ROW_TILES; ++r)
-          load_matrices(queries[r], shared + Tile::Q + (first + 8 * r + (lane & 7)) * K_ROW + kk * 32 + (lane & 8) * 2);
-#pragma unroll
-        for (int m = 0; m < KEYS / 16; ++m) {
-          u32 keys[4];
-          load_matrices(keys, slot + (16 * m + (lane & 15)) * K_ROW + kk * 32 + (lane & 16));
-#pragma unroll
-          for (int r = 0; r < Tile::ROW_TILES; ++r) mma<Element>(s[m][r], keys, queries[r][0], queries[r][1]);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < Tile::ROW_TILES; ++r) {
-        const int row = first + 8 * r + 2 * t;
-        const u32 to = strip + row * Tile::STRIP_ROW + (CK - 1 + g) * 2;
-        if (key + KEYS > length - head_rows) {  // a later key than some row's own: its score is zero
-#pragma unroll
-          for (int i = 0; i < KEYS / 4; ++i)
-            if (key + 8 * (i >> 1) + g > positions[row + (i & 1)]) s[i >> 2][r][i & 3] = 0.f;
-        }
-#pragma unroll
-        for (int i = 0; i < KEYS / 8; ++i) {
-          const float lo = s[i >> 1][r][2 * (i & 1)], hi = s[i >> 1][r][2 * (i & 1) + 1];
-          store_shared_halves(to + i * 16, to + Tile::STRIP_ROW + i * 16, pack<fp16>(lo, hi));
-        }
-      }
-    }
-    refill(2 * tile + STAGES);
+    const int key = begin - PAD_LEFT + tile * TILE_KEYS + key_warp * KEYS, column = key - PAD_RIGHT;  // this warp's first score, output
+    const u32 k_tile = await_item(2 * tile) + key_warp * KEYS * K_ROW, columns = strip + key_warp * KEYS * 2;
+    if (rows > 16 && Tile::ROW_TILES > 2)
+      write_scores<Tile, Tile::ROW_TILES>(k_tile, heads_part + Tile::Q, columns + (CK - 1) * 2, positions, key, key + KEYS > length - head_rows, lane);
+    else if (rows > 8)
+      write_scores<Tile, 2>(k_tile, heads_part + Tile::Q, columns + (CK - 1) * 2, positions, key, key + KEYS > length - head_rows, lane);
+    else if (rows > 0)
+      write_scores<Tile, 1>(k_tile, heads_part + Tile::Q, columns + (CK - 1) * 2, positions, key, key + KEYS > length - head_rows, lane);
+    named_barrier(1 + head_warp, 32 * KEY_WARPS);
 
     // Convolution and softmax, TOKENS new tokens of one head at a time: row m is chunk m % CHUNKS of token m / CHUNKS.
     bool rescale = false;
-    const bool edge = tile == 0 || column + KEYS > length - n_new + 1 || column + KEYS > end;
+    const bool edge = column < begin || column + KEYS > length - n_new + 1 || column + KEYS > end;
     int index = 0;
     for (int h = 0; h < heads; ++h) {
       for (int token = 0; token < n_new; token += TOKENS, ++index) {
         const int from_row = h * head_rows + min(token + (lane & 15) / CHUNKS, n_new - 1);
-        const u32 from = strip + from_row * Tile::STRIP_ROW + (lane & 15) % CHUNKS * 16;
-        const u32 band = shared + Tile::BAND + h * (STEPS * 256) + lane * 8;
+        const u32 from = columns + from_row * Tile::STRIP_ROW + (lane & 15) % CHUNKS * 16;
+        const u32 band = heads_part + Tile::BAND + h * (STEPS * 256) + lane * 8;
         float c[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -409,49 +434,44 @@ DEVICE void decode(const Problem& x) {
         for (int r = 0; r < 2; ++r) {
           const float p0 = exp2_fast(score[r][0] - peak[r]), p1 = exp2_fast(score[r][1] - peak[r]);
           (r ? sum.y : sum.x) += p0 + p1;
-          store_shared(own + Tile::P + pair[r] * Tile::P_ROW + (g + 8 * r) % CHUNKS * 16 + t * 4, pack<Element>(p0, p1));
+          store_shared(weights_part + pair[r] * Tile::P_ROW + (g + 8 * r) % CHUNKS * 16 + t * 4, pack<Element>(p0, p1));
         }
         sums[index * 32 + lane] = sum;
       }
     }
 
-    await_item();
-    for (int i = lane; i < rows * CARRY; i += 32) {
+    const u32 v_tile = await_item(2 * tile + 1) + key_warp * KEYS * V_ROW;
+    if (heads == 0) continue;  // this warp only loads
+    for (int i = thread; i < rows * CARRY; i += 32 * KEY_WARPS) {
       u32 chunk[4];
       const u32 to = strip + i / CARRY * Tile::STRIP_ROW + i % CARRY * 16;
-      load_shared(chunk, to + KEYS * 2);
+      load_shared(chunk, to + TILE_KEYS * 2);
       store_shared(to, chunk[0], chunk[1], chunk[2], chunk[3]);
     }
     if (rescale) {
 #pragma unroll
-      for (int i = 0; i < 2 * PAIR_TILES; ++i) {
-        const int p = i >> 1, e = i & 1;
-        const float peak = peaks[8 * p + 2 * t + e], factor = exp2_fast(o_peak[p][e] - peak);
-        o_peak[p][e] = peak;
+      for (int e = 0; e < 2; ++e) {
+        const float peak = peaks[2 * t + e], factor = exp2_fast(o_peak[e] - peak);
+        o_peak[e] = peak;
 #pragma unroll
-        for (int m = 0; m < DV / 16; ++m) o[m][p][e] *= factor, o[m][p][2 + e] *= factor;
+        for (int m = 0; m < DV / 16; ++m) o[m][e] *= factor, o[m][2 + e] *= factor;
       }
     }
 #pragma unroll
     for (int kk = 0; kk < KEYS / 16; ++kk) {
-      u32 weights[PAIR_TILES][2];
-#pragma unroll
-      for (int p = 0; p < PAIR_TILES; ++p)
-        load_matrices(weights[p], own + Tile::P + (8 * p + (lane & 7)) * Tile::P_ROW + kk * 32 + (lane & 8) * 2);
+      u32 weights[2];
+      load_matrices(weights, weights_part + (lane & 7) * Tile::P_ROW + kk * 32 + (lane & 8) * 2);
 #pragma unroll
       for (int m = 0; m < DV / 16; ++m) {
         u32 values[4];
-        load_matrices_transposed(values, slot + (16 * kk + (lane & 7) + (lane >> 4) * 8) * V_ROW + m * 32 + (lane & 8) * 2);
-#pragma unroll
-        for (int p = 0; p < PAIR_TILES; ++p)
-          if (8 * p < pairs) mma<Element>(o[m][p], values, weights[p][0], weights[p][1]);
+        load_matrices_transposed(values, v_tile + (16 * kk + (lane & 7) + (lane >> 4) * 8) * V_ROW + m * 32 + (lane & 8) * 2);
+        mma<Element>(o[m], values, weights[0], weights[1]);
       }
     }
-    refill(2 * tile + 1 + STAGES);
   }
 
   // A pair's sum is spread over the lanes of its token's chunks.
-  float* const totals = reinterpret_cast<float*>(dynamic + (own - shared) + Tile::P);
+  float* const totals = reinterpret_cast<float*>(mine + Tile::TOTAL);
   for (int h = 0, index = 0; h < heads; ++h)
     for (int token = 0; token < n_new; token += TOKENS, ++index) {
       const float2 sum = sums[index * 32 + lane];
@@ -464,42 +484,56 @@ DEVICE void decode(const Problem& x) {
         if (n < n_new) totals[h * n_new + n] = total;
       }
     }
-  __syncwarp();
-  const long long row = static_cast<long long>(b * x.kv_heads * x.group + head) * n_new;  // of the CTA's first pair in out
+  __syncthreads();
+
+  // The key warps' outputs, brought to a common peak, meet in the ring.
+  const long long row = static_cast<long long>(b * x.kv_heads * x.group + head) * n_new;  // of the first pair in out
+  float* const outputs = reinterpret_cast<float*>(dynamic + Tile::RING) + head_warp * KEY_WARPS * 8 * DV;  // [KEY_WARPS][8][DV]
 #pragma unroll
-  for (int i = 0; i < 2 * PAIR_TILES; ++i) {
-    const int pair = 8 * (i >> 1) + 2 * t + (i & 1);
+  for (int e = 0; e < 2; ++e) {
+    const int pair = 2 * t + e;
     if (pair >= pairs) continue;
-    const float total = totals[pair], inverse = total == 0.f ? 1.f : 1.f / total;
-    const float log_sum = total == 0.f ? -INFINITY : peaks[pair] + log2f(total);
-    const long long place = (row + pair) * x.num_splits + split;  // of one split only: row + pair
-    if (g == 0) {
+    auto of_warp = [&](int w, int part) {
+      return reinterpret_cast<float*>(dynamic + Tile::WARP + (head_warp * KEY_WARPS + w) * Tile::WARP_BYTES + part)[pair];
+    };
+    float peak = NO_PEAK, total = 0.f;
+#pragma unroll
+    for (int w = 0; w < KEY_WARPS; ++w) peak = fmaxf(peak, of_warp(w, Tile::PEAK));
+#pragma unroll
+    for (int w = 0; w < KEY_WARPS; ++w) total += of_warp(w, Tile::TOTAL) * exp2_fast(of_warp(w, Tile::PEAK) - peak);
+    const float log_sum = total == 0.f ? -INFINITY : peak + log2f(total);
+    const float factor = exp2_fast(peaks[pair] - peak) / (total == 0.f ? 1.f : total);
+    if (key_warp == 0 && g == 0) {
       if (x.num_splits == 1)
-        x.lse[place] = log_sum * LN_2;
+        x.lse[row + pair] = log_sum * LN_2;
       else
-        x.partial_lse[place] = log_sum;
+        x.partial_lse[(row + pair) * x.num_splits + split] = log_sum;
     }
 #pragma unroll
-    for (int e = 0; e < DV / 8; ++e) {
-      const float value = o[e >> 1][i >> 1][2 * (e & 1) + (i & 1)] * inverse;
-      if (x.num_splits == 1)
-        x.out[place * DV + 8 * e + g] = static_cast<Element>(value);
-      else
-        x.partial[place * DV + 8 * e + g] = value;
-    }
+    for (int i = 0; i < DV / 8; ++i) outputs[(key_warp * 8 + pair) * DV + 8 * i + g] = o[i >> 1][2 * (i & 1) + e] * factor;
+  }
+  named_barrier(1 + head_warp, 32 * KEY_WARPS);
+  for (int i = thread; i < pairs * DV; i += 32 * KEY_WARPS) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < KEY_WARPS; ++w) sum += outputs[w * 8 * DV + i];
+    if (x.num_splits == 1)
+      x.out[row * DV + i] = static_cast<Element>(sum);
+    else
+      x.partial[((row + i / DV) * x.num_splits + split) * DV + i % DV] = sum;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32) mta_decode_cq6_ck11_d128_bf16_causal_sm90a(
+extern "C" __global__ void __launch_bounds__(128) mta_decode_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens,
     Element* out, float* lse, float* partial, float* partial_lse,
     long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n,
     long long v_stride_b, long long v_stride_h, long long v_stride_n,
-    int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+    int n_max, int kv_heads, int group, int n_new, int warp_heads, int num_splits, float scale) {
   decode<Narrow>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
                   q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
+                  n_max, kv_heads, group, n_new, warp_heads, num_splits, scale});
 }
 
 extern "C" __global__ void __launch_bounds__(128) mta_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
@@ -508,10 +542,10 @@ extern "C" __global__ void __launch_bounds__(128) mta_decode_wide_cq6_ck11_d128_
     long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n,
     long long v_stride_b, long long v_stride_h, long long v_stride_n,
-    int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+    int n_max, int kv_heads, int group, int n_new, int warp_heads, int num_splits, float scale) {
   decode<Wide>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
                   q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
+                  n_max, kv_heads, group, n_new, warp_heads, num_splits, scale});
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse.

@@ -7,7 +7,7 @@
 // Output columns lag the keys by 11; a strip starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
 //
-// mta_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, ceil(n_q / 187)), 512, 127328>>>
+// mta_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, ceil(n_q / 187)), 512, 127616>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -33,7 +33,12 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
 DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
+DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -159,6 +164,10 @@ DEVICE void barrier_init(u32 barrier, int arrivals) {
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives when this thread's asynchronous copies have.
+DEVICE void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 DEVICE void barrier_wait(u32 barrier, int parity) {
   asm volatile(
@@ -333,55 +342,69 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const
   }
   complete((CHUNKS - 1) / 2 * 2);
 }
+using Element = bf16;
 // ---- Softmax of two rows a thread --------------------------------------------------------------------------------
+//
+// Probabilities are taken relative to a reference that is at least the row's maximum less log2(LIMIT), as it was some
+// tiles ago: so they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds it is
+// done again, from its own maximum.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float NO_MAXIMUM = -1e20f;  // below every score, yet finite: a row that has seen nothing gives exp2(-inf)
+constexpr float LIMIT = 256.f;        // probabilities up to here keep their precision, and sums their range
+constexpr float NO_REFERENCE = 1e20f;  // of a row that has seen nothing; finite: exp2(-inf + it) is 0
 
-// Running maximum (in units of c) and sum of this thread's rows; `exponent` turns c into a power of two.
 struct Softmax {
-  float maximum[2] = {NO_MAXIMUM, NO_MAXIMUM}, sum[2] = {0.f, 0.f};
+  float exponent;  // c times it is a power of two
+  float shift[2] = {NO_REFERENCE, NO_REFERENCE}, sum[2] = {0.f, 0.f};  // minus the reference; sums of probabilities
+  float added[2], highest;                                          // of the tiles since begin()
 
-  // c becomes exp2(exponent (c - maximum)); returns whether `rescale`, the factor due to what was summed before, is not 1.
-  template <int N>
-  DEVICE bool step(float (&c)[N], float exponent, float (&rescale)[2]) {
-    constexpr int PARTS = N < 16 ? 1 : 4;  // short chains of dependent instructions, both rows at once
-    float highest[2][PARTS], added[2][PARTS] = {}, shift[2];
-#pragma unroll
-    for (int i = 0; i < 4 * PARTS; i += 2) highest[i >> 1 & 1][i >> 2] = fmaxf(c[i], c[i + 1]);
-#pragma unroll
-    for (int i = 4 * PARTS; i < N; i += 2) {
-      float& part = highest[i >> 1 & 1][i / 4 % PARTS];
-      part = fmaxf(part, fmaxf(c[i], c[i + 1]));
-    }
-#pragma unroll
-    for (int half = PARTS / 2; half; half /= 2)
-#pragma unroll
-      for (int i = 0; i < 2 * half; ++i) highest[i & 1][i >> 1] = fmaxf(highest[i & 1][i >> 1], highest[i & 1][(i >> 1) + half]);
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) highest[r][0] = fmaxf(highest[r][0], __shfl_xor_sync(~0u, highest[r][0], distance));
+  DEVICE void begin() { added[0] = added[1] = highest = 0.f; }
+
+  // Probabilities of 8 columns of both rows, as part of an A operand: the low half for even tiles, else the high one.
+  DEVICE void tile(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float next = fmaxf(maximum[r], highest[r][0]);
-      rescale[r] = exp2_fast((maximum[r] - next) * exponent);
-      maximum[r] = next;
-      shift[r] = -next * exponent;
+      const float x = exp2_fast(fmaf(c[2 * r], exponent, shift[r])), y = exp2_fast(fmaf(c[2 * r + 1], exponent, shift[r]));
+      p[2 * high + r] = pack<Element>(x, y);
+      add(r, make_float2(x, y));
     }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      c[i] = exp2_fast(fmaf(c[i], exponent, shift[i >> 1 & 1]));
-      added[i >> 1 & 1][i / 4 % PARTS] += c[i];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int part = 1; part < PARTS; ++part) added[r][0] += added[r][part];
-      sum[r] = sum[r] * rescale[r] + added[r][0];
-    }
-    return rescale[0] != 1.f || rescale[1] != 1.f;
   }
+
+  // Probabilities of row r, again.
+  DEVICE void add(int r, float2 p) {
+    added[r] += p.x + p.y;
+    highest = fmaxf(highest, fmaxf(p.x, p.y));
+  }
+
+  // Whether some thread of the warp has exceeded the reference by too much; else the tiles are added.
+  DEVICE bool end() {
+    if (__any_sync(~0u, highest > LIMIT)) return false;
+    sum[0] += added[0], sum[1] += added[1];
+    return true;
+  }
+
+  // All of c from its own maximum, which becomes the reference; `rescale` is the factor due to what was summed before.
+  template <int N>
+  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float maximum = -INFINITY;
+#pragma unroll
+      for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
+      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+      const float next = fminf(shift[r], -maximum * exponent);
+      rescale[r] = exp2_fast(next - shift[r]);
+      shift[r] = next;
+      sum[r] *= rescale[r];
+    }
+    begin();
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) tile(p[n / 2], n & 1, c + 4 * n);
+    sum[0] += added[0], sum[1] += added[1];
+  }
+
+  DEVICE float reference(int r, float) const { return -shift[r]; }
 
   // The whole row's sum, in every thread of the row.
   DEVICE float total(int r) const {
@@ -456,14 +479,16 @@ struct WarpStrip {
     }
   }
 
-  DEVICE void convolved(float (&c)[32], int t, int lane, const u32 (&band)[BAND_FRAGMENTS][2]) const {
+  // Outputs of strip t; finish(n) as in convolve.
+  template <class Finish = Nothing>
+  DEVICE void convolved(float (&c)[32], int t, int lane, const u32 (&band)[BAND_FRAGMENTS][2], Finish finish = {}) const {
     u32 from[BAND_LOADS];
 #pragma unroll
     for (int load = 0; load < BAND_LOADS; ++load) from[load] = rows[load] + (t & 1) * STRIP;
     u32 pairs[1];
 #pragma unroll
     for (int x = 0; x < 1; ++x) pairs[x] = gathered[x] + (t & 1) * GATHER;
-    convolve<fp16, 8, GATHER_ROW>(c, from, pairs, band, lane);
+    convolve<fp16, 8, GATHER_ROW>(c, from, pairs, band, lane, finish);
   }
 };
 // ---- Tiles of Q, K and V, masks, results --------------------------------------------------------------------------
@@ -548,6 +573,23 @@ DEVICE void mask_outputs(float (&c)[KEYS / 2], int column, int top, int lane) {
   }
 }
 
+// The same for probabilities, of which there is nothing to be seen there; sums and maximum follow.
+template <class Softmax>
+DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax& softmax, int column, int top, int lane) {
+  if (column < 0 || column + KEYS - 1 > top) {
+    const int row = top + 2 * (lane >> 2);
+    softmax.begin();
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) {  // two columns of a row
+      const int j = column + (i >> 1) * 8 + 2 * (lane & 3);
+      u32& pair = p[i >> 2][i & 3];
+      if (j < 0 || j > row + (i & 1)) pair &= 0xffff0000u;
+      if (j + 1 < 0 || j + 1 > row + (i & 1)) pair &= 0xffffu;
+      softmax.add(i & 1, unpack<Element>(pair));
+    }
+  }
+}
+
 // Outputs and their log-sum-exps of rows row and row + 1, those from `from` on; a row that saw no key is 0 with -inf.
 DEVICE void store_output(Element* out, float* lse, const float (&o)[DV / 2], const Softmax& softmax, float exponent, int row, int from, int n_q, int lane) {
 #pragma unroll
@@ -556,7 +598,7 @@ DEVICE void store_output(Element* out, float* lse, const float (&o)[DV / 2], con
     const int i = row + r;
     if (i < from || i >= n_q) continue;
     const float inverse = total == 0.f ? 0.f : 1.f / total;
-    if ((lane & 3) == 0) lse[i] = total == 0.f ? -INFINITY : LN_2 * (softmax.maximum[r] * exponent) + logf(total);
+    if ((lane & 3) == 0) lse[i] = total == 0.f ? -INFINITY : LN_2 * (softmax.reference(r, exponent)) + logf(total);
 #pragma unroll
     for (int n = 0; n < DV / 8; ++n)
       *reinterpret_cast<u32*>(out + static_cast<long long>(i) * DV + 8 * n + 2 * (lane & 3)) =
@@ -565,15 +607,15 @@ DEVICE void store_output(Element* out, float* lse, const float (&o)[DV / 2], con
 }
 // ---- Forward -----------------------------------------------------------------------------------------------------
 //
-// 3 warpgroups compute, one loads. The warpgroups meet only at K and V's barriers, and where the last warp of one
-// hands its rows of the strip to the first of the next.
+// 3 warpgroups compute, one loads. Warps meet only at K and V's barriers, in wgmma, and where each hands its rows of the
+// strip to the next.
 
 constexpr int WARPGROUPS = 3, THREADS = 512, STAGES = 2;
 constexpr int K_TILE = 1 * KEYS * 128, V_TILE = 1 * KEYS * 128;  // bytes
 
-// Barriers: K and V tiles full and empty, then of each warpgroup's last rows in either strip: written, read.
+// Barriers: K and V tiles full and empty, then of each warp's rows in either strip: written, read.
 constexpr int K_FULL = 0, K_EMPTY = 8 * STAGES, V_FULL = 16 * STAGES, V_EMPTY = 24 * STAGES;
-constexpr int ROWS_WRITTEN = 32 * STAGES, ROWS_READ = ROWS_WRITTEN + 16 * WARPGROUPS;
+constexpr int ROWS_WRITTEN = 32 * STAGES, ROWS_READ = ROWS_WRITTEN + 64 * WARPGROUPS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
@@ -601,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf
       barrier_init(barriers + K_EMPTY + 8 * stage, 4 * WARPGROUPS);
       barrier_init(barriers + V_EMPTY + 8 * stage, 4 * WARPGROUPS);
     }
-    for (int i = 0; i < 4 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + 8 * i, 1);
+    for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + 8 * i, 1);
     barrier_init_fence();
   }
   clear_strip_pads(base + SHARED_STRIP, base + SHARED_GATHER, threadIdx.x, THREADS);
@@ -651,10 +693,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf
     load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
 
   WarpStrip strip(base + SHARED_STRIP, base + SHARED_GATHER, warp, lane);
-  const bool gives_rows = HALO > 0 && (warp & 3) == 3 && warpgroup < WARPGROUPS - 1;
-  const bool takes_rows = HALO > 0 && (warp & 3) == 0 && warpgroup > 0;
-  const u32 given = barriers + 16 * warpgroup, taken = given - 16;
-  Softmax softmax;
+  const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
+  const u32 given = barriers + 16 * warp, taken = given - 16;
+  Softmax softmax{exponent};
   float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
 #pragma unroll
   for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
@@ -673,10 +714,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf
     mask_scores(s, t * KEYS, top + off, lane);
     if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + 8 * (t & 1), (t / 2 - 1) & 1);
     strip.write(s, t, lane);
-    if (gives_rows) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(given + ROWS_WRITTEN + 8 * (t & 1));
-    }
+    __syncwarp();
+    if (gives_rows && lane == 0) barrier_arrive(given + ROWS_WRITTEN + 8 * (t & 1));
   };
 
   issue_scores(0);
@@ -685,27 +724,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf
   write_scores(0);
 
   for (int t = 0; t < steps; ++t) {
-    named_barrier(1 + warpgroup, 128);  // the warpgroup's rows of strip t are written
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + 8 * (t & 1), t / 2 & 1);
-    strip.convolved(c, t, lane, band);
-    if (takes_rows) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(taken + ROWS_READ + 8 * (t & 1));
-    }
-    issue_scores(t + 1);
-
-    mask_outputs(c, t * KEYS - LAG, top + off, lane);
-    float rescale[2];
-    if (__any_sync(~0u, softmax.step(c, exponent, rescale))) {
+    u32 p[KEYS / 16][4];
+    softmax.begin();
+    strip.convolved(c, t, lane, band, [&](int n) { softmax.tile(p[n / 2], n & 1, c + 4 * n); });
+    mask_probabilities(p, softmax, t * KEYS - LAG, top + off, lane);
+    if (!softmax.end()) {
+      strip.convolved(c, t, lane, band);
+      mask_outputs(c, t * KEYS - LAG, top + off, lane);
+      float rescale[2];
+      softmax.restart(p, c, rescale);
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
     }
-    u32 p[KEYS / 16][4];
-#pragma unroll
-    for (int kk = 0; kk < KEYS / 16; ++kk)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) p[kk][e] = pack<Element>(c[8 * kk + 2 * e], c[8 * kk + 2 * e + 1]);
+    __syncwarp();
+    if (takes_rows && lane == 0) barrier_arrive(taken + ROWS_READ + 8 * (t & 1));
 
+    issue_scores(t + 1);
     barrier_wait(barriers + V_FULL + 8 * (t % STAGES), t / STAGES & 1);
     const u64 v_operand = operand(base + SHARED_V + t % STAGES * V_TILE, KEYS * 128);
     wgmma_fence();
