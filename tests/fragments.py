@@ -34,7 +34,7 @@ def band_chunk_offset(band: Band, load: int) -> NDArray[np.int64]:
 
 
 def make_band(band: Band, taps: Taps) -> Words:
-    """B operands (.., 2, 32, 2)."""
+    """B operands (n, 2, 32, 2)."""
 
     def words(u: NDArray[np.int64], v: NDArray[np.int64]) -> Words:
         return np.array([[taps(x, y), taps(x, y + 1)] for x, y in zip(u.tolist(), v.tolist(), strict=True)])
@@ -55,7 +55,7 @@ def load_triple(band: Band, shared: SharedMemory, word: Addresses, third: Addres
     else:
         second, last = shared.load(word + 4, 2)
         (first,) = shared.load(word)
-    return np.stack([first, second, second, last], axis=-3)
+    return np.stack([first, second, second, last])
 
 
 def gathered_rows(band: Band, above: Addresses) -> tuple[list[Addresses], Addresses]:
@@ -75,11 +75,16 @@ def convolve(
     gathered: list[Addresses] = (),  # type: ignore[assignment]
     third: Addresses | int = 8,
     gather_stride: int = 0,
+    limit: Addresses | None = None,
     finish: Callable[[int, int], None] = lambda n, products: None,
 ) -> Words:
-    """c (.., tiles, 2, 32, 2); ``finish`` is told of each finished tile and how many mma's it took."""
+    """c (tiles, 2, 32, 2).
+
+    Output row r of a lane's two sees strip columns up to ``limit`` + r only, if that is given. ``finish`` is told of
+    each finished tile and how many mma's it took.
+    """
     chunks = tiles + band.chunks - 1
-    c = np.zeros((*rows[0].shape[:-1], tiles, 2, 32, 2))
+    c = np.zeros((tiles, 2, 32, 2))
     a: dict[tuple[int, int], Words] = {}  # (quad, chunk); registers that nothing has written are not there
     pair: dict[tuple[int, int], Words] = {}
     products: Counter[int] = Counter()
@@ -101,12 +106,16 @@ def convolve(
     def gather_quads(chunk: int) -> None:
         for q, quad in enumerate(band.quads):
             if quad.copies and chunk < chunks and (chunk > 0 or not quad.reaches_back):
-                moved = [a[source, chunk - back][..., place, :, :] for source, back, place in quad.sources]
-                a[q, chunk] = np.stack(moved, axis=-3)
+                a[q, chunk] = np.stack([a[source, chunk - back][place] for source, back, place in quad.sources])
 
-    def multiply(tile: int, get: Callable[[], Words], b: Words) -> None:
+    def multiply(tile: int, get: Callable[[], Words], b: Words, columns: tuple[Addresses, Addresses]) -> None:
         if 0 <= tile < tiles:
-            mma(c[..., tile, :, :, :], get(), b)
+            seen = get()
+            if limit is not None:  # columns of the words of the halves of k
+                column = np.stack([columns[0], columns[0], columns[1], columns[1]])[..., None] + np.arange(2)
+                row = np.array([0, 1, 0, 1])[:, None, None]
+                seen = np.where(column <= limit[:, None] + row, seen, 0)
+            mma(c[tile], seen, b)
             products[tile] += 1
 
     def complete(m: int) -> None:
@@ -122,10 +131,13 @@ def convolve(
             b = operands[step.fragment]
             if step.quad is None:
                 key = step.fragment - len(band.fragments), m + step.chunk
-                multiply(m + step.tile, lambda key=key: pair[key], b)
+                column = 0 * T + 8 * (m + step.chunk + band.chunks)
+                multiply(m + step.tile, lambda key=key: pair[key], b, (column, column))
             elif not step.chunk or m + 1 < chunks:
                 key = step.quad, m + step.chunk
-                multiply(m + step.tile, lambda key=key: a[key], b)
+                back = [band.quads[step.quad].matrices[place][1] for place in (0, 2)]
+                columns = tuple(8 * (m + step.chunk - chunks_back) + 2 * T for chunks_back in back)
+                multiply(m + step.tile, lambda key=key: a[key], b, columns)
     complete((chunks - 1) // 2 * 2)
     return c
 
@@ -195,15 +207,18 @@ class WarpStrip:
                 self.shared.store(at[lanes], first[lanes], second[lanes])
         self.carried = s[plan.tiles - plan.carry_chunks :].copy()
 
-    def convolved(self, t: int, operands: Words) -> Words:
-        """(tiles, 2, 32, 2)."""
+    def convolved(self, t: int, operands: Words, limit: int | None = None) -> Words:
+        """(tiles, 2, 32, 2); of the strip the warp's first row sees columns up to ``limit``."""
+        plan = self.plan
+        edge = limit is not None and limit < plan.keys + plan.band.carry - 1
         return convolve(
-            self.plan.band,
+            plan.band,
             self.shared,
             [rows + (t & 1) * self.strips.strip for rows in self.rows],
             operands,
-            self.plan.tiles,
+            plan.tiles,
             gathered=[words + (t & 1) * self.strips.gather for words in self.gathered],
             third=self.third,
-            gather_stride=self.plan.gather_row,
+            gather_stride=plan.gather_row,
+            limit=limit + 2 * G if edge else None,
         )

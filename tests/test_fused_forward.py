@@ -124,9 +124,16 @@ class Cta:
 
     def mask_scores(self, s: Words, column: int, strip: int) -> None:
         top = self.first + 16 * strip + self.off
-        if self.plan.spec.causal and column + self.plan.keys - 1 > top:
+        spec = self.plan.spec
+        if spec.causal and not spec.masks_by_output and column + self.plan.keys - 1 > top:
             row, key = self.places(column, top)
             s[key > row] = 0
+
+    def limit(self, t: int, strip: int) -> int | None:
+        """Last column of the strip that its first row sees, where that matters."""
+        if not self.plan.spec.masks_by_output:
+            return None
+        return self.first + 16 * strip + self.off - t * self.plan.keys + self.plan.band.carry
 
     def take(self, c: Words, column: int, strip: int, v: NDArray[np.int64]) -> None:
         """What mask_outputs leaves and store_output stores."""
@@ -195,7 +202,7 @@ class Cta:
                 if takes:
                     yield from written[warp - 1][t & 1].wait(t // 2 & 1)
                 yield from self.pause()
-                c = strip.convolved(t, self.operands)
+                c = strip.convolved(t, self.operands, self.limit(t, warp))
                 if takes:
                     read[warp - 1][t & 1].arrive()
                 yield from issue_scores(t + 1)
@@ -247,7 +254,7 @@ class Cta:
                 copies = load(self.k[0], (t + 1) * plan.keys) if t + 1 < self.steps else iter(())
                 for m in mine:
                     yield from self.pause()
-                    c = strips[m].convolved(0, self.operands)
+                    c = strips[m].convolved(0, self.operands, self.limit(t, m))
                     self.take(c, column, m, self.keys_of(self.v[0], column))
 
         yield from (compute(warp) for warp in range(plan.warps))
@@ -257,8 +264,13 @@ def convolved(spec: Spec, scores: Array, taps: Array) -> tuple[Array, NDArray[np
     """C, and which of it the softmax sees, from the definition."""
     n_q, n_k = scores.shape
     allowed = np.arange(n_k) <= np.arange(n_q)[:, None] + n_k - n_q if spec.causal else np.ones(scores.shape, bool)
-    padded = np.pad(np.where(allowed, scores, 0), ((spec.cq - 1, 0), (spec.pad_left, spec.pad_right)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, taps.shape)
+    halo = ((spec.cq - 1, 0), (spec.pad_left, spec.pad_right))
+    if spec.mask == "source":
+        scores = np.where(allowed, scores, 0)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(scores, halo), taps.shape)
+    if spec.mask == "output":  # column by column of the window, by the output's row
+        seen = np.lib.stride_tricks.sliding_window_view(np.pad(allowed, ((0, 0), halo[1])), (1, spec.ck))
+        windows = np.where(seen, windows, 0)
     return np.einsum("injk,jk->in", windows, taps), allowed
 
 
@@ -280,23 +292,23 @@ def assert_convolves(plan: FusedForward, n_q: int, n_k: int, seed: int = 0) -> N
 
 
 KERNELS = [(6, 11), (1, 1), (1, 7), (11, 1), (5, 2), (3, 3), (4, 10), (16, 17), (9, 11)]
+MASKED = [(False, "source"), (True, "source"), (True, "output")]
 LENGTHS = [(1, 1), (67, 67), (5, 300), (113, 203), (203, 113), (301, 4)]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "mask"), MASKED)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_score_once(kernel: tuple[int, int], causal: bool, target: str) -> None:
+def test_every_score_once(kernel: tuple[int, int], causal: bool, mask: str, target: str) -> None:
     for i, padding in enumerate(KEY_PADDINGS):
-        plan = fused_forward(Spec(kernel, 16, causal=causal, key_padding=padding), TARGETS[target])
-        for n_q, n_k in LENGTHS[i::3]:
-            assert_convolves(plan, n_q, n_k)
+        plan = fused_forward(Spec(kernel, 16, causal=causal, key_padding=padding, mask=mask), TARGETS[target])
+        assert_convolves(plan, *LENGTHS[(KERNELS.index(kernel) + 2 * i) % len(LENGTHS)])
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, MAX_ROWS), st.integers(1, MAX_COLUMNS)),
-    causal=st.booleans(),
+    masked=st.sampled_from(MASKED),
     padding=st.sampled_from(KEY_PADDINGS),
     groups=st.sampled_from([0, 1, 2]),
     keys=st.sampled_from([32, 48, 64]),
@@ -305,9 +317,16 @@ def test_every_score_once(kernel: tuple[int, int], causal: bool, target: str) ->
     seed=st.integers(0, 2**16),
 )
 def test_every_score_once_whatever_the_shape(
-    kernel: tuple[int, int], causal: bool, padding: str, groups: int, keys: int, n_q: int, n_k: int, seed: int
+    kernel: tuple[int, int],
+    masked: tuple[bool, str],
+    padding: str,
+    groups: int,
+    keys: int,
+    n_q: int,
+    n_k: int,
+    seed: int,
 ) -> None:
-    spec = Spec(kernel, 16, causal=causal, key_padding=padding)
+    spec = Spec(kernel, 16, causal=masked[0], key_padding=padding, mask=masked[1])
     hopper = FusedForward(spec, "sm_90a", True, 4 * groups, keys, 2, True, 1)
     ampere = FusedForward(spec, "sm_80", False, 2, keys, 1, False, 1, row_tiles=1 + seed % 2)
     assert_convolves(hopper if groups else ampere, n_q, n_k, seed)
@@ -416,11 +435,3 @@ def test_registers_that_warpgroups_trade() -> None:
         assert 24 <= loads < computes <= 255
     for plan in all_plans():
         assert plan.registers <= plan.register_split[0] <= TARGETS[plan.target].registers_per_thread
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_mask_of_the_output_is_refused(target: str) -> None:
-    with pytest.raises(PlanError, match="mask"):
-        fused_forward(Spec((2, 1), 64, mask="output"), TARGETS[target])
-    for spec in (Spec((1, 5), 64, mask="output"), Spec((2, 3), 64, mask="output", causal=False)):
-        assert fused_forward(spec, TARGETS[target]).spec == spec  # where both masks are one
