@@ -125,6 +125,7 @@ def test_number_of_products() -> None:
         whole = b.cq // 2 * b.chunks + b.cq % 2 * -(-b.chunks // 2)
         assert b.mma_per_tile == whole + b.gathers, band_id(b)
         assert len(b.steps) == 2 * b.mma_per_tile, band_id(b)
+        assert b.ck - 1 <= b.carry < b.ck + 7, band_id(b)
         assert {step.fragment for step in b.steps} == set(range(len(b.fragments) + b.gathers)), band_id(b)
 
 

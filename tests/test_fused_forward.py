@@ -50,7 +50,7 @@ class Barrier:
 
 
 class Cta:
-    """One CTA of the forward kernel, its warps scheduled at random.
+    """One CTA of the forward kernel, its warps in an order that changes at random.
 
     Scores are given, not multiplied; tiles of K and V hold which key each 16 bytes are of. ``seen`` counts, and
     ``convolved`` keeps, what the softmax takes of each row that is stored.
@@ -75,16 +75,18 @@ class Cta:
 
     def run(self) -> None:
         warps = self.hopper_warps() if self.plan.hopper else self.ampere_warps()
-        waiting: list[tuple[Waits, Callable[[], bool]]] = [(warp, lambda: True) for warp in warps]
+        waiting: dict[Waits, Callable[[], bool]] = {warp: lambda: True for warp in warps}
+        order: list[Waits] = []  # the first that can run does: a warp may fall far behind
         while waiting:
-            ready = [i for i, (_, condition) in enumerate(waiting) if condition()]
+            if self.chance.random() < 0.03 or not order:
+                order = self.chance.sample(list(waiting), len(waiting))
+            ready = next((warp for warp in order if waiting[warp]()), None)
             assert ready, "deadlock"
-            i = self.chance.choice(ready)
-            warp = waiting[i][0]
             try:
-                waiting[i] = warp, next(warp)
+                waiting[ready] = next(ready)
             except StopIteration:
-                del waiting[i]
+                del waiting[ready]
+                order.remove(ready)
 
     # Pieces of the kernels.
 
