@@ -17,7 +17,7 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
-from mtagen.planner.fused.decode import PAIRS, DecodeTile, FusedDecode, fused_decode
+from mtagen.planner.fused.decode import DecodeTile, FusedDecode, fused_decode
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
@@ -43,26 +43,26 @@ def test_tiles_fit_their_target() -> None:
         for tile in plan.tiles:
             assert tile.shared.size <= target.shared_per_block
             assert tile.rule(target).slots >= target.multiprocessors
-            assert tile.keys % 16 == 0
+            assert tile.keys % (16 * tile.warps) == 0
+            assert 16 % tile.chunks == 0
 
 
 def test_every_call_has_a_kernel() -> None:
     for plan in plans():
         for group, n_new in itertools.product(GROUPS, range(1, MAX_NEW_TOKENS + 1)):
-            tile = plan.tile_for(group)
+            tile = plan.tile_for(group, n_new)
             heads = tile.heads_for(group, n_new)
             assert 1 <= heads <= tile.heads
             assert heads * (plan.spec.cq - 1 + n_new) <= tile.rows
-            assert heads * n_new <= PAIRS
+            assert heads * n_new <= tile.pairs
             assert heads * -(-n_new // tile.tokens) <= tile.convolved_tiles
 
 
-def test_groups_are_shared_out_evenly() -> None:
-    narrow, wide = fused_decode(Spec((6, 11), 128), get_target("sm_90a")).tiles
-    assert (wide.warps, wide.heads, wide.rows) == (4, 2, 16)
-    assert narrow.heads_for(1, 8) == 1
-    assert [wide.heads_for(group, 1) for group in (2, 4, 5, 8, 9, 16)] == [1, 1, 2, 2, 2, 2]
-    assert wide.heads_for(8, 4) == 1  # 9 rows a head
+def test_a_group_takes_the_smallest_kernel_that_holds_it() -> None:
+    plan = fused_decode(Spec((6, 11), 128), get_target("sm_90a"))
+    chosen = {call: plan.tile_for(*call).heads for call in [(1, 1), (1, 8), (2, 1), (4, 1), (2, 4), (4, 4), (8, 1)]}
+    assert chosen == {(1, 1): 1, (1, 8): 1, (2, 1): 4, (4, 1): 4, (2, 4): 4, (4, 4): 8, (8, 1): 8}
+    assert [plan.tiles[-1].heads_for(group, 1) for group in (8, 9, 16, 17)] == [8, 5, 8, 6]
 
 
 def test_splits_fill_the_gpu() -> None:

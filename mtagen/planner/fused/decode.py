@@ -1,16 +1,16 @@
 """Fused split-K decode: the scores of a few queries, convolved on the tensor cores, keys and values read once.
 
-A CTA owns a split, a range of keys, and streams it in tiles of K and V through a ring. A warp takes some keys of each tile
-and some of the query heads that share them, each head with its last cq - 1 + n_new query rows:
+A CTA owns a split, a range of keys, and some query heads that share them, each with its last cq - 1 + n_new query rows.
+It streams K and V through a ring of tiles and shares out its work anew at each step:
 
-    scores^T [keys, rows] = K Q^T            rows of all the warp's heads and of all new tokens, 8 to an mma
+    scores^T [keys, rows] = K Q^T            a warp takes some keys of the tile, for all rows, 8 rows to an mma
     strip    [rows, keys]                    the scores in fp16, behind the last ck - 1 columns of the tile before
-    c        [16, 8] += strip x T            16 = (new token, chunk of 8 keys)
-    out^T    [dv, 8] += V^T P^T              8 pairs (query head, new token)
+    c        [16, 8] += strip x T            a warp takes some (head, new token)s; 16 = (new token, chunk of 8 keys)
+    out^T    [dv, pairs] += V^T P^T          a warp takes some keys, for all pairs (head, new token), 8 pairs to an mma
 
-A chunk of the strip, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a row
-further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag the keys
-by ``pad_right`` columns, so that a tile's windows end inside it.
+A chunk of the strip, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a
+row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag the
+keys by ``pad_right`` columns, so that a tile's windows end inside it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from .forward import SCORE_EXPONENT, check_supported
 from .kernel import Kernel, strides
 from .memory import SharedMap
 
-PAIRS = 8  # (query head, new token) outputs of a warp: the columns of one mma
-_WIDE = ((2, 2, 4), (2, 2, 2), (1, 2, 2), (1, 1, 1))  # key warps, head warps, heads a warp: the first that fits
-_TILE_ELEMENTS = 4096  # of K or V in a tile: 8 KiB
-_STAGES = 3
+# Of each kernel: query heads and pairs (query head, new token) of a CTA, at most, and its warps.
+_KERNELS = ((1, 8, 4), (4, 8, 4), (8, 16, 8))
+_HEAD_ROWS = 6  # query rows a head, where a CTA takes several: one new token of cq = 6
+_BUSY_WARPS = 8  # of a multiprocessor, such that loads, products and softmax overlap
+_STAGES = (3, 2)
+_TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
 _COMBINE_WARPS = 4
-_RESERVED_REGISTERS = 64  # addresses, loop state, softmax
+_RESERVED_REGISTERS = 72  # addresses, loop state, softmax
 _BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each CTA
 
 
@@ -44,47 +46,33 @@ class DecodeTile:
 
     Attributes:
         spec: the request.
-        role: ``decode`` (one head) or ``decode_wide`` (heads that share their keys).
-        key_warps: warps that share out the keys of a tile.
-        head_warps: warps, for each of those, that share out the heads.
-        heads: query heads of a warp, at most.
-        row_tiles: query rows of a warp, at most, by 8.
-        keys: keys of a tile for a warp.
+        heads: query heads of a CTA, at most.
+        pairs: (query head, new token) pairs of a CTA, at most; a multiple of 8.
+        warps: warps of a CTA.
+        keys: keys of a tile; a power of two, up to 128.
         stages: tiles, of K and V in turn, in the ring.
     """
 
     spec: Spec
-    role: str
-    key_warps: int
-    head_warps: int
     heads: int
-    row_tiles: int
+    pairs: int
+    warps: int
     keys: int
     stages: int
 
     @property
-    def struct(self) -> str:
-        """Its name among the source's constants."""
-        return {"decode": "Narrow", "decode_wide": "Wide"}[self.role]
-
-    @property
-    def warps(self) -> int:
-        """Warps of a CTA."""
-        return self.key_warps * self.head_warps
+    def role(self) -> str:
+        """Its name among the pass's kernels."""
+        return f"decode_{self.heads}"
 
     @property
     def rows(self) -> int:
-        """Query rows of a warp, at most."""
-        return 8 * self.row_tiles
-
-    @property
-    def tile_keys(self) -> int:
-        """Keys of a tile."""
-        return self.key_warps * self.keys
+        """Query rows of a CTA, at most; enough for one head with the most new tokens."""
+        return -(-max(self.spec.cq - 1 + MAX_NEW_TOKENS, _HEAD_ROWS * self.heads) // 8) * 8
 
     @property
     def chunks(self) -> int:
-        """Chunks of 8 keys in a warp's part of a tile."""
+        """Chunks of 8 keys in a tile."""
         return self.keys // CHUNK
 
     @property
@@ -95,7 +83,7 @@ class DecodeTile:
     @property
     def strip_row(self) -> int:
         """Bytes from one row of the strip to the next: an odd number of chunks, for no bank conflicts."""
-        return 16 * (self.tile_keys // CHUNK + window_chunks(self.spec) - 1 | 1)
+        return 16 * (self.chunks + window_chunks(self.spec) - 1 | 1)
 
     @property
     def weights_row(self) -> int:
@@ -105,72 +93,58 @@ class DecodeTile:
     @property
     def ring_tile(self) -> int:
         """Bytes of a tile of K or V: rows padded by 16 bytes, for no bank conflicts."""
-        return self.tile_keys * (2 * max(self.spec.head_dim, self.spec.value_head_dim) + 16)
+        return self.keys * (2 * max(self.spec.head_dim, self.spec.value_head_dim) + 16)
 
     def heads_that_fit(self, n_new: int) -> int:
-        """Heads of a warp, at most."""
-        return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), PAIRS // n_new)
+        """Heads of a CTA, at most."""
+        return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), self.pairs // n_new)
 
     def heads_for(self, group: int, n_new: int) -> int:
-        """Heads of a warp: the group shared out evenly among as few CTAs as hold it."""
-        blocks = -(-group // (self.head_warps * self.heads_that_fit(n_new)))
-        return -(-group // (blocks * self.head_warps))
+        """Heads of a CTA: the group shared out evenly among as few CTAs as hold it."""
+        return -(-group // -(-group // self.heads_that_fit(n_new)))
 
     @property
     def convolved_tiles(self) -> int:
-        """Convolved tiles of a warp, at most."""
+        """Convolved tiles of a CTA, at most."""
         counts = range(1, MAX_NEW_TOKENS + 1)
         return max(self.heads_that_fit(n_new) * -(-n_new // self.tokens) for n_new in counts)
 
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory; in the end the ring takes every warp's outputs."""
-        outputs = self.warps * PAIRS * self.spec.value_head_dim * 4
+        outputs = self.warps * self.pairs * self.spec.value_head_dim * 4
         return SharedMap.of(
             (
                 ("RING", max(self.stages * self.ring_tile, outputs), 16),
-                ("HEAD_WARP", self.head_warps * self.head_shared.size, 16),
-                ("WARP", self.warps * self.warp_shared.size, 16),
-            )
-        )
-
-    @cached_property
-    def head_shared(self) -> SharedMap:
-        """What the warps of the same heads share."""
-        return SharedMap.of(
-            (
                 ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
                 ("BAND", self.heads * convolution_steps(self.spec) * 256, 16),
                 ("STRIP", self.rows * self.strip_row, 16),
-                ("POSITION", 4 * self.rows, 16),
-            )
-        )
-
-    @cached_property
-    def warp_shared(self) -> SharedMap:
-        """What each warp has for itself."""
-        return SharedMap.of(
-            (
-                ("P", PAIRS * self.weights_row, 16),
+                ("P", self.pairs * self.weights_row, 16),
                 ("SUM", 256 * self.convolved_tiles, 16),
-                ("PEAK", 4 * PAIRS, 16),
-                ("TOTAL", 4 * PAIRS, 16),
+                ("PEAK", 4 * self.pairs, 16),
+                ("TOTAL", 4 * self.pairs, 16),
+                ("POSITION", 4 * self.rows, 16),
             )
         )
 
     @property
     def registers(self) -> int:
         """Estimate: O, the scores, their operands."""
-        accumulators = self.spec.value_head_dim // 4 + self.keys * self.row_tiles // 4
+        accumulators = (
+            self.spec.value_head_dim * self.pairs // 32 + self.keys // self.warps * min(self.rows // 8, 3) // 4
+        )
         return min(255, accumulators + _RESERVED_REGISTERS)
 
-    def rule(self, target: Target) -> SplitRule:
-        """How a sequence is split."""
-        resident = min(
+    def resident(self, target: Target) -> int:
+        """CTAs that a multiprocessor holds."""
+        return min(
             target.shared_per_multiprocessor // (self.shared.size + _BLOCK_OVERHEAD),
             target.registers_per_multiprocessor // (self.registers * 32 * self.warps),
         )
-        return split_rule(resident, self.tile_keys, target.multiprocessors)
+
+    def rule(self, target: Target) -> SplitRule:
+        """How a sequence is split."""
+        return split_rule(self.resident(target), self.keys, target.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -180,7 +154,7 @@ class FusedDecode:
     Attributes:
         spec: the request.
         target: name of the target.
-        tiles: narrow, then wide.
+        tiles: its decode kernels, by the number of heads they take.
     """
 
     spec: Spec
@@ -223,9 +197,9 @@ class FusedDecode:
         """Whether a score counts for some new tokens and not for others."""
         return self.spec.causal and self.spec.mask == "output" and self.spec.pad_right > 0
 
-    def tile_for(self, group: int) -> DecodeTile:
-        """The kernel for one call."""
-        return self.tiles[group > 1]
+    def tile_for(self, group: int, n_new: int) -> DecodeTile:
+        """The kernel for one call: the smallest that takes all of a group."""
+        return next((tile for tile in self.tiles if tile.heads_for(group, n_new) == group), self.tiles[-1])
 
     def splits_for(self, tile: DecodeTile, owners: int, keys: int) -> int:
         """Splits of each of ``owners`` sequences of at most ``keys`` keys."""
@@ -233,23 +207,23 @@ class FusedDecode:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The two decode kernels and the one that merges splits."""
+        """The decode kernels and the one that merges splits."""
         arguments = (
             *(
                 ("pointer", name)
                 for name in ("q", "k", "v", "weight", "seqlens", "out", "lse", "partial", "partial_lse")
             ),
             *strides("q", "k", "v"),
-            *(("int", name) for name in ("n_max", "kv_heads", "group", "n_new", "warp_heads", "num_splits")),
+            *(("int", name) for name in ("n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits")),
             ("float", "scale"),
         )
-        grid = "batch * kv_heads * num_splits * ceil(group / ({} warp_heads))"
+        grid = "batch * kv_heads * num_splits * ceil(group / cta_heads)"
         decode = (
             Kernel(
                 tile.role,
                 kernel_name(tile.role, self.spec, self.target),
                 arguments,
-                grid.format(tile.head_warps),
+                grid,
                 32 * tile.warps,
                 tile.shared.size,
                 tile.registers,
@@ -270,15 +244,15 @@ class FusedDecode:
     @property
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
-        yield "n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the n_new newest tokens' included;"
-        yield f"q holds the {self.spec.cq - 1} queries before the new ones, then the new ones; warp_heads heads a warp."
-        yield "partial (batch * heads * n_new, num_splits, dv) and partial_lse (units of log2) are not read for one split."
-        yield f"Convolution: {self.steps} mma.m16n8k16 for 16 x 8 scores; outputs lag the keys by {self.spec.pad_right}."
+        yield "n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the new tokens' included;"
+        yield f"q holds the {self.spec.cq - 1} queries before the new ones, then the new ones; cta_heads heads a CTA."
+        yield "partial (batch * heads * n_new, num_splits, dv) and partial_lse (log2) are not used for one split."
+        yield f"Convolution: {self.steps} mma.m16n8k16 for 16 x 8 scores; outputs lag keys by {self.spec.pad_right}."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
         for tile in self.tiles:
-            yield tile.role, "CTA", f"{tile.key_warps} x {tile.head_warps} warps of {tile.keys} keys, {tile.heads} heads"
+            yield tile.role, "CTA", f"up to {tile.heads} heads, {tile.keys} keys a tile, {tile.warps} warps"
             yield tile.role, "shared memory", f"{tile.shared.size} bytes, {tile.stages} stages"
 
 
@@ -300,21 +274,23 @@ def fused_decode(spec: Spec, target: Target) -> FusedDecode:
     """
     check_supported(spec, target)
     band(spec.cq, spec.ck)  # the same limits
-    rows = -(-(spec.cq - 1 + MAX_NEW_TOKENS) // 8)  # of one head with the most new tokens
-    widest = max(spec.head_dim, spec.value_head_dim)
-    keys = next(keys for keys in (64, 32, 16) if keys * widest <= _TILE_ELEMENTS)
-    narrow = [DecodeTile(spec, "decode", warps, 1, 1, rows, keys, _STAGES) for warps in (4, 2, 1)]
-    wide = [
-        DecodeTile(spec, "decode_wide", key_warps, head_warps, heads, max(rows, 3), keys, _STAGES)
-        for key_warps, head_warps, heads in _WIDE
+    tiles = (_fit(spec, target, *kernel) for kernel in _KERNELS)
+    return FusedDecode(spec, target.name, tuple({tile.heads: tile for tile in tiles}.values()))
+
+
+def _fit(spec: Spec, target: Target, heads: int, pairs: int, warps: int) -> DecodeTile:
+    """The largest tile that lets a multiprocessor hold enough warps, else the largest that fits."""
+    candidates = [
+        DecodeTile(spec, heads, pairs, min(warps, keys // 16), keys, stages)
+        for keys in (128, 64, 32)
+        for stages in _STAGES
+        if keys * max(spec.head_dim, spec.value_head_dim) <= _TILE_ELEMENTS
     ]
-    return FusedDecode(spec, target.name, (_fit(target, narrow), _fit(target, wide)))
-
-
-def _fit(target: Target, candidates: list[DecodeTile]) -> DecodeTile:
-    """The first candidate that fits the target's shared memory."""
-    for tile in candidates:
-        if tile.shared.size <= target.shared_per_block:
-            return tile
+    for enough in (_BUSY_WARPS, 1):
+        for tile in candidates:
+            if tile.shared.size <= target.shared_per_block and tile.resident(target) * tile.warps >= enough:
+                return tile
+    if heads > 1:
+        return _fit(spec, target, heads // 2, pairs, warps)
     rule = f"{target.name} has {target.shared_per_block} bytes of shared memory, decode needs {tile.shared.size}"
-    raise PlanError(explain("head_dim", tile.spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))
+    raise PlanError(explain("head_dim", spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))

@@ -26,9 +26,9 @@ def decode(
     batch, heads, tail, _ = q_tail.shape
     _, kv_heads, n_max, dv = v_cache.shape
     group, n_new = heads // kv_heads, tail - (plan.spec.cq - 1)
-    tile = plan.tile_for(group)
-    warp_heads = tile.heads_for(group, n_new)
-    owners = batch * kv_heads * -(-group // (tile.head_warps * warp_heads))
+    tile = plan.tile_for(group, n_new)
+    cta_heads = tile.heads_for(group, n_new)
+    owners = batch * kv_heads * -(-group // cta_heads)
     splits = num_splits or plan.splits_for(tile, owners, n_max)
     out = q_tail.new_empty(batch, heads, n_new, dv)
     lse = q_tail.new_empty(batch, heads, n_new, dtype=torch.float32)
@@ -42,7 +42,7 @@ def decode(
         0 if cache_seqlens is None else cache_seqlens.data_ptr(),
         *(x.data_ptr() for x in (out, lse, partial, partial_lse)),
         *(stride for x in (q_tail, k_cache, v_cache) for stride in x.stride()[:3]),
-        *(n_max, kv_heads, group, n_new, warp_heads, splits),
+        *(n_max, kv_heads, group, n_new, cta_heads, splits),
         scale,
     )
     if splits > 1:
