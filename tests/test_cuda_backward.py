@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target
-from mtagen.planner.fused.backward import GROUP, GROUPS, ROWS, FusedBackward, fused_backward
+from mtagen.planner.fused.backward import GROUP, ROWS, FusedBackward, fused_backward
+from mtagen.planner.fused.forward import fused_forward
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
@@ -113,7 +114,7 @@ def modelled(
 ) -> Gradients:
     """As the kernel goes: CTA by CTA, tile by tile, through strips whose columns and rows are the plan's."""
     spec = plan.spec
-    (n_q, dim), (n_k, _) = q.shape, k.shape
+    n_q, n_k = len(q), len(k)
     dq, dk, dv, dw = (np.zeros_like(x) for x in (q, k, v, w))
     taps = np.zeros((spec.cq, plan.taps))
     taps[:, : spec.ck] = w
@@ -124,6 +125,9 @@ def modelled(
         inside = (at >= 0) & (at < len(x))
         return np.where(inside.reshape(-1, *[1] * (x.ndim - 1)), x[np.clip(at, 0, len(x) - 1)], outside)
 
+    def window(strip: Array, begin: int, u: int, i: int) -> Array:
+        return strip[(begin + np.arange(ROWS) + u) % len(strip)][:, i : i + plan.keys]
+
     for block in range(-(-n_k // plan.owned)):
         c0 = block * plan.owned - plan.halo
         first = max(0, c0 - off) if spec.causal else 0
@@ -131,15 +135,14 @@ def modelled(
         scores = np.zeros((plan.score_ring * GROUP, plan.keys + 16))
         gradients = np.zeros((plan.gradient_ring * GROUP, plan.keys + 16))
         x, r = np.arange(plan.keys), np.arange(ROWS)[:, None]
-        hidden = lambda t, lag, row: spec.causal & (c0 + lag + x > first + t * ROWS + row + off)  # noqa: E731
 
         for t in range((n_q - first + GROUP + ROWS - 1) // ROWS):
             row = first + t * ROWS
             tile_q, tile_do = rows_of(q, row, ROWS), rows_of(grad_out, row, ROWS)
-            scores[(t * ROWS + r[:, 0]) % len(scores), : plan.keys] = np.where(hidden(t, 0, r), 0, tile_q @ key_tile.T)
-
-            def window(strip: Array, begin: int, u: int, i: int) -> Array:
-                return strip[(begin + np.arange(ROWS) + u) % len(strip)][:, i : i + plan.keys]  # noqa: B023
+            last = first + t * ROWS + r + off - c0  # column of S that each row sees last
+            if not spec.causal:
+                last = np.full_like(last, n_k + plan.keys)
+            scores[(t * ROWS + r[:, 0]) % len(scores), : plan.keys] = np.where(x > last, 0, tile_q @ key_tile.T)
 
             c = np.zeros((ROWS, plan.keys))
             for u, i in np.ndindex(taps.shape):
@@ -147,7 +150,7 @@ def modelled(
                 c[:, : part.shape[1]] += taps[u, i] * part
             exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.columns, n_k - c0 - plan.pad_left))
             p = np.exp(c - rows_of(lse, row, ROWS, np.inf)[:, None])
-            p = np.where(exists & ~hidden(t, plan.pad_left, r), p, 0)
+            p = np.where(exists & (x + plan.pad_left <= last), p, 0)
             g = p * (tile_do @ value_tile.T - rows_of(dot, row, ROWS)[:, None])
             gradients[(t * ROWS + r[:, 0]) % len(gradients), plan.shift : plan.shift + plan.keys] = g
 
@@ -155,7 +158,7 @@ def modelled(
             for u, i in np.ndindex(taps.shape):
                 part = window(gradients, t * ROWS - GROUP, u, i)
                 ds[:, : part.shape[1]] += taps[spec.cq - 1 - u, plan.halo - i] * part
-            ds = np.where((x >= plan.shift) & (x < plan.end) & ~hidden(t, plan.lag, r - GROUP), ds, 0)
+            ds = np.where((x >= plan.shift) & (x < plan.end) & (x + plan.lag <= last - GROUP), ds, 0)
             assert not ds[:, 8 * plan.tiles * plan.warpgroups :].any()
 
             above = np.concatenate([rows_of(q, row - GROUP, GROUP), tile_q[: ROWS - GROUP]])
@@ -182,22 +185,24 @@ def modelled(
                     part = (
                         scores[(t * ROWS - (spec.cq - 1) + u + np.arange(ROWS)) % len(scores)][:, at : at + 8].T @ owned
                     )
-                    for m, n in np.ndindex(8, 8):
-                        i = 8 * (plan.first_weight_chunk + d) + m - n + plan.shift
+                    for diagonal in range(-7, 8):  # row - column
+                        i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.shift
                         if 0 <= i < spec.ck:
-                            dw[u, i] += part[m, n]
+                            dw[u, i] += part.diagonal(-diagonal).sum()
     return Gradients(dq, dk, dv, dw)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("padding", ["both", "left", "right"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "padding"),
+    [*((kernel, "both") for kernel in KERNELS), *itertools.product([(6, 11), (4, 2), (2, 17)], ["left", "right"])],
+)
 def test_model_of_the_kernel(kernel: tuple[int, int], padding: str, causal: bool) -> None:
     """Every pair of row and key in exactly one CTA, every window in its strip: the sums equal the definition's."""
     rng = np.random.default_rng(0)
     spec = Spec(kernel, 128, causal=causal, key_padding=padding)
     plan = fused_backward(spec, TARGET)
-    for n_q, n_k in ((150, 260), (140, 97), (130, 130)):
+    for n_q, n_k in ((100, 230), (140, 97)):
         q, k, v, grad_out = (rng.standard_normal((n, 4)) / 2 for n in (n_q, n_k, n_k, n_q))
         w = rng.standard_normal(kernel) / 4
         tensors = [torch.from_numpy(x)[None, None] for x in (q, k, v)]
@@ -208,3 +213,158 @@ def test_model_of_the_kernel(kernel: tuple[int, int], padding: str, causal: bool
         ours = modelled(plan, q, k, v, w, grad_out, row_lse, dot)
         for name, a, b in zip(Gradients._fields, ours, direct(spec, q, k, v, w, grad_out), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-12, err_msg=f"{name}, {n_q} x {n_k}")
+
+
+# ---- What the compiler makes of it ----
+
+
+@pytest.mark.parametrize(
+    ("spec", "spilled"),
+    [
+        (Spec((6, 11), 128), 256),
+        (Spec((6, 11), 64), 256),
+        (Spec((6, 11), 80, dtype="fp16", causal=False), 256),
+        (Spec((1, 1), 32), 64),
+        (Spec((4, 2), 64, key_padding="left"), 256),
+        (Spec((16, 17), 128), 1024),  # 24 B operands of the convolution do not fit beside dK and dV
+    ],
+)
+def test_compiled(spec: Spec, spilled: int) -> None:
+    """Products on the tensor cores, registers as planned, and a bounded stack."""
+    plan = fused_backward(spec, TARGET)
+    cubin = compile_cubin(render(plan), plan.target)
+    usage = usage_of_cubin(cubin)
+    for kernel in plan.kernels:
+        used = usage[kernel.name]
+        assert used.registers <= kernel.registers
+        assert used.stack <= (spilled if kernel.role == "backward" else 0)
+        opcodes = sass_opcodes(cubin, kernel.name)
+        for product in ("HGMMA", "HMMA"):
+            assert any(name.startswith(product) for name in opcodes) == (kernel.role == "backward")
+
+
+# ---- On a GPU ----
+
+
+class Problem(NamedTuple):
+    """What the backward pass is given, and its gradients in eager PyTorch: in the same dtype, and in float64."""
+
+    grad_out: Tensor
+    grad_lse: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weight: Tensor
+    out: Tensor
+    lse: Tensor
+    eager: tuple[Tensor, ...]
+    ref64: tuple[Tensor, ...]
+
+
+def problem(
+    spec: Spec, batch: int, heads: int, kv_heads: int, n_q: int, n_k: int, *, size: float = 1.0, strided: bool = False
+) -> Problem:
+    torch.manual_seed(0)
+
+    def tensor(heads: int, n: int) -> Tensor:
+        shape = (batch, n, heads, spec.head_dim) if strided else (batch, heads, n, spec.head_dim)
+        x = torch.randn(shape, device="cuda").to(TORCH_DTYPES[spec.dtype])
+        return x.transpose(1, 2) if strided else x
+
+    q, k, v, grad_out = tensor(heads, n_q) * size, tensor(kv_heads, n_k), tensor(kv_heads, n_k), tensor(heads, n_q)
+    weight = torch.randn(heads, spec.cq, spec.ck, device="cuda") / (spec.cq * spec.ck) ** 0.5
+    grad_lse = torch.randn(batch, heads, n_q, device="cuda")
+
+    def eager(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        leaves.append(weight.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
+        out, lse = reference(*leaves, causal=spec.causal, key_padding=spec.key_padding, return_lse=True)
+        seen = lse.isfinite()
+        loss = (out * grad_out.to(dtype)).sum() + (lse * grad_lse.to(dtype))[seen].sum()
+        return torch.autograd.grad(loss, leaves)
+
+    out, lse = loaded("forward", spec)(q, k, v, weight, spec.head_dim**-0.5)
+    return Problem(grad_out, grad_lse, q, k, v, weight, out, lse, eager(q.dtype), eager(torch.float64))
+
+
+@cache
+def loaded(name: str, spec: Spec) -> Callable[..., tuple[Tensor, ...]]:
+    return cuda_pass(name, {"forward": fused_forward, "backward": fused_backward}[name](spec, TARGET))
+
+
+def run(
+    spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool = False
+) -> tuple[Tensor, ...]:
+    """The gradients, written over NaN."""
+    empty = torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+        return loaded("backward", spec)(*given[:8], spec.head_dim**-0.5, deterministic=deterministic)
+
+
+def assert_accurate(spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("dq", "dk", "dv", "dweight")
+    for name, ours, eager, ref64 in zip(names, run(spec, given, monkeypatch), given.eager, given.ref64, strict=True):
+        terms = ref64.abs().max().item()
+        result = compare(ours, eager, ref64, factor=GRADIENT_FACTOR, terms=terms)
+        assert result.ok, (name, result)
+
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+SIZES = (
+    (8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
+    (2, 4, 4, 5, 5),
+    (2, 2, 2, 64, 64),
+    (2, 4, 2, 113, 203),
+    (2, 4, 4, 203, 113),  # when causal, most queries see no key
+    (2, 4, 2, 799, 3),
+    (1, 2, 1, 333, 333),
+    (1, 2, 1, 1100, 1100),
+)
+GRID = [
+    *(Spec(kernel, 64, causal=causal) for kernel in KERNELS for causal in (True, False)),
+    *(Spec((6, 11), dim) for dim in HEAD_DIMS),
+    *(Spec((6, 11), dim, dtype="fp16") for dim in (64, 80, 128)),
+    *(Spec((6, 11), 64, causal=causal, key_padding=side) for side in ("left", "right") for causal in (True, False)),
+    Spec((16, 17), 128, causal=False, dtype="fp16"),
+]
+
+
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("spec", GRID, ids=str)
+    def test_accuracy(self, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+        for size in SIZES:
+            assert_accurate(spec, problem(spec, *size), monkeypatch)
+
+    def test_strided_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = Spec((6, 11), 128)
+        assert_accurate(spec, problem(spec, 2, 4, 2, 113, 203, strided=True), monkeypatch)
+
+    @pytest.mark.parametrize("spec", [Spec((6, 11), 128), Spec((6, 11), 64), Spec((3, 3), 64, causal=False)], ids=str)
+    def test_bit_reproducible(self, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = problem(spec, 2, 8, 4, 1500, 1500)
+        first = run(spec, given, monkeypatch, deterministic=True)
+        for _ in range(50):
+            again = run(spec, given, monkeypatch, deterministic=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    def test_all_but_dq_are_reproducible_without_being_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = Spec((6, 11), 64)
+        given = problem(spec, 2, 8, 4, 1500, 1500)
+        first = run(spec, given, monkeypatch)
+        for _ in range(10):
+            assert all(torch.equal(a, b) for a, b in zip(first[1:], run(spec, given, monkeypatch)[1:], strict=True))
+
+    def test_large_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """|q . k| beyond fp16's range: the strips hold a fraction of it."""
+        spec = Spec((6, 11), 128)
+        given = problem(spec, 1, 2, 2, 300, 300, size=4000.0)
+        assert (given.q.float() @ given.k.float().mT).abs().max() > 2**17
+        assert all(x.isfinite().all() for x in run(spec, given, monkeypatch))

@@ -3,13 +3,13 @@
     S = K-tile scores       C = conv(S)      P = exp(C - lse)     dP = dO V^T       G = P (dP - D)
     dS = adjoint conv(G)    dV += P^T dO     dK += dS^T Q         dQ += dS K        dW += diagonals of S^T G
 
-Columns. A CTA whose strip starts at key c0 keeps S at column j - c0. Output column x of a convolution reads strip columns
-x .. x+halo, so C, P and G have key j at column j - c0 - pad_left. G goes to its strip ``shift`` columns further right; its
-adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift a multiple of 8, such that dQ reads the same
-K tile ``lag`` rows further down, on a swizzle atom. Of all these columns a CTA owns the keys whose dS is complete.
+Columns. A CTA whose strip starts at key c0 keeps S at column j - c0. Output column x of a convolution reads strip
+columns x .. x+halo, so C, P and G have key j at column j - c0 - pad_left. G goes to its strip ``shift`` columns further
+right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift a multiple of 8, such that dQ
+reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the keys whose dS is complete.
 
-Rows. The strips are rings of groups of 16 rows, a warp's share of a tile. Row i of C needs rows i-(cq-1) .. i of S, row i
-of dS rows i .. i+(cq-1) of G: dS lags a tile by a group, and so its product with Q takes the last group of the tile before.
+Rows. The strips are rings of groups of 16 rows, a warp's share of a tile. Row i of C needs rows i-(cq-1) .. i of S, row
+i of dS rows i .. i+(cq-1) of G: dS lags a tile by a group, and its product with Q takes a group of the tile before.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class WeightGradient(NamedTuple):
         shifts: row shifts of a warp.
         splits: sets of row shifts; 4 / splits warps share a set, each with ``splits`` groups of a tile.
         chunks: chunks of a window.
-        products: the pairs of blocks. One that pairs the last block with one that has been paired before, whose sums are
-            then ignored, shares its operand with the next chunk's.
+        products: the pairs of blocks. If the last block is left over, its partner is one that has been paired before,
+            and whose second sums do not count: the operand is then that of the next chunk's first pair.
     """
 
     shifts: int
@@ -322,61 +322,49 @@ class FusedBackward:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """D and zeroes first, then the gradients, then dQ and dW out of their fp32 sums."""
-        rows = 256 // self.lanes
+        spec = self.spec
 
         def pointers(*names: str) -> tuple[tuple[str, str], ...]:
             return tuple(("pointer", name) for name in names)
 
-        prologue = (
+        def integers(*names: str) -> tuple[tuple[str, str], ...]:
+            return tuple(("int", name) for name in names)
+
+        rows = (
             *pointers("out", "grad_out", "lse", "grad_lse", "row_lse", "row_dot", "dq_sum"),
             *strides("grad_out"),
-            ("int", "heads"),
-            ("int", "n_q"),
-            ("int", "row_pitch"),
+            *integers("heads", "n_q", "row_pitch"),
         )
         main = (
             *pointers("q", "k", "v", "grad_out", "weight", "row_lse", "row_dot"),
             *pointers("dq_sum", "dk", "dv", "dw_sums", "progress"),
             *strides("q", "k", "v", "grad_out"),
-            *(("int", name) for name in ("n_q", "n_k", "heads", "group", "row_pitch")),
+            *integers("n_q", "n_k", "heads", "group", "row_pitch"),
             ("float", "scale"),
         )
-        epilogue = (
+        finish = (
             *pointers("dq_sum", "dq", "dw_sums", "dw"),
             ("long long", "dq_pieces"),
-            ("int", "dw_terms"),
-            ("int", "heads"),
+            *integers("dw_terms", "heads"),
             ("float", "scale"),
         )
-        blocks = f"batch * kv_heads, ceil(n_k / {self.owned})"
+        rows_grid = f"batch * heads, ceil(row_pitch / {256 // self.lanes})"
+        main_grid = f"batch * kv_heads, ceil(n_k / {self.owned})"
+        finish_grid = f"ceil(heads * {spec.cq * spec.ck} / 8) + ceil(dq_pieces / 256)"
+        rows_name, finish_name = (kernel_name(f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
         registers = max(self.register_split)
         return (
-            Kernel(
-                "backward_rows",
-                kernel_name("bwd_rows", self.spec, self.target),
-                prologue,
-                f"batch * heads, ceil(row_pitch / {rows})",
-                256,
-                0,
-                64,
-            ),
-            Kernel("backward", self.name, main, blocks, self.threads, self.shared.size, registers),
-            Kernel(
-                "backward_finish",
-                kernel_name("bwd_finish", self.spec, self.target),
-                epilogue,
-                f"ceil(heads * {self.spec.cq * self.spec.ck} / 8) + ceil(batch * heads * n_q * {self.spec.head_dim // 16} / 256)",
-                256,
-                0,
-                64,
-            ),
+            Kernel("backward_rows", rows_name, rows, rows_grid, 256, 0, 64),
+            Kernel("backward", self.name, main, main_grid, self.threads, self.shared.size, registers),
+            Kernel("backward_finish", finish_name, finish, finish_grid, 256, 0, 64),
         )
 
     @property
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
         yield f"A CTA computes {self.keys} columns of scores, owns {self.owned} keys, and streams tiles of {ROWS} rows."
-        yield f"Columns of key j in a strip from key c0: S j - c0, C P G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}."
+        lags = f"S j - c0, C, P and G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}"
+        yield f"Columns of key j in a strip from key c0: {lags}."
         yield f"Convolution and adjoint: {self.band.mma_per_tile} mma.m16n8k16 each for 16 x 8 scores."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
@@ -398,7 +386,7 @@ def fused_backward(spec: Spec, target: Target) -> FusedBackward:
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel has one head dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
-    if spec.mask == "output" and spec.causal and spec.ck > 1:
+    if spec.masks_by_output:
         rule = "the fused backward kernel masks scores by their own row"
         raise PlanError(explain("mask", spec.mask, rule, "'source'"))
     candidates = [FusedBackward(spec, target.name, warpgroups) for warpgroups in (3, 2)]
@@ -406,8 +394,9 @@ def fused_backward(spec: Spec, target: Target) -> FusedBackward:
         if plan.shared.size <= target.shared_per_block and plan.registers <= plan.register_split[0]:
             return plan
     least = candidates[-1]
+    need = f"{least.registers} registers a thread and {least.shared.size} bytes of shared memory"
     rule = (
-        f"the backward pass keeps dK and dV of 64 keys in a warpgroup's registers: about {least.registers} a thread and "
-        f"{least.shared.size} bytes of shared memory; {target.name} has {least.register_split[0]} and {target.shared_per_block}"
+        f"a warpgroup keeps dK and dV of 64 keys in registers: the backward pass needs about {need}; "
+        f"{target.name} has {least.register_split[0]} and {target.shared_per_block}"
     )
     raise PlanError(explain("head_dim", spec.head_dim, rule, "16 .. 128 in multiples of 16, or backend='triton'"))
