@@ -1,9 +1,9 @@
 """The fused forward pass: a CTA owns rows of queries and streams tiles of keys and values past them.
 
-A warp holds 16 rows of scores in registers, writes them to a strip in shared memory, and convolves rows of the strip,
-its own and the last cq-1 of the warp above, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
-and its first cq-1 rows serve as halo only. Along the keys there is no halo: the strip keeps the last ``carry`` columns of
-the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the strip.
+A warp holds 16 rows of scores in registers, or twice 16, writes them to a strip in shared memory, and convolves rows of
+the strip, its own and the cq-1 above them, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
+and its first cq-1 rows serve as halo only. Along the keys there is no halo: the strip keeps the last ``carry`` columns
+of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the strip.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .kernel import Kernel, strides
 from .memory import RESERVED_SHARED, SharedMap
 
 SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
-_RESERVED_REGISTERS = {True: 18, False: 48}  # addresses, loop state, softmax state; without wgmma, A and B operands too
+_RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 
 
 class Wgmma(NamedTuple):
@@ -226,7 +226,8 @@ class FusedForward:
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
         yield f"A CTA computes {self.rows} rows of scores, yields {self.owned}, and streams tiles of {self.keys} keys."
-        yield f"Output columns lag the keys by {self.lag}; a strip starts with {self.band.carry} columns of the tile before."
+        carried = f"a strip starts with {self.band.carry} columns of the tile before"
+        yield f"Output columns lag the keys by {self.lag}; {carried}."
         yield f"Convolution: {self.band.mma_per_tile} mma.m16n8k16 for 16 x 8 scores."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
