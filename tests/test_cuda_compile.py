@@ -1,0 +1,131 @@
+"""What NVRTC makes of the emitted CUDA sources, with no GPU: silence, registers, stack, shared memory, instructions."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import cuda.core
+import pytest
+
+from mtagen.codegen.cuda import render
+from mtagen.planner.backends import fused_pass
+from mtagen.planner.fused.forward import FusedForward
+from mtagen.planner.fused.kernel import Kernel
+from mtagen.planner.targets import TARGETS
+from mtagen.runtime.cuda.compiler import compile_cubin
+from mtagen.runtime.offline import Usage, sass_opcodes, usage_of_cubin
+from mtagen.spec import Spec
+
+# Bytes of stack that a thread may use, for what its main loop touches seldom and for some B operands of large kernels.
+STACK = {"forward": 128, "backward": 160, "decode": 0}
+SYSTEM_SHARED = {"sm_80": 0, "sm_89": 0, "sm_90a": 1024}  # bytes that every kernel has as static shared memory
+
+FORWARD = [
+    Spec((6, 11), 64),
+    Spec((6, 11), 64, causal=False, dtype="fp16"),
+    Spec((6, 11), 128),
+    Spec((1, 1), 128, causal=False),
+    Spec((3, 3), 96, key_padding="left"),
+    Spec((9, 11), 64, key_padding="right"),
+    Spec((16, 17), 128, dtype="fp16"),
+    Spec((6, 11), 128, mask="output"),
+]
+HOPPER_ONLY = [
+    Spec((2, 2), 16, causal=False),
+    Spec((11, 11), 64),
+    Spec((4, 10), 80, value_head_dim=48),
+    Spec((7, 7), 192),
+    Spec((6, 11), 256),
+]
+CASES = [
+    *(("forward", target, spec) for target in ("sm_80", "sm_90a") for spec in FORWARD),
+    *(("forward", "sm_90a", spec) for spec in HOPPER_ONLY),
+    *(("forward", "sm_89", spec) for spec in FORWARD[1:3]),
+    *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 64), Spec((6, 11), 128), Spec((9, 2), 80))),
+    *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
+]
+
+
+def case_id(value: object) -> str:
+    if not isinstance(value, Spec):
+        return str(value)
+    mask = "causal" if value.causal else "full"
+    return f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{mask}-{value.key_padding}"
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What the compiler says, of ``compile_cubin`` as it is."""
+    written = io.StringIO()
+
+    class Program(cuda.core.Program):
+        def compile(self, target_type: str) -> object:
+            return super().compile(target_type, logs=written)
+
+    monkeypatch.setattr(cuda.core, "Program", Program)
+    return written
+
+
+def messages(log: io.StringIO) -> str:
+    return log.getvalue().replace("\0", "").strip()
+
+
+def count(opcodes: dict[str, int], *prefixes: str) -> int:
+    return sum(n for name, n in opcodes.items() if name.startswith(prefixes))
+
+
+@pytest.mark.parametrize(("pass_name", "target", "spec"), CASES, ids=case_id)
+def test_compiles(pass_name: str, target: str, spec: Spec, log: io.StringIO) -> None:
+    plan = fused_pass(pass_name, spec, TARGETS[target])
+    source = render(plan)
+    cubin = compile_cubin(source, target, plan.name)
+    # Silence: ptxas reports products of warpgroups that it must serialise, NVRTC what is odd in the source.
+    assert not messages(log)
+    usage = usage_of_cubin(cubin)
+    assert set(usage) == {kernel.name for kernel in plan.kernels}
+    for kernel in plan.kernels:
+        check_resources(kernel, target, usage[kernel.name], STACK[pass_name])
+    if isinstance(plan, FusedForward):
+        printed = dict(re.findall(r"constexpr int SHARED_(\w+) = (\d+);", source))
+        assert printed == {region.name: str(region.offset) for region in plan.shared.regions}
+        check_forward(plan, usage[plan.name], sass_opcodes(cubin, plan.name))
+
+
+def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> None:
+    chip = TARGETS[target]
+    assert used.stack <= stack
+    assert used.registers <= kernel.registers
+    assert used.registers * kernel.threads <= chip.registers_per_multiprocessor
+    assert kernel.shared <= chip.shared_per_block
+    if kernel.shared:
+        assert used.shared == SYSTEM_SHARED[target]  # all of the plan's is dynamic
+
+
+def check_forward(plan: FusedForward, used: Usage, opcodes: dict[str, int]) -> None:
+    scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
+    products = plan.row_tiles * plan.tiles * plan.band.mma_per_tile
+    if plan.hopper:
+        computes, loads = plan.register_split
+        assert used.registers * plan.threads >= 128 * (plan.warps // 4 * computes + loads)  # what setmaxnreg gives out
+        # The first scores before the loop, and in it the next ones and the values.
+        assert count(opcodes, "HGMMA") == 2 * (plan.spec.head_dim // 16) + plan.keys // 16
+        convolving = count(opcodes, "HMMA")
+    else:
+        assert used.registers * plan.threads * plan.blocks <= TARGETS[plan.target].registers_per_multiprocessor
+        # Scores and values, by pairs of output tiles, for each fragment.
+        dims = plan.spec.head_dim + plan.spec.value_head_dim
+        convolving = count(opcodes, "HMMA") - plan.row_tiles * plan.tiles * dims // 16
+    # The compiler, or the kernel, may have the convolution more than once, yet always whole.
+    assert convolving % products == 0
+    assert convolving > 0
+    # No convolution on the CUDA cores: the softmax's multiply-adds of a score, in two versions, and a few of a row.
+    assert count(opcodes, "FFMA") <= 4 * scores + 64
+    assert count(opcodes, "HFMA2.MMA", "HMUL2", "HADD2", "IDP") <= scores
+
+
+def test_the_log_is_seen(log: io.StringIO) -> None:
+    """The compiler's remarks reach the log with the options that kernels are compiled with."""
+    plan = fused_pass("forward", Spec((6, 11), 64), TARGETS["sm_90a"])
+    compile_cubin(render(plan).replace("wgmma_wait<1>();", ""), "sm_90a")
+    assert "wgmma.mma_async instructions are serialized" in messages(log)
