@@ -329,8 +329,8 @@ def test_every_score_once_whatever_the_shape(
     seed: int,
 ) -> None:
     spec = Spec(kernel, 16, causal=masked[0], key_padding=padding, mask=masked[1])
-    hopper = FusedForward(spec, "sm_90a", True, 4 * groups, keys, 2, True, 1)
-    ampere = FusedForward(spec, "sm_80", False, 2, keys, 1, False, 1, row_tiles=1 + seed % 2)
+    hopper = FusedForward(spec, "sm_90a", True, 4 * groups, keys, 2, 1)
+    ampere = FusedForward(spec, "sm_80", False, 2, keys, 1, 1, row_tiles=1 + seed % 2)
     assert_convolves(hopper if groups else ampere, n_q, n_k, seed)
 
 
@@ -429,7 +429,7 @@ def test_shared_memory_maps() -> None:
 def test_registers_that_warpgroups_trade() -> None:
     """setmaxnreg gives out what the launch has taken: the most registers that all threads can have."""
     for groups in (1, 2, 3):
-        plan = FusedForward(Spec((6, 11), 64), "sm_90a", True, 4 * groups, 64, 2, True, 4)
+        plan = FusedForward(Spec((6, 11), 64), "sm_90a", True, 4 * groups, 64, 2, 4)
         computes, loads = plan.register_split
         launched = min(255, 65536 // plan.threads) // 8 * 8
         assert 128 * (groups * computes + loads) <= launched * plan.threads <= 65536

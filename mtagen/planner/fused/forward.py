@@ -52,7 +52,6 @@ class FusedForward:
         warps: warps that own 16 rows each.
         keys: keys of a tile.
         stages: tiles of K and of V in shared memory.
-        early_scores: issue the next tile's q k^T before the softmax rather than after it.
         query_fragments: of the head_dim / 16 fragments of Q, how many stay in registers.
         row_tiles: tiles of 16 rows a warp has.
         blocks: CTAs that share a multiprocessor.
@@ -64,7 +63,6 @@ class FusedForward:
     warps: int
     keys: int
     stages: int
-    early_scores: bool
     query_fragments: int
     row_tiles: int = 1
     blocks: int = 1
@@ -286,11 +284,11 @@ def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
     if target.wgmma:
         for groups, keys in ((3, 64), (2, 64), (2, 32), (1, 64), (1, 32)):
             in_registers = fragments if fragments <= 4 else 0
-            yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, fragments <= 4, in_registers)
+            yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
     else:
         # Two tiles a warp halve the reads of K and V; a second CTA hides what the first one waits for.
         two_tiles = [(4, keys, 2, 2) for keys in (64, 48, 32)]
         one_tile = [(warps, keys, 1, 1) for warps in (8, 4) for keys in (64, 48, 32)]
         for warps, keys, row_tiles, blocks in (*two_tiles, *one_tile):
             in_registers = fragments if fragments * row_tiles <= 8 and spec.value_head_dim <= 128 else 0
-            yield FusedForward(spec, target.name, False, warps, keys, 1, False, in_registers, row_tiles, blocks)
+            yield FusedForward(spec, target.name, False, warps, keys, 1, in_registers, row_tiles, blocks)
