@@ -9,8 +9,8 @@ It streams K and V through a ring of tiles and shares out its work anew at each 
     out^T    [dv, pairs] += V^T P^T          a warp takes some keys, for all pairs (head, new token), 8 pairs to an mma
 
 A chunk of the strip, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a
-row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag the
-keys by ``pad_right`` columns, so that a tile's windows end inside it.
+row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag
+the keys by ``pad_right`` columns, so that a tile's windows end inside it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _HEAD_ROWS = 6  # query rows a head, where a CTA takes several: one new token of
 _BUSY_WARPS = 8  # of a multiprocessor, such that loads, products and softmax overlap
 _STAGES = (3, 2)
 _TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
-_COMBINE_WARPS = 4
-_RESERVED_REGISTERS = 72  # addresses, loop state, softmax
+_COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
+_REGISTERS = 128  # that a thread is given at least
 _BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each CTA
 
 
@@ -127,20 +127,16 @@ class DecodeTile:
             )
         )
 
-    @property
-    def registers(self) -> int:
-        """Estimate: O, the scores, their operands."""
-        accumulators = (
-            self.spec.value_head_dim * self.pairs // 32 + self.keys // self.warps * min(self.rows // 8, 3) // 4
-        )
-        return min(255, accumulators + _RESERVED_REGISTERS)
-
     def resident(self, target: Target) -> int:
-        """CTAs that a multiprocessor holds."""
-        return min(
-            target.shared_per_multiprocessor // (self.shared.size + _BLOCK_OVERHEAD),
-            target.registers_per_multiprocessor // (self.registers * 32 * self.warps),
-        )
+        """CTAs that a multiprocessor is to hold: what its shared memory allows, with registers enough for each."""
+        by_shared = target.shared_per_multiprocessor // (self.shared.size + _BLOCK_OVERHEAD)
+        by_registers = target.registers_per_multiprocessor // (_REGISTERS * 32 * self.warps)
+        return max(1, min(by_shared, by_registers))
+
+    def registers(self, target: Target) -> int:
+        """Registers a thread may have, which the compiler is told by way of ``resident``."""
+        share = target.registers_per_multiprocessor // (self.resident(target) * 32 * self.warps)
+        return min(target.registers_per_thread, share // 8 * 8)
 
     def rule(self, target: Target) -> SplitRule:
         """How a sequence is split."""
@@ -201,6 +197,10 @@ class FusedDecode:
         """The kernel for one call: the smallest that takes all of a group."""
         return next((tile for tile in self.tiles if tile.heads_for(group, n_new) == group), self.tiles[-1])
 
+    def resident(self, tile: DecodeTile) -> int:
+        """CTAs of a kernel that a multiprocessor is to hold."""
+        return tile.resident(get_target(self.target))
+
     def splits_for(self, tile: DecodeTile, owners: int, keys: int) -> int:
         """Splits of each of ``owners`` sequences of at most ``keys`` keys."""
         return tile.rule(get_target(self.target)).splits(owners, keys)
@@ -226,7 +226,7 @@ class FusedDecode:
                 grid,
                 32 * tile.warps,
                 tile.shared.size,
-                tile.registers,
+                tile.registers(get_target(self.target)),
             )
             for tile in self.tiles
         )
@@ -237,7 +237,7 @@ class FusedDecode:
             "batch * heads * n_new",
             32 * _COMBINE_WARPS,
             0,
-            64,
+            _COMBINE_REGISTERS,
         )
         return (*decode, combine)
 
