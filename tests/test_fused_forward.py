@@ -96,9 +96,12 @@ class Cta:
 
     def load(self, tile: NDArray[np.int64], first: int, threads: range, copiers: int) -> Waits:
         """load_tile by some of its threads: the copies take time."""
-        i = np.concatenate([np.arange(thread, tile.size, copiers) for thread in threads])
-        row = first + i // tile.shape[1]
-        place = i // tile.shape[1], i % tile.shape[1]
+        keys, columns = tile.shape
+        lanes = next(lanes for lanes in (4, 8, 16, 32) if columns <= lanes)
+        rows = (np.arange(thread // lanes, keys, copiers // lanes) for thread in threads)
+        parts = [(row, 0 * row + thread % lanes) for row, thread in zip(rows, threads, strict=True)]
+        place = tuple(np.concatenate([part[axis] for part in parts if part[1][:1] < columns]) for axis in (0, 1))
+        row = first + place[0]
         tile[place] = IN_FLIGHT
         yield from self.pause()
         tile[place] = np.where((row >= 0) & (row < self.n_k), row, OUTSIDE)
@@ -312,6 +315,7 @@ def test_every_score_once(kernel: tuple[int, int], causal: bool, mask: str, targ
     kernel=st.tuples(st.integers(1, MAX_ROWS), st.integers(1, MAX_COLUMNS)),
     masked=st.sampled_from(MASKED),
     padding=st.sampled_from(KEY_PADDINGS),
+    value_dim=st.sampled_from([16, 48, 80, 144]),
     groups=st.sampled_from([0, 1, 2]),
     keys=st.sampled_from([32, 48, 64]),
     n_q=st.integers(1, 140),
@@ -322,13 +326,14 @@ def test_every_score_once_whatever_the_shape(
     kernel: tuple[int, int],
     masked: tuple[bool, str],
     padding: str,
+    value_dim: int,
     groups: int,
     keys: int,
     n_q: int,
     n_k: int,
     seed: int,
 ) -> None:
-    spec = Spec(kernel, 16, causal=masked[0], key_padding=padding, mask=masked[1])
+    spec = Spec(kernel, 16, value_dim, causal=masked[0], key_padding=padding, mask=masked[1])
     hopper = FusedForward(spec, "sm_90a", True, 4 * groups, keys, 2, 1)
     ampere = FusedForward(spec, "sm_80", False, 2, keys, 1, 1, row_tiles=1 + seed % 2)
     assert_convolves(hopper if groups else ampere, n_q, n_k, seed)
@@ -361,6 +366,18 @@ def test_operands_lie_as_tiles_are_copied(dim: int) -> None:
             inner = slice(16 * k, 16 * k + 16)
             found = element_of(k * 16 * 128, (rows * 128, 1024, 128), row[inner] - 16 * k, column[inner])
             assert np.array_equal(found, copied[inner])
+
+
+def test_addresses_relative_to_another() -> None:
+    """tile_address_from, where its comment allows it: for ldmatrix from a lane's first row, for copies a thread's."""
+    for rows in (32, 48, 64):
+        for size in (1, 2, 4, 8, 16):  # of the part of rows below which the first row lies, and of columns, of which 2
+            first, column = np.meshgrid(np.arange(size), np.arange(2), indexing="ij")
+            at = tile_address(0, rows, first, column)
+            steps = itertools.product(range(0, rows - size + 1, size), range(0, 32, 2 if size >= 8 else 32))
+            for down, right in steps:
+                found = (at ^ ((down ^ right) & 7) << 4) + down * 128 + (right >> 3) * (rows * 128)
+                assert np.array_equal(found, tile_address(0, rows, first + down, column + right))
 
 
 @pytest.mark.parametrize("dim", [16, 80, 128])
