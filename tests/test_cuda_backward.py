@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,22 +20,28 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target
-from mtagen.planner.fused.backward import GROUP, ROWS, FusedBackward, fused_backward
+from mtagen.planner.fused.backward import GROUP, FusedBackward, fused_backward
 from mtagen.planner.fused.forward import fused_forward
+from mtagen.planner.targets import Target
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 from mtagen.spec import Spec
 
-TARGET = get_target("sm_90a")
+HOPPER, AMPERE, ADA = (get_target(name) for name in ("sm_90a", "sm_80", "sm_89"))
+TARGETS = (HOPPER, AMPERE, ADA)
 KERNELS = ((6, 11), (1, 1), (3, 3), (2, 9), (7, 7), (4, 2), (11, 11), (5, 17), (16, 3), (16, 17), (1, 8))
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
 Array = npt.NDArray[np.float64]
 
 
+def case_id(value: object) -> str:
+    return value.name if isinstance(value, Target) else str(value)
+
+
 def plans() -> Iterator[FusedBackward]:
-    for kernel, dim in itertools.product(KERNELS, HEAD_DIMS):
-        yield fused_backward(Spec(kernel, dim), TARGET)
+    for kernel, dim, target in itertools.product(KERNELS, HEAD_DIMS, TARGETS):
+        yield fused_backward(Spec(kernel, dim), target)
 
 
 # ---- The plan ----
@@ -42,10 +49,10 @@ def plans() -> Iterator[FusedBackward]:
 
 def test_plans_fit_the_chip() -> None:
     for plan in plans():
-        main, helper = plan.register_split
-        assert plan.shared.size <= TARGET.shared_per_block
-        assert 128 * (plan.warpgroups * main + helper) <= TARGET.registers_per_multiprocessor
-        assert plan.registers <= main
+        target, (main, helper) = get_target(plan.target), plan.register_split
+        assert plan.shared.size <= target.shared_per_block
+        assert 32 * plan.warps * main + 128 * helper <= target.registers_per_multiprocessor
+        assert plan.registers <= main <= target.registers_per_thread
 
 
 def test_operands_are_aligned() -> None:
@@ -54,10 +61,22 @@ def test_operands_are_aligned() -> None:
         assert plan.shift % 2 == 0  # G is stored two columns at a time
         assert plan.strip_row % 32 == 16  # an odd number of 16-byte chunks: no bank conflicts
         assert plan.lag + 16 * plan.dq_steps <= plan.keys
-        assert 8 * plan.tiles * plan.warpgroups <= plan.keys
+        assert 16 * plan.dq_steps <= 8 * plan.tiles * plan.parts <= plan.keys
         assert plan.shift + plan.columns <= plan.keys + 8  # G's last columns fit a strip's row
         assert plan.dq_columns * plan.dq_parts >= plan.spec.head_dim
-        assert plan.dq_parts <= plan.warpgroups
+        assert plan.dq_parts <= plan.parts
+
+
+def test_warps_share_products_evenly() -> None:
+    for plan in plans():
+        if plan.hopper:
+            continue
+        assert plan.keys % (16 * plan.parts) == 0  # columns of scores
+        assert plan.key_warps * plan.dim_warps == plan.warps
+        assert plan.keys % (16 * plan.key_warps) == plan.spec.head_dim % (16 * plan.dim_warps) == 0
+        assert plan.warps % plan.weight_gradient.splits == plan.groups * plan.weight_gradient.splits % plan.warps == 0
+        for sharing in (plan.parts, plan.key_warps, plan.dim_warps):
+            assert sharing & (sharing - 1) == 0  # addresses of their blocks differ from one another's by exclusive or
 
 
 def test_every_row_shift_has_its_block() -> None:
@@ -77,7 +96,7 @@ def test_every_row_shift_has_its_block() -> None:
         (Spec((6, 11), 64, dtype="fp32"), "sm_90a", "dtype"),
         (Spec((17, 11), 64), "sm_90a", "kernel"),
         (Spec((6, 19), 64), "sm_90a", "kernel"),
-        (Spec((6, 11), 64), "sm_80", "target"),
+        (Spec((6, 11), 256), "sm_89", "shared memory"),
     ],
 )
 def test_refusals_name_the_limit(spec: Spec, target: str, limit: str) -> None:
@@ -114,7 +133,7 @@ def modelled(
 ) -> Gradients:
     """As the kernel goes: CTA by CTA, tile by tile, through strips whose columns and rows are the plan's."""
     spec = plan.spec
-    n_q, n_k = len(q), len(k)
+    n_q, n_k, rows = len(q), len(k), plan.rows
     dq, dk, dv, dw = (np.zeros_like(x) for x in (q, k, v, w))
     taps = np.zeros((spec.cq, plan.taps))
     taps[:, : spec.ck] = w
@@ -126,7 +145,7 @@ def modelled(
         return np.where(inside.reshape(-1, *[1] * (x.ndim - 1)), x[np.clip(at, 0, len(x) - 1)], outside)
 
     def window(strip: Array, begin: int, u: int, i: int) -> Array:
-        return strip[(begin + np.arange(ROWS) + u) % len(strip)][:, i : i + plan.keys]
+        return strip[(begin + np.arange(rows) + u) % len(strip)][:, i : i + plan.keys]
 
     for block in range(-(-n_k // plan.owned)):
         c0 = block * plan.owned - plan.halo
@@ -134,36 +153,36 @@ def modelled(
         key_tile, value_tile = rows_of(k, c0, plan.keys), rows_of(v, c0 + plan.pad_left, plan.keys)
         scores = np.zeros((plan.score_ring * GROUP, plan.keys + 16))
         gradients = np.zeros((plan.gradient_ring * GROUP, plan.keys + 16))
-        x, r = np.arange(plan.keys), np.arange(ROWS)[:, None]
+        x, r = np.arange(plan.keys), np.arange(rows)[:, None]
 
-        for t in range((n_q - first + GROUP + ROWS - 1) // ROWS):
-            row = first + t * ROWS
-            tile_q, tile_do = rows_of(q, row, ROWS), rows_of(grad_out, row, ROWS)
-            last = first + t * ROWS + r + off - c0  # column of S that each row sees last
+        for t in range((n_q - first + GROUP + rows - 1) // rows):
+            row = first + t * rows
+            tile_q, tile_do = rows_of(q, row, rows), rows_of(grad_out, row, rows)
+            last = first + t * rows + r + off - c0  # column of S that each row sees last
             if not spec.causal:
                 last = np.full_like(last, n_k + plan.keys)
-            scores[(t * ROWS + r[:, 0]) % len(scores), : plan.keys] = np.where(x > last, 0, tile_q @ key_tile.T)
+            scores[(t * rows + r[:, 0]) % len(scores), : plan.keys] = np.where(x > last, 0, tile_q @ key_tile.T)
 
-            c = np.zeros((ROWS, plan.keys))
+            c = np.zeros((rows, plan.keys))
             for u, i in np.ndindex(taps.shape):
-                part = window(scores, t * ROWS - (spec.cq - 1), u, i)
+                part = window(scores, t * rows - (spec.cq - 1), u, i)
                 c[:, : part.shape[1]] += taps[u, i] * part
             exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.columns, n_k - c0 - plan.pad_left))
-            p = np.exp(c - rows_of(lse, row, ROWS, np.inf)[:, None])
+            p = np.exp(c - rows_of(lse, row, rows, np.inf)[:, None])
             p = np.where(exists & (x + plan.pad_left <= last), p, 0)
-            g = p * (tile_do @ value_tile.T - rows_of(dot, row, ROWS)[:, None])
-            gradients[(t * ROWS + r[:, 0]) % len(gradients), plan.shift : plan.shift + plan.keys] = g
+            g = p * (tile_do @ value_tile.T - rows_of(dot, row, rows)[:, None])
+            gradients[(t * rows + r[:, 0]) % len(gradients), plan.shift : plan.shift + plan.keys] = g
 
-            ds = np.zeros((ROWS, plan.keys))
+            ds = np.zeros((rows, plan.keys))
             for u, i in np.ndindex(taps.shape):
-                part = window(gradients, t * ROWS - GROUP, u, i)
+                part = window(gradients, t * rows - GROUP, u, i)
                 ds[:, : part.shape[1]] += taps[spec.cq - 1 - u, plan.halo - i] * part
             ds = np.where((x >= plan.shift) & (x < plan.end) & (x + plan.lag <= last - GROUP), ds, 0)
-            assert not ds[:, 8 * plan.tiles * plan.warpgroups :].any()
+            assert not ds[:, 8 * plan.tiles * plan.parts :].any()
 
-            above = np.concatenate([rows_of(q, row - GROUP, GROUP), tile_q[: ROWS - GROUP]])
+            above = np.concatenate([rows_of(q, row - GROUP, GROUP), tile_q[: rows - GROUP]])
             part = ds[:, : 16 * plan.dq_steps] @ key_tile[plan.lag : plan.lag + 16 * plan.dq_steps]
-            for i in range(ROWS):
+            for i in range(rows):
                 if 0 <= row - GROUP + i < n_q:
                     dq[row - GROUP + i] += part[i]
             for sums, tile, lag, begin in (
@@ -176,14 +195,14 @@ def modelled(
             begin, end = plan.owned_gradient
             for chunk in range(begin // 8, -(-end // 8)):
                 columns = np.arange(8 * chunk, 8 * chunk + 8)
-                owned = gradients[(t * ROWS + np.arange(ROWS)) % len(gradients)][:, columns]
+                owned = gradients[(t * rows + np.arange(rows)) % len(gradients)][:, columns]
                 owned = np.where((columns >= begin) & (columns < end), owned, 0)
                 for u, d in itertools.product(range(spec.cq), range(plan.weight_chunks)):
                     at = 8 * (chunk + plan.first_weight_chunk + d)
                     if at < 0:
                         continue
                     part = (
-                        scores[(t * ROWS - (spec.cq - 1) + u + np.arange(ROWS)) % len(scores)][:, at : at + 8].T @ owned
+                        scores[(t * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)][:, at : at + 8].T @ owned
                     )
                     for diagonal in range(-7, 8):  # row - column
                         i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.shift
@@ -197,11 +216,12 @@ def modelled(
     ("kernel", "padding"),
     [*((kernel, "both") for kernel in KERNELS), *itertools.product([(6, 11), (4, 2), (2, 17)], ["left", "right"])],
 )
-def test_model_of_the_kernel(kernel: tuple[int, int], padding: str, causal: bool) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=case_id)
+def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: str, causal: bool) -> None:
     """Every pair of row and key in exactly one CTA, every window in its strip: the sums equal the definition's."""
     rng = np.random.default_rng(0)
     spec = Spec(kernel, 128, causal=causal, key_padding=padding)
-    plan = fused_backward(spec, TARGET)
+    plan = fused_backward(spec, target)
     for n_q, n_k in ((100, 230), (140, 97)):
         q, k, v, grad_out = (rng.standard_normal((n, 4)) / 2 for n in (n_q, n_k, n_k, n_q))
         w = rng.standard_normal(kernel) / 4
@@ -219,19 +239,27 @@ def test_model_of_the_kernel(kernel: tuple[int, int], padding: str, causal: bool
 
 
 @pytest.mark.parametrize(
-    ("spec", "spilled"),
+    ("target", "spec", "spilled"),
     [
-        (Spec((6, 11), 128), 256),
-        (Spec((6, 11), 64), 256),
-        (Spec((6, 11), 80, dtype="fp16", causal=False), 256),
-        (Spec((1, 1), 32), 64),
-        (Spec((4, 2), 64, key_padding="left"), 256),
-        (Spec((16, 17), 128), 1024),  # 24 B operands of the convolution do not fit beside dK and dV
+        (HOPPER, Spec((6, 11), 128), 256),
+        (HOPPER, Spec((6, 11), 64), 256),
+        (HOPPER, Spec((6, 11), 80, dtype="fp16", causal=False), 256),
+        (HOPPER, Spec((1, 1), 32), 64),
+        (HOPPER, Spec((4, 2), 64, key_padding="left"), 256),
+        (HOPPER, Spec((16, 17), 128), 1024),  # 24 B operands of the convolution do not fit beside dK and dV
+        (AMPERE, Spec((6, 11), 128), 64),
+        (AMPERE, Spec((6, 11), 64, dtype="fp16", causal=False), 64),
+        (AMPERE, Spec((1, 1), 256), 64),
+        (AMPERE, Spec((16, 17), 80), 64),
+        (ADA, Spec((6, 11), 128), 0),
+        (ADA, Spec((6, 11), 112), 0),
+        (ADA, Spec((4, 2), 64, key_padding="left"), 0),
     ],
+    ids=case_id,
 )
-def test_compiled(spec: Spec, spilled: int) -> None:
+def test_compiled(target: Target, spec: Spec, spilled: int) -> None:
     """Products on the tensor cores, registers as planned, and a bounded stack."""
-    plan = fused_backward(spec, TARGET)
+    plan = fused_backward(spec, target)
     cubin = compile_cubin(render(plan), plan.target)
     usage = usage_of_cubin(cubin)
     for kernel in plan.kernels:
@@ -239,8 +267,9 @@ def test_compiled(spec: Spec, spilled: int) -> None:
         assert used.registers <= kernel.registers
         assert used.stack <= (spilled if kernel.role == "backward" else 0)
         opcodes = sass_opcodes(cubin, kernel.name)
-        for product in ("HGMMA", "HMMA"):
-            assert any(name.startswith(product) for name in opcodes) == (kernel.role == "backward")
+        main = kernel.role == "backward"
+        for product, expected in (("HGMMA", main and plan.hopper), ("HMMA", main)):
+            assert any(name.startswith(product) for name in opcodes) == expected
 
 
 # ---- On a GPU ----
@@ -283,30 +312,30 @@ def problem(
         loss = (out * grad_out.to(dtype)).sum() + (lse * grad_lse.to(dtype))[seen].sum()
         return torch.autograd.grad(loss, leaves)
 
-    out, lse = loaded("forward", spec)(q, k, v, weight, spec.head_dim**-0.5)
+    out, lse = loaded("forward", spec, HOPPER)(q, k, v, weight, spec.head_dim**-0.5)
     return Problem(grad_out, grad_lse, q, k, v, weight, out, lse, eager(q.dtype), eager(torch.float64))
 
 
 @cache
-def loaded(name: str, spec: Spec) -> Callable[..., tuple[Tensor, ...]]:
-    return cuda_pass(name, {"forward": fused_forward, "backward": fused_backward}[name](spec, TARGET))
+def loaded(name: str, spec: Spec, target: Target) -> Callable[..., tuple[Tensor, ...]]:
+    return cuda_pass(name, {"forward": fused_forward, "backward": fused_backward}[name](spec, target))
 
 
 def run(
-    spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool = False
+    spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch, target: Target, *, deterministic: bool = False
 ) -> tuple[Tensor, ...]:
     """The gradients, written over NaN."""
     empty = torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-        return loaded("backward", spec)(*given[:8], spec.head_dim**-0.5, deterministic=deterministic)
+        return loaded("backward", spec, target)(*given[:8], spec.head_dim**-0.5, deterministic=deterministic)
 
 
-def assert_accurate(spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("dq", "dk", "dv", "dweight")
-    for name, ours, eager, ref64 in zip(names, run(spec, given, monkeypatch), given.eager, given.ref64, strict=True):
+def assert_accurate(spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    names, ours = ("dq", "dk", "dv", "dweight"), run(spec, given, monkeypatch, target)
+    for name, gradient, eager, ref64 in zip(names, ours, given.eager, given.ref64, strict=True):
         terms = ref64.abs().max().item()
-        result = compare(ours, eager, ref64, factor=GRADIENT_FACTOR, terms=terms)
+        result = compare(gradient, eager, ref64, factor=GRADIENT_FACTOR, terms=terms)
         assert result.ok, (name, result)
 
 
@@ -326,6 +355,11 @@ SIZES = (
     (1, 2, 1, 333, 333),
     (1, 2, 1, 1100, 1100),
 )
+# Without wgmma, and with as much shared memory as the GPUs that the kernel is for.
+PORTABLE, SMALL = (
+    dataclasses.replace(HOPPER, wgmma=False, shared_per_block=target.shared_per_block) for target in (AMPERE, ADA)
+)
+WAYS = pytest.mark.parametrize("target", [HOPPER, PORTABLE, SMALL], ids=["wgmma", "sm_80", "sm_89"])
 GRID = [
     *(Spec(kernel, 64, causal=causal) for kernel in KERNELS for causal in (True, False)),
     *(Spec((6, 11), dim) for dim in HEAD_DIMS),
@@ -335,36 +369,57 @@ GRID = [
 ]
 
 
+PORTABLE_GRID = [
+    *((PORTABLE, spec) for spec in (GRID[0], Spec((16, 17), 128, causal=False, dtype="fp16"), Spec((3, 3), 256))),
+    *((PORTABLE, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in HEAD_DIMS),
+    *((SMALL, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in (64, 80, 128)),
+    (SMALL, Spec((7, 7), 112, key_padding="right", dtype="fp16")),
+]
+
+
 class TestOnGpu:
     pytestmark = on_gpu
 
     @pytest.mark.parametrize("spec", GRID, ids=str)
     def test_accuracy(self, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in SIZES:
-            assert_accurate(spec, problem(spec, *size), monkeypatch)
+            assert_accurate(spec, problem(spec, *size), monkeypatch, HOPPER)
 
-    def test_strided_inputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("target", "spec"), PORTABLE_GRID, ids=case_id)
+    def test_accuracy_without_wgmma(self, target: Target, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+        for size in SIZES:
+            assert_accurate(spec, problem(spec, *size), monkeypatch, target)
+
+    @WAYS
+    def test_strided_inputs(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         spec = Spec((6, 11), 128)
-        assert_accurate(spec, problem(spec, 2, 4, 2, 113, 203, strided=True), monkeypatch)
+        assert_accurate(spec, problem(spec, 2, 4, 2, 113, 203, strided=True), monkeypatch, target)
 
+    @WAYS
     @pytest.mark.parametrize("spec", [Spec((6, 11), 128), Spec((6, 11), 64), Spec((3, 3), 64, causal=False)], ids=str)
-    def test_bit_reproducible(self, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_bit_reproducible(self, spec: Spec, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         given = problem(spec, 2, 8, 4, 1500, 1500)
-        first = run(spec, given, monkeypatch, deterministic=True)
+        first = run(spec, given, monkeypatch, target, deterministic=True)
         for _ in range(50):
-            again = run(spec, given, monkeypatch, deterministic=True)
+            again = run(spec, given, monkeypatch, target, deterministic=True)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
-    def test_all_but_dq_are_reproducible_without_being_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @WAYS
+    def test_all_but_dq_are_reproducible_without_being_asked(
+        self, target: Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         spec = Spec((6, 11), 64)
         given = problem(spec, 2, 8, 4, 1500, 1500)
-        first = run(spec, given, monkeypatch)
+        first = run(spec, given, monkeypatch, target)
         for _ in range(10):
-            assert all(torch.equal(a, b) for a, b in zip(first[1:], run(spec, given, monkeypatch)[1:], strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(first[1:], run(spec, given, monkeypatch, target)[1:], strict=True)
+            )
 
-    def test_large_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @WAYS
+    def test_large_scores(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         """|q . k| beyond fp16's range: the strips hold a fraction of it."""
         spec = Spec((6, 11), 128)
         given = problem(spec, 1, 2, 2, 300, 300, size=4000.0)
         assert (given.q.float() @ given.k.float().mT).abs().max() > 2**17
-        assert all(x.isfinite().all() for x in run(spec, given, monkeypatch))
+        assert all(x.isfinite().all() for x in run(spec, given, monkeypatch, target))

@@ -28,12 +28,8 @@ from .forward import SCORE_EXPONENT, Wgmma, check_supported
 from .kernel import Kernel, strides
 from .memory import SharedMap
 
-ROWS = 64  # of a tile
 GROUP = 16  # rows of a warp
-GROUPS = ROWS // GROUP
 PANEL = 64  # columns of 16 bits in a row of 128 bytes
-SCORE_RING = 2 * GROUPS  # groups of S: a tile, and the one before until the gradient of W has used it
-GRADIENT_RING = GROUPS + 1  # groups of G: a tile, and the last group of the one before
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
 
@@ -41,14 +37,14 @@ Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
 
 
 class WeightGradient(NamedTuple):
-    """How the helper's four warps share the gradient of W: by row shifts, then by groups of rows.
+    """How warps share the gradient of W: by row shifts, then by groups of rows.
 
     An mma multiplies two 8x8 blocks (u, d) of transposed scores (row shift u, chunk d of a window) by 8 columns of G;
     its diagonals are the gradients of W[u].
 
     Attributes:
         shifts: row shifts of a warp.
-        splits: sets of row shifts; 4 / splits warps share a set, each with ``splits`` groups of a tile.
+        splits: sets of row shifts; the warps that have the same set share the groups of a tile.
         chunks: chunks of a window.
         products: the pairs of blocks. If the last block is left over, its partner is one that has been paired before,
             and whose second sums do not count: the operand is then that of the next chunk's first pair.
@@ -80,9 +76,9 @@ class WeightGradient(NamedTuple):
         return -(-self.splits // 2)
 
 
-def weight_gradient(cq: int, chunks: int) -> WeightGradient:
-    """The gradient of W with at most four row shifts a warp."""
-    splits = 1 if cq <= 3 else 2 if cq <= 8 else 4
+def weight_gradient(cq: int, chunks: int, splits: int = 1) -> WeightGradient:
+    """The gradient of W with at most four row shifts a warp, in at least so many sets."""
+    splits = max(splits, 1 if cq <= 3 else 2 if cq <= 8 else 4)
     shifts = -(-cq // splits)
     products: list[tuple[Block, Block | None]] = [
         ((u, d), (u + 1, d)) for u in range(0, shifts - 1, 2) for d in range(chunks)
@@ -101,36 +97,45 @@ class FusedBackward:
     Attributes:
         spec: the request.
         target: name of the target.
-        warpgroups: warpgroups that compute; each has 64 columns of keys. One more loads and makes the gradient of W.
+        hopper: wgmma, and a warpgroup that loads and makes the gradient of W (sm_90a); else mma.sync, all warps alike.
+        warps: warps that compute, each 16 rows of a part of the columns; on Hopper 64 columns, a warpgroup a part.
+        rows: rows of a tile.
+        keys: columns of a strip.
     """
 
     spec: Spec
     target: str
-    warpgroups: int
-
-    template = "backward_sm90.cu.j2"
+    hopper: bool
+    warps: int
+    rows: int
+    keys: int
 
     @property
     def name(self) -> str:
         """Name of the source file and of its main kernel."""
         return kernel_name("bwd", self.spec, self.target)
 
+    @property
+    def template(self) -> str:
+        """The kernels' template."""
+        return "backward_sm90.cu.j2" if self.hopper else "backward_sm80.cu.j2"
+
     # ---- Rows
 
     @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return ROWS
+    def groups(self) -> int:
+        """Groups of 16 rows in a tile."""
+        return self.rows // GROUP
 
     @property
     def score_ring(self) -> int:
-        """Groups of 16 rows in the ring of S."""
-        return SCORE_RING
+        """Groups in the ring of S: a tile, and the last group of the one before, or all of it if a helper needs it."""
+        return 2 * self.groups if self.hopper else self.groups + 1
 
     @property
     def gradient_ring(self) -> int:
-        """Groups of 16 rows in the ring of G."""
-        return GRADIENT_RING
+        """Groups in the ring of G: a tile, and the last group of the one before."""
+        return self.groups + 1
 
     # ---- Columns
 
@@ -150,9 +155,9 @@ class FusedBackward:
         return band(self.spec.cq, self.taps, pairs=False)
 
     @property
-    def keys(self) -> int:
-        """Columns of a strip."""
-        return PANEL * self.warpgroups
+    def parts(self) -> int:
+        """Parts of the columns, each of ``groups`` warps; the warpgroups that compute on Hopper."""
+        return self.warps // self.groups
 
     @property
     def owned(self) -> int:
@@ -191,8 +196,8 @@ class FusedBackward:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 8 columns of dS that a warpgroup makes."""
-        return -(-self.end // (CHUNK * self.warpgroups))
+        """Tiles of 8 columns of dS that a warp makes."""
+        return -(-self.end // (CHUNK * self.parts))
 
     @property
     def dq_steps(self) -> int:
@@ -201,21 +206,38 @@ class FusedBackward:
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that a warpgroup makes; operands must not cross a panel."""
+        """Columns of dQ that a warp makes; operands of wgmma must not cross a panel."""
         dim = self.spec.head_dim
-        return PANEL if dim > PANEL else dim // 2 if dim % 32 == 0 and self.warpgroups > 1 else dim
+        if not self.hopper:
+            return 16 * -(-dim // (16 * self.parts))
+        return PANEL if dim > PANEL else dim // 2 if dim % 32 == 0 and self.parts > 1 else dim
 
     @property
     def dq_parts(self) -> int:
-        """Warpgroups that share dQ's columns."""
+        """Parts that share dQ's columns."""
         return -(-self.spec.head_dim // self.dq_columns)
+
+    # ---- Gradients of K and V without wgmma: a warp has blocks of 16 x 16 sums
+
+    @property
+    def dim_warps(self) -> int:
+        """Warps that share the columns of dK and dV: as square a share as divides evenly."""
+        blocks = self.spec.head_dim // 16
+        splits = [n for n in range(1, self.warps + 1) if blocks % n == self.warps % n == 0]
+        splits = [n for n in splits if self.keys // 16 % (self.warps // n) == 0]
+        return min(splits, key=lambda n: blocks // n + self.keys // 16 * n // self.warps, default=0)
+
+    @property
+    def key_warps(self) -> int:
+        """Warps that share the keys."""
+        return self.warps // self.dim_warps if self.dim_warps else 0
 
     # ---- Gradient of W
 
     @cached_property
     def weight_gradient(self) -> WeightGradient:
         """How the gradient of W is shared."""
-        return weight_gradient(self.spec.cq, self.weight_chunks)
+        return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts)
 
     @property
     def first_weight_chunk(self) -> int:
@@ -254,39 +276,44 @@ class FusedBackward:
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
         vectors, parity = 128 * self.panels, GROUP // 2 * self.strip_row
+        buffers, scores = (2 if self.hopper else 1), self.rows * 128 * -(-self.keys // PANEL)
         return SharedMap.of(
             (
                 ("K", self.keys * vectors, 1024),
                 ("V", self.keys * vectors, 1024),
-                ("Q", 2 * ROWS * vectors, 1024),
-                ("Q_ABOVE", GROUP * vectors, 1024),
-                ("DO", 2 * ROWS * vectors, 1024),
-                ("P", self.warpgroups * ROWS * 128, 1024),
-                ("DS", self.warpgroups * ROWS * 128, 1024),
-                ("S", 2 * SCORE_RING * parity, 16),
-                ("G", 2 * GRADIENT_RING * parity, 16),
+                ("Q", (2 * self.rows if self.hopper else GROUP + self.rows) * vectors, 1024),
+                ("Q_ABOVE", GROUP * vectors if self.hopper else 0, 1024),
+                ("DO", buffers * self.rows * vectors, 1024),
+                ("P", scores, 1024),
+                ("DS", scores if self.hopper else 0, 1024),
+                ("S", 2 * self.score_ring * parity, 16),
+                ("G", 2 * self.gradient_ring * parity, 16),
                 ("BAND", 2 * 4 * self.spec.cq * self.band_words, 16),
-                ("ROW", 2 * 2 * 4 * ROWS, 16),
-                ("LOADED", 8, 8),
+                ("ROW", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
+                ("LOADED", 8 if self.hopper else 0, 8),
             )
         )
 
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return 128 * (self.warpgroups + 1)
+        return 32 * self.warps + (128 if self.hopper else 0)
 
     @property
     def register_split(self) -> tuple[int, int]:
-        """Registers a thread of a warpgroup that computes, and of the helper."""
+        """Registers a thread that computes, and of the helper."""
+        if not self.hopper:
+            return min(65536 // self.threads, 255), 0
         launch = min(65536 // self.threads // 8 * 8, 248)
-        share = (launch * (self.warpgroups + 1) - _HELPER_REGISTERS) // self.warpgroups
+        share = (launch * (self.parts + 1) - _HELPER_REGISTERS) // self.parts
         return min(share // 8 * 8, 240), _HELPER_REGISTERS
 
     @property
     def registers(self) -> int:
-        """Estimate for a thread that computes: dK and dV, C and dP, and some state."""
-        return self.spec.head_dim + 2 * 32 + _RESERVED_REGISTERS
+        """Estimate for a thread that computes: dK, dV, C, dP, some state; without a helper also the gradient of W."""
+        sums = 2 * self.keys * (self.spec.head_dim + self.rows) // (32 * self.warps)
+        weights = 0 if self.hopper else 4 * len(self.weight_gradient.products) + self.band.registers
+        return sums + weights + _RESERVED_REGISTERS
 
     @property
     def element(self) -> str:
@@ -312,7 +339,7 @@ class FusedBackward:
 
     def row_pitch(self, n_q: int) -> int:
         """Rows of a head's statistics: a CTA may load the tile past the one that holds the row after the last."""
-        return n_q + GROUP + 2 * ROWS
+        return n_q + GROUP + 2 * self.rows
 
     @property
     def score_exponent(self) -> int:
@@ -362,14 +389,15 @@ class FusedBackward:
     @property
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
-        yield f"A CTA computes {self.keys} columns of scores, owns {self.owned} keys, and streams tiles of {ROWS} rows."
+        yield f"A CTA has {self.keys} columns of scores, owns {self.owned} keys, and streams tiles of {self.rows} rows."
         lags = f"S j - c0, C, P and G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}"
         yield f"Columns of key j in a strip from key c0: {lags}."
         yield f"Convolution and adjoint: {self.band.mma_per_tile} mma.m16n8k16 each for 16 x 8 scores."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
-        yield "backward", "CTA", f"{self.keys} columns ({self.owned} owned), {ROWS} rows a tile, {self.threads} threads"
+        tile = f"{self.keys} columns ({self.owned} owned), {self.rows} rows a tile"
+        yield "backward", "CTA", f"{tile}, {self.threads} threads"
         yield "backward", "convolutions", f"{self.band.mma_per_tile} mma of 16 x 8 x 16, dS lags {self.lag} columns"
         yield "backward", "shared memory", f"{self.shared.size} bytes"
 
@@ -381,22 +409,30 @@ def fused_backward(spec: Spec, target: Target) -> FusedBackward:
         PlanError: the shape does not fit; the message names the limit.
     """
     check_supported(spec, target)
-    if not target.wgmma:
-        raise PlanError(explain("target", target.name, "has no fused backward kernel", ("sm_90a",)))
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel has one head dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
     if spec.masks_by_output:
         rule = "the fused backward kernel masks scores by their own row"
         raise PlanError(explain("mask", spec.mask, rule, "'source'"))
-    candidates = [FusedBackward(spec, target.name, warpgroups) for warpgroups in (3, 2)]
-    for plan in candidates:
+    for plan in _candidates(spec, target):
         if plan.shared.size <= target.shared_per_block and plan.registers <= plan.register_split[0]:
             return plan
-    least = candidates[-1]
-    need = f"{least.registers} registers a thread and {least.shared.size} bytes of shared memory"
+    need = f"{plan.registers} registers a thread and {plan.shared.size} bytes of shared memory"
     rule = (
-        f"a warpgroup keeps dK and dV of 64 keys in registers: the backward pass needs about {need}; "
-        f"{target.name} has {least.register_split[0]} and {target.shared_per_block}"
+        f"dK and dV of {plan.keys} keys stay in registers: the backward pass needs about {need}; "
+        f"{target.name} has {plan.register_split[0]} and {target.shared_per_block}"
     )
     raise PlanError(explain("head_dim", spec.head_dim, rule, "16 .. 128 in multiples of 16, or backend='triton'"))
+
+
+def _candidates(spec: Spec, target: Target) -> Iterator[FusedBackward]:
+    """From most to least work a CTA."""
+    if target.wgmma:
+        for groups in (3, 2):
+            yield FusedBackward(spec, target.name, True, 4 * groups, 64, PANEL * groups)
+        return
+    for warps, rows, keys in ((8, 64, 128), (8, 32, 128), (8, 32, 64), (4, 32, 64)):
+        plan = FusedBackward(spec, target.name, False, warps, rows, keys)
+        if plan.dim_warps:
+            yield plan
