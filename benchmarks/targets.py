@@ -1,6 +1,6 @@
 """The CUDA backend at the sizes it was made for, against SDPA without convolution in the same run.
 
-python benchmarks/cuda.py --json benchmarks/results/h200_cuda.json
+python benchmarks/targets.py --json benchmarks/results/h200_targets.json
 """
 
 from __future__ import annotations
