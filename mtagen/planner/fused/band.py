@@ -233,7 +233,5 @@ def _with_copies(quads: Sequence[Quad]) -> tuple[Quad, ...]:
         }
         if all(matrix in loaded for matrix, _ in made[q].matrices):
             copies = tuple(loaded[matrix] for matrix, _ in made[q].matrices)
-            users = {source for quad in made for source, _ in quad.copies}
-            if q not in users:
-                made[q] = Quad(made[q].matrices, made[q].products, copies)
+            made[q] = Quad(made[q].matrices, made[q].products, copies)
     return tuple(made)
