@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from emulator import emulated, needs_compiler
 from torch import Tensor
 
 from mtagen.accuracy import GRADIENT_FACTOR, compare
@@ -24,6 +26,7 @@ from mtagen.planner.fused.backward import GROUP, FusedBackward, fused_backward
 from mtagen.planner.fused.forward import fused_forward
 from mtagen.planner.targets import Target
 from mtagen.runtime.cuda import cuda_pass
+from mtagen.runtime.cuda.backward import backward as on_host
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 from mtagen.spec import Spec
@@ -272,7 +275,7 @@ def test_compiled(target: Target, spec: Spec, spilled: int) -> None:
             assert any(name.startswith(product) for name in opcodes) == expected
 
 
-# ---- On a GPU ----
+# ---- Gradients ----
 
 
 class Problem(NamedTuple):
@@ -291,29 +294,42 @@ class Problem(NamedTuple):
 
 
 def problem(
-    spec: Spec, batch: int, heads: int, kv_heads: int, n_q: int, n_k: int, *, size: float = 1.0, strided: bool = False
+    spec: Spec,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    n_q: int,
+    n_k: int,
+    *,
+    size: float = 1.0,
+    strided: bool = False,
+    device: str = "cuda",
 ) -> Problem:
     torch.manual_seed(0)
 
     def tensor(heads: int, n: int) -> Tensor:
         shape = (batch, n, heads, spec.head_dim) if strided else (batch, heads, n, spec.head_dim)
-        x = torch.randn(shape, device="cuda").to(TORCH_DTYPES[spec.dtype])
+        x = torch.randn(shape, device=device).to(TORCH_DTYPES[spec.dtype])
         return x.transpose(1, 2) if strided else x
 
     q, k, v, grad_out = tensor(heads, n_q) * size, tensor(kv_heads, n_k), tensor(kv_heads, n_k), tensor(heads, n_q)
-    weight = torch.randn(heads, spec.cq, spec.ck, device="cuda") / (spec.cq * spec.ck) ** 0.5
-    grad_lse = torch.randn(batch, heads, n_q, device="cuda")
+    weight = torch.randn(heads, spec.cq, spec.ck, device=device) / (spec.cq * spec.ck) ** 0.5
+    grad_lse = torch.randn(batch, heads, n_q, device=device)
 
-    def eager(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def eager(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         leaves.append(weight.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
         out, lse = reference(*leaves, causal=spec.causal, key_padding=spec.key_padding, return_lse=True)
         seen = lse.isfinite()
         loss = (out * grad_out.to(dtype)).sum() + (lse * grad_lse.to(dtype))[seen].sum()
-        return torch.autograd.grad(loss, leaves)
+        return out.detach(), lse.detach(), torch.autograd.grad(loss, leaves)
 
-    out, lse = loaded("forward", spec, HOPPER)(q, k, v, weight, spec.head_dim**-0.5)
-    return Problem(grad_out, grad_lse, q, k, v, weight, out, lse, eager(q.dtype), eager(torch.float64))
+    out64, lse64, ref64 = eager(torch.float64)
+    if device == "cuda":
+        out, lse = loaded("forward", spec, HOPPER)(q, k, v, weight, spec.head_dim**-0.5)
+    else:
+        out, lse = out64.to(q.dtype), lse64.float()
+    return Problem(grad_out, grad_lse, q, k, v, weight, out, lse, eager(q.dtype)[2], ref64)
 
 
 @cache
@@ -322,21 +338,58 @@ def loaded(name: str, spec: Spec, target: Target) -> Callable[..., tuple[Tensor,
 
 
 def run(
-    spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch, target: Target, *, deterministic: bool = False
+    backward: Callable[..., tuple[Tensor, ...]],
+    given: Problem,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, ...]:
     """The gradients, written over NaN."""
     empty = torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-        return loaded("backward", spec, target)(*given[:8], spec.head_dim**-0.5, deterministic=deterministic)
+        return backward(*given[:8], given.q.shape[-1] ** -0.5, deterministic=deterministic)
 
 
-def assert_accurate(spec: Spec, given: Problem, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    names, ours = ("dq", "dk", "dv", "dweight"), run(spec, given, monkeypatch, target)
-    for name, gradient, eager, ref64 in zip(names, ours, given.eager, given.ref64, strict=True):
+def assert_accurate(
+    backward: Callable[..., tuple[Tensor, ...]],
+    given: Problem,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    deterministic: bool = False,
+) -> None:
+    names = ("dq", "dk", "dv", "dweight")
+    gradients = run(backward, given, monkeypatch, deterministic=deterministic)
+    for name, gradient, eager, ref64 in zip(names, gradients, given.eager, given.ref64, strict=True):
         terms = ref64.abs().max().item()
         result = compare(gradient, eager, ref64, factor=GRADIENT_FACTOR, terms=terms)
         assert result.ok, (name, result)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [
+        (AMPERE, Spec((6, 11), 128)),
+        (AMPERE, Spec((16, 17), 80, causal=False, dtype="fp16")),
+        (AMPERE, Spec((3, 4), 48, key_padding="right")),
+        (AMPERE, Spec((2, 9), 256, key_padding="left", causal=False)),
+        (ADA, Spec((6, 11), 64, causal=False)),
+        (ADA, Spec((11, 11), 112)),
+        (ADA, Spec((7, 2), 16, dtype="fp16")),
+    ],
+    ids=case_id,
+)
+def test_emulated(target: Target, spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emitted kernels themselves, on a CPU that plays the GPU; copies come early, then late."""
+    plan = fused_backward(spec, target)
+    for seed, size in enumerate([(1, 2, 1, 150, 150), (1, 2, 2, 70, 100)]):
+        backward = partial(on_host, emulated(plan, tmp_path, seed), plan)
+        given = problem(spec, *size, strided=seed == 0, device="cpu")
+        assert_accurate(backward, given, monkeypatch, deterministic=seed == 1)
+
+
+# ---- On a GPU ----
 
 
 on_gpu = [
@@ -383,25 +436,26 @@ class TestOnGpu:
     @pytest.mark.parametrize("spec", GRID, ids=str)
     def test_accuracy(self, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in SIZES:
-            assert_accurate(spec, problem(spec, *size), monkeypatch, HOPPER)
+            assert_accurate(loaded("backward", spec, HOPPER), problem(spec, *size), monkeypatch)
 
     @pytest.mark.parametrize(("target", "spec"), PORTABLE_GRID, ids=case_id)
     def test_accuracy_without_wgmma(self, target: Target, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in SIZES:
-            assert_accurate(spec, problem(spec, *size), monkeypatch, target)
+            assert_accurate(loaded("backward", spec, target), problem(spec, *size), monkeypatch)
 
     @WAYS
     def test_strided_inputs(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         spec = Spec((6, 11), 128)
-        assert_accurate(spec, problem(spec, 2, 4, 2, 113, 203, strided=True), monkeypatch, target)
+        assert_accurate(loaded("backward", spec, target), problem(spec, 2, 4, 2, 113, 203, strided=True), monkeypatch)
 
     @WAYS
     @pytest.mark.parametrize("spec", [Spec((6, 11), 128), Spec((6, 11), 64), Spec((3, 3), 64, causal=False)], ids=str)
     def test_bit_reproducible(self, spec: Spec, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         given = problem(spec, 2, 8, 4, 1500, 1500)
-        first = run(spec, given, monkeypatch, target, deterministic=True)
+        backward = loaded("backward", spec, target)
+        first = run(backward, given, monkeypatch, deterministic=True)
         for _ in range(50):
-            again = run(spec, given, monkeypatch, target, deterministic=True)
+            again = run(backward, given, monkeypatch, deterministic=True)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
     @WAYS
@@ -410,11 +464,10 @@ class TestOnGpu:
     ) -> None:
         spec = Spec((6, 11), 64)
         given = problem(spec, 2, 8, 4, 1500, 1500)
-        first = run(spec, given, monkeypatch, target)
+        backward = loaded("backward", spec, target)
+        first = run(backward, given, monkeypatch)
         for _ in range(10):
-            assert all(
-                torch.equal(a, b) for a, b in zip(first[1:], run(spec, given, monkeypatch, target)[1:], strict=True)
-            )
+            assert all(torch.equal(a, b) for a, b in zip(first[1:], run(backward, given, monkeypatch)[1:], strict=True))
 
     @WAYS
     def test_large_scores(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,4 +475,5 @@ class TestOnGpu:
         spec = Spec((6, 11), 128)
         given = problem(spec, 1, 2, 2, 300, 300, size=4000.0)
         assert (given.q.float() @ given.k.float().mT).abs().max() > 2**17
-        assert all(x.isfinite().all() for x in run(spec, given, monkeypatch, target))
+        gradients = run(loaded("backward", spec, target), given, monkeypatch)
+        assert all(x.isfinite().all() for x in gradients)

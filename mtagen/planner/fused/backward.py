@@ -423,7 +423,7 @@ def fused_backward(spec: Spec, target: Target) -> FusedBackward:
         f"dK and dV of {plan.keys} keys stay in registers: the backward pass needs about {need}; "
         f"{target.name} has {plan.register_split[0]} and {target.shared_per_block}"
     )
-    raise PlanError(explain("head_dim", spec.head_dim, rule, "16 .. 128 in multiples of 16, or backend='triton'"))
+    raise PlanError(explain("head_dim", spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[FusedBackward]:
