@@ -43,6 +43,8 @@ CASES = [
     *(("forward", "sm_90a", spec) for spec in HOPPER_ONLY),
     *(("forward", "sm_89", spec) for spec in FORWARD[1:3]),
     *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 64), Spec((6, 11), 128), Spec((9, 2), 80))),
+    *(("backward", "sm_80", spec) for spec in (Spec((6, 11), 64, causal=False), Spec((6, 11), 128))),
+    *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
 ]
 
