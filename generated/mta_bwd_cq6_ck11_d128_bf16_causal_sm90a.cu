@@ -3,13 +3,13 @@
 // softmax(conv2d(mask0(scale q k^T), W) masked) v, kernel 6 x 11 over (queries, keys), head dim 128, bf16,
 // causal, key axis padded by 5 left and 5 right. https://arxiv.org/abs/2504.00927
 //
-// A CTA computes 128 columns of scores, owns 108 keys, and streams tiles of 64 rows.
-// Columns of key j in a strip from key c0: S j - c0, C P G j - c0 - 5, dS j - c0 - 8.
+// A CTA has 128 columns of scores, owns 108 keys, and streams tiles of 64 rows.
+// Columns of key j in a strip from key c0: S j - c0, C, P and G j - c0 - 5, dS j - c0 - 8.
 // Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
 //
 // mta_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 16)), 256, 0>>>
 // mta_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 108)), 384, 226984>>>
-// mta_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(batch * heads * n_q * 8 / 256)), 256, 0>>>
+// mta_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(dq_pieces / 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -139,6 +139,25 @@ DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A sum in global memory gets an addend.
+DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
+// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
+DEVICE void store_release(int* to, int x) {
+  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+DEVICE int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+DEVICE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Values that must exist here, in registers of their own: neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 template <int N>
@@ -157,6 +176,12 @@ DEVICE void pin(float (&x)[N]) {
 template <int ROWS>
 DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
+}
+// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
+// column lie below; multiples of 8 rows suit any row.
+template <int ROWS>
+DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
+  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
 }
 // ---- Instructions of sm_90a --------------------------------------------------------------------------------------
 
@@ -195,16 +220,6 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
-DEVICE void store_release(int* to, int x) {
-  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-DEVICE int load_acquire(const int* from) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-
 // Descriptor of an operand in shared memory, swizzled by 128 bytes: `panel` bytes from one panel of 64 elements to the
 // next (only where the product's M or N axis is contiguous), 1024 bytes from 8 rows to the next 8.
 DEVICE u64 operand(u32 address, int panel = 16) {
@@ -427,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(256) mta_bwd_finish_cq6_ck11_d128_b
 
 // ---- Geometry ----------------------------------------------------------------------------------------------------
 
-constexpr int WARPGROUPS = 2, MAIN_THREADS = 256, THREADS = 384;  // the last warpgroup is the helper
+constexpr int THREADS = 384, PARTS = 2;  // of the columns, each of GROUPS warps
 constexpr int ROWS = 64, GROUP = 16, GROUPS = ROWS / GROUP;  // rows of a tile, and of a warp
 constexpr int KEYS = 128, OWNED = 108;  // columns of a strip, and keys owned
 constexpr int HALO = 10;                // first owned column of S: key j is in column j - c0
@@ -437,11 +452,10 @@ constexpr int COLUMNS = 118;            // and before which windows lie in the s
 constexpr int SHIFT = 2;                // G's columns in its strip; first owned column of dS
 constexpr int LAG = 8;                  // dS: key j is in column j - c0 - LAG,
 constexpr int END = 110;                // before which columns are owned,
-constexpr int TILES = 7;                // and of which a warpgroup makes this many tiles of 8
+constexpr int TILES = 7;                // and of which a warp makes this many tiles of 8
 constexpr int STRIP_ROW = 272;          // bytes
 constexpr int SCORE_GROUPS = 8, GRADIENT_GROUPS = 5;  // of rows in the rings of S and of G
-constexpr int DQ_COLUMNS = 64, DQ_PARTS = 2, DQ_STEPS = 7;  // columns of dQ a warpgroup makes, in steps of 16 keys
-constexpr int VECTORS = ROWS * 256;  // bytes of a tile of rows
+constexpr int DQ_COLUMNS = 64, DQ_STEPS = 7;  // columns of dQ a part makes, in steps of 16 keys
 constexpr int BAND_WORDS = 30;         // of a row of W: taps v, v + 1 for v from -7 on
 constexpr float SCORE_SCALE = 0.00390625f;  // what the strip holds of q . k
 constexpr int SHARED_K = 0;
@@ -472,16 +486,17 @@ constexpr int PARITY = GROUPS * (GROUP / 2) * STRIP_ROW;  // bytes from a ring's
 // Of each 16 rows of a tile, row 2 g lies at place g and row 2 g + 1 at place g + 8, as the convolution's fragments have them.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// A warpgroup copies COUNT vectors, from row `first`, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
-template <int COUNT, int TILE_ROWS, bool INTERLEAVED>
+// COPIERS threads copy COUNT vectors, from row `first`, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
+template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS = 128>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
-  constexpr int SWEEP = 128 / LANES;
+  constexpr int SWEEP = COPIERS / LANES;
   const int place = thread / LANES, column = thread % LANES, row = first + (INTERLEAVED ? interleaved(place) : place);
-  if (D / 8 < LANES && column >= D / 8 || COUNT < SWEEP && place >= COUNT) return;
+  if (D / 8 < LANES && column >= D / 8) return;
   const u32 to = tile_address<TILE_ROWS>(tile, place, column);
   from += row * stride + column * 8;
 #pragma unroll
   for (int x = 0; x < COUNT; x += SWEEP) {
+    if (COUNT % SWEEP && x + place >= COUNT) break;
     const int below = INTERLEAVED ? interleaved(x) : x;
     copy_async(to + x * 128, from + below * stride, static_cast<unsigned>(row + below) < static_cast<unsigned>(rows));
   }
@@ -491,7 +506,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
 //
 // W[u, v] gets sum_ij G[i, j] S[i - (cq-1) + u, j - pad_left + v]. An mma multiplies two 8x8 blocks (u, d) of transposed scores,
 // 8 columns each of chunk d of a window in row shift u, by 8 columns of G, over 16 rows; the diagonals of the products
-// summed over a strip are the gradients. The four warps share row shifts, 3 each, and then rows.
+// summed over a strip are the gradients. Warps share row shifts, 3 each, and then rows.
 
 constexpr int WEIGHT_SHIFTS = 3, WEIGHT_SPLITS = 2, WEIGHT_CHUNKS = 3, WEIGHT_PRODUCTS = 5;
 constexpr int WEIGHT_FIRST = -1;                        // chunk of S where the window of G's first column starts
@@ -684,12 +699,7 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
 // The helper warps, once G(t) is there, load tile t + 1 and add tile t's part of the gradient of W: its first groups before the
 // main warps overwrite the rows of S above the tile (ABOVE_TAKEN), the others before they overwrite G (TAKEN).
 
-// Index of this thread in its warpgroup, read anew: what follows from it needs no register before or after its use.
-DEVICE int thread_of_warpgroup() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread & 127;
-}
+DEVICE int thread_of_warpgroup() { return thread_index() & 127; }
 
 // A main thread's place in tiles whose fragments are 16 rows by 8 columns.
 struct Place {
@@ -698,6 +708,10 @@ struct Place {
   int row = 16 * warp + 2 * g;                       // its rows are `row` and the next; its columns 2 t and the next
   u32 fragment_row = (16 * warp + g) * 128 + 4 * t;  // in P and dS, which are swizzled tiles of 64 columns
 };
+
+constexpr int WARPGROUPS = PARTS, MAIN_THREADS = 128 * WARPGROUPS;  // the last warpgroup is the helper
+constexpr int DQ_PARTS = 2;                // warpgroups that make dQ
+constexpr int VECTORS = ROWS * 256;  // bytes of a tile of rows
 
 enum Barrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, ABOVE_TAKEN, TAKEN, HELPER };
 

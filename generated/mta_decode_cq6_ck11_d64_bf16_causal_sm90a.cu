@@ -3,13 +3,14 @@
 // softmax(conv2d(mask0(scale q k^T), W) masked) v, kernel 6 x 11 over (queries, keys), head dim 64, bf16,
 // causal, key axis padded by 5 left and 5 right. https://arxiv.org/abs/2504.00927
 //
-// n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the n_new newest tokens' included;
-// q holds the 5 queries before the new ones, then the new ones; warp_heads heads a warp.
-// partial (batch * heads * n_new, num_splits, dv) and partial_lse (units of log2) are not read for one split.
-// Convolution: 9 mma.m16n8k16 for 16 x 8 scores; outputs lag the keys by 5.
+// n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the new tokens' included;
+// q holds the 5 queries before the new ones, then the new ones; cta_heads heads a CTA.
+// partial (batch * heads * n_new, num_splits, dv) and partial_lse (log2) are not used for one split.
+// Convolution: 9 mma.m16n8k16 for 16 x 8 scores; outputs lag keys by 5.
 //
-// mta_decode_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / (1 warp_heads))), 128, 133184>>>
-// mta_decode_wide_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / (2 warp_heads))), 128, 104384>>>
+// mta_decode_1_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / cta_heads)), 128, 69120>>>
+// mta_decode_4_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / cta_heads)), 128, 79648>>>
+// mta_decode_8_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads * num_splits * ceil(group / cta_heads)), 256, 104000>>>
 // mta_decode_combine_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads * n_new), 128, 0>>>
 
 #include <cuda_bf16.h>
@@ -140,6 +141,25 @@ DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A sum in global memory gets an addend.
+DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
+// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
+DEVICE void store_release(int* to, int x) {
+  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+DEVICE int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+DEVICE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Values that must exist here, in registers of their own: neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 template <int N>
@@ -159,37 +179,45 @@ template <int ROWS>
 DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
 }
+// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
+// column lie below; multiples of 8 rows suit any row.
+template <int ROWS>
+DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
+  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
+}
 // ---- Decode ------------------------------------------------------------------------------------------------------
 
 using Element = bf16;
 constexpr int D = 64, DV = 64, CQ = 6, CK = 11;
 constexpr int PAD_LEFT = 5, PAD_RIGHT = 5;
-constexpr int K_ROW = 2 * D + 16, V_ROW = 2 * DV + 16;     // bytes from row to row in shared memory: no bank conflicts
-constexpr int WINDOW = 3, STEPS = 9;  // chunks that 8 outputs read; mma's that convolve a tile
+constexpr int K_ROW = 2 * D + 16, V_ROW = 2 * DV + 16;  // bytes from row to row in shared memory: no bank conflicts
+constexpr int WINDOW = 3;  // chunks that 8 neighbouring outputs read
+constexpr int STEPS = 9;  // mma's that convolve 16 x 8 scores
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float SCORE_SCALE = 0.00390625f;  // what strips hold of q . k
 constexpr float NO_PEAK = -1e30f;  // below every score, yet finite: exp2(-inf - NO_PEAK) is 0
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-struct Narrow {
-  static constexpr int KEY_WARPS = 4, HEAD_WARPS = 1, THREADS = 128;
-  static constexpr int ROW_TILES = 2, KEYS = 64, TILE_KEYS = 256, STAGES = 3;
-  static constexpr int STRIP_ROW = 560, P_ROW = 144, RING_TILE = 36864;  // bytes
-  static constexpr int HEAD_BYTES = 13632, WARP_BYTES = 2240;
-  static constexpr int RING = 0, HEAD_WARP = 110592, WARP = 124224;
-  static constexpr int Q = 0, BAND = 2304, STRIP = 4608, POSITION = 13568;  // in a head warp's part
-  static constexpr int P = 0, SUM = 1152, PEAK = 2176, TOTAL = 2208;  // in a warp's part
+struct Heads1 {  // a kernel for up to so many heads of a group
+  static constexpr int WARPS = 4, ROWS = 16, PAIRS = 8, KEYS = 128, STAGES = 3;
+  static constexpr int STRIP_ROW = 304, P_ROW = 272, RING_TILE = 18432;  // bytes
+  // Shared memory:
+  static constexpr int RING = 0, Q = 55296, BAND = 57600, STRIP = 59904, P = 64768, SUM = 66944, PEAK = 68992, TOTAL = 69024, POSITION = 69056;
 };
 
-struct Wide {
-  static constexpr int KEY_WARPS = 2, HEAD_WARPS = 2, THREADS = 128;
-  static constexpr int ROW_TILES = 3, KEYS = 64, TILE_KEYS = 128, STAGES = 3;
-  static constexpr int STRIP_ROW = 304, P_ROW = 144, RING_TILE = 18432;  // bytes
-  static constexpr int HEAD_BYTES = 20064, WARP_BYTES = 2240;
-  static constexpr int RING = 0, HEAD_WARP = 55296, WARP = 95424;
-  static constexpr int Q = 0, BAND = 3456, STRIP = 12672, POSITION = 19968;  // in a head warp's part
-  static constexpr int P = 0, SUM = 1152, PEAK = 2176, TOTAL = 2208;  // in a warp's part
+struct Heads4 {  // a kernel for up to so many heads of a group
+  static constexpr int WARPS = 4, ROWS = 24, PAIRS = 8, KEYS = 128, STAGES = 3;
+  static constexpr int STRIP_ROW = 304, P_ROW = 272, RING_TILE = 18432;  // bytes
+  // Shared memory:
+  static constexpr int RING = 0, Q = 55296, BAND = 58752, STRIP = 67968, P = 75264, SUM = 77440, PEAK = 79488, TOTAL = 79520, POSITION = 79552;
+};
+
+struct Heads8 {  // a kernel for up to so many heads of a group
+  static constexpr int WARPS = 8, ROWS = 48, PAIRS = 16, KEYS = 128, STAGES = 3;
+  static constexpr int STRIP_ROW = 304, P_ROW = 272, RING_TILE = 18432;  // bytes
+  // Shared memory:
+  static constexpr int RING = 0, Q = 55296, BAND = 62208, STRIP = 80640, P = 95232, SUM = 99584, PEAK = 103680, TOTAL = 103744, POSITION = 103808;
 };
 
 struct Problem {
@@ -199,7 +227,7 @@ struct Problem {
   Element* __restrict__ out;
   float *__restrict__ lse, *__restrict__ partial, *__restrict__ partial_lse;
   long long q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n;
-  int n_max, kv_heads, group, n_new, warp_heads, num_splits;
+  int n_max, kv_heads, group, n_new, cta_heads, num_splits;
   float scale;
 };
 
@@ -226,11 +254,12 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, 
     copy(false);
 }
 
-// The queries of a warp's heads, `head_rows` each; rows before the sequence's start and rows of no head are zeros.
+// The queries, head by head, `head_rows` each; rows before the sequence's start and rows of no head are zeros.
 template <class Tile>
-DEVICE void load_queries(u32 own, const Problem& x, const Element* q, int heads, int length, int thread) {
+DEVICE void load_queries(u32 shared, const Problem& x, const Element* q, int heads, int length) {
   const int head_rows = CQ - 1 + x.n_new;
-  for (int i = thread; i < 8 * Tile::ROW_TILES * (D / 8); i += 32 * Tile::KEY_WARPS) {
+#pragma unroll 3
+  for (int i = threadIdx.x; i < Tile::ROWS * (D / 8); i += 32 * Tile::WARPS) {
     const int row = i / (D / 8), column = i % (D / 8), h = row / head_rows, n = row % head_rows;
     const int position = length - head_rows + n;
     uint4 chunk = make_uint4(0, 0, 0, 0);
@@ -242,23 +271,24 @@ DEVICE void load_queries(u32 own, const Problem& x, const Element* q, int heads,
       const float2 pair = unpack<Element>(words[e]);
       words[e] = pack<Element>(pair.x * SCORE_SCALE, pair.y * SCORE_SCALE);
     }
-    store_shared(own + Tile::Q + row * K_ROW + column * 16, words[0], words[1], words[2], words[3]);
-    if (column == 0) store_shared(own + Tile::POSITION + row * 4, position);
+    store_shared(shared + Tile::Q + row * K_ROW + column * 16, words[0], words[1], words[2], words[3]);
+    if (column == 0) store_shared(shared + Tile::POSITION + row * 4, position);
   }
 }
 
 // B operands: tap i is row shift u = i / WINDOW in chunk d = i % WINDOW of the window, T[k, n] = W[u, 8 d + k - n].
 template <class Tile>
-DEVICE void make_band(u32 own, const float* weight, int heads, int thread) {
-  const int lane = thread & 31, g = lane >> 2, t = lane & 3;
-  for (int i = thread >> 5; i < heads * STEPS; i += Tile::KEY_WARPS) {
+DEVICE void make_band(u32 shared, const float* weight, int heads) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll 3
+  for (int i = threadIdx.x >> 5; i < heads * STEPS; i += Tile::WARPS) {
     const int h = i / STEPS, step = i % STEPS;
     auto weight_at = [&](int tap, int k) {
       const int u = tap / WINDOW, v = tap % WINDOW * 8 + k - g;
       return u < CQ && 0 <= v && v < CK ? __ldg(weight + (h * CQ + u) * CK + v) : 0.f;
     };
     auto fragment = [&](int tap) { return pack<fp16>(weight_at(tap, 2 * t), weight_at(tap, 2 * t + 1)); };
-    store_shared(own + Tile::BAND + i * 256 + lane * 8, fragment(2 * step), fragment(2 * step + 1));
+    store_shared(shared + Tile::BAND + i * 256 + lane * 8, fragment(2 * step), fragment(2 * step + 1));
   }
 }
 
@@ -269,11 +299,11 @@ DEVICE constexpr int tap_offset(int i) {
   return tap / WINDOW * Tile::STRIP_ROW + tap % WINDOW * 16;
 }
 
-// A warp's scores of ROW_TILES * 8 query rows go to the strip as fp16; its keys start in row 0 of `keys`, and `to` is where
-// its first key's column starts in the strip.
+// The scores of a warp's keys, which start at `k_tile`, and ROW_TILES * 8 rows, which start at `q`, go to the strip as fp16;
+// `strip` is where the first key's column of the first row is.
 template <class Tile, int ROW_TILES>
 DEVICE void write_scores(u32 k_tile, u32 q, u32 strip, const int* positions, int key, bool edge, int lane) {
-  constexpr int KEYS = Tile::KEYS;
+  constexpr int KEYS = Tile::KEYS / Tile::WARPS;
   const int g = lane >> 2, t = lane & 3;
   float s[KEYS / 16][ROW_TILES][4] = {};
 #pragma unroll
@@ -309,44 +339,42 @@ DEVICE void write_scores(u32 k_tile, u32 q, u32 strip, const int* positions, int
 
 template <class Tile>
 DEVICE void decode(const Problem& x) {
-  constexpr int KEYS = Tile::KEYS, TILE_KEYS = Tile::TILE_KEYS, STAGES = Tile::STAGES, KEY_WARPS = Tile::KEY_WARPS;
+  constexpr int KEYS = Tile::KEYS, STAGES = Tile::STAGES, WARPS = Tile::WARPS, WARP_KEYS = KEYS / WARPS;
   constexpr int CHUNKS = KEYS / 8, TOKENS = 16 / CHUNKS;  // a convolved tile: chunks of keys, new tokens
-  constexpr int CARRY = WINDOW - 1;                       // chunks of the strip for the last CK - 1 columns of the tile before
+  constexpr int CARRY = WINDOW - 1;  // chunks of the strip for the last CK - 1 columns of the tile before
+  constexpr int PAIR_TILES = Tile::PAIRS / 8;
   extern __shared__ __align__(128) unsigned char dynamic[];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int key_warp = warp % KEY_WARPS, head_warp = warp / KEY_WARPS, thread = key_warp * 32 + lane;
-  unsigned char* const ours = dynamic + Tile::HEAD_WARP + head_warp * Tile::HEAD_BYTES;  // of all warps with these heads
-  unsigned char* const mine = dynamic + Tile::WARP + warp * Tile::WARP_BYTES;
-  const u32 ring = shared_address(dynamic) + Tile::RING, heads_part = shared_address(ours), weights_part = shared_address(mine) + Tile::P;
-  const u32 strip = heads_part + Tile::STRIP;
-  float* const peaks = reinterpret_cast<float*>(mine + Tile::PEAK);  // by pair, in units of log2
-  float2* const sums = reinterpret_cast<float2*>(mine + Tile::SUM);  // by convolved tile and lane
-  const int* const positions = reinterpret_cast<const int*>(ours + Tile::POSITION);
+  const u32 shared = shared_address(dynamic), ring = shared + Tile::RING, strip = shared + Tile::STRIP;
+  float* const peaks = reinterpret_cast<float*>(dynamic + Tile::PEAK);  // by pair, in units of log2
+  float* const totals = reinterpret_cast<float*>(dynamic + Tile::TOTAL);
+  float2* const sums = reinterpret_cast<float2*>(dynamic + Tile::SUM);  // by convolved tile and lane
+  const int* const positions = reinterpret_cast<const int*>(dynamic + Tile::POSITION);
 
-  // This CTA's split and heads (CTAs that share their keys are neighbours in the grid), this warp's heads.
-  const int blocks = ceil_div(x.group, Tile::HEAD_WARPS * x.warp_heads);
+  // This CTA's split and heads. CTAs that share their keys are neighbours in the grid.
+  const int blocks = ceil_div(x.group, x.cta_heads);
   const int block = blockIdx.x % blocks, split = blockIdx.x / blocks % x.num_splits;
   const int owner = blockIdx.x / blocks / x.num_splits, b = owner / x.kv_heads, kv_head = owner % x.kv_heads;
-  const int in_group = (block * Tile::HEAD_WARPS + head_warp) * x.warp_heads, head = kv_head * x.group + in_group;
-  const int heads = max(0, min(x.warp_heads, x.group - in_group));
-  const int n_new = x.n_new, head_rows = CQ - 1 + n_new, rows = heads * head_rows, pairs = heads * n_new;
+  const int head = kv_head * x.group + block * x.cta_heads, heads = min(x.cta_heads, x.group - block * x.cta_heads);
+  const int n_new = x.n_new, head_rows = CQ - 1 + n_new, rows = heads * head_rows;
+  const int pairs = heads * n_new, token_tiles = ceil_div(n_new, TOKENS);  // of a head
   const int length = x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max;
 
   // The split makes outputs [begin, end), of which a tile's first is CK - 1 before its first key's.
-  const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, TILE_KEYS) * TILE_KEYS - (CK - 1);
+  const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, KEYS) * KEYS - (CK - 1);
   const int begin = split * span, end = min(begin + span, length);
-  const int tiles = begin < end ? ceil_div(end - begin + CK - 1, TILE_KEYS) : 0;
+  const int tiles = begin < end ? ceil_div(end - begin + CK - 1, KEYS) : 0;
   const Element* k = x.k + b * x.k_stride_b + kv_head * x.k_stride_h;
   const Element* v = x.v + b * x.v_stride_b + kv_head * x.v_stride_h;
 
   // The ring: item 2 i is K of tile i, item 2 i + 1 its V.
   auto load_item = [&](int item, u32 slot) {
-    const int key = begin - PAD_LEFT + item / 2 * TILE_KEYS;
+    const int key = begin - PAD_LEFT + item / 2 * KEYS;
     if (item / 2 < tiles) {
       if (item % 2 == 0)
-        load_tile<D, TILE_KEYS, Tile::THREADS>(slot, k, x.k_stride_n, key, 0, length);
+        load_tile<D, KEYS, 32 * WARPS>(slot, k, x.k_stride_n, key, 0, length);
       else
-        load_tile<DV, TILE_KEYS, Tile::THREADS>(slot, v, x.v_stride_n, key - PAD_RIGHT, begin, end);
+        load_tile<DV, KEYS, 32 * WARPS>(slot, v, x.v_stride_n, key - PAD_RIGHT, begin, end);
     }
     copy_commit();
   };
@@ -362,190 +390,212 @@ DEVICE void decode(const Problem& x) {
     return slot;
   };
 
-  load_queries<Tile>(heads_part, x, x.q + b * x.q_stride_b + head * x.q_stride_h, heads, length, thread);
-  make_band<Tile>(heads_part, x.weight + head * CQ * CK, heads, thread);
-  for (int i = thread; i < 8 * Tile::ROW_TILES * (Tile::STRIP_ROW / 16); i += 32 * KEY_WARPS)
+  load_queries<Tile>(shared, x, x.q + b * x.q_stride_b + head * x.q_stride_h, heads, length);
+  make_band<Tile>(shared, x.weight + head * CQ * CK, heads);
+  for (int i = threadIdx.x; i < Tile::ROWS * (Tile::STRIP_ROW / 16); i += 32 * WARPS)
     store_shared(strip + i * 16, 0u, 0u, 0u, 0u);
-  for (int i = lane; i < heads * ceil_div(n_new, TOKENS) * 32; i += 32) sums[i] = make_float2(0.f, 0.f);
-  if (lane < 8) peaks[lane] = NO_PEAK;
+  for (int i = threadIdx.x; i < heads * token_tiles * 32; i += 32 * WARPS) sums[i] = make_float2(0.f, 0.f);
+  if (threadIdx.x < Tile::PAIRS) peaks[threadIdx.x] = NO_PEAK;
 
   const float exponent = x.scale * (LOG2_E / SCORE_SCALE);
-  float o[DV / 16][4] = {}, o_peak[2] = {NO_PEAK, NO_PEAK};
+  float o[DV / 16][PAIR_TILES][4] = {}, o_peak[PAIR_TILES][2];
+#pragma unroll
+  for (int p = 0; p < PAIR_TILES; ++p) o_peak[p][0] = o_peak[p][1] = NO_PEAK;
 
   for (int tile = 0; tile < tiles; ++tile) {
-    const int key = begin - PAD_LEFT + tile * TILE_KEYS + key_warp * KEYS, column = key - PAD_RIGHT;  // this warp's first score, output
-    const u32 k_tile = await_item(2 * tile) + key_warp * KEYS * K_ROW, columns = strip + key_warp * KEYS * 2;
-    if (rows > 16 && Tile::ROW_TILES > 2)
-      write_scores<Tile, Tile::ROW_TILES>(k_tile, heads_part + Tile::Q, columns + (CK - 1) * 2, positions, key, key + KEYS > length - head_rows, lane);
-    else if (rows > 8)
-      write_scores<Tile, 2>(k_tile, heads_part + Tile::Q, columns + (CK - 1) * 2, positions, key, key + KEYS > length - head_rows, lane);
-    else if (rows > 0)
-      write_scores<Tile, 1>(k_tile, heads_part + Tile::Q, columns + (CK - 1) * 2, positions, key, key + KEYS > length - head_rows, lane);
-    named_barrier(1 + head_warp, 32 * KEY_WARPS);
+    const int key = begin - PAD_LEFT + tile * KEYS, column = key - PAD_RIGHT;  // of the tile's first score and output
+    const u32 k_tile = await_item(2 * tile) + warp * WARP_KEYS * K_ROW;
+    for (int row = 0; row < rows; row += 24) {
+      const u32 q = shared + Tile::Q + row * K_ROW;
+      const u32 to = strip + row * Tile::STRIP_ROW + (CK - 1 + warp * WARP_KEYS) * 2;
+      if (Tile::ROWS > 16 && rows - row > 16)
+        write_scores<Tile, 3>(k_tile, q, to, positions + row, key + warp * WARP_KEYS, key + KEYS > length - head_rows, lane);
+      else if (Tile::ROWS > 8 && rows - row > 8)
+        write_scores<Tile, 2>(k_tile, q, to, positions + row, key + warp * WARP_KEYS, key + KEYS > length - head_rows, lane);
+      else
+        write_scores<Tile, 1>(k_tile, q, to, positions + row, key + warp * WARP_KEYS, key + KEYS > length - head_rows, lane);
+    }
+    __syncthreads();
 
     // Convolution and softmax, TOKENS new tokens of one head at a time: row m is chunk m % CHUNKS of token m / CHUNKS.
-    bool rescale = false;
-    const bool edge = column < begin || column + KEYS > length - n_new + 1 || column + KEYS > end;
-    int index = 0;
-    for (int h = 0; h < heads; ++h) {
-      for (int token = 0; token < n_new; token += TOKENS, ++index) {
-        const int from_row = h * head_rows + min(token + (lane & 15) / CHUNKS, n_new - 1);
-        const u32 from = columns + from_row * Tile::STRIP_ROW + (lane & 15) % CHUNKS * 16;
-        const u32 band = heads_part + Tile::BAND + h * (STEPS * 256) + lane * 8;
-        float c[2][4] = {};
+    const bool edge = column < begin || column + KEYS > min(end, length - n_new + 1);
+    for (int index = warp; index < heads * token_tiles; index += WARPS) {
+      const int h = index / token_tiles, token = index % token_tiles * TOKENS;
+      const int from_row = h * head_rows + min(token + (lane & 15) / CHUNKS, n_new - 1);
+      const u32 from = strip + from_row * Tile::STRIP_ROW + (lane & 15) % CHUNKS * 16;
+      const u32 band = shared + Tile::BAND + h * (STEPS * 256) + lane * 8;
+      float c[2][4] = {};
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-          u32 a[4], weights[2];
-          load_matrices(a, from + (lane < 16 ? tap_offset<Tile>(2 * step) : tap_offset<Tile>(2 * step + 1)));
-          load_shared(weights, band + step * 256);
-          mma<fp16>(c[step & 1], a, weights[0], weights[1]);
-        }
-        int pair[2];
-        float score[2][2], peak[2], top[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int m = g + 8 * r, n = min(token + m / CHUNKS, n_new - 1);  // past the last token: the last again
-          pair[r] = h * n_new + n;
-          peak[r] = peaks[pair[r]];
-          score[r][0] = (c[0][2 * r] + c[1][2 * r]) * exponent;
-          score[r][1] = (c[0][2 * r + 1] + c[1][2 * r + 1]) * exponent;
-          if (edge) {
-            const int j = column + m % CHUNKS * 8 + 2 * t, position = length - n_new + n;
-            const int stop = min(end, position + 1);
-            if (j < begin || j >= stop) score[r][0] = -INFINITY;
-            if (j + 1 < begin || j + 1 >= stop) score[r][1] = -INFINITY;
-          }
-          top[r] = fmaxf(score[r][0], score[r][1]);
-        }
-        float2 sum = sums[index * 32 + lane];
-        if (__any_sync(~0u, top[0] > peak[0] || top[1] > peak[1])) {
-          rescale = true;
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int other = 1; other < 4 * CHUNKS && other < 32; other *= 2)
-              top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], other));
-            top[r] = fmaxf(top[r], peak[r]);
-            (r ? sum.y : sum.x) *= exp2_fast(peak[r] - top[r]);
-            peaks[pair[r]] = peak[r] = top[r];
-          }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float p0 = exp2_fast(score[r][0] - peak[r]), p1 = exp2_fast(score[r][1] - peak[r]);
-          (r ? sum.y : sum.x) += p0 + p1;
-          store_shared(weights_part + pair[r] * Tile::P_ROW + (g + 8 * r) % CHUNKS * 16 + t * 4, pack<Element>(p0, p1));
-        }
-        sums[index * 32 + lane] = sum;
+      for (int step = 0; step < STEPS; ++step) {
+        u32 a[4], weights[2];
+        load_matrices(a, from + (lane < 16 ? tap_offset<Tile>(2 * step) : tap_offset<Tile>(2 * step + 1)));
+        load_shared(weights, band + step * 256);
+        mma<fp16>(c[step & 1], a, weights[0], weights[1]);
       }
+      int pair[2];
+      float score[2][2], peak[2], top[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int m = g + 8 * r, n = min(token + m / CHUNKS, n_new - 1);  // past the last token: the last again
+        pair[r] = h * n_new + n;
+        peak[r] = peaks[pair[r]];
+        score[r][0] = (c[0][2 * r] + c[1][2 * r]) * exponent;
+        score[r][1] = (c[0][2 * r + 1] + c[1][2 * r + 1]) * exponent;
+        if (edge) {
+          const int j = column + m % CHUNKS * 8 + 2 * t, position = length - n_new + n;
+          const int stop = min(end, position + 1);
+          if (j < begin || j >= stop) score[r][0] = -INFINITY;
+          if (j + 1 < begin || j + 1 >= stop) score[r][1] = -INFINITY;
+        }
+        top[r] = fmaxf(score[r][0], score[r][1]);
+      }
+      float2 sum = sums[index * 32 + lane];
+      if (__any_sync(~0u, top[0] > peak[0] || top[1] > peak[1])) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+          for (int other = 1; other < 4 * CHUNKS && other < 32; other *= 2)
+            top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], other));
+        }
+        if (CHUNKS == 16) top[0] = top[1] = fmaxf(top[0], top[1]);  // both rows are the same token's
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          top[r] = fmaxf(top[r], peak[r]);
+          (r ? sum.y : sum.x) *= exp2_fast(peak[r] - top[r]);
+          peaks[pair[r]] = peak[r] = top[r];
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float p0 = exp2_fast(score[r][0] - peak[r]), p1 = exp2_fast(score[r][1] - peak[r]);
+        (r ? sum.y : sum.x) += p0 + p1;
+        store_shared(shared + Tile::P + pair[r] * Tile::P_ROW + (g + 8 * r) % CHUNKS * 16 + t * 4, pack<Element>(p0, p1));
+      }
+      sums[index * 32 + lane] = sum;
     }
 
-    const u32 v_tile = await_item(2 * tile + 1) + key_warp * KEYS * V_ROW;
-    if (heads == 0) continue;  // this warp only loads
-    for (int i = thread; i < rows * CARRY; i += 32 * KEY_WARPS) {
+    const u32 v_tile = await_item(2 * tile + 1);
+    for (int i = threadIdx.x; i < rows * CARRY; i += 32 * WARPS) {
       u32 chunk[4];
       const u32 to = strip + i / CARRY * Tile::STRIP_ROW + i % CARRY * 16;
-      load_shared(chunk, to + TILE_KEYS * 2);
+      load_shared(chunk, to + KEYS * 2);
       store_shared(to, chunk[0], chunk[1], chunk[2], chunk[3]);
     }
-    if (rescale) {
+    bool rescale = false;
+    float peak[PAIR_TILES][2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float peak = peaks[2 * t + e], factor = exp2_fast(o_peak[e] - peak);
-        o_peak[e] = peak;
+    for (int i = 0; i < 2 * PAIR_TILES; ++i) {
+      peak[i >> 1][i & 1] = peaks[8 * (i >> 1) + 2 * t + (i & 1)];
+      rescale |= peak[i >> 1][i & 1] != o_peak[i >> 1][i & 1];
+    }
+    if (__any_sync(~0u, rescale)) {
 #pragma unroll
-        for (int m = 0; m < DV / 16; ++m) o[m][e] *= factor, o[m][2 + e] *= factor;
+      for (int i = 0; i < 2 * PAIR_TILES; ++i) {
+        const int p = i >> 1, e = i & 1;
+        const float factor = exp2_fast(o_peak[p][e] - peak[p][e]);
+        o_peak[p][e] = peak[p][e];
+#pragma unroll
+        for (int m = 0; m < DV / 16; ++m) o[m][p][e] *= factor, o[m][p][2 + e] *= factor;
       }
     }
+    const u32 v_rows = v_tile + (warp * WARP_KEYS + (lane & 7) + (lane >> 4) * 8) * V_ROW + (lane & 8) * 2;
+    const u32 p_rows = shared + Tile::P + (lane & 7) * Tile::P_ROW + (warp * WARP_KEYS + (lane & 8)) * 2;
 #pragma unroll
-    for (int kk = 0; kk < KEYS / 16; ++kk) {
-      u32 weights[2];
-      load_matrices(weights, weights_part + (lane & 7) * Tile::P_ROW + kk * 32 + (lane & 8) * 2);
+    for (int kk = 0; kk < WARP_KEYS / 16; ++kk) {
+      u32 weights[PAIR_TILES][2];
+#pragma unroll
+      for (int p = 0; p < PAIR_TILES; ++p)
+        load_matrices(weights[p], p_rows + 8 * p * Tile::P_ROW + kk * 32);
 #pragma unroll
       for (int m = 0; m < DV / 16; ++m) {
         u32 values[4];
-        load_matrices_transposed(values, v_tile + (16 * kk + (lane & 7) + (lane >> 4) * 8) * V_ROW + m * 32 + (lane & 8) * 2);
-        mma<Element>(o[m], values, weights[0], weights[1]);
+        load_matrices_transposed(values, v_rows + 16 * kk * V_ROW + m * 32);
+#pragma unroll
+        for (int p = 0; p < PAIR_TILES; ++p)
+          if (8 * p < pairs) mma<Element>(o[m][p], values, weights[p][0], weights[p][1]);
       }
     }
   }
 
-  // A pair's sum is spread over the lanes of its token's chunks.
-  float* const totals = reinterpret_cast<float*>(mine + Tile::TOTAL);
-  for (int h = 0, index = 0; h < heads; ++h)
-    for (int token = 0; token < n_new; token += TOKENS, ++index) {
-      const float2 sum = sums[index * 32 + lane];
+  // A pair's sum is spread over the lanes of its token's chunks; its outputs are over the warps, and meet in the ring.
+  for (int index = warp; index < heads * token_tiles; index += WARPS) {
+    const float2 sum = sums[index * 32 + lane];
+    float total[2] = {sum.x, sum.y};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float total = r ? sum.y : sum.x;
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int other = 1; other < 4 * CHUNKS && other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-        const int n = token + (g + 8 * r) / CHUNKS;
-        if (n < n_new) totals[h * n_new + n] = total;
-      }
+      for (int other = 1; other < 4 * CHUNKS && other < 32; other *= 2) total[r] += __shfl_xor_sync(~0u, total[r], other);
+    if (CHUNKS == 16) total[0] = total[1] = total[0] + total[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int n = index % token_tiles * TOKENS + (g + 8 * r) / CHUNKS;
+      if (n < n_new) totals[index / token_tiles * n_new + n] = total[r];
     }
+  }
+  float* const outputs = reinterpret_cast<float*>(dynamic + Tile::RING);  // [WARPS][PAIRS][DV]
   __syncthreads();
-
-  // The key warps' outputs, brought to a common peak, meet in the ring.
-  const long long row = static_cast<long long>(b * x.kv_heads * x.group + head) * n_new;  // of the first pair in out
-  float* const outputs = reinterpret_cast<float*>(dynamic + Tile::RING) + head_warp * KEY_WARPS * 8 * DV;  // [KEY_WARPS][8][DV]
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const int pair = 2 * t + e;
-    if (pair >= pairs) continue;
-    auto of_warp = [&](int w, int part) {
-      return reinterpret_cast<float*>(dynamic + Tile::WARP + (head_warp * KEY_WARPS + w) * Tile::WARP_BYTES + part)[pair];
-    };
-    float peak = NO_PEAK, total = 0.f;
+  for (int i = 0; i < 2 * PAIR_TILES; ++i) {
+    const int pair = 8 * (i >> 1) + 2 * t + (i & 1);
 #pragma unroll
-    for (int w = 0; w < KEY_WARPS; ++w) peak = fmaxf(peak, of_warp(w, Tile::PEAK));
-#pragma unroll
-    for (int w = 0; w < KEY_WARPS; ++w) total += of_warp(w, Tile::TOTAL) * exp2_fast(of_warp(w, Tile::PEAK) - peak);
-    const float log_sum = total == 0.f ? -INFINITY : peak + log2f(total);
-    const float factor = exp2_fast(peaks[pair] - peak) / (total == 0.f ? 1.f : total);
-    if (key_warp == 0 && g == 0) {
-      if (x.num_splits == 1)
-        x.lse[row + pair] = log_sum * LN_2;
-      else
-        x.partial_lse[(row + pair) * x.num_splits + split] = log_sum;
-    }
-#pragma unroll
-    for (int i = 0; i < DV / 8; ++i) outputs[(key_warp * 8 + pair) * DV + 8 * i + g] = o[i >> 1][2 * (i & 1) + e] * factor;
+    for (int e = 0; e < DV / 8; ++e)
+      outputs[(warp * Tile::PAIRS + pair) * DV + 8 * e + g] = o[e >> 1][i >> 1][2 * (e & 1) + (i & 1)];
   }
-  named_barrier(1 + head_warp, 32 * KEY_WARPS);
-  for (int i = thread; i < pairs * DV; i += 32 * KEY_WARPS) {
+  __syncthreads();
+  const long long row = static_cast<long long>(b * x.kv_heads * x.group + head) * n_new;  // of the first pair in out
+  for (int i = threadIdx.x; i < pairs * DV; i += 32 * WARPS) {
+    const int pair = i / DV, d = i % DV;
+    const float total = totals[pair];
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < KEY_WARPS; ++w) sum += outputs[w * 8 * DV + i];
-    if (x.num_splits == 1)
-      x.out[row * DV + i] = static_cast<Element>(sum);
-    else
-      x.partial[((row + i / DV) * x.num_splits + split) * DV + i % DV] = sum;
+    for (int w = 0; w < WARPS; ++w) sum += outputs[w * Tile::PAIRS * DV + i];
+    if (total != 0.f) sum /= total;
+    const float log_sum = total == 0.f ? -INFINITY : peaks[pair] + log2f(total);
+    const long long place = (row + pair) * x.num_splits + split;  // of one split only: row + pair
+    if (x.num_splits == 1) {
+      x.out[place * DV + d] = static_cast<Element>(sum);
+      if (d == 0) x.lse[place] = log_sum * LN_2;
+    } else {
+      x.partial[place * DV + d] = sum;
+      if (d == 0) x.partial_lse[place] = log_sum;
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128) mta_decode_cq6_ck11_d64_bf16_causal_sm90a(
+extern "C" __global__ void __launch_bounds__(128, 3) mta_decode_1_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens,
     Element* out, float* lse, float* partial, float* partial_lse,
     long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n,
     long long v_stride_b, long long v_stride_h, long long v_stride_n,
-    int n_max, int kv_heads, int group, int n_new, int warp_heads, int num_splits, float scale) {
-  decode<Narrow>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
+    int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+  decode<Heads1>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
                   q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, warp_heads, num_splits, scale});
+                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
-extern "C" __global__ void __launch_bounds__(128) mta_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
+extern "C" __global__ void __launch_bounds__(128, 2) mta_decode_4_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens,
     Element* out, float* lse, float* partial, float* partial_lse,
     long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n,
     long long v_stride_b, long long v_stride_h, long long v_stride_n,
-    int n_max, int kv_heads, int group, int n_new, int warp_heads, int num_splits, float scale) {
-  decode<Wide>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
+    int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+  decode<Heads4>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
                   q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, warp_heads, num_splits, scale});
+                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) mta_decode_8_cq6_ck11_d64_bf16_causal_sm90a(
+    const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens,
+    Element* out, float* lse, float* partial, float* partial_lse,
+    long long q_stride_b, long long q_stride_h, long long q_stride_n,
+    long long k_stride_b, long long k_stride_h, long long k_stride_n,
+    long long v_stride_b, long long v_stride_h, long long v_stride_n,
+    int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
+  decode<Heads8>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
+                  q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
+                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse.

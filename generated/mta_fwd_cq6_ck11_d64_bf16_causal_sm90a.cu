@@ -137,6 +137,25 @@ DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A sum in global memory gets an addend.
+DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
+// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
+DEVICE void store_release(int* to, int x) {
+  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+DEVICE int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+DEVICE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Values that must exist here, in registers of their own: neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 template <int N>
@@ -155,6 +174,12 @@ DEVICE void pin(float (&x)[N]) {
 template <int ROWS>
 DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
+}
+// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
+// column lie below; multiples of 8 rows suit any row.
+template <int ROWS>
+DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
+  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
 }
 // ---- Instructions of sm_90a --------------------------------------------------------------------------------------
 
@@ -193,16 +218,6 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
-DEVICE void store_release(int* to, int x) {
-  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-DEVICE int load_acquire(const int* from) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-
 // Descriptor of an operand in shared memory, swizzled by 128 bytes: `panel` bytes from one panel of 64 elements to the
 // next (only where the product's M or N axis is contiguous), 1024 bytes from 8 rows to the next 8.
 DEVICE u64 operand(u32 address, int panel = 16) {
@@ -404,8 +419,6 @@ struct Softmax {
     sum[0] += added[0], sum[1] += added[1];
   }
 
-  DEVICE float reference(int r, float) const { return -shift[r]; }
-
   // The whole row's sum, in every thread of the row.
   DEVICE float total(int r) const {
     float x = sum[r];
@@ -507,12 +520,15 @@ constexpr int SHARED_BARRIERS = 127168;
 // COPIERS threads copy a tile of KEYS rows, from row `first`; rows outside [0, rows) become zeros.
 template <int COLUMNS, int COPIERS>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
-#pragma unroll 2
-  for (int i = thread; i < KEYS * (COLUMNS / 8); i += COPIERS) {
-    const int r = i / (COLUMNS / 8), column = i % (COLUMNS / 8), row = first + r;
-    const bool inside = static_cast<unsigned>(row) < static_cast<unsigned>(rows);
-    copy_async(tile_address<KEYS>(tile, r, column), from + (inside ? row : 0) * stride + column * 8, inside);
-  }
+  constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4, SWEEP = COPIERS / LANES;
+  const int r = thread / LANES, column = thread % LANES;
+  if (column >= COLUMNS / 8) return;
+  const u32 to = tile_address<KEYS>(tile, r, column);
+  from += (first + r) * stride + column * 8;
+#pragma unroll
+  for (int x = 0; x < KEYS; x += SWEEP, from += SWEEP * stride)
+    if (KEYS % SWEEP == 0 || r + x < KEYS)
+      copy_async(tile_address_from<KEYS>(to, x, 0), from, static_cast<unsigned>(first + r + x) < static_cast<unsigned>(rows));
 }
 
 // COPIERS threads copy rows p.. of Q's tile, COUNT of them, in the order of the fragments; `first` is the tile's first row.
@@ -574,7 +590,6 @@ DEVICE void mask_outputs(float (&c)[KEYS / 2], int column, int top, int lane) {
 }
 
 // The same for probabilities, of which there is nothing to be seen there; sums and maximum follow.
-template <class Softmax>
 DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax& softmax, int column, int top, int lane) {
   if (column < 0 || column + KEYS - 1 > top) {
     const int row = top + 2 * (lane >> 2);
@@ -591,14 +606,14 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax& softmax, int col
 }
 
 // Outputs and their log-sum-exps of rows row and row + 1, those from `from` on; a row that saw no key is 0 with -inf.
-DEVICE void store_output(Element* out, float* lse, const float (&o)[DV / 2], const Softmax& softmax, float exponent, int row, int from, int n_q, int lane) {
+DEVICE void store_output(Element* out, float* lse, const float (&o)[DV / 2], const Softmax& softmax, int row, int from, int n_q, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = softmax.total(r);
     const int i = row + r;
     if (i < from || i >= n_q) continue;
     const float inverse = total == 0.f ? 0.f : 1.f / total;
-    if ((lane & 3) == 0) lse[i] = total == 0.f ? -INFINITY : LN_2 * (softmax.reference(r, exponent)) + logf(total);
+    if ((lane & 3) == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
 #pragma unroll
     for (int n = 0; n < DV / 8; ++n)
       *reinterpret_cast<u32*>(out + static_cast<long long>(i) * DV + 8 * n + 2 * (lane & 3)) =
@@ -756,5 +771,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf
 
   out += static_cast<long long>(blockIdx.x) * n_q * DV;
   lse += static_cast<long long>(blockIdx.x) * n_q;
-  store_output(out, lse, o, softmax, exponent, row, first + HALO, n_q, lane);
+  store_output(out, lse, o, softmax, row, first + HALO, n_q, lane);
 }
