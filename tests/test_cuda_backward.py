@@ -95,7 +95,6 @@ def test_every_row_shift_has_its_block() -> None:
     [
         (Spec((6, 11), 192), "sm_90a", "registers"),
         (Spec((6, 11), 64, value_head_dim=128), "sm_90a", "value_head_dim"),
-        (Spec((6, 11), 64, mask="output"), "sm_90a", "mask"),
         (Spec((6, 11), 64, dtype="fp32"), "sm_90a", "dtype"),
         (Spec((17, 11), 64), "sm_90a", "kernel"),
         (Spec((6, 19), 64), "sm_90a", "kernel"),
@@ -319,7 +318,7 @@ def problem(
     def eager(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         leaves.append(weight.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
-        out, lse = reference(*leaves, causal=spec.causal, key_padding=spec.key_padding, return_lse=True)
+        out, lse = reference(*leaves, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True)
         seen = lse.isfinite()
         loss = (out * grad_out.to(dtype)).sum() + (lse * grad_lse.to(dtype))[seen].sum()
         return out.detach(), lse.detach(), torch.autograd.grad(loss, leaves)
@@ -374,6 +373,9 @@ def assert_accurate(
         (AMPERE, Spec((16, 17), 80, causal=False, dtype="fp16")),
         (AMPERE, Spec((3, 4), 48, key_padding="right")),
         (AMPERE, Spec((2, 9), 256, key_padding="left", causal=False)),
+        (AMPERE, Spec((6, 11), 64, mask="output")),
+        (AMPERE, Spec((11, 4), 48, mask="output", key_padding="right", dtype="fp16")),
+        (ADA, Spec((5, 17), 64, mask="output", key_padding="left")),
         (ADA, Spec((6, 11), 64, causal=False)),
         (ADA, Spec((11, 11), 112)),
         (ADA, Spec((7, 2), 16, dtype="fp16")),

@@ -412,9 +412,6 @@ def fused_backward(spec: Spec, target: Target) -> FusedBackward:
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel has one head dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
-    if spec.masks_by_output:
-        rule = "the fused backward kernel masks scores by their own row"
-        raise PlanError(explain("mask", spec.mask, rule, "'source'"))
     for plan in _candidates(spec, target):
         if plan.shared.size <= target.shared_per_block and plan.registers <= plan.register_split[0]:
             return plan

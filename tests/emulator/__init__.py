@@ -1,0 +1,105 @@
+"""Emitted CUDA kernels run on the CPU: compiled by the host's compiler against ``device.h``, which plays the device."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mtagen.codegen.cuda import render
+from mtagen.planner.backends import FusedPass
+from mtagen.planner.fused.kernel import Kernel
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("c++") or shutil.which("g++")
+OPTIONS = ("-std=c++17", "-O1", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-shared", "-fPIC", f"-I{HERE}")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler: c++ or g++")
+
+_TYPES = {
+    "pointer": ctypes.c_void_p,
+    "int": ctypes.c_int,
+    "long long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+}
+_FUNCTION = re.compile(r"^(?:template <[^\n]*>\n)?DEVICE [^\n]*(?:\}|\{\n(?:[^\n]*\n)*?\})\n", re.MULTILINE)
+
+
+class EmulatedKernel:
+    """A kernel that runs on the CPU, called as a loaded one is, with tensors on the CPU.
+
+    Args:
+        kernel: how it is launched.
+        function: its launcher.
+        seed: of the order in which warps run; copies and wgmma are late if it is odd.
+        checked: report races in shared memory. Takes several times as long.
+    """
+
+    def __init__(self, kernel: Kernel, function: ctypes._FuncPointer, seed: int, checked: bool) -> None:
+        self.kernel = kernel
+        self._function = function
+        self._seed = seed
+        self._checked = checked
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: float) -> None:
+        """Run to the end.
+
+        Raises:
+            AssertionError: a deadlock, an access out of bounds or not aligned, a race, a misuse of an instruction.
+        """
+        kinds = [_TYPES[kind] for kind, _ in self.kernel.arguments]
+        values = [kind(value) for kind, value in zip(kinds, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        error = self._function((ctypes.c_uint * 3)(*grid), self._seed, self._checked, pointers)
+        assert not error, f"{self.kernel.name}: {error.decode()}"
+
+
+def emulated(plan: FusedPass, folder: Path, seed: int = 0, *, checked: bool = False) -> Mapping[str, EmulatedKernel]:
+    """The kernels of a pass, role -> kernel.
+
+    Args:
+        plan: the pass.
+        folder: where it is compiled, once.
+        seed: see :class:`EmulatedKernel`.
+        checked: see :class:`EmulatedKernel`.
+    """
+    source, library = folder / f"{plan.name}.cpp", folder / f"{plan.name}.so"
+    if not library.exists():
+        source.write_text(for_host(plan))
+        assert COMPILER
+        made = subprocess.run([COMPILER, *OPTIONS, str(source), "-o", str(library)], capture_output=True, text=True)
+        assert not made.returncode, made.stderr[:4000]
+    loaded = ctypes.CDLL(str(library))
+
+    def function(kernel: Kernel) -> ctypes._FuncPointer:
+        launcher = loaded[f"launch_{kernel.name}"]
+        launcher.restype = ctypes.c_char_p
+        return launcher
+
+    return {kernel.role: EmulatedKernel(kernel, function(kernel), seed, checked) for kernel in plan.kernels}
+
+
+def for_host(plan: FusedPass) -> str:
+    """The emitted source, in which ``device.h`` stands for CUDA's headers and for every function of inline PTX."""
+    source = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
+    source = re.sub(r"^#include <cuda_\w+\.h>\n", "", source, flags=re.MULTILINE)
+    source = re.sub(r"extern __shared__ .* (\w+)\[\];", r"unsigned char* const \1 = emulator::memory + emulator::BASE;", source)
+    assert not re.search(r"\basm\b", source)
+    wgmmas = [_wgmma(w) for w in getattr(plan, "wgmmas", ())]
+    launchers = [f"EMULATED_KERNEL({kernel.name}, {kernel.threads}, {kernel.shared})" for kernel in plan.kernels]
+    return "\n".join(['#include "device.h"', *wgmmas, source, *launchers, ""])
+
+
+def _wgmma(w: object) -> str:
+    """One warpgroup product under the name that the source calls it by."""
+    element = {"bf16": "__nv_bfloat16", "f16": "__half"}[w.element]
+    flags = ", ".join(str(x).lower() for x in (w.a_in_registers, w.a_transposed, w.b_transposed))
+    a, operands = ("const u32 (&a)[4]", "a, 0") if w.a_in_registers else ("u64 a", "nullptr, a")
+    return (
+        f"inline void {w.name}(float (&d)[{w.n // 2}], {a}, u64 b, bool accumulate) {{\n"
+        f"  emulator::wgmma<{element}, {w.n}, {flags}>(d, {operands}, b, accumulate);\n}}\n"
+    )

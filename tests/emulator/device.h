@@ -1,0 +1,807 @@
+// A CUDA device on the CPU, for the emitted sources: what they use of CUDA, and their functions of inline PTX.
+//
+// Threads are fibers, and CTAs run one after the other, x fastest: a CTA may wait for those before it. A warp runs until it must
+// wait, or until its luck turns: warps have priorities, drawn anew at random times, so that some fall as far behind as the
+// barriers let them. Shared memory starts as NaNs. Copies land, and wgmma reads, either at once or as late as they may; until a
+// wait, what wgmma makes is NaN. So a missing barrier or wait, or a read of what nothing wrote, spoils results.
+//
+// Besides, every access to shared memory through an instruction may be checked against those before it: a pair that no barrier
+// orders is an error, even if this time it did no harm.
+
+#pragma once
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <utility>
+#include <vector>
+
+using std::max;
+using std::min;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct uint3 {
+  u32 x, y, z;
+};
+struct uint4 {
+  u32 x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <class To, class From>
+To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+
+// ---- Elements ----------------------------------------------------------------------------------------------------
+
+struct __half {
+  unsigned short bits;
+  __half() = default;
+  explicit __half(float x) : bits(bits_as<unsigned short>(static_cast<_Float16>(x))) {}
+  explicit operator float() const { return bits_as<_Float16>(bits); }
+};
+struct __half2 {
+  __half x, y;
+};
+inline float2 __half22float2(__half2 x) { return {static_cast<float>(x.x), static_cast<float>(x.y)}; }
+
+struct __nv_bfloat16 {
+  unsigned short bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float x) {
+    const u32 word = bits_as<u32>(x);
+    bits = x == x ? (word + 0x7fff + (word >> 16 & 1)) >> 16 : 0x7fff;
+  }
+  explicit operator float() const { return bits_as<float>(static_cast<u32>(bits) << 16); }
+};
+
+template <class Element>
+u32 pack(float lo, float hi) {
+  return Element(lo).bits | static_cast<u32>(Element(hi).bits) << 16;
+}
+template <class Element>
+float half_of(u32 word, int high) {
+  Element x;
+  x.bits = word >> 16 * high;
+  return static_cast<float>(x);
+}
+inline float exp2_fast(float x) { return exp2f(x); }
+
+inline uint3 threadIdx, blockIdx, gridDim;
+
+namespace emulator {
+
+constexpr float NOTHING = NAN;
+constexpr int WARP = 32, MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / WARP, AGENTS = MAX_THREADS + MAX_WARPS;
+constexpr size_t STACK = 256 << 10;
+constexpr u32 BASE = 1024, MAX_SHARED = 228 << 10;  // shared memory starts with what the system takes
+
+// ---- One launch --------------------------------------------------------------------------------------------------
+
+struct Copy {
+  u32 to;
+  const void* from;
+  int bytes;
+  bool valid;
+  int group;
+};
+
+struct Thread {
+  jmp_buf context;
+  ucontext_t first;
+  bool started;
+  const char* waits_for;
+  std::vector<Copy> copies;  // on their way
+  int groups;                // of copies, committed
+};
+
+struct Warp {
+  u32 ready, done, arrived;  // a bit a lane
+  void* given[WARP];         // by the lanes that have arrived at an instruction of all
+  const char* what;
+  u32 priority;
+};
+
+inline Thread threads[MAX_THREADS];
+inline Warp warps[MAX_WARPS];
+inline int count, current, active, turn, patience;  // threads; the one that runs, its warp, the lane that goes first, picks until luck turns
+inline bool late;                                   // copies and products come as late as they may
+inline std::mt19937 chance;
+inline jmp_buf launcher;
+inline char message[1024];
+inline std::function<void()> body;
+alignas(1024) inline unsigned char memory[BASE + MAX_SHARED];
+inline u32 memory_end;
+
+[[noreturn]] inline void fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  const int length = snprintf(message, sizeof(message), "block (%u, %u), thread %d: ", blockIdx.x, blockIdx.y, current);
+  vsnprintf(message + length, sizeof(message) - length, format, arguments);
+  va_end(arguments);
+  _longjmp(launcher, 1);
+}
+
+// ---- What orders accesses: vector clocks -------------------------------------------------------------------------
+//
+// Agents are the threads, and for each warp its products in flight.
+
+using Clock = u32;
+constexpr Clock NEVER = ~0u;
+
+struct Clocks {
+  Clock at[AGENTS] = {};
+  void join(const Clocks& other) {
+    for (int i = 0; i < AGENTS; ++i) at[i] = max(at[i], other.at[i]);
+  }
+};
+struct Access {
+  int agent;
+  Clock clock;  // the agent's; NEVER while a copy is on its way
+  const char* what;
+};
+struct Cell {  // two bytes of shared memory
+  Access write;
+  std::vector<Access> reads;  // since
+};
+inline bool ordered;  // whether accesses are checked
+inline Clocks known[AGENTS];
+inline std::vector<Cell> cells;
+
+inline void release(int agent, Clocks& to) {
+  if (!ordered) return;
+  to.join(known[agent]);
+  ++known[agent].at[agent];
+}
+inline void acquire(int agent, const Clocks& from) {
+  if (ordered) known[agent].join(from);
+}
+
+inline void check(const Access& before, int agent, u32 address, const char* what) {
+  if (before.clock > known[agent].at[before.agent])
+    fail("%s at shared byte %u races with %s by %s %d", what, address - BASE, before.what,
+         before.agent < MAX_THREADS ? "thread" : "warp", before.agent < MAX_THREADS ? before.agent : before.agent - MAX_THREADS);
+}
+inline void note_read(int agent, u32 from, int bytes, const char* what) {
+  if (!ordered) return;
+  const Access mine{agent, known[agent].at[agent], what};
+  for (u32 address = from; address < from + bytes; address += 2) {
+    Cell& cell = cells[address / 2];
+    check(cell.write, agent, address, what);
+    auto same = std::find_if(cell.reads.begin(), cell.reads.end(), [&](const Access& x) { return x.agent == agent; });
+    if (same == cell.reads.end())
+      cell.reads.push_back(mine);
+    else
+      *same = mine;
+  }
+}
+inline void note_write(int agent, u32 to, int bytes, const char* what, bool on_its_way = false) {
+  if (!ordered) return;
+  for (u32 address = to; address < to + bytes; address += 2) {
+    Cell& cell = cells[address / 2];
+    check(cell.write, agent, address, what);
+    for (const Access& read : cell.reads) check(read, agent, address, what);
+    cell.reads.clear();
+    cell.write = {agent, on_its_way ? NEVER : known[agent].at[agent], what};
+  }
+}
+
+// ---- Scheduling --------------------------------------------------------------------------------------------------
+
+struct Arrival {  // at an mbarrier, due when copies have landed
+  u32 barrier;
+  int thread;
+  std::vector<Copy> copies;
+  Clocks known;
+};
+inline std::vector<Arrival> arrivals;
+void make_arrival(size_t index);
+
+inline void choose_warp() {
+  if (patience <= 0) {
+    warps[active].priority = chance();
+    patience = 1 + chance() % 4096;
+    if (!arrivals.empty() && !late) make_arrival(chance() % arrivals.size());
+  }
+  turn = chance() % WARP;
+  while (true) {
+    int best = -1;
+    for (int w = 0; w < count / WARP; ++w)
+      if (warps[w].ready && (best < 0 || warps[w].priority > warps[best].priority)) best = w;
+    if (best >= 0) {
+      active = best;
+      return;
+    }
+    if (arrivals.empty()) break;
+    make_arrival(chance() % arrivals.size());
+  }
+  std::map<std::string, std::string> waiting;
+  for (int i = 0; i < count; ++i)
+    if (!(warps[i / WARP].done >> i % WARP & 1)) {
+      std::string& them = waiting[threads[i].waits_for];
+      if (them.size() < 60) them += " " + std::to_string(i);
+    }
+  if (waiting.empty()) _longjmp(launcher, 2);
+  std::string text;
+  for (auto& [what, them] : waiting) text += "\n  at " + what + ":" + them;
+  fail("deadlock; threads wait%s", text.c_str());
+}
+
+inline int pick() {
+  if (--patience <= 0 || !warps[active].ready) choose_warp();
+  const u32 ready = warps[active].ready, rotated = ready >> turn | static_cast<u32>(static_cast<u64>(ready) << (WARP - turn));
+  return active * WARP + (__builtin_ctz(rotated) + turn) % WARP;
+}
+
+[[noreturn]] inline void resume(int thread) {
+  current = thread;
+  threadIdx.x = thread;
+  Thread& next = threads[thread];
+  if (next.started) _longjmp(next.context, 1);
+  next.started = true;
+  setcontext(&next.first);
+  __builtin_unreachable();
+}
+
+__attribute__((noinline)) inline void wait(const char* what) {
+  threads[current].waits_for = what;
+  warps[current / WARP].ready &= ~(1u << current % WARP);
+  const int next = pick();
+  if (next != current && !_setjmp(threads[current].context)) resume(next);
+}
+inline void wake(int thread) { warps[thread / WARP].ready |= 1u << thread % WARP; }
+
+inline void run_thread() {
+  body();
+  Warp& warp = warps[current / WARP];
+  warp.done |= 1u << current % WARP;
+  warp.ready &= ~warp.done;
+  resume(pick());
+}
+
+// ---- Warps -------------------------------------------------------------------------------------------------------
+
+// All lanes meet; the last one to arrive does run(what every lane gave) for all.
+template <class Given, class Run>
+void together(const char* what, Given& mine, Run run) {
+  Warp& warp = warps[current / WARP];
+  if (!warp.arrived)
+    warp.what = what;
+  else if (strcmp(warp.what, what))
+    fail("is at %s while other lanes of its warp are at %s", what, warp.what);
+  warp.given[current % WARP] = &mine;
+  warp.arrived |= 1u << current % WARP;
+  if (warp.arrived != ~0u) return wait(what);
+  run(reinterpret_cast<Given* const*>(warp.given));
+  warp.arrived = 0;
+  warp.ready = ~0u;
+}
+
+}  // namespace emulator
+
+inline void __syncwarp() {
+  using namespace emulator;
+  int nothing;
+  together("__syncwarp", nothing, [](auto) {
+    if (!ordered) return;
+    const int first = current / WARP * WARP;
+    Clocks all;
+    for (int i = first; i < first + WARP; ++i) release(i, all);
+    for (int i = first; i < first + WARP; ++i) acquire(i, all);
+  });
+}
+template <class T>
+T __shfl_sync(u32, T x, int lane) {
+  struct {
+    T x, result;
+    int lane;
+  } mine{x, x, lane};
+  emulator::together("__shfl_sync", mine, [](auto all) {
+    for (int i = 0; i < 32; ++i) all[i]->result = all[all[i]->lane & 31]->x;
+  });
+  return mine.result;
+}
+template <class T>
+T __shfl_xor_sync(u32, T x, int distance) {
+  return __shfl_sync(~0u, x, emulator::current % 32 ^ distance);
+}
+inline bool __any_sync(u32, bool x) {
+  emulator::together("__any_sync", x, [](auto all) {
+    bool any = false;
+    for (int i = 0; i < 32; ++i) any |= *all[i];
+    for (int i = 0; i < 32; ++i) *all[i] = any;
+  });
+  return x;
+}
+
+// ---- Shared memory -----------------------------------------------------------------------------------------------
+
+namespace emulator {
+
+inline unsigned char* place(u32 address, u32 bytes, const char* what) {
+  if (address % bytes) fail("%s at shared byte %d is not aligned to %u bytes", what, static_cast<int>(address - BASE), bytes);
+  if (address < BASE || address + bytes > memory_end) fail("%s at shared byte %d is out of bounds", what, static_cast<int>(address - BASE));
+  return memory + address;
+}
+template <class T>
+T load(u32 from) {
+  T x;
+  memcpy(&x, place(from, sizeof(x), "load_shared"), sizeof(x));
+  note_read(current, from, sizeof(x), "load_shared");
+  return x;
+}
+template <class T>
+void store(u32 to, T x) {
+  memcpy(place(to, sizeof(x), "store_shared"), &x, sizeof(x));
+  note_write(current, to, sizeof(x), "store_shared");
+}
+
+// Copies. Their order is that of the wait, even if they land at once.
+inline void put(const Copy& copy) {
+  if (copy.valid)
+    memcpy(memory + copy.to, copy.from, copy.bytes);
+  else
+    memset(memory + copy.to, 0, copy.bytes);
+}
+inline void copy(u32 to, const void* from, int bytes, bool valid) {
+  place(to, bytes, "copy_async");
+  if (valid && reinterpret_cast<size_t>(from) % bytes) fail("copy_async from %p, which is not aligned to %d bytes", from, bytes);
+  note_write(current, to, bytes, "copy_async", true);
+  const Copy it{to, from, bytes, valid, threads[current].groups};
+  if (!late) put(it);
+  threads[current].copies.push_back(it);
+}
+inline void land(const Copy& copy, int thread, Clock clock) {
+  if (late) put(copy);
+  if (ordered)
+    for (int i = 0; i < copy.bytes; i += 2) cells[(copy.to + i) / 2].write.clock = clock;
+}
+// Of this thread: those of groups before `end`.
+inline void land_until(int end) {
+  for (size_t i = arrivals.size(); i--;)
+    if (arrivals[i].thread == current) make_arrival(i);
+  std::vector<Copy>& copies = threads[current].copies;
+  size_t left = 0;
+  for (const Copy& copy : copies)
+    if (copy.group < end)
+      land(copy, current, known[current].at[current]);
+    else
+      copies[left++] = copy;
+  copies.resize(left);
+}
+
+}  // namespace emulator
+
+inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const unsigned char*>(p) - emulator::memory; }
+inline void copy_async(u32 to, const void* from, bool valid) { emulator::copy(to, from, 16, valid); }
+inline void copy_async_stream(u32 to, const void* from, bool valid) { emulator::copy(to, from, 16, valid); }
+inline void copy_word_async(u32 to, const void* from) { emulator::copy(to, from, 4, true); }
+inline void copy_commit() { ++emulator::threads[emulator::current].groups; }
+inline void copy_wait_all() { emulator::land_until(1 << 30); }
+template <int PENDING>
+void copy_wait() {
+  emulator::land_until(emulator::threads[emulator::current].groups - PENDING);
+}
+
+inline void store_shared(u32 to, u32 x) { emulator::store(to, x); }
+inline void store_shared(u32 to, u32 x, u32 y) { emulator::store(to, x | static_cast<u64>(y) << 32); }
+inline void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) { emulator::store(to, uint4{x, y, z, w}); }
+inline void store_shared_halves(u32 to, u32 to_high, u32 x) {
+  emulator::store(to, static_cast<unsigned short>(x));
+  emulator::store(to_high, static_cast<unsigned short>(x >> 16));
+}
+inline u32 load_shared(u32 from) { return emulator::load<u32>(from); }
+inline void load_shared(u32 (&x)[2], u32 from) {
+  const u64 words = emulator::load<u64>(from);
+  x[0] = words, x[1] = words >> 32;
+}
+inline void load_shared(u32 (&x)[4], u32 from) {
+  const uint4 words = emulator::load<uint4>(from);
+  x[0] = words.x, x[1] = words.y, x[2] = words.z, x[3] = words.w;
+}
+
+// Global memory that other CTAs use too.
+inline void add_to_global(float* to, float x) { *to += x; }
+inline void add_to_global(float* to, float x, float y, float z, float w) {
+  if (reinterpret_cast<size_t>(to) % 16) emulator::fail("add_to_global at %p, which is not aligned to 16 bytes", to);
+  to[0] += x, to[1] += y, to[2] += z, to[3] += w;
+}
+inline void store_release(int* to, int x) { *to = x; }
+inline int load_acquire(const int* from) {
+  static const int* last;
+  static int times;
+  times = from == last ? times + 1 : 0;
+  last = from;
+  if (times > 1000000) emulator::fail("waits forever for a CTA after it");
+  return *from;
+}
+
+inline int thread_index() { return emulator::current; }
+template <class T>
+void pin(T&) {}
+
+// ---- Barriers ----------------------------------------------------------------------------------------------------
+
+namespace emulator {
+
+struct Barrier {
+  int expected = 0;
+  std::vector<int> arrived, waiting;
+  Clocks known;
+};
+inline Barrier barriers[16];
+
+inline void meet(int id, int expected, bool waits, const char* what) {
+  if (id < 0 || id >= 16 || expected % WARP || expected > count) fail("%s(%d, %d): no such barrier", what, id, expected);
+  Barrier& barrier = barriers[id];
+  if (!barrier.arrived.empty() && barrier.expected != expected) fail("%s(%d, %d): others expect %d", what, id, expected, barrier.expected);
+  if (std::count(barrier.arrived.begin(), barrier.arrived.end(), current)) fail("%s(%d): arrives twice", what, id);
+  barrier.expected = expected;
+  barrier.arrived.push_back(current);
+  release(current, barrier.known);
+  if (waits) barrier.waiting.push_back(current);
+  if (static_cast<int>(barrier.arrived.size()) == expected) {
+    for (int thread : barrier.waiting) acquire(thread, barrier.known), wake(thread);
+    barrier = {};
+  } else if (waits) {
+    static char names[16][32];
+    snprintf(names[id], sizeof(names[id]), "barrier %d", id);
+    wait(names[id]);
+  }
+}
+
+struct MemoryBarrier {
+  int expected, left;
+  u32 phase;
+  std::vector<int> waiting;
+  Clocks arrived, known;  // of the phase that runs; of the one before
+};
+inline std::map<u32, MemoryBarrier> memory_barriers;
+
+inline MemoryBarrier& memory_barrier(u32 address) {
+  auto found = memory_barriers.find(address);
+  if (found == memory_barriers.end()) fail("the mbarrier at shared byte %d is not initialised", static_cast<int>(address - BASE));
+  return found->second;
+}
+inline void arrive(MemoryBarrier& barrier) {
+  if (--barrier.left) return;
+  barrier.left = barrier.expected;
+  ++barrier.phase;
+  barrier.known = barrier.arrived;
+  barrier.arrived = {};
+  for (int thread : barrier.waiting) wake(thread);
+  barrier.waiting.clear();
+}
+inline void make_arrival(size_t index) {
+  const Arrival it = std::move(arrivals[index]);
+  arrivals.erase(arrivals.begin() + index);
+  for (const Copy& copy : it.copies) land(copy, it.thread, it.known.at[it.thread]);
+  MemoryBarrier& barrier = memory_barrier(it.barrier);
+  barrier.arrived.join(it.known);
+  arrive(barrier);
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::meet(0, emulator::count, true, "__syncthreads"); }
+inline void named_barrier(int id, int threads) { emulator::meet(id, threads, true, "named_barrier"); }
+inline void named_barrier_arrive(int id, int threads) { emulator::meet(id, threads, false, "named_barrier_arrive"); }
+
+inline void barrier_init(u32 barrier, int arrivals) {
+  emulator::place(barrier, 8, "barrier_init");
+  if (!emulator::memory_barriers.insert({barrier, {arrivals, arrivals}}).second) emulator::fail("barrier_init, again");
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(u32 barrier) {
+  emulator::MemoryBarrier& it = emulator::memory_barrier(barrier);
+  emulator::release(emulator::current, it.arrived);
+  emulator::arrive(it);
+}
+inline void barrier_arrive_after_copies(u32 barrier) {
+  using namespace emulator;
+  memory_barrier(barrier);
+  arrivals.push_back({barrier, current, std::move(threads[current].copies), known[current]});
+  threads[current].copies.clear();
+  ++known[current].at[current];
+}
+inline void barrier_wait(u32 barrier, int parity) {
+  using namespace emulator;
+  MemoryBarrier& it = memory_barrier(barrier);
+  while ((it.phase & 1) == static_cast<u32>(parity)) {
+    it.waiting.push_back(current);
+    wait("barrier_wait");
+  }
+  acquire(current, it.known);
+}
+inline void fence_async() {}
+template <int REGISTERS>
+void registers_up_to() {}
+template <int REGISTERS>
+void registers_down_to() {}
+
+// ---- Tensor cores ------------------------------------------------------------------------------------------------
+
+namespace emulator {
+
+template <int N, bool TRANSPOSED>
+void load_matrices(u32 (&x)[N], u32 row) {
+  struct {
+    u32* x;
+    u32 row;
+  } mine{x, row};
+  const char* const what = TRANSPOSED ? "load_matrices_transposed" : "load_matrices";
+  together(what, mine, [what](auto all) {
+    for (int m = 0; m < N; ++m) {
+      unsigned short element[8][8];
+      for (int i = 0; i < 8; ++i) {
+        const u32 from = all[8 * m + i]->row;
+        memcpy(element[i], place(from, 16, what), 16);
+        note_read(current / WARP * WARP + 8 * m + i, from, 16, what);
+      }
+      for (int i = 0; i < WARP; ++i) {
+        const int g = i >> 2, t = i & 3;
+        all[i]->x[m] = TRANSPOSED ? element[2 * t][g] | element[2 * t + 1][g] << 16 : element[g][2 * t] | element[g][2 * t + 1] << 16;
+      }
+    }
+  });
+}
+
+// Rows g and g + 8 of a[16 x 16], as every lane has them.
+template <class Element>
+void gather_a(float (&a)[16][16], int lane, const u32* words) {
+  for (int i = 0; i < 4; ++i)
+    for (int high = 0; high < 2; ++high) a[(lane >> 2) + 8 * (i & 1)][2 * (lane & 3) + 8 * (i >> 1) + high] = half_of<Element>(words[i], high);
+}
+
+// Products of a warp in flight: sums by lane, those of its registers.
+struct Sums {
+  float* d[WARP];
+  std::vector<float> values[WARP];
+  int group;  // the last that adds to them
+};
+struct Product {
+  std::function<void()> run;
+  int group;
+  Clock clock;
+};
+struct Products {
+  std::vector<Product> products;
+  std::map<float*, Sums> sums;  // by lane 0's registers
+  int groups = 0;
+  bool fenced = false;
+};
+inline Products in_flight[MAX_WARPS];
+
+// An operand in shared memory, of which its descriptor tells: element `inner` of row or column `outer`.
+template <class Element, bool TRANSPOSED>
+float operand_element(u64 descriptor, int outer, int inner, int agent, bool look_only = false) {
+  const u32 start = (descriptor & 0x3fff) << 4, panel = (descriptor >> 16 & 0x3fff) << 4, rows = (descriptor >> 32 & 0x3fff) << 4;
+  u32 at = TRANSPOSED ? start + outer / 64 * panel + inner / 8 * rows + inner % 8 * 128 + outer % 64 * 2
+                      : start + outer / 8 * rows + outer % 8 * 128 + inner * 2;
+  at ^= (at >> 7 & 7) << 4;
+  Element x;
+  memcpy(&x, place(at, 2, "wgmma"), 2);
+  if (agent >= 0) note_read(agent, at, 2, "wgmma");
+  return static_cast<float>(x);
+}
+
+// d[64 x N] (+)= a[64 x 16] b[16 x N], of which a warp makes 16 rows.
+template <class Element, int N, bool A_IN_REGISTERS, bool A_TRANSPOSED, bool B_TRANSPOSED>
+void wgmma(float (&d)[N / 2], const u32* a, u64 a_operand, u64 b_operand, bool accumulate) {
+  struct Given {
+    float* d;
+    const u32* a;
+    u64 a_operand, b_operand;
+    bool accumulate;
+  } mine{d, a, a_operand, b_operand, accumulate};
+  together("wgmma", mine, [](Given* const* all) {
+    const int warp = current / WARP, agent = MAX_THREADS + warp;
+    const Given first = *all[0];
+    Products& products = in_flight[warp];
+    if (!products.fenced) fail("wgmma without wgmma_fence since the last group");
+    struct Registers {
+      float a[16][16];
+    } registers;
+    for (int i = 0; i < WARP; ++i) {
+      const Given& x = *all[i];
+      if (x.a_operand != first.a_operand || x.b_operand != first.b_operand || x.accumulate != first.accumulate) fail("wgmma: operands differ from lane to lane");
+      if (A_IN_REGISTERS) gather_a<Element>(registers.a, i, x.a);
+      if (ordered) known[agent].join(known[warp * WARP + i]);
+    }
+    for (u64 operand : {A_IN_REGISTERS ? first.b_operand : first.a_operand, first.b_operand})
+      if (operand >> 62 != 1 || (operand >> 49 & 7)) fail("wgmma: not a descriptor of a 128-byte swizzle");
+    auto inserted = products.sums.insert({first.d, {}});
+    Sums& sums = inserted.first->second;
+    sums.group = products.groups;
+    for (int i = 0; i < WARP; ++i) {
+      if (!inserted.second && sums.d[i] != all[i]->d) fail("wgmma: registers of other sums in flight");
+      sums.d[i] = all[i]->d;
+      if (inserted.second) sums.values[i].assign(sums.d[i], sums.d[i] + N / 2);
+      std::fill_n(sums.d[i], N / 2, NOTHING);
+    }
+    if (ordered) {
+      ++known[agent].at[agent];
+      for (int k = 0; k < 16; ++k) {
+        if (!A_IN_REGISTERS)
+          for (int r = 0; r < 16; ++r) operand_element<Element, A_TRANSPOSED>(first.a_operand, warp % 4 * 16 + r, k, agent);
+        for (int n = 0; n < N; ++n) operand_element<Element, B_TRANSPOSED>(first.b_operand, n, k, agent);
+      }
+    }
+    auto run = [registers, first, warp, &sums] {
+      float a[16][16], b[16][N], c[16][N];
+      for (int i = 0; i < WARP; ++i)
+        for (int x = 0; x < N / 2; ++x) c[(i >> 2) + 8 * (x >> 1 & 1)][(x >> 2) * 8 + 2 * (i & 3) + (x & 1)] = first.accumulate ? sums.values[i][x] : 0.f;
+      for (int k = 0; k < 16; ++k) {
+        for (int r = 0; r < 16; ++r) a[r][k] = A_IN_REGISTERS ? registers.a[r][k] : operand_element<Element, A_TRANSPOSED>(first.a_operand, warp % 4 * 16 + r, k, -1);
+        for (int n = 0; n < N; ++n) b[k][n] = operand_element<Element, B_TRANSPOSED>(first.b_operand, n, k, -1);
+      }
+      for (int r = 0; r < 16; ++r)
+        for (int k = 0; k < 16; ++k)
+          for (int n = 0; n < N; ++n) c[r][n] += a[r][k] * b[k][n];
+      for (int i = 0; i < WARP; ++i)
+        for (int x = 0; x < N / 2; ++x) sums.values[i][x] = c[(i >> 2) + 8 * (x >> 1 & 1)][(x >> 2) * 8 + 2 * (i & 3) + (x & 1)];
+    };
+    if (!late) run();
+    products.products.push_back({late ? std::function<void()>(run) : [] {}, products.groups, known[agent].at[agent]});
+  });
+}
+
+}  // namespace emulator
+
+template <int N>
+void load_matrices(u32 (&x)[N], u32 row) {
+  emulator::load_matrices<N, false>(x, row);
+}
+template <int N>
+void load_matrices_transposed(u32 (&x)[N], u32 row) {
+  emulator::load_matrices<N, true>(x, row);
+}
+
+template <class Element>
+void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
+  struct {
+    float* c;
+    const u32* a;
+    u32 b[2];
+  } mine{c, a, {b_lo, b_hi}};
+  emulator::together("mma", mine, [](auto all) {
+    float a[16][16], b[16][8], c[16][8];
+    for (int i = 0; i < 32; ++i) {
+      const int g = i >> 2, t = i & 3;
+      emulator::gather_a<Element>(a, i, all[i]->a);
+      for (int k = 0; k < 4; ++k) b[2 * t + 8 * (k >> 1) + (k & 1)][g] = half_of<Element>(all[i]->b[k >> 1], k & 1);
+      for (int x = 0; x < 4; ++x) c[g + 8 * (x >> 1)][2 * t + (x & 1)] = all[i]->c[x];
+    }
+    for (int r = 0; r < 16; ++r)
+      for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < 8; ++n) c[r][n] += a[r][k] * b[k][n];
+    for (int i = 0; i < 32; ++i)
+      for (int x = 0; x < 4; ++x) all[i]->c[x] = c[(i >> 2) + 8 * (x >> 1)][2 * (i & 3) + (x & 1)];
+  });
+}
+
+inline void wgmma_fence() { emulator::in_flight[emulator::current / 32].fenced = true; }
+inline void wgmma_commit() {
+  int nothing;
+  emulator::together("wgmma_commit", nothing, [](auto) {
+    emulator::Products& products = emulator::in_flight[emulator::current / 32];
+    ++products.groups;
+    products.fenced = false;
+  });
+}
+template <int PENDING>
+void wgmma_wait() {
+  using namespace emulator;
+  int nothing;
+  together("wgmma_wait", nothing, [](auto) {
+    const int warp = current / WARP, agent = MAX_THREADS + warp;
+    Products& it = in_flight[warp];
+    const int end = it.groups - PENDING;
+    size_t left = 0;
+    for (Product& product : it.products)
+      if (product.group < end) {
+        product.run();
+        for (int i = 0; i < WARP; ++i) known[warp * WARP + i].at[agent] = product.clock;
+      } else {
+        std::swap(it.products[left++], product);
+      }
+    it.products.resize(left);
+    for (auto sums = it.sums.begin(); sums != it.sums.end();)
+      if (sums->second.group < end) {
+        for (int i = 0; i < WARP; ++i) std::copy(sums->second.values[i].begin(), sums->second.values[i].end(), sums->second.d[i]);
+        sums = it.sums.erase(sums);
+      } else {
+        ++sums;
+      }
+  });
+}
+
+// ---- Grids -------------------------------------------------------------------------------------------------------
+
+namespace emulator {
+
+inline void run_block(char* stacks) {
+  memset(memory, 0xff, sizeof(memory));
+  for (Barrier& barrier : barriers) barrier = {};
+  memory_barriers.clear();
+  arrivals.clear();
+  for (Products& products : in_flight) products = {};
+  if (ordered) {
+    cells.assign(memory_end / 2, {});
+    for (int i = 0; i < AGENTS; ++i) known[i] = {}, known[i].at[i] = 1;
+  }
+  for (int i = 0; i < count; ++i) {
+    Thread& thread = threads[i];
+    getcontext(&thread.first);
+    thread.first.uc_stack.ss_sp = stacks + i * STACK;
+    thread.first.uc_stack.ss_size = STACK;
+    makecontext(&thread.first, run_thread, 0);
+    thread.started = false;
+    thread.copies.clear();
+    thread.groups = 0;
+  }
+  for (int w = 0; w < count / WARP; ++w) warps[w] = {~0u, 0, 0, {}, "", static_cast<u32>(chance())};
+  patience = 0;
+}
+
+// Why a launch has failed, or null.
+template <class... Parameters, size_t... INDEX>
+const char* launch(void (*kernel)(Parameters...), std::index_sequence<INDEX...>, const u32* grid, int threads_of_block, int shared, u32 seed, bool checked, void** arguments) {
+  static char* const stacks = static_cast<char*>(mmap(nullptr, MAX_THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (threads_of_block > MAX_THREADS || shared > static_cast<int>(MAX_SHARED)) return "the block is larger than those emulated";
+  body = [=] { kernel(*static_cast<std::remove_const_t<Parameters>*>(arguments[INDEX])...); };
+  count = threads_of_block, memory_end = BASE + shared, late = seed % 2, ordered = checked;
+  chance.seed(seed);
+  gridDim = {grid[0], grid[1], grid[2]};
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        run_block(stacks);
+        const int outcome = _setjmp(launcher);
+        if (!outcome) resume(pick());
+        if (outcome == 1) return message;
+      }
+  return nullptr;
+}
+
+}  // namespace emulator
+
+#define EMULATED_KERNEL(NAME, THREADS_OF_BLOCK, SHARED)                                                                  \
+  template <class... Parameters>                                                                                      \
+  constexpr auto parameters_of_##NAME(void (*)(Parameters...)) { return std::index_sequence_for<Parameters...>(); }     \
+  extern "C" const char* launch_##NAME(const u32* grid, u32 seed, bool checked, void** arguments) {                     \
+    return emulator::launch(NAME, decltype(parameters_of_##NAME(NAME))(), grid, THREADS_OF_BLOCK, SHARED, seed, checked, arguments); \
+  }
