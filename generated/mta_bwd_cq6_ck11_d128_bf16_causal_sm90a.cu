@@ -535,6 +535,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
 #pragma unroll
     for (int s = 0; s < 4; ++s) m[chunk][s] = FIRST_CHUNK + WEIGHT_FIRST + chunk < 0 ? 0 : as_element(raw[chunk][s]);
   };
+  auto taken = [&](int chunk, int s, int) { return m[chunk][s]; };
 #pragma unroll
   for (int chunk = 0; chunk < WEIGHT_CHUNKS; ++chunk) load(chunk);
   load_matrices_transposed(g[0], gradients + FIRST_CHUNK * 16);
@@ -548,23 +549,23 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     const int column = (FIRST_CHUNK + n) * 8 + (lane >> 2);
     if (n == 0 && column < GRADIENT_BEGIN || n == CHUNKS - 1 && column >= GRADIENT_END) g[n][0] = g[n][1] = 0;
     {
-      const u32 a[4] = {m[n + 0][0], m[n + 0][1], m[n + 0][1], m[n + 0][2]};
+      const u32 a[4] = {taken(n + 0, 0, 0), taken(n + 0, 1, 0), taken(n + 0, 1, 1), taken(n + 0, 2, 1)};
       mma<Element>(sums[0], a, g[n][0], g[n][1]);
     }
     {
-      const u32 a[4] = {m[n + 1][0], m[n + 1][1], m[n + 1][1], m[n + 1][2]};
+      const u32 a[4] = {taken(n + 1, 0, 0), taken(n + 1, 1, 0), taken(n + 1, 1, 1), taken(n + 1, 2, 1)};
       mma<Element>(sums[1], a, g[n][0], g[n][1]);
     }
     {
-      const u32 a[4] = {m[n + 2][0], m[n + 2][1], m[n + 2][1], m[n + 2][2]};
+      const u32 a[4] = {taken(n + 2, 0, 0), taken(n + 2, 1, 0), taken(n + 2, 1, 1), taken(n + 2, 2, 1)};
       mma<Element>(sums[2], a, g[n][0], g[n][1]);
     }
     {
-      const u32 a[4] = {m[n + 0][2], m[n + 1][2], m[n + 0][3], m[n + 1][3]};
+      const u32 a[4] = {taken(n + 0, 2, 0), taken(n + 1, 2, 0), taken(n + 0, 3, 1), taken(n + 1, 3, 1)};
       mma<Element>(sums[3], a, g[n][0], g[n][1]);
     }
     {
-      const u32 a[4] = {m[n + 1][2], m[n + 2][2], m[n + 1][3], m[n + 2][3]};
+      const u32 a[4] = {taken(n + 1, 2, 0), taken(n + 2, 2, 0), taken(n + 1, 3, 1), taken(n + 2, 3, 1)};
       mma<Element>(sums[4], a, g[n][0], g[n][1]);
     }
   }
@@ -730,6 +731,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
   const int c0 = static_cast<int>(blockIdx.y) * OWNED - HALO;  // the strip's first key
   const int off = n_k - n_q;                                   // query i sits at position i + off
   const int first = max(0, c0 - off);  // row 0 of tile 0; those before see none of the keys
+  const int diagonal = first + off - c0;           // of S: row i of tile 0 sees columns up to diagonal + i
   const int steps = (n_q - first + GROUP + ROWS - 1) / ROWS;
 
   // Tiles past the last that a warpgroup makes stay zero.
@@ -814,7 +816,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
   registers_up_to<224>();
   copy_rows<64, KEYS, false>(base + SHARED_K + warpgroup * 8192, k + b * k_stride_b + kv_head * k_stride_h, k_stride_n, c0 + 64 * warpgroup, n_k, threadIdx.x & 127);
   copy_rows<64, KEYS, false>(base + SHARED_V + warpgroup * 8192, v + b * v_stride_b + kv_head * v_stride_h, v_stride_n, c0 + PAD_LEFT + 64 * warpgroup, n_k, threadIdx.x & 127);
-  const int diagonal = first + off - c0;           // of S: row i of tile 0 sees columns up to diagonal + i
   const int begin = max(0, -(c0 + PAD_LEFT)), end = COLUMNS;  // columns of P with keys
   const bool last_warpgroup = warpgroup == WARPGROUPS - 1;
   const float exponent = scale * (LOG2_E / SCORE_SCALE);
@@ -927,6 +928,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
       // dS of the 16 rows above the tile and of all but its last 16.
       const Place at_ds;
       const int sees_ds = diagonal + t * ROWS - GROUP + at_ds.row;
+      const unsigned lagging = GROUPS * t + at_ds.warp + GRADIENT_GROUPS - 1;
       float ds[4 * TILES];
       auto score_gradients = [&](int n, bool masked) {
         const int tile = TILES * warpgroup + n, column = 8 * n + 2 * at_ds.t;
@@ -941,7 +943,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d128_b
         store_shared(to + 8 * 128, pack<Element>(ds[4 * n + 2], ds[4 * n + 3]));
       };
       load_band(band, 1, at_ds.lane);
-      const unsigned lagging = GROUPS * t + at_ds.warp + GRADIENT_GROUPS - 1;
 #pragma unroll
       for (int l = 0; l < BAND_LOADS; ++l)
         from[l] = ring_row<GRADIENT_GROUPS>(base + SHARED_G, lagging % GRADIENT_GROUPS, at_ds.lane & 7, band_row(l, at_ds.lane)) + 16 * TILES * warpgroup;
