@@ -1,0 +1,146 @@
+"""The emitted CUDA kernels and their host functions, run on a CPU that plays the GPU (see ``emulator/device.h``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulator import emulated, needs_compiler
+from torch import Tensor
+
+from mtagen import plan
+from mtagen.check import Case, failures
+from mtagen.dtypes import TORCH_DTYPES
+from mtagen.op import MultiTokenAttention
+from mtagen.ops import library
+from mtagen.ops.executor import Executor
+from mtagen.planner import get_target
+from mtagen.planner.backends import PASSES, fused_pass
+from mtagen.runtime.cuda import backward, decode, forward
+from mtagen.runtime.load import Passes, plan_key
+from mtagen.spec import Spec
+
+pytestmark = needs_compiler
+
+HOSTS: dict[str, Callable[..., Any]] = {
+    "forward": forward.forward,
+    "backward": backward.backward,
+    "decode": decode.decode,
+}
+CASES = (
+    Case(2, 2, 1, 1, 1),
+    Case(1, 2, 2, 9, 13),
+    Case(1, 4, 2, 133, 150),  # some tiles, grouped queries
+    Case(1, 1, 1, 70, 9),  # when causal, most queries see no key
+)
+SPECS = [
+    ("sm_90a", Spec((6, 11), 64)),
+    ("sm_90a", Spec((6, 11), 128, mask="output")),
+    ("sm_90a", Spec((3, 3), 32, causal=False, key_padding="left", dtype="fp16")),
+    ("sm_90a", Spec((11, 11), 80, key_padding="right")),
+    ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
+    ("sm_90a", Spec((16, 3), 64, causal=False)),
+    ("sm_90a", Spec((1, 1), 32)),
+    ("sm_80", Spec((6, 11), 64, dtype="fp16")),
+    ("sm_80", Spec((3, 3), 80, causal=False)),
+    ("sm_89", Spec((11, 4), 32, key_padding="left", mask="output")),
+]
+RACES = [
+    *((name, target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a") for name in ("forward", "decode")),
+    ("forward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
+    ("backward", "sm_90a", Spec((6, 11), 64)),
+    ("backward", "sm_90a", Spec((5, 17), 64, dtype="fp16")),
+    ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
+]
+
+
+def case_id(value: object) -> str:
+    if not isinstance(value, Spec):
+        return str(value)
+    kernel = f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{value.key_padding}"
+    return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled, once for all tests."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
+        empty = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *size, empty=empty, **options: _spoilt(empty(*size, **options)))
+
+
+def _spoilt(x: Tensor) -> Tensor:
+    return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
+def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:
+    """The host functions of a spec's passes, with emulated kernels."""
+    plans = {name: fused_pass(name, spec, get_target(target)) for name in PASSES}
+    return {
+        name: lambda *arguments, name=name, **options: HOSTS[name](
+            emulated(plans[name], folder, seed, checked=checked), plans[name], *arguments, **options
+        )
+        for name in PASSES
+    }
+
+
+def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttention:
+    """What ``build`` makes of a spec, with emulated kernels on CPU tensors."""
+    planned = plan(spec, target, "cuda")
+    key = f"{plan_key(planned)}-emulated{seed}"
+    kernels = Passes(**passes(spec, target, folder, seed))
+    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False))
+    return MultiTokenAttention(planned, key, (TORCH_DTYPES[spec.dtype],))
+
+
+def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int, n_k: int) -> tuple[Tensor, ...]:
+    """What one pass returns of random inputs with 4 heads, 2 of keys."""
+    random = torch.Generator().manual_seed(0)
+    dtype, scale = TORCH_DTYPES[spec.dtype], spec.head_dim**-0.5
+
+    def rows(n: int, heads: int) -> Tensor:
+        return torch.randn(1, n, heads, spec.head_dim, generator=random).to(dtype).transpose(1, 2)
+
+    q, k, v, grad_out = rows(n_q, 4), rows(n_k, 2), rows(n_k, 2), rows(n_q, 4)
+    weight = torch.randn(4, *spec.kernel, generator=random) / (spec.cq * spec.ck) ** 0.5
+    if name == "decode":
+        return host["decode"](
+            q[:, :, : spec.cq + 1], k, v, weight, scale, torch.tensor([n_k - 5], dtype=torch.int32), 2
+        )
+    out, lse = host["forward"](q, k, v, weight, scale)
+    if name == "forward":
+        return out, lse
+    return host["backward"](grad_out, torch.ones_like(lse), q, k, v, weight, out, lse, scale, deterministic=True)
+
+
+@pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)
+def test_accurate(target: str, spec: Spec, folder: Path) -> None:
+    for seed, cases in enumerate((CASES, CASES[-2:])):  # copies and products come early, then late
+        assert not failures(op_of(spec, target, folder, seed), spec, torch.device("cpu"), cases)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_the_order_of_warps_changes_nothing(name: str, target: str, folder: Path) -> None:
+    spec = Spec((6, 11), 64)
+    first, *others = (results(spec, passes(spec, target, folder, seed), name, 190, 203) for seed in range(6))
+    assert all(x.isfinite().all() for x in first)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(("name", "target", "spec"), RACES, ids=case_id)
+def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
+    """Of two accesses to shared memory, one of them a write, a barrier comes between."""
+    host = passes(spec, target, folder, 0)
+    for seed, sizes in enumerate([(190, 203), (150, 150)]):
+        host[name] = passes(spec, target, folder, seed, checked=True)[name]
+        results(spec, host, name, *sizes)
