@@ -523,8 +523,8 @@ DEVICE u32 as_element(u32 x) {
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane) {
   u32 scores[1];
 #pragma unroll
-  for (int l = 0; l < 1; ++l)
-    scores[l] = ring_row<SCORE_GROUPS>(base + SHARED_S, in_s, lane & 7, set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS) - (CQ - 1));
+  for (int l = 0; l < 1; ++l)  // shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next group may be being written
+    scores[l] = ring_row<SCORE_GROUPS>(base + SHARED_S, in_s, lane & 7, min(set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS), CQ) - (CQ - 1));
   const u32 gradients = ring_row<GRADIENT_GROUPS>(base + SHARED_G, in_g, lane & 7, lane >> 3 & 1);
   u32 raw[CHUNKS + WEIGHT_CHUNKS][4], m[CHUNKS + WEIGHT_CHUNKS][4], g[CHUNKS + 1][2];
   auto load = [&](int chunk) {  // of the windows: chunk FIRST_CHUNK + WEIGHT_FIRST + chunk of the strip
