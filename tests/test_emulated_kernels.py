@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulator
 import pytest
 import torch
 from emulator import emulated, needs_compiler
@@ -144,3 +145,31 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
     for seed, sizes in enumerate([(190, 203), (150, 150)]):
         host[name] = passes(spec, target, folder, seed, checked=True)[name]
         results(spec, host, name, *sizes)
+
+
+@pytest.mark.parametrize(
+    ("target", "written", "mistake", "message"),
+    [
+        (
+            "sm_80",
+            "copy_wait<0>();\n    __syncthreads();  // the strip is",
+            "__syncthreads();  //",
+            "races with copy_async",
+        ),
+        ("sm_80", "__syncthreads();  // the strip", "__syncwarp();  //", "load_matrices .* races with"),
+        ("sm_90a", "copy_wait<0>();\n      fence_async();", "", "races with copy_async"),
+        ("sm_90a", "barrier_arrive(taken + ROWS_READ", "__ldg(&t), (", "deadlock"),
+        ("sm_90a", "barrier_wait(given + ROWS_READ", "__ldg(&t), (", "store_shared .* races with load_matrices"),
+        ("sm_90a", "barriers + V_EMPTY + 8 * (t %", "barriers + V_EMPTY + 4 * (t %", "not initialised"),
+    ],
+)
+def test_mistakes_are_seen(
+    target: str, written: str, mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Spec((6, 11), 32)
+    source = emulator.render(fused_pass("forward", spec, get_target(target)))
+    assert written in source
+    monkeypatch.setattr(emulator, "render", lambda _: source.replace(written, mistake))
+    host = passes(spec, target, tmp_path, 0, checked=True)
+    with pytest.raises(AssertionError, match=message):
+        results(spec, host, "forward", 250, 300)

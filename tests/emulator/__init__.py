@@ -87,9 +87,8 @@ def for_host(plan: FusedPass) -> str:
     """The emitted source, in which ``device.h`` stands for CUDA's headers and for every function of inline PTX."""
     source = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
     source = re.sub(r"^#include <cuda_\w+\.h>\n", "", source, flags=re.MULTILINE)
-    source = re.sub(
-        r"extern __shared__ .* (\w+)\[\];", r"unsigned char* const \1 = emulator::memory + emulator::BASE;", source
-    )
+    shared = r"unsigned char* const \1 = emulator::memory + emulator::BASE;"
+    source = re.sub(r"extern __shared__ .* (\w+)\[\];", shared, source)
     assert not re.search(r"\basm\b", source)
     wgmmas = [_wgmma(w) for w in getattr(plan, "wgmmas", ())]
     launchers = [f"EMULATED_KERNEL({kernel.name}, {kernel.threads}, {kernel.shared})" for kernel in plan.kernels]
