@@ -44,10 +44,10 @@ DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) 
 
 DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 DEVICE void store_shared(u32 to, u32 x, u32 y) {
-  asm volatile("st.shared.v2.b32 [%0], { %1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
+  asm volatile("st.shared.v2.b32 [%0], { %1, %2 };" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 // The low half of x, then the high half.
 DEVICE void store_shared_halves(u32 to, u32 to_high, u32 x) {
@@ -60,27 +60,27 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
-  asm volatile("ld.shared.v2.b32 { %0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
+  asm volatile("ld.shared.v2.b32 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
 }
 DEVICE void load_shared(u32 (&x)[4], u32 from) {
-  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 DEVICE void load_matrices(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
 }
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1}, [%2];"
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
                : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
 }
 
@@ -90,15 +90,15 @@ template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 template <>
 DEVICE void mma<fp16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, "
-               "{ %0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+               "{ %0, %1, %2, %3 };"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }
 template <>
 DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, "
-               "{ %0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+               "{ %0, %1, %2, %3 };"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }

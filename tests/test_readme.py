@@ -51,7 +51,8 @@ def test_command(command: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout
     if " emit " in command:
-        assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".py"]
+        suffixes = sorted(path.suffix for path in (tmp_path / "kernels").iterdir())
+        assert suffixes == ([".cu", ".cu", ".cu", ".md"] if "--backend cuda" in command else [".py"])
 
 
 def test_every_command_is_shown() -> None:

@@ -21,6 +21,7 @@ from .band import CHUNK, Band, band
 from .kernel import Kernel, strides
 from .memory import RESERVED_SHARED, SharedMap
 
+CUDA_TARGETS = ("sm_80", "sm_89", "sm_90a")
 SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 
@@ -273,8 +274,8 @@ def check_supported(spec: Spec, target: Target) -> None:
     for name in ("head_dim", "value_head_dim"):
         if getattr(spec, name) % 16:
             raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
-    if target.backend != "cuda" or target.name == "generic":
-        raise PlanError(explain("target", target.name, "has no CUDA templates", ("sm_80", "sm_89", "sm_90a")))
+    if target.name not in CUDA_TARGETS:
+        raise PlanError(explain("target", target.name, "has no CUDA templates", CUDA_TARGETS))
     band(spec.cq, spec.ck)  # raises for kernels that are too large
 
 
