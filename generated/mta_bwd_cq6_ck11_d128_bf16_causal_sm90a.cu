@@ -8,7 +8,7 @@
 // Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
 //
 // mta_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 16)), 256, 0>>>
-// mta_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 108)), 384, 226984>>>
+// mta_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 108)), 384, 227000>>>
 // mta_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(dq_pieces / 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -466,10 +466,10 @@ constexpr int SHARED_DO = 102400;
 constexpr int SHARED_P = 135168;
 constexpr int SHARED_DS = 151552;
 constexpr int SHARED_S = 167936;
-constexpr int SHARED_G = 202752;
-constexpr int SHARED_BAND = 224512;
-constexpr int SHARED_ROW = 225952;
-constexpr int SHARED_LOADED = 226976;
+constexpr int SHARED_G = 202768;
+constexpr int SHARED_BAND = 224528;
+constexpr int SHARED_ROW = 225968;
+constexpr int SHARED_LOADED = 226992;
 
 // Row 2 g + s of group `group` of a ring, s from -GROUP to GROUP.
 template <int GROUPS>

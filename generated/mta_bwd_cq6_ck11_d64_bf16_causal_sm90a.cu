@@ -8,7 +8,7 @@
 // Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
 //
 // mta_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 32)), 256, 0>>>
-// mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218792>>>
+// mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218808>>>
 // mta_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(dq_pieces / 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -466,10 +466,10 @@ constexpr int SHARED_DO = 67584;
 constexpr int SHARED_P = 83968;
 constexpr int SHARED_DS = 108544;
 constexpr int SHARED_S = 133120;
-constexpr int SHARED_G = 184320;
-constexpr int SHARED_BAND = 216320;
-constexpr int SHARED_ROW = 217760;
-constexpr int SHARED_LOADED = 218784;
+constexpr int SHARED_G = 184336;
+constexpr int SHARED_BAND = 216336;
+constexpr int SHARED_ROW = 217776;
+constexpr int SHARED_LOADED = 218800;
 
 // Row 2 g + s of group `group` of a ring, s from -GROUP to GROUP.
 template <int GROUPS>

@@ -52,7 +52,7 @@ SPECS = [
 RACES = [
     *((name, target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a") for name in ("forward", "decode")),
     ("forward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
-    ("backward", "sm_90a", Spec((6, 11), 64)),
+    *(("backward", target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a")),
     ("backward", "sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
 ]

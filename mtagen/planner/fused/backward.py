@@ -286,7 +286,7 @@ class FusedBackward:
                 ("DO", buffers * self.rows * vectors, 1024),
                 ("P", scores, 1024),
                 ("DS", scores if self.hopper else 0, 1024),
-                ("S", 2 * self.score_ring * parity, 16),
+                ("S", 2 * self.score_ring * parity + 16, 16),  # windows that do not count end past the last row
                 ("G", 2 * self.gradient_ring * parity, 16),
                 ("BAND", 2 * 4 * self.spec.cq * self.band_words, 16),
                 ("ROW", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
