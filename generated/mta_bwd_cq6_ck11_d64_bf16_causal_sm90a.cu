@@ -502,6 +502,26 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
   }
 }
 
+// The threads of the CTA make tables of pairs of neighbouring taps of head h: of the convolution, then of its adjoint.
+DEVICE void fill_bands(u32 base, const float* weight, int h) {
+  for (int i = threadIdx.x; i < 2 * CQ * BAND_WORDS; i += THREADS) {
+    const bool adjoint = i >= CQ * BAND_WORDS;
+    const int u = i / BAND_WORDS % CQ, column = i % BAND_WORDS - 7;
+    auto tap = [&](int x) {
+      const int row = adjoint ? CQ - 1 - u : u, v = adjoint ? HALO - x : x;
+      return 0 <= v && v < CK ? __ldg(weight + (h * CQ + row) * CK + v) : 0.f;
+    };
+    const float lo = tap(column), hi = tap(column + 1);
+    store_shared(base + SHARED_BAND + i * 4, adjoint ? pack<Element>(lo, hi) : pack<fp16>(lo, hi));
+  }
+}
+// B operands out of the convolution's table, 0, or its adjoint's, 1.
+DEVICE void load_band(u32 (&band)[BAND_FRAGMENTS][2], u32 base, int table, int lane) {
+  make_band(band, lane, [&](int u, int column) {
+    return load_shared(base + SHARED_BAND + (table * CQ * BAND_WORDS + u * BAND_WORDS + column + 7) * 4);
+  });
+}
+
 // ---- Gradient of W -----------------------------------------------------------------------------------------------
 //
 // W[u, v] gets sum_ij G[i, j] S[i - (cq-1) + u, j - pad_left + v]. An mma multiplies two 8x8 blocks (u, d) of transposed scores,
@@ -754,16 +774,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
   auto begin_head = [&](int h) {
     named_barrier(ALL, THREADS);
     for (int i = SHARED_S + threadIdx.x * 16; i < SHARED_BAND; i += THREADS * 16) store_shared(base + i, 0, 0, 0, 0);
-    for (int i = threadIdx.x; i < 2 * CQ * BAND_WORDS; i += THREADS) {
-      const bool adjoint = i >= CQ * BAND_WORDS;
-      const int u = i / BAND_WORDS % CQ, column = i % BAND_WORDS - 7;
-      auto tap = [&](int x) {
-        const int row = adjoint ? CQ - 1 - u : u, v = adjoint ? HALO - x : x;
-        return 0 <= v && v < CK ? __ldg(weight + (h * CQ + row) * CK + v) : 0.f;
-      };
-      const float lo = tap(column), hi = tap(column + 1);
-      store_shared(base + SHARED_BAND + i * 4, adjoint ? pack<Element>(lo, hi) : pack<fp16>(lo, hi));
-    }
+    fill_bands(base, weight, h);
     if (warpgroup == WARPGROUPS) load_tile(h, 0);
     copy_wait_all();
     fence_async();
@@ -819,13 +830,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
   const int begin = max(0, -(c0 + PAD_LEFT)), end = COLUMNS;  // columns of P with keys
   const bool last_warpgroup = warpgroup == WARPGROUPS - 1;
   const float exponent = scale * (LOG2_E / SCORE_SCALE);
-
-  // B operands out of a table of pairs of taps.
-  auto load_band = [&](u32 (&band)[BAND_FRAGMENTS][2], int table, int lane) {
-    make_band(band, lane, [&](int u, int column) {
-      return load_shared(base + SHARED_BAND + (table * CQ * BAND_WORDS + u * BAND_WORDS + column + 7) * 4);
-    });
-  };
 
   float dk_sum[D / 2] = {}, dv_sum[D / 2] = {};
   int loads = 0;  // of tiles, that were waited for
@@ -890,7 +894,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
         store_shared(to, pack<Element>(c[4 * n], c[4 * n + 1]));
         store_shared(to + 8 * 128, pack<Element>(c[4 * n + 2], c[4 * n + 3]));
       };
-      load_band(band, 0, at.lane);
+      load_band(band, base, 0, at.lane);
 #pragma unroll
       for (int l = 0; l < BAND_LOADS; ++l)
         from[l] = ring_row<SCORE_GROUPS>(base + SHARED_S, GROUPS * (t & 1) + at.warp, at.lane & 7, band_row(l, at.lane) - (CQ - 1)) + 128 * warpgroup;
@@ -942,7 +946,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
         store_shared(to, pack<Element>(ds[4 * n], ds[4 * n + 1]));
         store_shared(to + 8 * 128, pack<Element>(ds[4 * n + 2], ds[4 * n + 3]));
       };
-      load_band(band, 1, at_ds.lane);
+      load_band(band, base, 1, at_ds.lane);
 #pragma unroll
       for (int l = 0; l < BAND_LOADS; ++l)
         from[l] = ring_row<GRADIENT_GROUPS>(base + SHARED_G, lagging % GRADIENT_GROUPS, at_ds.lane & 7, band_row(l, at_ds.lane)) + 16 * TILES * warpgroup;

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from ..version import __version__
+from .templates import environment
 
 
 def render(plan: Any) -> str:
@@ -24,16 +25,9 @@ def render(plan: Any) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("mtagen", "templates/cuda"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.globals |= {"asm_operands": _asm_operands, "asm_outputs": _asm_outputs}
-    return environment
+    templates = environment("cuda")
+    templates.globals |= {"asm_operands": _asm_operands, "asm_outputs": _asm_outputs}
+    return templates
 
 
 def _asm_operands(first: int, count: int) -> str:

@@ -22,6 +22,7 @@ from ..planner.tiling import Tile
 from ..spec import Spec
 from ..version import __version__
 from .printers import triton_code
+from .templates import environment
 
 
 def render(plan: Plan) -> str:
@@ -189,22 +190,15 @@ def _next_power_of_2(n: int) -> int:
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("mtagen", "templates/triton"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters |= {
+    templates = environment("triton")
+    templates.filters |= {
         "triton": triton_code,
         "plus": _shifted,
         "launch_options": _launch_options,
         "next_power_of_2": _next_power_of_2,
     }
-    environment.globals |= {"loop": _loop, "log2e": repr(math.log2(math.e)), "ln2": repr(math.log(2.0))}
-    return environment
+    templates.globals |= {"loop": _loop, "log2e": repr(math.log2(math.e)), "ln2": repr(math.log(2.0))}
+    return templates
 
 
 def _without_unused(source: str) -> str:

@@ -23,10 +23,11 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
 from ..targets import Target
-from .band import CHUNK, Band, band
-from .forward import SCORE_EXPONENT, Wgmma, check_supported
+from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .kernel import Kernel, strides
 from .memory import SharedMap
+from .supported import check_supported
+from .wgmma import Wgmma
 
 GROUP = 16  # rows of a warp
 PANEL = 64  # columns of 16 bits in a row of 128 bytes

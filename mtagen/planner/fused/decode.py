@@ -24,10 +24,10 @@ from ...spec import MAX_NEW_TOKENS, Spec
 from ..decode import SplitRule, split_rule
 from ..names import kernel_name
 from ..targets import Target, get_target
-from .band import CHUNK, band
-from .forward import SCORE_EXPONENT, check_supported
+from .band import CHUNK, SCORE_EXPONENT, band
 from .kernel import Kernel, strides
 from .memory import SharedMap
+from .supported import check_supported
 
 # Of each kernel: query heads and pairs (query head, new token) of a CTA, at most, and its warps.
 _KERNELS = ((1, 8, 4), (4, 8, 4), (8, 16, 8))

@@ -11,35 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
 from ..targets import Target, get_target
-from .band import CHUNK, Band, band
+from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .kernel import Kernel, strides
 from .memory import RESERVED_SHARED, SharedMap
+from .supported import check_supported
+from .wgmma import Wgmma
 
-CUDA_TARGETS = ("sm_80", "sm_89", "sm_90a")
-SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
-
-
-class Wgmma(NamedTuple):
-    """One warpgroup product d[64 x n] (+)= a[64 x 16] b[16 x n]."""
-
-    name: str
-    n: int
-    element: str
-    a_in_registers: bool = False
-    a_transposed: bool = False
-    b_transposed: bool = False
-
-    @property
-    def operands(self) -> int:
-        """Registers of a and b in the instruction's operand list."""
-        return 5 if self.a_in_registers else 2
 
 
 @dataclass(frozen=True)
@@ -261,22 +244,6 @@ def fused_forward(spec: Spec, target: Target) -> FusedForward:
         f"{candidate.registers} registers a thread; {target.name} has {shared} and {candidate.register_split[0]}"
     )
     raise PlanError(explain("head_dim", spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))
-
-
-def check_supported(spec: Spec, target: Target) -> None:
-    """What every fused pass needs of a spec.
-
-    Raises:
-        PlanError: the dtype, the head dims or the target is out of range.
-    """
-    if spec.dtype not in ("bf16", "fp16"):
-        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
-    for name in ("head_dim", "value_head_dim"):
-        if getattr(spec, name) % 16:
-            raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
-    if target.name not in CUDA_TARGETS:
-        raise PlanError(explain("target", target.name, "has no CUDA templates", CUDA_TARGETS))
-    band(spec.cq, spec.ck)  # raises for kernels that are too large
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:

@@ -10,7 +10,7 @@ class Kernel:
     """One CUDA kernel of a pass.
 
     Attributes:
-        role: what it does in its pass, e.g. ``forward`` or ``dq_convert``.
+        role: what it does in its pass, e.g. ``forward`` or ``backward_rows``.
         name: its entry point, ``extern "C"``.
         arguments: (C type, name) in order; types: ``pointer``, ``int``, ``long long``, ``float``.
         grid: the launch grid (x, y) in words and formulas, for readers.

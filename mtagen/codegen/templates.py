@@ -1,0 +1,17 @@
+"""The Jinja environment of a folder of templates."""
+
+from __future__ import annotations
+
+import jinja2
+
+
+def environment(folder: str) -> jinja2.Environment:
+    """For source code: undefined names raise, blocks leave no lines, nothing is escaped."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("mtagen", f"templates/{folder}"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )

@@ -1,0 +1,26 @@
+"""What all fused passes need of a request."""
+
+from __future__ import annotations
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..targets import Target
+from .band import band
+
+CUDA_TARGETS = ("sm_80", "sm_89", "sm_90a")
+
+
+def check_supported(spec: Spec, target: Target) -> None:
+    """What every fused pass needs of a spec.
+
+    Raises:
+        PlanError: the dtype, the head dims or the target is out of range.
+    """
+    if spec.dtype not in ("bf16", "fp16"):
+        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
+    for name in ("head_dim", "value_head_dim"):
+        if getattr(spec, name) % 16:
+            raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
+    if target.name not in CUDA_TARGETS:
+        raise PlanError(explain("target", target.name, "has no CUDA templates", CUDA_TARGETS))
+    band(spec.cq, spec.ck)  # raises for kernels that are too large

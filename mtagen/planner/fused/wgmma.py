@@ -1,0 +1,21 @@
+"""Products of a warpgroup, as the templates print them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Wgmma(NamedTuple):
+    """One warpgroup product d[64 x n] (+)= a[64 x 16] b[16 x n]."""
+
+    name: str
+    n: int
+    element: str
+    a_in_registers: bool = False
+    a_transposed: bool = False
+    b_transposed: bool = False
+
+    @property
+    def operands(self) -> int:
+        """Registers of a and b in the instruction's operand list."""
+        return 5 if self.a_in_registers else 2
