@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from mtagen.accuracy import compare
 from mtagen.environment import collect
 from mtagen.naive import reference
 from mtagen.planner import Plan, get_target, plan, target_for_capability
+from mtagen.planner.backends import GENERATED
 from mtagen.planner.tiling import Tile, candidates, resources
-from mtagen.runtime.load import load_triton
+from mtagen.runtime.load import Passes, load, load_triton
 from mtagen.spec import Spec
 
 
@@ -65,7 +65,7 @@ def make_inputs(case: Case, kernel: tuple[int, int]) -> tuple[Tensor, Tensor, Te
     return q, k, v, weight
 
 
-def check(module: ModuleType, kernel: tuple[int, int], dim: int) -> None:
+def check(passes: Passes, kernel: tuple[int, int], dim: int) -> None:
     """Decode of a short cache, one token and many, against the reference in float64.
 
     Raises:
@@ -73,7 +73,7 @@ def check(module: ModuleType, kernel: tuple[int, int], dim: int) -> None:
     """
     for case in (Case(2, 2500, dim, 4, 4), Case(2, 700, dim, 8, 2, new=8)):
         q, k, v, weight = make_inputs(case, kernel)
-        out, lse = module.decode(q, k, v, weight, dim**-0.5)
+        out, lse = passes.decode(q, k, v, weight, dim**-0.5, None, None)
         expected, eager = (
             [x[:, :, -case.new :] for x in reference(*(x.to(dtype) for x in (q, k, v, weight)), return_lse=True)]
             for dtype in (torch.float64, torch.bfloat16)
@@ -140,26 +140,29 @@ def main() -> None:
     args = parser.parse_args()
     cq, ck = (int(size) for size in args.kernel.split(","))
     target = target_for_capability(torch.cuda.get_device_capability())
-    table = Table("B", "Nk", "d", "decode ms", "flash ms", "ratio", "GB/s", "flash GB/s")
+    table = Table("B", "Nk", "d", "backend", "decode ms", "flash ms", "ratio", "GB/s", "flash GB/s")
     rows = []
     for case in CASES:
         if args.head_dim and case.dim not in args.head_dim:
             continue
         case = replace(case, kv_heads=args.kv_heads, new=args.new)
-        base = plan(Spec((cq, ck), case.dim), target, "triton")
-        module = load_triton(base)
-        check(module, (cq, ck), case.dim)
         inputs = make_inputs(case, (cq, ck))
-        if args.sweep:
-            print(f"{case}")
-            for ms, text in sweep(base, case, inputs)[: args.top]:
-                print(f"  {ms:.4f} ms  {case.bytes / ms / 1e6:.0f} GB/s  {text}", flush=True)
-        ours = median_ms(partial(module.decode, *inputs, case.dim**-0.5))
         flash = flash_ms(*inputs[:3])
-        rows.append({**asdict(case), "decode_ms": ours, "flash_ms": flash, "ratio": ours / flash})
-        rates = [f"{case.bytes / ms / 1e6:.0f}" for ms in (ours, flash)]
-        sizes = [str(size) for size in (case.batch, case.length, case.dim)]
-        table.add_row(*sizes, f"{ours:.4f}", f"{flash:.4f}", f"{ours / flash:.2f}", *rates)
+        for backend in GENERATED:
+            base = plan(Spec((cq, ck), case.dim), target, backend)
+            passes = load(base)
+            check(passes, (cq, ck), case.dim)
+            if args.sweep and backend == "triton":
+                print(f"{case}")
+                for ms, text in sweep(base, case, inputs)[: args.top]:
+                    print(f"  {ms:.4f} ms  {case.bytes / ms / 1e6:.0f} GB/s  {text}", flush=True)
+            ours = median_ms(partial(passes.decode, *inputs, case.dim**-0.5, None, None))
+            rows.append(
+                {**asdict(case), "backend": backend, "decode_ms": ours, "flash_ms": flash, "ratio": ours / flash}
+            )
+            rates = [f"{case.bytes / ms / 1e6:.0f}" for ms in (ours, flash)]
+            sizes = [str(size) for size in (case.batch, case.length, case.dim)]
+            table.add_row(*sizes, backend, f"{ours:.4f}", f"{flash:.4f}", f"{ours / flash:.2f}", *rates)
         del inputs
         torch.cuda.empty_cache()
     Console(width=100).print(table)

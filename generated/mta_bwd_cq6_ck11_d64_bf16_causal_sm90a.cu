@@ -8,7 +8,7 @@
 // Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
 //
 // mta_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 32)), 256, 0>>>
-// mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218808>>>
+// mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218824>>>
 // mta_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(dq_pieces / 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -135,9 +135,6 @@ DEVICE float exp2_fast(float x) {
 
 // Barrier `id` of `threads` threads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // A sum in global memory gets an addend.
 DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
@@ -469,7 +466,7 @@ constexpr int SHARED_S = 133120;
 constexpr int SHARED_G = 184336;
 constexpr int SHARED_BAND = 216336;
 constexpr int SHARED_ROW = 217776;
-constexpr int SHARED_LOADED = 218800;
+constexpr int SHARED_BARRIERS = 218800;
 
 // Row 2 g + s of group `group` of a ring, s from -GROUP to GROUP.
 template <int GROUPS>
@@ -718,7 +715,7 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
 // The main warps hold 16 rows by 64 columns each and step over tiles of rows:
 //   S(t) -> convolve -> P(t) -> strip of G(t) -> adjoint -> dS(t), lagging by 16 rows -> products, and S(t + 1) -> strip.
 // The helper warps, once G(t) is there, load tile t + 1 and add tile t's part of the gradient of W: its first groups before the
-// main warps overwrite the rows of S above the tile (ABOVE_TAKEN), the others before they overwrite G (TAKEN).
+// main warps overwrite the rows of S above the tile (above_taken), the others before they overwrite G (taken).
 
 DEVICE int thread_of_warpgroup() { return thread_index() & 127; }
 
@@ -734,7 +731,7 @@ constexpr int WARPGROUPS = PARTS, MAIN_THREADS = 128 * WARPGROUPS;  // the last 
 constexpr int DQ_PARTS = 2;                // warpgroups that make dQ
 constexpr int VECTORS = ROWS * 128;  // bytes of a tile of rows
 
-enum Barrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, ABOVE_TAKEN, TAKEN, HELPER };
+enum Barrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, HELPER };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
@@ -765,9 +762,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
     const float* const from = (thread < ROWS ? row_lse : row_dot) + static_cast<long long>(b * heads + h) * row_pitch + row;
     copy_word_async(base + SHARED_ROW + (t & 1) * (8 * ROWS) + thread * 4, from + thread % ROWS);
   };
-  const u32 loaded = base + SHARED_LOADED;
+  const u32 loaded = base + SHARED_BARRIERS, above_taken = loaded + 8, taken = loaded + 16;  // the helper arrives, once a tile
   if (threadIdx.x == 0) {
-    barrier_init(loaded, 128);
+    for (int i = 0; i < 3; ++i) barrier_init(loaded + 8 * i, 128);
     barrier_init_fence();
   }
   // All threads make ready for head h: strips of zeros, tables of pairs of taps, tile 0.
@@ -795,7 +792,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
           add_weight_gradient(sums, base, place % SCORE_GROUPS, place % GRADIENT_GROUPS, warp % WEIGHT_SPLITS, thread & 31);
         }
       };
-      named_barrier_arrive(TAKEN, THREADS);
 #pragma unroll 1
       for (int t = 0; t < steps; ++t) {
         named_barrier(GRADIENTS, THREADS);  // the main warps are done with tile t - 1
@@ -803,9 +799,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
         load_tile(h, t + 1);
         barrier_arrive_after_copies(loaded);
         add_groups(t, 0, 1);
-        named_barrier_arrive(ABOVE_TAKEN, THREADS);
+        barrier_arrive(above_taken);
         add_groups(t, 1, WEIGHT_SPLITS);
-        named_barrier_arrive(TAKEN, THREADS);
+        barrier_arrive(taken);
       }
 
       named_barrier(ALL, THREADS);  // the strips are free
@@ -832,7 +828,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
   const float exponent = scale * (LOG2_E / SCORE_SCALE);
 
   float dk_sum[D / 2] = {}, dv_sum[D / 2] = {};
-  int loads = 0;  // of tiles, that were waited for
+  int tiles = 0;  // of this head and those before, whose successors are loaded
 #pragma unroll 1
   for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
     begin_head(h);
@@ -913,7 +909,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
       }
       const Place at_g;
       load_shared(dot, base + SHARED_ROW + (t & 1) * (8 * ROWS) + (ROWS + at_g.row) * 4);
-      named_barrier(TAKEN, THREADS);  // G(t - 1), by the helper
+      barrier_wait(taken, ~tiles & 1);  // G(t - 1), by the helper
       wgmma_wait<0>();
       pin(dp);
       const unsigned group = GROUPS * t + at_g.warp;
@@ -967,7 +963,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
         for (int kk = 0; kk < DQ_STEPS; ++kk) wgmma_queries(dq, gradients + inner_columns(kk, ROWS), keys + inner_rows(kk), kk > 0);
         wgmma_commit();
       }
-      barrier_wait(loaded, loads++ & 1);  // tile t + 1
+      barrier_wait(loaded, tiles++ & 1);  // tile t + 1
       fence_async();
       issue_scores(t + 1);
       {
@@ -1010,7 +1006,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
       }
       wgmma_wait<2>();
       pin(s);
-      named_barrier(ABOVE_TAKEN, THREADS);  // the scores above tile t, by the helper
+      barrier_wait(above_taken, ~tiles & 1);  // the scores above tile t, by the helper
       store_scores(t + 1);
       wgmma_wait<0>();
       pin(dv_sum);
@@ -1020,7 +1016,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
         if (threadIdx.x == 0) store_release(added, row + ROWS);
       }
     }
-    named_barrier(TAKEN, THREADS);
     named_barrier(ALL, THREADS);
   }
 

@@ -137,9 +137,6 @@ DEVICE float exp2_fast(float x) {
 
 // Barrier `id` of `threads` threads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // A sum in global memory gets an addend.
 DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
@@ -458,6 +455,7 @@ DEVICE void decode(const Problem& x) {
             top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], other));
         }
         if (CHUNKS == 16) top[0] = top[1] = fmaxf(top[0], top[1]);  // both rows are the same token's
+        __syncwarp();                                               // all lanes have read their peaks
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           top[r] = fmaxf(top[r], peak[r]);

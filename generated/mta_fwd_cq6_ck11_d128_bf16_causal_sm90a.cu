@@ -133,9 +133,6 @@ DEVICE float exp2_fast(float x) {
 
 // Barrier `id` of `threads` threads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // A sum in global memory gets an addend.
 DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
@@ -658,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d128_b
       barrier_init(barriers + K_EMPTY + 8 * stage, 4 * WARPGROUPS);
       barrier_init(barriers + V_EMPTY + 8 * stage, 4 * WARPGROUPS);
     }
-    for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + 8 * i, 1);
+    for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + 8 * i, 32);
     barrier_init_fence();
   }
   clear_strip_pads(base + SHARED_STRIP, base + SHARED_GATHER, threadIdx.x, THREADS);
@@ -731,7 +728,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d128_b
     if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + 8 * (t & 1), (t / 2 - 1) & 1);
     strip.write(s, t, lane);
     __syncwarp();
-    if (gives_rows && lane == 0) barrier_arrive(given + ROWS_WRITTEN + 8 * (t & 1));
+    if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + 8 * (t & 1));
   };
 
   issue_scores(0);
@@ -753,8 +750,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d128_b
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
     }
-    __syncwarp();
-    if (takes_rows && lane == 0) barrier_arrive(taken + ROWS_READ + 8 * (t & 1));
+    if (takes_rows) barrier_arrive(taken + ROWS_READ + 8 * (t & 1));
 
     issue_scores(t + 1);
     barrier_wait(barriers + V_FULL + 8 * (t % STAGES), t / STAGES & 1);

@@ -459,12 +459,12 @@ namespace emulator {
 
 struct Barrier {
   int expected = 0;
-  std::vector<int> arrived, waiting;
+  std::vector<int> arrived;
   Clocks known;
 };
 inline Barrier barriers[16];
 
-inline void meet(int id, int expected, bool waits, const char* what) {
+inline void meet(int id, int expected, const char* what) {
   if (id < 0 || id >= 16 || expected % WARP || expected > count) fail("%s(%d, %d): no such barrier", what, id, expected);
   Barrier& barrier = barriers[id];
   if (!barrier.arrived.empty() && barrier.expected != expected) fail("%s(%d, %d): others expect %d", what, id, expected, barrier.expected);
@@ -472,11 +472,10 @@ inline void meet(int id, int expected, bool waits, const char* what) {
   barrier.expected = expected;
   barrier.arrived.push_back(current);
   release(current, barrier.known);
-  if (waits) barrier.waiting.push_back(current);
   if (static_cast<int>(barrier.arrived.size()) == expected) {
-    for (int thread : barrier.waiting) acquire(thread, barrier.known), wake(thread);
+    for (int thread : barrier.arrived) acquire(thread, barrier.known), wake(thread);
     barrier = {};
-  } else if (waits) {
+  } else {
     static char names[16][32];
     snprintf(names[id], sizeof(names[id]), "barrier %d", id);
     wait(names[id]);
@@ -516,9 +515,8 @@ inline void make_arrival(size_t index) {
 
 }  // namespace emulator
 
-inline void __syncthreads() { emulator::meet(0, emulator::count, true, "__syncthreads"); }
-inline void named_barrier(int id, int threads) { emulator::meet(id, threads, true, "named_barrier"); }
-inline void named_barrier_arrive(int id, int threads) { emulator::meet(id, threads, false, "named_barrier_arrive"); }
+inline void __syncthreads() { emulator::meet(0, emulator::count, "__syncthreads"); }
+inline void named_barrier(int id, int threads) { emulator::meet(id, threads, "named_barrier"); }
 
 inline void barrier_init(u32 barrier, int arrivals) {
   emulator::place(barrier, 8, "barrier_init");
