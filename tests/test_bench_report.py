@@ -1,0 +1,273 @@
+"""What is made of benchmark runs: tables, plots, comparisons, and the README's figures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mtagen.bench import report
+from mtagen.bench.cases import PAPER, Case, suite
+from mtagen.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmarks" / "render.py"
+# How many times the roofline's time each contender takes in synthetic runs.
+FACTORS = {
+    "mtagen cuda": 2.0,
+    "mtagen triton": 4.0,
+    "eager": 90.0,
+    "torch.compile": 40.0,
+    "liger (post-softmax)": 120.0,
+    "sdpa flash": 1.9,
+    "sdpa cudnn": 1.0,
+}
+NO_LIGER = "liger-kernel is not installed; pip install 'mtagen[bench]'"
+
+
+def measurement(case: Case, contender: str) -> dict[str, Any]:
+    """A row whose figures follow from the case's sizes, with a spread of 2 %."""
+    gib = case.cache_bytes / 2**30
+    bound = (
+        gib / 4 if case.decodes else case.seen_scores * case.head_dim * 1e-11 * (2 if "back" in case.pass_name else 1)
+    )
+    ms = FACTORS[contender] * bound
+    row = {**case.to_dict(), "contender": contender, "ms": ms, "low_ms": 0.99 * ms, "high_ms": 1.01 * ms, "repeats": 9}
+    row |= {"gbps": case.cache_bytes / ms / 1e6} if case.decodes else {"tflops": case.seen_scores / ms / 1e6}
+    if case.pass_name == "forward+backward":
+        row["peak_MiB"] = 10 * FACTORS[contender]
+    if contender.startswith("mtagen"):
+        row |= {"roofline_ms": bound, "fraction": bound / ms, "error": 1e-3, "allowed": 8e-3}
+    return row
+
+
+def make_run(cases: list[Case], command: str = "mtagen bench --suite full") -> dict[str, Any]:
+    """A run on an H200: no Liger, eager up to N = 16384 only, decode without contenders that cannot."""
+    rows = []
+    for case in cases:
+        for contender in FACTORS:
+            if contender.startswith("liger"):
+                rows.append({**case.to_dict(), "contender": contender, "skipped": NO_LIGER})
+            elif contender == "eager" and case.nk > 16384:
+                rows.append({**case.to_dict(), "contender": contender, "skipped": f"needs {case.nk} GiB"})
+            elif not (case.decodes and contender == "torch.compile"):
+                rows.append(measurement(case, contender))
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "sm_count": 132, "memory": 150109880320}
+    environment = {"mtagen": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "nvrtc": "13.0", "cuda_driver": "580.159"}
+    return {
+        "command": command,
+        "environment": {**environment, "gpus": [gpu], "cpu": "Intel(R) Xeon(R)"},
+        "commit": "1afe34d0abcd",
+        "rates": {"tensor_tflops": 700.0, "dram_gbps": 4200.0},
+        "results": rows,
+    }
+
+
+def on_cpu(run: dict[str, Any]) -> dict[str, Any]:
+    """The same with the contenders that a CPU has."""
+    run = copy.deepcopy(run)
+    run["environment"] |= {"gpus": [], "triton": None, "nvrtc": None, "cuda_driver": None}
+    names = {"mtagen cuda": "mtagen torch", "eager": "eager", "sdpa cudnn": "sdpa"}
+    run["results"] = [
+        row | {"contender": names[row["contender"]]} for row in run["results"] if row["contender"] in names
+    ]
+    return run
+
+
+def overhead_run() -> dict[str, Any]:
+    run = make_run(suite("overhead", "cuda"), "mtagen bench --suite overhead")
+    for row in run["results"]:
+        if "ms" in row:
+            row |= {"cpu_us": 47.0, "graph_ms": row["ms"] / 2}
+    return run
+
+
+RUNS = {
+    **{
+        name: make_run(suite(name, "cuda"), f"mtagen bench --suite {name}")
+        for name in ("quick", "full", "decode", "memory")
+    },
+    "overhead": overhead_run(),
+    "cpu": on_cpu(make_run(suite("quick", "cpu"))),
+}
+ONE = Case(PAPER, 128, True, "bf16", 1, 16, 16, 8192, 8192, "forward")
+
+
+def printed(run: dict[str, Any], width: int = 120) -> str:
+    console = Console(file=StringIO(), width=width)
+    report.print_table(run, console)
+    return console.file.getvalue()
+
+
+def cells(text: str) -> str:
+    return re.sub(r"[ \n]+", " ", text)
+
+
+def test_table_shows_times_ratios_rates_and_reasons() -> None:
+    run = make_run([ONE, replace(ONE, nq=32768, nk=32768)])
+    text = printed(run)
+    assert "forward, causal, d = 128, 16 heads, bf16" in text
+    ours, cudnn = (measurement(ONE, name) for name in ("mtagen cuda", "sdpa cudnn"))
+    assert f"{report.number(ours['ms'])} 2.00x" in text
+    assert f"{report.number(ours['tflops'])}   50%" in text
+    assert report.number(cudnn["ms"]) in text
+    assert text.count("liger (post-softmax)") == 1
+    assert f"skipped: liger (post-softmax): {NO_LIGER}\n" in text
+    assert "skipped: eager: needs 32768 GiB (1 of 2 cases: 6,11 B=1 N=32768)\n" in text
+    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, NVRTC 13.0, driver 580.159, commit 1afe34d0abcd" in cells(text)
+    assert "700 TFLOP/s, 4200 GB/s" in text
+    assert "peak MiB" not in text
+    assert "spread 2%" not in text
+
+
+def test_table_shows_a_wide_spread() -> None:
+    run = make_run([ONE])
+    row = run["results"][0]
+    row["high_ms"] = 1.11 * row["ms"]
+    assert printed(run).count("spread 12%") == 1
+
+
+def test_table_of_decode_shows_bandwidth() -> None:
+    case = replace(ONE, batch=8, nq=1, nk=32768, pass_name="decode")
+    text = printed(make_run([case]))
+    ours = measurement(case, "mtagen cuda")
+    assert f"{report.number(ours['gbps'])}   50%" in text
+    assert "decode, 1 new token, d = 128, 16 heads, bf16" in text
+
+
+def test_tables_of_memory_and_overhead() -> None:
+    assert "peak MiB: forward+backward, causal, d = 64" in printed(RUNS["memory"])
+    text = printed(RUNS["overhead"])
+    assert "CPU time of a call, us: forward, causal, d = 64" in text
+    assert "in a CUDA graph, ms: forward, causal, d = 64" in text
+
+
+def test_widest_table_is_readable_at_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {"mtagen auto": 2.0, "mtagen cuda sm_80": 3.0, "mtagen cuda deterministic": 3.0}
+    monkeypatch.setattr(sys.modules[__name__], "FACTORS", FACTORS | wide)
+    rows = [measurement(replace(ONE, kernel=(11, 11), nq=65536, nk=65536), name) for name in FACTORS]
+    text = printed(make_run([]) | {"results": rows})
+    assert max(map(len, text.splitlines())) <= 120
+    for row in rows:
+        assert re.search(rf"(^| ){re.escape(report.number(row['ms']))}( |$)", text, re.MULTILINE), row["contender"]
+        assert re.search(rf"(^| ){re.escape(report.number(row['tflops']))}( |$)", text, re.MULTILINE), row["contender"]
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_plot_is_an_image(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.png"
+    report.plot(RUNS[name], path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+
+
+def test_panels_show_what_was_measured() -> None:
+    sections = list(report._sections(report.measurements(RUNS["full"])))
+    titles = [panel.title for section in sections for panel in section]
+    assert len(titles) == len(set(titles)) + 2  # peak memory has the groups of forward+backward once more
+    assert all("not causal" not in title for title in titles)
+    time = sections[0][0]
+    assert time.title.startswith("6,11: forward, causal, d = 64")
+    assert set(time.lines) == set(FACTORS) - {"liger (post-softmax)"}
+    assert list(time.lines["eager"]) == [512, 1024, 2048, 4096, 8192, 16384]
+    ratios = sections[-1][0]
+    assert ratios.lines["mtagen triton"] == pytest.approx(
+        dict.fromkeys(("1,1", "3,3", "2,9", "6,11", "7,7", "11,11"), 4)
+    )
+    (rates,) = report._sections(report.measurements(RUNS["decode"]))
+    assert {panel.label for panel in rates} == {"GB/s"}
+    assert [panel.title for panel in rates[:3]] == [
+        "6,11: decode, 1 new token, d = 64, 16 heads, bf16",
+        "6,11: decode, 1 new token, d = 64, 16 heads, 4 of keys, bf16",
+        "6,11: decode, 4 new tokens, d = 64, 16 heads, bf16",
+    ]
+
+
+def test_plot_refuses_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"plot: got .*run\.txt.*suffix.*\.png"):
+        report.check_plot(tmp_path / "run.txt")
+    with pytest.raises(InputError, match="no measurement"):
+        report.plot(make_run([]), tmp_path / "run.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(InputError, match=r"pip install 'mtagen\[bench\]'"):
+        report.check_plot(tmp_path / "run.png")
+
+
+def slowed(run: dict[str, Any], factor: float) -> dict[str, Any]:
+    return run | {"results": [row | {"ms": factor * row["ms"]} if "ms" in row else row for row in run["results"]]}
+
+
+def test_comparison_flags_what_is_slower_by_more_than_the_threshold() -> None:
+    before = make_run([ONE, replace(ONE, head_dim=64)])
+    assert report.compare(slowed(before, 1.069), before) == []
+    slower = report.compare(slowed(before, 1.071), before)
+    assert {row.contender for row in slower} == {"mtagen cuda", "mtagen triton"}  # not the peers
+    assert len(slower) == len(report.pairs(before, before)) == 4
+    assert all(row.ratio == pytest.approx(1.071) for row in slower)
+    assert report.compare(slowed(before, 1.071), before, threshold=0.08) == []
+    console = Console(file=StringIO(), width=120)
+    report.print_comparison(slower, 4, console)
+    assert "4 of 4 measurements are slower" in console.file.getvalue()
+    assert "1.07" in console.file.getvalue()
+
+
+def test_comparison_puts_the_worst_first() -> None:
+    before = make_run([ONE])
+    run = copy.deepcopy(before)
+    for row, factor in zip(run["results"], (1.2, 1.5), strict=False):
+        row["ms"] *= factor
+    assert [row.contender for row in report.compare(run, before)] == ["mtagen triton", "mtagen cuda"]
+
+
+def test_runs_that_do_not_compare_are_refused() -> None:
+    run, other = make_run([ONE]), make_run([ONE])
+    other["environment"]["gpus"][0]["name"] = "NVIDIA A100"
+    with pytest.raises(InputError, match=r"against: got 'NVIDIA A100'; .*devices do not compare.*H200"):
+        report.compare(run, other)
+    with pytest.raises(InputError, match="no measurement of mtagen in common"):
+        report.compare(run, make_run([replace(ONE, head_dim=64)]))
+
+
+def test_load_inverts_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(RUNS["quick"]))
+    assert report.load(path) == RUNS["quick"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: run.pop("rates"), "no 'rates'"),
+        (lambda run: run["results"][2].pop("batch"), r"no 'batch' in results\[2\]"),
+        (lambda run: run["results"][2].pop("contender"), r"no 'contender' in results\[2\]"),
+        (lambda run: run["results"][0].pop("ms"), r"neither 'skipped' nor a measurement \(no 'ms'\) in results\[0\]"),
+        (lambda run: run["results"][0].pop("tflops"), r"no 'tflops'"),
+        (lambda run: run["results"].insert(0, "row"), "an object is expected"),
+        (lambda run: run.update(results=3), "'results' is no list"),
+    ],
+)
+def test_what_is_no_run_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    run = make_run([ONE])
+    change(run)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run))
+    with pytest.raises(InputError, match=message):
+        report.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="is no benchmark run"):
+        report.load(path)
