@@ -83,10 +83,10 @@ def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASE
         raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", legal))
     eager = partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True)
     for case in cases:
-        inputs = _inputs(spec, case, device)
+        inputs = random_inputs(spec, case, device)
         # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            results = _train(op, eager, inputs) | _decode(op, eager, inputs)
+            results = judge_training(partial(op, return_lse=True), eager, inputs) | _decode(op, eager, inputs)
         for name, comparison in results.items():
             yield Row(case, name, comparison)
 
@@ -100,7 +100,8 @@ def failures(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = C
     ]
 
 
-def _inputs(spec: Spec, case: Case, device: torch.device) -> Inputs:
+def random_inputs(spec: Spec, case: Case, device: torch.device) -> Inputs:
+    """Seeded inputs of one case in the dtype of ``spec``, the weight in fp32."""
     random = torch.Generator().manual_seed(0)
     batch, heads, kv_heads, nq, nk = case
     new = min(2, nk)  # tokens to decode
@@ -120,24 +121,39 @@ def _inputs(spec: Spec, case: Case, device: torch.device) -> Inputs:
     )
 
 
-def _train(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Comparison]:
-    def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> list[Tensor]:
-        leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in inputs[:4]]
-        out, lse = function(*leaves, return_lse=True)
-        return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, inputs.grad_out.to(out.dtype))]
+def judge_training(
+    function: Callable[..., Any], formula: Callable[..., Any], inputs: Inputs, leaves: int = 4
+) -> dict[str, Comparison]:
+    """The results of ``function`` and the gradients through its output, against ``formula`` in plain PyTorch.
 
-    out, lse, dq, dk, dv, dweight = zip(run(op), run(eager), run(eager, torch.float64), strict=True)
+    Args:
+        function: of the first ``leaves`` inputs; returns out, or out and the log-sum-exp.
+        formula: the same, which also takes them in float64.
+        inputs: of one case.
+        leaves: 3 for attention that takes no weight.
+    """
+
+    def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        tensors = [x.to(dtype or x.dtype).detach().requires_grad_() for x in inputs[:leaves]]
+        results = function(*tensors)
+        out, lse = results if isinstance(results, tuple) else (results, None)
+        gradients = torch.autograd.grad(out, tensors, inputs.grad_out.to(out.dtype))
+        named = {f"d{name}": gradient for name, gradient in zip(inputs._fields[:leaves], gradients, strict=True)}
+        return {"out": out.detach(), **({} if lse is None else {"lse": lse.detach()}), **named}
+
+    ours, eager, exact = run(function), run(formula), run(formula, torch.float64)
     # What cancels in a gradient through softmax is a dot product of unit-normal vectors; in dweight, times a score.
     gradient = partial(compare, factor=GRADIENT_FACTOR, terms=inputs.grad_out.shape[-1] ** 0.5)
     score = (inputs.q.norm(dim=-1).max() * inputs.k.norm(dim=-1).max()).item() * inputs.q.shape[-1] ** -0.5
-    return {
-        "out": compare(*out, terms=inputs.v.abs().max().item()),
-        "lse": compare(*lse),
-        "dq": gradient(*dq),
-        "dk": gradient(*dk),
-        "dv": compare(*dv, factor=GRADIENT_FACTOR),
-        "dweight": compare(*dweight, factor=GRADIENT_FACTOR, terms=score * inputs.grad_out.shape[-1] ** 0.5),
+    rules: dict[str, Callable[..., Comparison]] = {
+        "out": partial(compare, terms=inputs.v.abs().max().item()),
+        "lse": compare,
+        "dq": gradient,
+        "dk": gradient,
+        "dv": partial(compare, factor=GRADIENT_FACTOR),
+        "dweight": partial(compare, factor=GRADIENT_FACTOR, terms=score * inputs.grad_out.shape[-1] ** 0.5),
     }
+    return {name: rules[name](ours[name], eager[name], exact[name]) for name in exact}
 
 
 def _decode(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Comparison]:

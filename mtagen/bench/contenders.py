@@ -1,0 +1,357 @@
+"""Who competes: mtagen's backends, peers that materialise scores, and SDPA, a lower bound without convolution."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import mtagen
+
+from ..accuracy import Comparison, compare
+from ..check import Case as Sizes
+from ..check import Inputs, judge_training, random_inputs
+from ..check import check as check_op
+from ..dtypes import TORCH_DTYPES
+from ..errors import BackendError, InputError, PlanError, explain
+from ..naive import reference
+from ..planner import Plan
+from .cases import PAPER, Case
+
+Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weight
+
+MAX_MATERIALISED = 8192
+_SCORE_TENSORS = 10  # alive at once in forward + backward; eager was seen to need 5
+_CHECKED_LENGTH = 257
+
+
+class Contender(ABC):
+    """One way to compute a case.
+
+    Attributes:
+        name: as in the results.
+        device: where it runs.
+        convolves: whether it takes the weight, and its time depends on the kernel.
+    """
+
+    convolves = True
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+
+    def enters(self, case: Case) -> bool:
+        """Whether results of ``case`` list it at all."""
+        return True
+
+    @abstractmethod
+    def refusal(self, case: Case) -> str | None:
+        """Why it cannot do ``case``, if so."""
+
+    @abstractmethod
+    def prepare(self, case: Case) -> Attention:
+        """What is to be timed."""
+
+    @abstractmethod
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        """Its results, judged by the rule of :mod:`mtagen.accuracy`, at a small size otherwise like ``case``."""
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        """What :meth:`warm` builds; None: it builds nothing that is kept on disk."""
+        return None
+
+    def warm(self, case: Case) -> None:  # noqa: B027  # most build nothing
+        """Build for ``case`` what is kept on disk; called in processes side by side, before the one that measures."""
+
+
+class Built(Contender):
+    """An op of ``mtagen.build``.
+
+    Args:
+        name: as in the results.
+        device: where it runs.
+        only: which cases list it, default all.
+        options: of ``mtagen.build``, besides those that the case gives.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, only: Callable[[Case], bool] | None = None, **options: Any
+    ) -> None:
+        super().__init__(name, device)
+        self._only = only
+        self._options = options
+        self._ops: dict[Hashable, mtagen.MultiTokenAttention] = {}
+
+    def enters(self, case: Case) -> bool:
+        return self._only is None or self._only(case)
+
+    def refusal(self, case: Case) -> str | None:
+        try:
+            self._op(case)
+        except (PlanError, BackendError) as error:
+            return str(error)
+        return None
+
+    def prepare(self, case: Case) -> Attention:
+        op = self._op(case)
+        return op.decode if case.decodes else op  # type: ignore[return-value]  # no lse is asked for
+
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        sizes = Sizes(1, 2, 1 if case.kv_heads < case.heads else 2, _CHECKED_LENGTH, _CHECKED_LENGTH)
+        return {row.result: row.comparison for row in check_op(self._op(case), case.spec, self.device, [sizes])}
+
+    def plan(self, case: Case) -> Plan:
+        """What its time is compared with."""
+        return self._op(case).plan
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        return case.spec
+
+    def warm(self, case: Case) -> None:
+        self._op(case)
+
+    def _op(self, case: Case) -> mtagen.MultiTokenAttention:
+        """Built once: lengths are run-time arguments."""
+        if case.spec not in self._ops:
+            self._ops[case.spec] = mtagen.build(
+                case.kernel, case.head_dim, causal=case.causal, dtype=case.dtype, **self._options
+            )
+        return self._ops[case.spec]
+
+
+class Auto(Built):
+    """``backend="auto"`` where it mixes backends: elsewhere it is another contender."""
+
+    def enters(self, case: Case) -> bool:
+        return self.refusal(case) is not None or "+" in self.plan(case).backend
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        return None  # those that it mixes are built anyway
+
+
+class Peer(Contender):
+    """Attention that is judged against a formula of its own."""
+
+    @abstractmethod
+    def formula(self, case: Case) -> Attention:
+        """The same in plain PyTorch, in any dtype."""
+
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        inputs, function, formula = self._small(case), self.prepare(case), self.formula(case)
+        leaves = 4 if self.convolves else 3
+        if not case.decodes:
+            return judge_training(function, formula, inputs, leaves)
+        tensors = inputs[:leaves]
+        exact = formula(*(x.double() for x in tensors))
+        return {"out": compare(function(*tensors), formula(*tensors), exact, terms=inputs.v.abs().max().item())}
+
+    def _small(self, case: Case) -> Inputs:
+        rows = case.nq if case.decodes else _CHECKED_LENGTH
+        sizes = Sizes(1, 2 * case.heads // case.kv_heads, 2, rows, _CHECKED_LENGTH)
+        return random_inputs(case.spec, sizes, self.device)
+
+
+class Materialising(Peer):
+    """Attention whose scores are whole tensors.
+
+    Args:
+        name: as in the results.
+        device: where it runs.
+        max_length: more keys are refused.
+    """
+
+    def __init__(self, name: str, device: torch.device, max_length: int) -> None:
+        super().__init__(name, device)
+        self._max_length = max_length
+
+    def refusal(self, case: Case) -> str | None:
+        if case.decodes:
+            return "has no decode: it would compute the scores of all rows anew"
+        if case.nk > self._max_length:
+            return f"scores of N > {self._max_length} are materialised only on request (--max-materialised)"
+        need, free = _SCORE_TENSORS * case.score_bytes, self._free_bytes()
+        if need > free:
+            return f"may need {need / 2**30:.1f} GiB for scores, {(need - free) / 2**30:.1f} GiB over what is free"
+        return None
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Eager(Materialising):
+    """``mtagen.reference`` with autograd."""
+
+    def prepare(self, case: Case) -> Attention:
+        return self.formula(case)
+
+    def formula(self, case: Case) -> Attention:
+        return partial(reference, causal=case.causal)  # type: ignore[return-value]  # no lse is asked for
+
+
+class Compiled(Eager):
+    """``torch.compile`` of ``mtagen.reference``, one shape at a time."""
+
+    def prepare(self, case: Case) -> Attention:
+        torch._functorch.config.donated_buffer = False  # the backward pass is timed alone, with retain_graph
+        torch.compiler.reset()  # or the shapes would meet the limit of recompilations
+        return torch.compile(self.formula(case), dynamic=False)
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        return None if self.refusal(case) else case.problem
+
+    def warm(self, case: Case) -> None:
+        torch._inductor.config.compile_threads = 1  # there are many such processes
+        function, tensors = self.prepare(case), make_inputs(case, self.device)
+        function(*tensors)
+        function(*(x.requires_grad_() for x in tensors)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+class Liger(Materialising):
+    """Liger-Kernel's multi-token attention: its convolution follows the softmax, and its window is centred.
+
+    It pads alike on both sides, so that an even extent is widened by zeros to the next odd one.
+    """
+
+    def refusal(self, case: Case) -> str | None:
+        if find_spec("liger_kernel") is None:
+            return "liger-kernel is not installed; pip install liger-kernel"
+        return super().refusal(case) or (None if case.causal else "is causal only")
+
+    def prepare(self, case: Case) -> Attention:
+        from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+            weight, padding = _centred(weight.to(q.dtype))
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            mixed = LigerMultiTokenAttentionFunction.apply(scores, weight, None, 1, padding, 1, q.shape[1], False)
+            return mixed @ v  # type: ignore[no-any-return]
+
+        return attend
+
+    def formula(self, case: Case) -> Attention:
+        def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+            weight, padding = _centred(weight.to(q.dtype))
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+            mixed: Tensor = F.conv2d(shares, weight, padding=padding, groups=q.shape[1])
+            return mixed.masked_fill(later, 0) @ v
+
+        return attend
+
+
+def _centred(weight: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """``(H, cq, ck)`` as a grouped convolution's ``(H, 1, odd, odd)``, and the padding that keeps sizes."""
+    cq, ck = weight.shape[1:]
+    return F.pad(weight, (0, 1 - ck % 2, 0, 1 - cq % 2))[:, None], (cq // 2, ck // 2)
+
+
+class Sdpa(Peer):
+    """``scaled_dot_product_attention``: plain attention.
+
+    Args:
+        name: as in the results.
+        device: where it runs.
+        backend: whose kernels, ``None``: PyTorch's choice.
+    """
+
+    convolves = False
+
+    def __init__(self, name: str, device: torch.device, backend: SDPBackend | None = None) -> None:
+        super().__init__(name, device)
+        self._backend = backend
+
+    def refusal(self, case: Case) -> str | None:
+        try:
+            self.prepare(case)(*(x.requires_grad_(not case.decodes) for x in self._small(case)[:3]))
+        except RuntimeError as error:
+            return f"PyTorch has no such kernel: {str(error).splitlines()[0]}"
+        return None
+
+    def prepare(self, case: Case) -> Attention:
+        attend: Attention = partial(
+            scaled_dot_product_attention,
+            is_causal=case.causal and not case.decodes,
+            enable_gqa=case.heads != case.kv_heads,
+        )
+        if self._backend is None:
+            return attend
+        within: Attention = sdpa_kernel(self._backend)(attend)
+        return within
+
+    def formula(self, case: Case) -> Attention:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            if case.causal and not case.decodes:
+                later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+                scores = scores.masked_fill(later, -torch.inf)
+            out: Tensor = scores.softmax(-1) @ v
+            return out
+
+        return attend
+
+
+def entrants(
+    suite: str, device: torch.device, names: Sequence[str] = (), max_materialised: int = MAX_MATERIALISED
+) -> list[Contender]:
+    """Who takes part in a suite.
+
+    Args:
+        suite: its name.
+        device: where they run.
+        names: these alone; default: mtagen's in ``overhead``, these and eager in ``memory``, else all.
+        max_materialised: lengths beyond are refused by those that materialise scores.
+
+    Raises:
+        InputError: no such contender on this device.
+    """
+    present = {contender.name: contender for contender in _contenders(device, max_materialised)}
+    for name in names:
+        if name not in present:
+            raise InputError(explain("contender", name, f"is not known on {device.type}", tuple(present)))
+    prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager")}.get(suite, ("",))
+    return [present[name] for name in present if (name in names if names else name.startswith(prefixes))]
+
+
+def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
+    eager = [Eager("eager", device, max_materialised), Compiled("torch.compile", device, max_materialised)]
+    if device.type == "cpu":
+        return [Built("mtagen torch", device, backend="torch", target="cpu"), *eager, Sdpa("sdpa", device)]
+    return [
+        Built("mtagen cuda", device, backend="cuda"),
+        Built("mtagen triton", device, backend="triton"),
+        Auto("mtagen auto", device, backend="auto"),
+        Built("mtagen cuda sm_80", device, only=_is_the_papers, backend="cuda", target="sm_80"),
+        Built("mtagen cuda deterministic", device, only=_is_the_papers, backend="cuda", deterministic=True),
+        *eager,
+        Liger("liger (post-softmax)", device, max_materialised),
+        Sdpa("sdpa flash", device, SDPBackend.FLASH_ATTENTION),
+        Sdpa("sdpa cudnn", device, SDPBackend.CUDNN_ATTENTION),
+    ]
+
+
+def _is_the_papers(case: Case) -> bool:
+    return case.kernel == PAPER and case.nk == 8192 and not case.decodes
+
+
+def make_inputs(case: Case, device: torch.device) -> list[Tensor]:
+    """q (for decode with the cq - 1 rows before the new ones), k, v and the weight, all random."""
+    random = torch.Generator(device).manual_seed(0)
+    make = partial(torch.randn, generator=random, device=device)
+    dtype, before = TORCH_DTYPES[case.dtype], case.kernel[0] - 1 if case.decodes else 0
+    q = make(case.batch, case.heads, before + case.nq, case.head_dim, dtype=dtype)
+    k, v = (make(case.batch, case.kv_heads, case.nk, case.head_dim, dtype=dtype) for _ in range(2))
+    return [q, k, v, make(case.heads, *case.kernel) * math.prod(case.kernel) ** -0.5]

@@ -1,0 +1,243 @@
+"""A benchmark run: all contenders on all cases, as a JSON-ready dict."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from ..environment import collect
+from .cases import Case
+from .contenders import Built, Contender, entrants, make_inputs
+from .rates import Rates, measure_rates, roofline_ms, useful_flop
+from .timing import BUDGET_MS, cpu_us, graph_ms, measure, peak_mib
+
+_WRONG, _FAILED = "wrong: ", "failed: "
+
+
+def run(
+    cases: Sequence[Case],
+    contenders: Sequence[Contender],
+    device: torch.device,
+    *,
+    command: str,
+    jobs: int = 1,
+    launches: bool = False,
+    budget_ms: float = BUDGET_MS,
+) -> dict[str, Any]:
+    """Check every contender on every kind of case, then time it. Shows its progress on stderr.
+
+    Args:
+        cases: the passes of each problem one after the other.
+        contenders: see :func:`mtagen.bench.contenders.entrants`.
+        device: where they run.
+        command: what reproduces this.
+        jobs: processes that build beforehand what a GPU needs.
+        launches: also measure what the CPU does in a call, and the call in a CUDA graph.
+        budget_ms: for the repetitions of one measurement.
+
+    Returns:
+        ``command``, ``environment``, ``commit``, ``rates`` (None if interrupted before), ``interrupted`` (by Ctrl-C:
+        ``results`` are those before it) and ``results``: a row for each case and contender that enters, with ``ms`` and
+        more, or with ``skipped``, which says why not.
+    """
+    facts = {name: fact for name, fact in collect().items() if name not in ("cache_dir", "platform")}
+    results: list[dict[str, Any]] = []
+    made: dict[str, Any] = {"command": command, "environment": facts, "commit": _commit(), "rates": None}
+    made |= {"interrupted": False, "results": results}
+    try:
+        with _progress() as progress:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                _fill_caches(cases, contenders, device, jobs, progress)
+            rates = measure_rates(device)
+            made["rates"] = rates._asdict()
+            session = _Session(device, rates, launches, budget_ms)
+            problems = [list(group) for _, group in groupby(cases, lambda case: case.problem)]
+            task = progress.add_task("measuring", total=len(problems) * len(contenders))
+            for group in problems:
+                inputs = make_inputs(group[0], device)
+                for contender in contenders:
+                    progress.update(task, description=f"{contender.name} {_title(group[0])}", advance=1)
+                    if contender.enters(group[0]):
+                        results += session.rows(contender, group, inputs)
+    except KeyboardInterrupt:
+        made["interrupted"] = True
+    return made
+
+
+def faults(made: dict[str, Any]) -> list[str]:
+    """The contenders of a run that were wrong or broke, once for each reason."""
+    rows = ((row["contender"], row.get("skipped", "")) for row in made["results"])
+    return list(dict.fromkeys(f"{name}: {why}" for name, why in rows if why.startswith((_WRONG, _FAILED))))
+
+
+class _Session:
+    """What is known for all cases of a run: rates, verdicts, and the times of contenders that no kernel changes."""
+
+    def __init__(self, device: torch.device, rates: Rates, launches: bool, budget_ms: float) -> None:
+        self._device = device
+        self._rates = rates
+        self._launches = launches
+        self._budget_ms = budget_ms
+        self._verdicts: dict[Hashable, dict[str, Any]] = {}
+        self._shared: dict[Hashable, list[dict[str, Any]]] = {}
+
+    def rows(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[dict[str, Any]]:
+        """The results of one contender for the passes of one problem."""
+        key = (contender.name, *(replace(case, kernel=(1, 1)) for case in group))
+        found = self._shared.get(key) or self._figures(contender, group, inputs)
+        if not contender.convolves:
+            self._shared[key] = found
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # for the contenders that ask what is free
+        return [
+            case.to_dict() | {"contender": contender.name} | figures for case, figures in zip(group, found, strict=True)
+        ]
+
+    def _figures(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[dict[str, Any]]:
+        """The part of each row that is measured."""
+        verdict = _attempt(lambda: self._admit(contender, group[0]))
+        if "skipped" in verdict:
+            return [verdict] * len(group)
+        function = contender.prepare(group[0])
+        q, k, v, _ = inputs
+        tensors = inputs if contender.convolves else [q[:, :, -group[0].nq :], k, v]
+        return [_attempt(partial(self._time, contender, case, function, tensors, verdict)) for case in group]
+
+    def _admit(self, contender: Contender, case: Case) -> dict[str, Any]:
+        """The worst result of the check before timing, which lengths do not change."""
+        if reason := contender.refusal(case):
+            return {"skipped": reason}
+        spec = case.spec if contender.convolves else replace(case.spec, kernel=(1, 1))
+        grouped = case.heads // case.kv_heads
+        key = (contender.name, spec, grouped, case.nq if case.decodes else None)
+        if key not in self._verdicts:
+            self._verdicts[key] = _attempt(lambda: _check(contender, case))
+        return self._verdicts[key]
+
+    def _time(
+        self,
+        contender: Contender,
+        case: Case,
+        function: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        verdict: dict[str, Any],
+    ) -> dict[str, Any]:
+        device, call = self._device, _call(case.pass_name, function, tensors)
+        timing = measure(call, device, self._budget_ms)
+        seconds = timing.median / 1e3
+        row = {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats, **verdict}
+        if case.decodes:
+            row["gbps"] = case.cache_bytes / seconds / 1e9
+        else:
+            row["tflops"] = useful_flop(case) / seconds / 1e12
+        if "forward" in case.pass_name:
+            row["peak_MiB"] = peak_mib(call, device) if device.type == "cuda" else None
+        if isinstance(contender, Built):
+            row["roofline_ms"] = roofline_ms(case, contender.plan(case), self._rates)
+            row["fraction"] = row["roofline_ms"] / timing.median
+        if self._launches:
+            row |= {"cpu_us": cpu_us(call, device), "graph_ms": graph_ms(call, device)}
+        return row
+
+
+def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Its result; an error costs the row, not the run."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        return {"skipped": f"out of memory: {_first_line(error)}"}
+    except Exception as error:
+        return {"skipped": f"{_FAILED}{type(error).__name__}: {_first_line(error)}"}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _check(contender: Contender, case: Case) -> dict[str, Any]:
+    judged = contender.check(case)
+    name = max(judged, key=lambda name: judged[name].error / judged[name].allowed)
+    worst = judged[name]
+    if not all(comparison.ok for comparison in judged.values()):
+        return {"skipped": f"{_WRONG}{name} errs by {worst.error:.2g}, allowed {worst.allowed:.2g}"}
+    return {"error": worst.error, "allowed": worst.allowed, "checked": name}
+
+
+def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[[], Any]:
+    """One pass, which returns what it makes."""
+    if pass_name in ("forward", "decode"):
+        return partial(function, *tensors)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    grad_out = torch.randn_like(out)
+    if pass_name == "backward":
+        return partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
+
+    def both() -> tuple[Tensor, ...]:
+        out = function(*leaves)
+        return (out, *torch.autograd.grad(out, leaves, grad_out))
+
+    return both
+
+
+def _fill_caches(
+    cases: Sequence[Case], contenders: Sequence[Contender], device: torch.device, jobs: int, progress: Progress
+) -> None:
+    """Build all that is kept on disk in processes side by side."""
+    work: dict[Hashable, tuple[str, Case]] = {}
+    for contender in contenders:
+        for case in cases:
+            if (key := contender.warm_key(case)) is not None and contender.enters(case):
+                work.setdefault((contender.name, key), (contender.name, case))
+    task = progress.add_task("building", total=len(work))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            for future in as_completed([pool.submit(_warm, device, *item) for item in work.values()]):
+                future.exception()  # which is met again, and reported, where it is measured
+                progress.advance(task)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _warm(device: torch.device, name: str, case: Case) -> None:
+    torch.cuda.set_device(device)
+    (contender,) = entrants("full", device, [name])
+    contender.warm(case)
+    torch.cuda.empty_cache()
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+
+def _title(case: Case) -> str:
+    return f"{case.kernel[0]} x {case.kernel[1]}, d = {case.head_dim}, N = {case.nk}"
+
+
+def _commit() -> str | None:
+    """Of the checkout that this package is in, if it is in one."""
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    return _git("describe", "--always", "--dirty", "--abbrev=12") if tracked else None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
