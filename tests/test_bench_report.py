@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
@@ -42,7 +44,7 @@ def measurement(case: Case, contender: str) -> dict[str, Any]:
     ms = FACTORS[contender] * bound
     row = {**case.to_dict(), "contender": contender, "ms": ms, "low_ms": 0.99 * ms, "high_ms": 1.01 * ms, "repeats": 9}
     row |= {"gbps": case.cache_bytes / ms / 1e6} if case.decodes else {"tflops": case.seen_scores / ms / 1e6}
-    if case.pass_name == "forward+backward":
+    if case.pass_name.startswith("forward"):
         row["peak_MiB"] = 10 * FACTORS[contender]
     if contender.startswith("mtagen"):
         row |= {"roofline_ms": bound, "fraction": bound / ms, "error": 1e-3, "allowed": 8e-3}
@@ -124,7 +126,6 @@ def test_table_shows_times_ratios_rates_and_reasons() -> None:
     assert "skipped: eager: needs 32768 GiB (1 of 2 cases: 6,11 B=1 N=32768)\n" in text
     assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, NVRTC 13.0, driver 580.159, commit 1afe34d0abcd" in cells(text)
     assert "700 TFLOP/s, 4200 GB/s" in text
-    assert "peak MiB" not in text
     assert "spread 2%" not in text
 
 
@@ -271,3 +272,145 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match="is no benchmark run"):
         report.load(path)
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("render", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+render = load_script()
+
+
+def rendered(*runs: dict[str, Any]) -> str:
+    return render.render({Path(f"results/run{index}.json"): run for index, run in enumerate(runs)}, Path("README.md"))
+
+
+def lines(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+def test_nothing_measured_is_said() -> None:
+    assert rendered() == "Nothing was measured."
+
+
+def test_readme_has_all_parts_of_all_devices() -> None:
+    text = rendered(*(run for name, run in RUNS.items() if name != "quick"))
+    assert lines(text, "### ") == ["### NVIDIA H200", "### Intel(R) Xeon(R)"]  # the GPU first
+    for name in (
+        "(6, 11), causal, N = 8192",
+        "All kernels, N",
+        "Forward + backward over N",
+        "Peak MiB",
+        "Decode",
+        "Targets",
+    ):
+        assert lines(text, name), name
+    for suite_name in ("full", "decode", "overhead"):
+        assert f"commit 1afe34d0abcd: `mtagen bench --suite {suite_name}`." in text
+    assert max(map(len, text.splitlines())) <= 200
+    assert lines(text, "![") == [f"![run{index}](results/run{index}.png)" for index in range(5)]
+    tables = text.count("|---|\n")
+    assert len(re.findall(r"^(?:NVIDIA|Intel).*commit \w+: `mtagen bench.*`\.$", text, re.MULTILINE)) == tables + 2
+
+
+def test_paper_table_names_the_best_backend_and_what_is_missing() -> None:
+    run = make_run([ONE])
+    run["results"] = [row for row in run["results"] if row["contender"] not in ("mtagen cuda", "sdpa flash")]
+    ms = {name: report.number(measurement(ONE, name)["ms"]) for name in ("mtagen triton", "eager", "torch.compile")}
+    text = rendered(run)
+    assert lines(text, "| d |")[0].startswith(
+        "| d | pass | mtagen, ms | backend | / sdpa cudnn | eager, ms | torch.compile"
+    )
+    ours, *peers = ms.values()
+    assert f"| 128 | forward | {ours} | triton | 4.00 | {' | '.join(peers)} | 10.0 | 25% |" in text.splitlines()
+    assert f"Skipped: liger (post-softmax): {NO_LIGER}." in text.splitlines()
+
+
+def test_other_targets_are_not_the_best_backend() -> None:
+    run = make_run([ONE])
+    run["results"].append(run["results"][0] | {"contender": "mtagen cuda sm_80", "ms": 1e-6})
+    assert rendered(run).count("e-06") == 0
+
+
+def test_tables_leave_out_what_was_skipped() -> None:
+    step = replace(ONE, pass_name="forward+backward")
+    text = rendered(make_run([step, replace(step, nq=32768, nk=32768)]))
+    (short, long) = lines(text, "| 8192 | 1 |") + lines(text, "| 32768 | 1 |")
+    assert short.endswith("| 20 | 900 |")
+    assert long.split(" | ")[3] == "–"
+    assert long.endswith("| 20 | – |")
+    assert "Skipped: eager: needs 32768 GiB (1 of 2 cases: 6,11 B=1 N=32768)." in text
+    assert "| 8192 | 128 | 20 | 40 | 900 | 400 | 10 | 19 |" in text.splitlines()
+
+
+def test_a_case_of_two_runs_is_that_of_the_fuller_one() -> None:
+    fuller, other = make_run([ONE], "fuller"), make_run([ONE], "other")
+    other["results"] = other["results"][:2]
+    for runs in ((fuller, other), (other, fuller)):
+        assert "`fuller`" in rendered(*runs)
+        assert "`other`" not in rendered(*runs)
+
+
+def test_overhead_is_shown_although_another_run_has_the_case() -> None:
+    case = "| (6, 11) | 128 | 1024 | 8 | forward | cuda |"
+    assert len(lines(rendered(RUNS["full"], RUNS["overhead"]), case)) == 1
+
+
+def test_decode_table_shows_both_backends() -> None:
+    case = replace(ONE, batch=8, nq=1, nk=32768, pass_name="decode")
+    ms = {name: report.number(measurement(case, name)["ms"]) for name in FACTORS}
+    cuda = f"{ms['mtagen cuda']} | 2147 | 1.05"
+    triton = f"{ms['mtagen triton']} | 1074 | 2.11"
+    assert (
+        f"| 8 | 32768 | 128 | 16 | 1 | {cuda} | {triton} | {ms['sdpa flash']} |"
+        in rendered(make_run([case])).splitlines()
+    )
+
+
+def test_targets_are_judged() -> None:
+    text = rendered(make_run([ONE, replace(ONE, head_dim=64)]))
+    cuda = "| mtagen cuda / sdpa cudnn | (6, 11) | forward"
+    assert f"{cuda} | 128 | 1 | 8192 | 1.9 | 2.00 | **no** |" in text
+    assert f"{cuda} | 64 | 1 | 8192 | 2.2 | 2.00 | yes |" in text
+    assert f"{cuda}, not causal | 128 | 1 | 8192 | 2.4 | not measured | – |" in text
+    assert len(lines(text, "| mtagen ")) == len(render.TARGETS) == 28
+
+
+def test_slower_steps_are_listed() -> None:
+    step = replace(ONE, pass_name="forward+backward")
+    run = make_run([step, replace(step, head_dim=64)])
+    assert "slower than eager or torch.compile in none of 2 cases." in rendered(run)
+    eager = next(row for row in run["results"] if row["contender"] == "eager")
+    eager["ms"] = 0.8 * next(row["ms"] for row in run["results"] if row["contender"] == "mtagen cuda")
+    assert "in 1 of 2 cases:\ncausal 6,11 B=1 N=8192 d=128 (1.25).\n" in rendered(run)
+
+
+def test_script_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    results.mkdir()
+    readme.write_text(f"# Title\n{render.BEGIN}\nold\n{render.END}\nrest\n")
+    (results / "quick.json").write_text(json.dumps(RUNS["quick"]))
+    (results / "other.json").write_text(json.dumps({"results": {}}))
+    where = ["--readme", str(readme), "--results", str(results)]
+    assert render.main(["--check", *where]) == 1
+    assert "run python benchmarks/render.py" in capsys.readouterr().err
+    assert render.main(where) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n{render.BEGIN}\n\n### NVIDIA H200\n")
+    assert text.endswith(f"![quick](results/quick.png)\n\n{render.END}\nrest\n")
+    assert [path.name for path in results.glob("*.png")] == ["quick.png"]
+    assert render.main(["--check", *where]) == 0
+    readme.write_text(text.replace("| yes |", "| no |"))
+    assert render.main(["--check", *where]) == 1
+    readme.write_text("no marks")
+    with pytest.raises(SystemExit):
+        render.main(where)
+    assert readme.read_text() == "no marks"
+
+
+def test_readme_shows_the_committed_runs() -> None:
+    result = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -133,18 +133,23 @@ def _abridged(names: Iterable[str]) -> str:
     return ", ".join(names if len(names) <= 3 else (names[0], f"{len(names) - 2} more", names[-1]))
 
 
+def on_cpu(run: Run) -> bool:
+    """Whether a run is of the CPU: there is no GPU, or the CPU's contender ran."""
+    return not run["environment"]["gpus"] or any(row["contender"] == "mtagen torch" for row in run["results"])
+
+
 def device(run: Run) -> str:
-    """Name of the GPU, or of the CPU for a run of the CPU's contender."""
+    """Name of the GPU or CPU."""
     environment = run["environment"]
-    on_cpu = any(row["contender"] == "mtagen torch" for row in run["results"])
-    return str(environment["cpu"] if on_cpu or not environment["gpus"] else environment["gpus"][0]["name"])
+    return str(environment["cpu"] if on_cpu(run) else environment["gpus"][0]["name"])
 
 
 def source(run: Run) -> str:
-    """Where figures come from: device, versions, driver, commit."""
+    """Where figures come from: device, versions, driver, commit, and whether the run is incomplete."""
     environment = run["environment"]
     versions = [f"{name} {environment[key]}" for key, name in _VERSIONS.items() if environment.get(key)]
-    return ", ".join([device(run), *versions, f"commit {run['commit'] or 'unknown'}"])
+    notes = ["interrupted"] if run.get("interrupted") else []
+    return ", ".join([device(run), *versions, f"commit {run['commit'] or 'unknown'}", *notes])
 
 
 def number(x: float) -> str:
@@ -164,9 +169,9 @@ def print_table(run: Run, console: Console | None = None) -> None:
     """
     console = console or _console()
     say = _say(console)
-    rates = run["rates"]
     say(source(run))
-    say(f"measured rates: {number(rates['tensor_tflops'])} TFLOP/s, {number(rates['dram_gbps'])} GB/s")
+    if rates := run["rates"]:
+        say(f"measured rates: {number(rates['tensor_tflops'])} TFLOP/s, {number(rates['dram_gbps'])} GB/s")
     say("in a cell: ms, x of the fastest SDPA; TFLOP/s (decode: GB/s), % of the roofline; spread above 5 %")
     for title, cases in _groups(measurements(run)).items():
         tables = {title: _table(cases, _time_cell)}
@@ -201,7 +206,7 @@ def _say(console: Console) -> Callable[[str], None]:
 def _table(cases: Cases, cell: Callable[[Row, Mapping[str, Row]], str]) -> Table | None:
     """A line for each case, a column for each contender that has a cell; None where there are none."""
     cells = {case: {name: cell(row, rows) for name, row in rows.items()} for case, rows in cases.items()}
-    contenders = list(dict.fromkeys(name for line in cells.values() for name, text in line.items() if text))
+    contenders = _ordered(name for line in cells.values() for name, text in line.items() if text)
     if not contenders:
         return None
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -215,6 +220,12 @@ def _table(cases: Cases, cell: Callable[[Row, Mapping[str, Row]], str]) -> Table
                 name_kernel(case), str(case.batch), str(case.nk), *(line.get(name, "") for name in contenders)
             )
     return table
+
+
+def _ordered(contenders: Iterable[str]) -> list[str]:
+    """Each once, ours first; those unknown to this version last."""
+    places = {name: place for place, name in enumerate(_STYLES)}
+    return sorted(set(contenders), key=lambda name: (places.get(name, len(places)), name))
 
 
 def _folded(name: str) -> str:
@@ -382,8 +393,9 @@ def plot(run: Run, path: Path) -> None:
                 handles.setdefault(name, handle)  # of the first panel, whose markers are joined by lines
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
+    names = _ordered(handles)
     figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=min(5, len(handles)), frameon=False
+        [handles[name] for name in names], names, loc="outside upper center", ncols=min(5, len(names)), frameon=False
     )
     figure.supxlabel(source(run), fontsize=7)
     figure.savefig(path, dpi=110)
@@ -408,7 +420,8 @@ def _draw(panel: _Panel, ax: Axes) -> None:
     else:
         ax.set_ylim(bottom=0)
     ax.set_title(panel.title, fontsize=8)
-    ax.set_ylabel(panel.label, fontsize=8)
+    ax.set_xlabel("length" if by_length else "kernel", fontsize=7)
+    ax.set_ylabel(panel.label, fontsize=7)
     ax.tick_params(labelsize=7)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25, linewidth=0.6)
@@ -426,7 +439,8 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
         lengthwise = {case: rows for case, rows in training.items() if case.kernel == kernel}
         kernelwise = {case: rows for case, rows in training.items() if case.nk == length}
         yield _panels(lengthwise, partial(_over_lengths, label="ms", key="ms", log=True))
-        yield _panels(lengthwise, partial(_over_lengths, label="peak MiB", key="peak_MiB", log=True))
+        steps = {case: rows for case, rows in lengthwise.items() if case.pass_name == "forward+backward"}
+        yield _panels(steps, partial(_over_lengths, label="peak MiB", key="peak_MiB", log=True))
         yield _panels(kernelwise, _over_kernels)
     if decode:
         kernel = typical_kernel(decode)

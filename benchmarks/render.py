@@ -1,0 +1,394 @@
+"""Write the README's tables of speed, and a plot beside each run, from the runs in ``benchmarks/results``.
+
+python benchmarks/render.py            (needs matplotlib: pip install -e '.[bench]')
+python benchmarks/render.py --check    exits 1 if the README's tables are not those of the runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from mtagen.bench import report
+from mtagen.bench.cases import PAPER, TRAINING, Case
+from mtagen.bench.report import Row, Run, number
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+BACKENDS = ("mtagen cuda", "mtagen triton", "mtagen torch")
+OURS = (*BACKENDS, "mtagen auto")  # without those that are asked for: other targets, deterministic
+SAME_MATH = ("eager", "torch.compile")
+PEERS = (*SAME_MATH, "liger (post-softmax)")
+SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")
+NONE = "–"
+
+
+class Measured(NamedTuple):
+    """A case's measurements by contender, all of one run."""
+
+    rows: dict[str, Row]
+    run: Run
+
+
+Results = dict[Case, Measured]  # of one device
+
+
+class Target(NamedTuple):
+    """A contender's time over a peer's that is not to be exceeded; causal, 16 heads, bf16; decode: one new token."""
+
+    contender: str
+    step: str
+    head_dim: int
+    limit: float
+    batch: int = 1
+    n: int = report.LENGTH
+    causal: bool = True
+    kernel: tuple[int, int] = PAPER
+    peer: str = "sdpa cudnn"
+
+
+TARGETS = (
+    Target("mtagen cuda", "forward", 128, 1.9),
+    Target("mtagen cuda", "forward", 64, 2.2),
+    Target("mtagen cuda", "forward", 128, 2.3, batch=4),
+    Target("mtagen cuda", "forward", 128, 2.4, causal=False),
+    Target("mtagen cuda", "forward", 64, 2.7, causal=False),
+    Target("mtagen cuda", "backward", 128, 2.6),
+    Target("mtagen cuda", "backward", 64, 3.0),
+    Target("mtagen cuda", "backward", 128, 2.7, batch=4, n=4096),
+    *(Target("mtagen cuda sm_80", "forward", d, 3.1) for d in (128, 64)),
+    *(Target("mtagen cuda sm_80", "backward", d, 5.0) for d in (128, 64)),
+    Target("mtagen triton", "forward", 128, 6.0),
+    Target("mtagen triton", "forward", 64, 4.0),
+    Target("mtagen triton", "backward", 128, 15.0),
+    Target("mtagen triton", "backward", 64, 9.0),
+    *(
+        Target("mtagen triton", step, d, 1.25, kernel=(1, 1), peer="sdpa flash")
+        for step in ("forward", "backward")
+        for d in (128, 64)
+    ),
+    *(
+        Target(contender, "decode", d, limit, batch, n, peer="sdpa flash")
+        for contender, limit in (("mtagen cuda", 1.1), ("mtagen triton", 1.3))
+        for batch, n in ((8, 32768), (1, 131072))
+        for d in (128, 64)
+    ),
+)
+
+
+def merge(runs: Iterable[Run], key: str = "ms") -> Results:
+    """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it."""
+    results: Results = {}
+    for run in runs:
+        for case, measured in report.measurements(run).items():
+            rows = {name: row for name, row in measured.items() if row.get(key) is not None}
+            if case not in results or len(rows) > len(results[case].rows):
+                results[case] = Measured(rows, run)
+    return results
+
+
+def select(results: Results, keep: Callable[[Case], bool]) -> Results:
+    """The cases that are kept and that an own contender was measured at."""
+    return {case: found for case, found in results.items() if keep(case) and best(found.rows)}
+
+
+def best(rows: dict[str, Row], names: Iterable[str] = OURS) -> Row | None:
+    """The fastest of some contenders."""
+    return min((rows[name] for name in names if name in rows), key=lambda row: row["ms"], default=None)
+
+
+def present(results: Results, names: Iterable[str]) -> list[str]:
+    """Those of some contenders that were measured at any of the cases."""
+    return [name for name in names if any(name in found.rows for found in results.values())]
+
+
+def figure(row: Row | None, key: str = "ms") -> str:
+    return NONE if row is None or row.get(key) is None else number(row[key])
+
+
+def ratio(over: Row | None, under: Row | None, digits: int = 2) -> str:
+    return f"{over['ms'] / under['ms']:.{digits}f}" if over and under else NONE
+
+
+def mask(case: Case) -> str:
+    return "causal" if case.causal else "not causal"
+
+
+def common(case: Case) -> str:
+    """What all cases of a table share."""
+    return f"{case.heads} heads, {case.dtype}"
+
+
+def table(title: str, header: list[str], lines: list[list[str]], results: Results, shown: Iterable[str]) -> str:
+    """A table in Markdown, what was skipped of the contenders shown, and where its figures come from."""
+    first, *rest = ("| " + " | ".join(line) + " |" for line in (header, *lines))
+    rows = [first, "|" + "---|" * len(header), *rest]
+    return "\n".join([f"{title}:", "", *rows, "", *notes(results, shown), sources(results)])
+
+
+def notes(results: Results, shown: Iterable[str]) -> list[str]:
+    names = set(shown)
+    runs = {id(found.run): found.run for found in results.values()}.values()
+    rows = [
+        row
+        for run in runs
+        for row in run["results"]
+        if row["contender"] in names and (found := results.get(report.case_of(row))) and found.run is run
+    ]
+    return [f"Skipped: {line}." for line in report.skipped(rows)]
+
+
+def sources(results: Results) -> str:
+    """A line for each device, versions and commit among the runs of some cases, with the commands."""
+    commands: dict[str, dict[str, None]] = {}
+    for found in results.values():
+        commands.setdefault(report.source(found.run), {})[f"`{found.run['command']}`"] = None
+    return "\n".join(f"{source}: {', '.join(by)}." for source, by in commands.items())
+
+
+def paper_table(results: Results) -> str:
+    """Each pass of the paper's kernel against everyone."""
+    cases = select(results, lambda case: case.kernel == PAPER and case.causal and case.batch == 1 and not case.decodes)
+    if not cases:
+        return ""
+    n = report.typical_length(cases)
+    cases = select(cases, lambda case: case.nk == n)
+    sdpa, peers = present(cases, SDPA), present(cases, PEERS)
+    lines = []
+    for case, (rows, _) in cases.items():
+        ours = best(rows)
+        lines.append(
+            [
+                str(case.head_dim),
+                case.pass_name,
+                figure(ours),
+                ours["contender"].removeprefix("mtagen "),
+                *(ratio(ours, rows.get(name)) for name in sdpa),
+                *(figure(rows.get(name)) for name in peers),
+                ratio(best(rows, PEERS), ours, digits=1),
+                f"{ours['fraction']:.0%}" if "fraction" in ours else NONE,
+            ]
+        )
+    header = ["d", "pass", "mtagen, ms", "backend", *(f"/ {name}" for name in sdpa), *(f"{name}, ms" for name in peers)]
+    header += ["speed-up over the best of them", "of the roofline"]
+    title = f"(6, 11), causal, N = {n}, B = 1, {common(next(iter(cases)))}; medians"
+    return table(title, header, lines, cases, (*OURS, *PEERS, *SDPA))
+
+
+def kernels_table(results: Results) -> str:
+    """Forward and backward of all kernels on each backend."""
+    steps = TRAINING[:2]
+    cases = select(results, lambda case: case.pass_name in steps and case.batch == 1)
+    if not cases:
+        return ""
+    n = report.typical_length(cases)
+    cases = select(cases, lambda case: case.nk == n)
+    backends = present(cases, BACKENDS)
+    peer = present(cases, ("sdpa cudnn", "sdpa"))[:1]
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for case, (rows, _) in cases.items():
+        line = lines.setdefault((f"({case.kernel[0]}, {case.kernel[1]})", mask(case), str(case.head_dim)), {})
+        for name in backends:
+            ours = rows.get(name)
+            line[f"{case.pass_name}, {name.removeprefix('mtagen ')}"] = " ".join(
+                [figure(ours), *(f"({ratio(ours, rows.get(plain))})" for plain in peer if ours)]
+            )
+    columns = [f"{step}, {name.removeprefix('mtagen ')}" for step in steps for name in backends]
+    title = f"All kernels, N = {n}, B = 1, {common(next(iter(cases)))}; ms" + "".join(f" (/ {name})" for name in peer)
+    body = [[*key, *(line.get(column, NONE) for column in columns)] for key, line in lines.items()]
+    return table(title, ["kernel", "mask", "d", *columns], body, cases, backends)
+
+
+def lengths_table(results: Results) -> str:
+    """Time of training steps of the paper's kernel over N, and the memory of those that keep no scores and that do."""
+    cases = training_steps(results)
+    if not cases:
+        return ""
+    d = max(case.head_dim for case in cases)
+    cases = select(cases, lambda case: case.head_dim == d)
+    peers = present(cases, (*SAME_MATH, "sdpa cudnn", "sdpa"))
+    lines = []
+    for case, (rows, _) in cases.items():
+        ours, eager = best(rows), rows.get("eager")
+        times = [figure(ours), *(figure(rows.get(name)) for name in peers)]
+        lines.append([str(case.nk), str(case.batch), *times, figure(ours, "peak_MiB"), figure(eager, "peak_MiB")])
+    title = f"Forward + backward over N, (6, 11), causal, d = {d}, {common(next(iter(cases)))}"
+    header = ["N", "B", *(f"{name}, ms" for name in ("mtagen", *peers)), "mtagen, peak MiB", "eager, peak MiB"]
+    return table(title, header, lines, cases, peers)
+
+
+def memory_table(results: Results) -> str:
+    """Peak memory of one sequence."""
+    cases = select(training_steps(results), lambda case: case.batch == 1)
+    if not cases:
+        return ""
+    names = present(cases, (*OURS, *PEERS, *SDPA))
+    lines = [
+        [str(case.nk), str(case.head_dim), *(figure(rows.get(name), "peak_MiB") for name in names)]
+        for case, (rows, _) in cases.items()
+    ]
+    title = "Peak MiB of forward + backward beyond inputs, output and gradients, (6, 11), causal, B = 1, "
+    return table(title + common(next(iter(cases))), ["N", "d", *names], lines, cases, names)
+
+
+def training_steps(results: Results) -> Results:
+    """Forward + backward of the paper's kernel, causal, at the smallest batch of each length."""
+    cases = select(results, lambda case: case.kernel == PAPER and case.causal and case.pass_name == TRAINING[2])
+    return {case: cases[case] for case in report.smallest_batches(cases)}
+
+
+def decode_table(results: Results) -> str:
+    """Decode on each backend against plain attention's."""
+    cases = select(results, lambda case: case.kernel == PAPER and case.decodes)
+    if not cases:
+        return ""
+    backends, peer = present(cases, BACKENDS), present(cases, ("sdpa flash", "sdpa"))[:1]
+    header = ["B", "Nk", "d", "heads of keys", "new tokens"]
+    for name in backends:
+        header += [f"{name.removeprefix('mtagen ')}, ms", "GB/s", *(f"/ {plain}" for plain in peer)]
+    header += [f"{plain}, ms" for plain in peer]
+    lines = []
+    for case, (rows, _) in cases.items():
+        line = [str(size) for size in (case.batch, case.nk, case.head_dim, case.kv_heads, case.nq)]
+        for ours in map(rows.get, backends):
+            line += [figure(ours), figure(ours, "gbps"), *(ratio(ours, rows.get(plain)) for plain in peer)]
+        lines.append(line + [figure(rows.get(plain)) for plain in peer])
+    return table(f"Decode, (6, 11), {common(next(iter(cases)))}", header, lines, cases, (*backends, *peer))
+
+
+def overhead_table(results: Results) -> str:
+    """What a call costs where sequences are short: CPU time, and the time without it."""
+    cases = select(results, lambda case: not case.decodes)
+    lines = [
+        [
+            *(f"({case.kernel[0]}, {case.kernel[1]})", str(case.head_dim), str(case.nk), str(case.batch)),
+            *(case.pass_name, name.removeprefix("mtagen ")),
+            *(figure(rows[name], key) for key in ("ms", "graph_ms", "cpu_us")),
+        ]
+        for case, (rows, _) in cases.items()
+        for name in OURS
+        if name in rows
+    ]
+    if not cases:
+        return ""
+    header = ["kernel", "d", "N", "B", "pass", "backend", "ms", "in a CUDA graph, ms", "CPU time of a call, us"]
+    return table(f"Short sequences, causal, {common(next(iter(cases)))}", header, lines, cases, ())
+
+
+def targets_table(results: Results) -> str:
+    """Each target and whether it is met."""
+    lines, cases = [], {}
+    for target in TARGETS:
+        case = case_of(target, results)
+        rows = results[case].rows if case else {}
+        ours, peer = rows.get(target.contender), rows.get(target.peer)
+        measured, verdict = "not measured", NONE
+        if case and ours and peer:
+            cases[case] = results[case]
+            measured = ratio(ours, peer)
+            verdict = "yes" if ours["ms"] <= target.limit * peer["ms"] else "**no**"
+        step = target.step if target.causal else f"{target.step}, not causal"
+        kernel = f"({target.kernel[0]}, {target.kernel[1]})"
+        sizes = [str(size) for size in (target.head_dim, target.batch, target.n)]
+        what = f"{target.contender} / {target.peer}"
+        lines.append([what, kernel, step, *sizes, f"{target.limit:g}", measured, verdict])
+    if not cases:
+        return ""
+    header = ["target", "kernel", "pass", "d", "B", "N", "at most", "measured", "met"]
+    return table("Targets: multiples of plain attention, causal, bf16", header, lines, cases, ())
+
+
+def case_of(target: Target, results: Results) -> Case | None:
+    """The case of a target among those that were measured."""
+    rows = 1 if target.step == "decode" else target.n
+    case = Case(
+        target.kernel, target.head_dim, target.causal, "bf16", target.batch, 16, 16, rows, target.n, target.step
+    )
+    return case if case in results else None
+
+
+def slow_cases(results: Results) -> str:
+    """Where a training step is slower than in plain PyTorch."""
+    steps = select(results, lambda case: case.pass_name == TRAINING[2])
+    compared = {case: found for case, found in steps.items() if best(found.rows, SAME_MATH)}
+    if not compared:
+        return ""
+    slow = [
+        f"{mask(case)} {report.name_size(case)} d={case.head_dim} ({ratio(best(rows), best(rows, SAME_MATH))})"
+        for case, (rows, _) in compared.items()
+        if best(rows)["ms"] > best(rows, SAME_MATH)["ms"]
+    ]
+    verdict = f"{len(slow) or 'none'} of {len(compared)} cases"
+    listed = "".join(f":\n{case}" for case in [",\n".join(slow)] if slow)
+    return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{sources(compared)}"
+
+
+# The parts of a device's section, and the measurement that each is about.
+PARTS = (
+    (paper_table, "ms"),
+    (kernels_table, "ms"),
+    (lengths_table, "ms"),
+    (slow_cases, "ms"),
+    (memory_table, "peak_MiB"),
+    (decode_table, "ms"),
+    (overhead_table, "cpu_us"),
+    (targets_table, "ms"),
+)
+
+
+def load_runs(folder: Path) -> dict[Path, Run]:
+    """The runs in a folder; other JSON files there have no ``results`` or no ``rates``.
+
+    Raises:
+        InputError: as :func:`mtagen.bench.report.load`.
+    """
+    paths = sorted(folder.glob("*.json"))
+    return {path: report.load(path) for path in paths if {"results", "rates"} <= json.loads(path.read_text()).keys()}
+
+
+def render(runs: dict[Path, Run], readme: Path) -> str:
+    """What stands between the README's marks: for each device its tables, and the plots of its runs."""
+    devices: dict[str, dict[Path, Run]] = {}
+    for path, run in sorted(runs.items(), key=lambda item: report.on_cpu(item[1])):
+        devices.setdefault(report.device(run), {})[path] = run
+    blocks = []
+    for name, by_path in devices.items():
+        parts = (part(merge(by_path.values(), key)) for part, key in PARTS)
+        plots = [
+            f"![{path.stem}]({Path(os.path.relpath(path.with_suffix('.png'), readme.parent)).as_posix()})"
+            for path in by_path
+        ]
+        blocks += [f"### {name}", *filter(None, parts), *plots]
+    return "\n\n".join(blocks) or "Nothing was measured."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the runs")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the marks")
+    args = parser.parse_args(arguments)
+    runs = load_runs(args.results)
+    text = args.readme.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        parser.error(f"{args.readme} has no part between {BEGIN} and {END}")
+    rendered = f"{before}{begin}\n\n{render(runs, args.readme)}\n\n{end}{after}"
+    if args.check:
+        if rendered != text:
+            print(f"{args.readme} is not what {args.results} holds: run python benchmarks/render.py", file=sys.stderr)
+        return int(rendered != text)
+    for path, run in runs.items():
+        report.plot(run, path.with_suffix(".png"))
+    args.readme.write_text(rendered, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
