@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -204,7 +206,7 @@ class Compiled(Eager):
     """``torch.compile`` of ``mtagen.reference``, one shape at a time."""
 
     def prepare(self, case: Case) -> Attention:
-        torch._functorch.config.donated_buffer = False  # the backward pass is timed alone, with retain_graph
+        functorch_config.donated_buffer = False  # the backward pass is timed alone, with retain_graph
         torch.compiler.reset()  # or the shapes would meet the limit of recompilations
         return torch.compile(self.formula(case), dynamic=False)
 
@@ -212,7 +214,7 @@ class Compiled(Eager):
         return None if self.refusal(case) else case.problem
 
     def warm(self, case: Case) -> None:
-        torch._inductor.config.compile_threads = 1  # there are many such processes
+        inductor_config.compile_threads = 1  # there are many such processes
         function, tensors = self.prepare(case), make_inputs(case, self.device)
         function(*tensors)
         function(*(x.requires_grad_() for x in tensors)).sum().backward()  # type: ignore[no-untyped-call]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from ..accuracy import Comparison
 from ..environment import collect
 from .cases import Case
 from .contenders import Built, Contender, entrants, make_inputs
@@ -163,17 +166,22 @@ def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"skipped": f"{_FAILED}{type(error).__name__}: {_first_line(error)}"}
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
 def _check(contender: Contender, case: Case) -> dict[str, Any]:
+    """The result that comes closest to what is allowed, or that exceeds it most."""
     judged = contender.check(case)
-    name = max(judged, key=lambda name: judged[name].error / judged[name].allowed)
-    worst = judged[name]
-    if not all(comparison.ok for comparison in judged.values()):
+    name, worst = max(judged.items(), key=lambda item: _closeness(item[1]))
+    if not worst.ok:
         return {"skipped": f"{_WRONG}{name} errs by {worst.error:.2g}, allowed {worst.allowed:.2g}"}
     return {"error": worst.error, "allowed": worst.allowed, "checked": name}
+
+
+def _closeness(comparison: Comparison) -> tuple[bool, float]:
+    share = comparison.error / comparison.allowed if comparison.allowed else 0.0
+    return not comparison.ok, share
 
 
 def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[[], Any]:
@@ -203,10 +211,13 @@ def _fill_caches(
             if (key := contender.warm_key(case)) is not None and contender.enters(case):
                 work.setdefault((contender.name, key), (contender.name, case))
     task = progress.add_task("building", total=len(work))
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, suppress(BrokenProcessPool):
+        futures = {pool.submit(_warm, device, *item): item for item in work.values()}
         try:
-            for future in as_completed([pool.submit(_warm, device, *item) for item in work.values()]):
-                future.exception()  # which is met again, and reported, where it is measured
+            for future in as_completed(futures):
+                if error := future.exception():  # it is tried again, and skipped, where it is to be measured
+                    name, case = futures[future]
+                    progress.console.print(f"{name} {_title(case)} is not built: {_first_line(error)}", markup=False)
                 progress.advance(task)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,446 @@
+"""``mtagen bench``: what is measured, that nothing wrong is timed, and what is kept of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import mtagen
+from mtagen.accuracy import Comparison
+from mtagen.bench import contenders, run, timing
+from mtagen.bench.cases import KERNELS, PAPER, SUITES, TRAINING, Case, suite
+from mtagen.bench.contenders import Attention, Built, Compiled, Contender, Eager, Liger, Sdpa, entrants
+from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
+from mtagen.bench.timing import measure
+from mtagen.cli import app
+from mtagen.errors import InputError, SpecError
+
+CPU = torch.device("cpu")
+RATES = Rates(tensor_tflops=0.1, dram_gbps=10.0)
+SMALL = ("--kernel", "2,3", "--head-dim", "16", "--length", "40")
+
+
+def case(pass_name: str = "forward", kernel: tuple[int, int] = (2, 3), n: int = 40, **fields: Any) -> Case:
+    sizes = {"causal": True, "dtype": "fp32", "batch": 1, "heads": 2, "kv_heads": 2, "nq": n, "nk": n} | fields
+    return Case(kernel=kernel, head_dim=16, pass_name=pass_name, **sizes)
+
+
+class Fake(Contender):
+    """Returns v, errs by ``error`` where 1 is allowed, and does ``before`` in each call."""
+
+    def __init__(self, name: str = "fake", error: float = 0.5, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__(name, CPU)
+        self.error = error
+        self.before = before
+        self.prepared = 0
+
+    def refusal(self, case: Case) -> str | None:
+        return None
+
+    def prepare(self, case: Case) -> Attention:
+        self.prepared += 1
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
+            self.before()
+            return v + 0 * (q + k + (0 if weight is None else weight.sum()))
+
+        return attend
+
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        return {"out": Comparison(0.1, 0.1, 1.0), "dq": Comparison(self.error, 0.5, 1.0)}
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def before() -> None:
+        raise error
+
+    return before
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(run, "measure_rates", lambda device: RATES)
+
+
+def measured(cases: list[Case], *competing: Contender) -> dict[str, Any]:
+    return run.run(cases, competing, CPU, command="mtagen bench", budget_ms=1)
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["bench", "--device", "cpu", *map(str, arguments)])
+
+
+# Cases
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", SUITES)
+def test_suites_have_no_case_twice_and_problems_together(name: str, device: str) -> None:
+    if device == "cpu" and name in ("memory", "overhead"):
+        with pytest.raises(InputError, match="only a GPU"):
+            suite(name, device)
+        return
+    cases = suite(name, device)
+    assert len(cases) == len(set(cases)) > 0
+    problems = [problem for problem, _ in groupby(cases, lambda case: case.problem)]
+    assert len(problems) == len(set(problems))
+    assert {case.dtype for case in cases} == {"fp32" if device == "cpu" else "bf16"}
+
+
+def test_quick_suite() -> None:
+    cases = suite("quick", "cuda")
+    assert {case.kernel for case in cases} == {PAPER}
+    assert {(c.head_dim, c.nk, c.pass_name) for c in cases if not c.decodes} == {
+        (d, n, pass_name) for d in (64, 128) for n in (2048, 8192) for pass_name in TRAINING
+    }
+    assert [(c.head_dim, c.nq, c.nk) for c in cases if c.decodes] == [(64, 1, 32768), (128, 1, 32768)]
+
+
+def test_full_suite() -> None:
+    cases = suite("full", "cuda")
+    grid = {(c.head_dim, c.causal, c.nk, c.kernel, c.pass_name) for c in cases}
+    lengths = [2**i for i in range(9, 17)]
+    assert grid == {
+        (d, causal, n, kernel, pass_name)
+        for d in (64, 128)
+        for causal in (True, False)
+        for n in lengths
+        for kernel in KERNELS
+        for pass_name in TRAINING
+    }
+    regular = [c for c in cases if c.batch == max(1, 8192 // c.nk)]
+    assert len(regular) == len(grid)
+    others = {(c.kernel, c.head_dim, c.causal, c.batch, c.nk) for c in set(cases) - set(regular)}
+    assert others == {(PAPER, 128, True, 4, 4096), (PAPER, 128, True, 4, 8192)}
+
+
+def test_decode_suite() -> None:
+    cases = suite("decode", "cuda", head_dims=[64])
+    sizes = [(c.batch, c.nk, c.kv_heads, c.nq) for c in cases]
+    plain = [(8, 4096), (8, 16384), (8, 32768), (1, 65536), (1, 131072), (1, 262144)]
+    assert [(b, n) for b, n, kv_heads, new in sizes if (kv_heads, new) == (16, 1)] == plain
+    assert {size for size in sizes if size[2:] != (16, 1)} == {(8, 32768, 4, 1), (8, 32768, 16, 4)}
+
+
+def test_memory_suite() -> None:
+    cases = suite("memory", "cuda")
+    assert {case.pass_name for case in cases} == {"forward+backward"}
+    assert {case.nk for case in cases} == {8192, 16384, 32768, 65536}
+    assert [x.name for x in entrants("memory", CPU)] == ["mtagen torch", "eager"]
+
+
+def test_overhead_suite() -> None:
+    cases = suite("overhead", "cuda", head_dims=[64])
+    assert {(c.kernel, c.batch, c.heads, c.nk) for c in cases} == {
+        (kernel, 8, 16, n) for kernel in (PAPER, (1, 1)) for n in (512, 1024, 2048)
+    }
+    assert [x.name for x in entrants("overhead", CPU)] == ["mtagen torch"]
+
+
+def test_axes_replace_those_of_the_suite() -> None:
+    cases = suite("full", "cpu", [(2, 3), (1, 1)], [16], [40])
+    assert {(c.kernel, c.head_dim, c.nk) for c in cases} == {((2, 3), 16, 40), ((1, 1), 16, 40)}
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (5, 5), (3, 9), (9, 3), (1, 7)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_seen_scores(nq: int, nk: int, causal: bool) -> None:
+    seen = sum(not causal or j <= i + nk - nq for i in range(nq) for j in range(nk))
+    assert case(causal=causal, nq=nq, nk=nk, batch=3, heads=4).seen_scores == 12 * seen
+
+
+# Rates and timing
+
+
+def test_rates_are_measured() -> None:
+    assert all(0 < rate < math.inf for rate in measure_rates(CPU))
+
+
+def test_roofline_is_the_larger_of_both_bounds() -> None:
+    plan = mtagen.plan(mtagen.Spec((2, 3), 16, dtype="fp32"), "cpu")
+    flop = plan.flops_per_score()
+    step = case("forward+backward", batch=2)
+    work = 2 * 2 * (40 * 41 // 2) * (flop["forward"] + flop["backward"])
+    tensor = 2 * 2 * 40 * 16 * 4  # bytes of q, k, v, out and each gradient; forward touches 4 of them, backward 8
+    assert roofline_ms(step, plan, Rates(1e-6, 1e9)) == pytest.approx(work / 1e6 * 1e3)
+    assert roofline_ms(step, plan, Rates(1e9, 1e-6)) == pytest.approx(12 * tensor / 1e3 * 1e3)
+    assert useful_flop(step) == 14 * 16 * 2 * 2 * (40 * 41 // 2)
+
+
+def test_roofline_of_decode_is_its_bytes() -> None:
+    plan = mtagen.plan(mtagen.Spec((2, 3), 16, dtype="fp32"), "cpu")
+    step = case("decode", nq=1, nk=1000, heads=4)
+    assert roofline_ms(step, plan, Rates(1e-9, 1e-6)) == pytest.approx((2 * 2 * 1000 + 2 * 4) * 16 * 4)
+
+
+class Clock:
+    """Each call takes the next of ``ms``, the last one from then on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ms: float) -> None:
+        self.ms: Iterator[float] = iter((*ms, *[ms[-1]] * 1000))
+        self.now = 0.0
+        self.calls = 0
+        monkeypatch.setattr(timing, "perf_counter", lambda: self.now)
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.now += next(self.ms) / 1e3
+
+
+def test_timing_is_of_the_warmed_up_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1000, 10, 30, 20, 40, 50)
+    found = measure(clock, CPU, budget_ms=105)
+    assert clock.calls == 6
+    assert found == pytest.approx((30, 18, 42, 5))
+
+
+@pytest.mark.parametrize(("ms", "repeats"), [(1000, 3), (10, 4), (0.1, 100)])
+def test_repetitions_follow_the_budget(monkeypatch: pytest.MonkeyPatch, ms: float, repeats: int) -> None:
+    assert measure(Clock(monkeypatch, ms), CPU, budget_ms=45) == pytest.approx((ms, ms, ms, repeats))
+
+
+# Contenders
+
+
+@pytest.mark.parametrize("name", ["mtagen torch", "eager", "torch.compile", "sdpa"])
+def test_contenders_of_the_cpu_are_right(name: str) -> None:
+    (contender,) = entrants("quick", CPU, [name])
+    judged = contender.check(case())
+    assert {"out", "dq", "dk", "dv"} <= judged.keys()
+    assert ("dweight" in judged) == contender.convolves
+    assert all(comparison.ok for comparison in judged.values())
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_sdpa_decodes_right(kv_heads: int) -> None:
+    judged = Sdpa("sdpa", CPU).check(case("decode", nq=4, nk=40, kv_heads=kv_heads))
+    assert judged["out"].ok
+
+
+def test_a_peer_that_differs_from_its_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Sdpa("sdpa", CPU)
+    monkeypatch.setattr(peer, "prepare", lambda _: Sdpa("sdpa", CPU).prepare(case(causal=False)))
+    assert not all(comparison.ok for comparison in peer.check(case()).values())
+
+
+@pytest.mark.parametrize("kernel", [(6, 11), (1, 1), (3, 4)])
+def test_formula_of_liger_keeps_sizes_and_hides_later_keys(kernel: tuple[int, int]) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 16)
+    weight = torch.randn(2, *kernel)
+    attend = Liger("liger", CPU, 8192).formula(case(kernel=kernel))
+    out = attend(q, k, v, weight)
+    v[:, :, 10:] = 0
+    torch.testing.assert_close(attend(q, k, v, weight)[:, :, :10], out[:, :, :10])
+
+
+def test_long_scores_are_refused() -> None:
+    for kind in (Eager, Compiled):
+        assert "N > 40 are materialised only on request" in (kind("x", CPU, 40).refusal(case(n=41)) or "")
+        assert kind("x", CPU, 40).refusal(case(n=40)) is None
+        assert "no decode" in (kind("x", CPU, 40).refusal(case("decode", nq=1, nk=8)) or "")
+
+
+def test_large_scores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = Eager("eager", CPU, 8192)
+    scores = 2 * 1024 * 1024 * 4
+    monkeypatch.setattr(eager, "_free_bytes", lambda: 10 * scores - 2**23)
+    assert eager.refusal(case(n=1024)) == "may need 0.1 GiB for scores, 0.0 GiB over what is free"
+    monkeypatch.setattr(eager, "_free_bytes", lambda: 10 * scores)
+    assert eager.refusal(case(n=1024)) is None
+
+
+def test_liger_is_refused_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger = Liger("liger", CPU, 8192)
+    monkeypatch.setattr(contenders, "find_spec", lambda _: None)
+    assert "pip install liger-kernel" in (liger.refusal(case()) or "")
+    monkeypatch.setattr(contenders, "find_spec", lambda _: object())
+    assert liger.refusal(case()) is None
+    assert "causal only" in (liger.refusal(case(causal=False)) or "")
+
+
+def test_a_plan_that_does_not_fit_is_a_refusal() -> None:
+    built = Built("mtagen triton", CPU, backend="triton", target="sm_90a")
+    assert "min(cq, ck) is 20" in (built.refusal(case(kernel=(20, 20))) or "")
+
+
+# Runs
+
+
+def test_rows_follow_the_contract() -> None:
+    cases = [case(name) for name in TRAINING] + [case("decode", nq=1)]
+    made = measured(cases, *entrants("quick", CPU, ["mtagen torch", "eager", "sdpa"]))
+    assert json.loads(json.dumps(made)) == made
+    assert made.keys() == {"command", "environment", "commit", "rates", "interrupted", "results"}
+    assert made["rates"] == {"tensor_tflops": 0.1, "dram_gbps": 10.0}
+    assert not {"cache_dir", "platform"} & made["environment"].keys()
+    assert not made["interrupted"]
+    identity = {"kernel", "head_dim", "causal", "dtype", "batch", "heads", "kv_heads", "nq", "nk", "pass", "contender"}
+    figures = {"ms", "low_ms", "high_ms", "repeats", "error", "allowed", "checked"}
+    for row in made["results"]:
+        expected = set(identity)
+        if row["contender"] == "eager" and row["pass"] == "decode":
+            expected |= {"skipped"}
+        else:
+            expected |= figures | {"gbps" if row["pass"] == "decode" else "tflops"}
+            expected |= {"peak_MiB"} if "forward" in row["pass"] else set()
+            expected |= {"roofline_ms", "fraction"} if row["contender"] == "mtagen torch" else set()
+            assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
+            assert row["error"] <= row["allowed"]
+        assert row.keys() == expected
+    assert [(row["contender"], row["pass"]) for row in made["results"]] == [
+        *((name, pass_name) for name in ("mtagen torch", "eager", "sdpa") for pass_name in TRAINING),
+        *((name, "decode") for name in ("mtagen torch", "eager", "sdpa")),
+    ]
+
+
+def test_a_wrong_contender_is_not_timed() -> None:
+    wrong = Fake("wrong", error=2.0)
+    made = measured([case()], wrong, Fake("right"))
+    assert wrong.prepared == 0
+    assert [row.get("skipped") for row in made["results"]] == ["wrong: dq errs by 2, allowed 1", None]
+    assert run.faults(made) == ["wrong: wrong: dq errs by 2, allowed 1"]
+
+
+def test_a_contender_with_nothing_to_lose_is_judged() -> None:
+    exact = Fake()
+    exact.check = lambda _: {"out": Comparison(0.0, 0.0, 0.0)}  # type: ignore[method-assign]
+    assert measured([case()], exact)["results"][0]["checked"] == "out"
+
+
+def test_errors_cost_rows_and_not_the_run() -> None:
+    broken, large = (
+        Fake("broken", before=raising(ValueError("odd"))),
+        Fake("large", before=raising(torch.OutOfMemoryError("72 GiB"))),
+    )
+    made = measured([case()], broken, large, Fake("sound"))
+    assert [row.get("skipped") for row in made["results"]] == [
+        "failed: ValueError: odd",
+        "out of memory: 72 GiB",
+        None,
+    ]
+    assert run.faults(made) == ["broken: failed: ValueError: odd"]
+
+
+def test_kernels_share_the_time_of_plain_attention() -> None:
+    plain, convolving = Fake("plain"), Fake("convolving")
+    plain.convolves = False
+    made = measured([case(), case(kernel=(1, 1))], plain, convolving)
+    assert (plain.prepared, convolving.prepared) == (1, 2)
+    first, _, second, _ = made["results"]
+    assert (first["kernel"], second["kernel"]) == ([2, 3], [1, 1])
+    assert first | {"kernel": None} == second | {"kernel": None}
+
+
+def test_a_contender_enters_only_where_it_says() -> None:
+    fake = Fake()
+    fake.enters = lambda case: case.nk > 40  # type: ignore[method-assign]
+    assert [row["nk"] for row in measured([case(), case(n=41)], fake)["results"]] == [41]
+
+
+def test_checks_are_shared_by_lengths() -> None:
+    fake, seen = Fake(), []
+    judge = fake.check
+    fake.check = lambda case: seen.append(case) or judge(case)  # type: ignore[method-assign,func-returns-value]
+    measured([case(n=40), case(n=50), case(n=40, causal=False), case("decode", nq=1)], fake)
+    assert [(c.causal, c.decodes) for c in seen] == [(True, False), (False, False), (True, True)]
+
+
+# Command line
+
+
+def test_command_writes_a_run_and_compares_it(tmp_path: Path) -> None:
+    path, before = tmp_path / "run.json", tmp_path / "before.json"
+    result = bench(*SMALL, "--contender", "mtagen torch", "--contender", "sdpa", "--json", path)
+    assert result.exit_code == 0, result.output
+    made = json.loads(path.read_text())
+    assert made["command"] == (
+        "mtagen bench --suite=quick --kernel=2,3 --head-dim=16 --length=40 "
+        "'--contender=mtagen torch' --contender=sdpa --max-materialised=8192 --device=cpu"
+    )
+    assert {row["contender"] for row in made["results"]} == {"mtagen torch", "sdpa"}
+    for factor, status in ((1e-6, 1), (1e6, 0)):
+        rows = [row | {"ms": row["ms"] * factor} for row in made["results"]]
+        before.write_text(json.dumps(made | {"results": rows}))
+        assert bench(*SMALL, "--contender", "mtagen torch", "--against", before).exit_code == status
+
+
+def test_command_fails_on_a_wrong_contender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(contenders, "entrants", lambda *_: [Fake("liar", error=2.0)])
+    result = bench(*SMALL, "--json", tmp_path / "run.json")
+    assert result.exit_code == 1
+    assert "liar: wrong: dq errs by 2" in result.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["results"]
+
+
+def test_interrupted_run_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    second = Fake("second", before=raising(KeyboardInterrupt()))
+    monkeypatch.setattr(contenders, "entrants", lambda *_: [Fake("first"), second])
+    assert bench(*SMALL, "--json", tmp_path / "run.json").exit_code == 130
+    made = json.loads((tmp_path / "run.json").read_text())
+    assert made["interrupted"]
+    assert [(row["contender"], row["pass"]) for row in made["results"]] == [("first", name) for name in TRAINING]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "slow"], "suite: got 'slow'"),
+        (["--suite", "overhead"], "suite: got 'overhead'; measures what only a GPU has"),
+        (["--contender", "mtagen cuda"], "contender: got 'mtagen cuda'; is not known on cpu; legal: ('mtagen torch', "),
+        (["--kernel", "6"], "kernel: got '6'"),
+        (["--kernel", "0,3"], "kernel: got (0, 3)"),
+        (["--head-dim", "17"], "head_dim: got 17"),
+        (["--length", "0"], "length: got 0"),
+        (["--device", "tpu"], "device: got 'tpu'"),
+        (["--json", "nowhere/run.json"], "file: got 'nowhere/run.json'"),
+        (["--against", __file__], "run: got "),
+    ],
+)
+def test_bad_arguments_are_explained_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "run", raising(AssertionError("work was done")))
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"mtagen: {message}")
+    assert result.stdout == ""
+
+
+def test_bad_axes_are_errors_of_the_library() -> None:
+    with pytest.raises(SpecError, match="head_dim"):
+        suite("quick", "cpu", head_dims=[17])
+
+
+@pytest.mark.gpu
+def test_gpu_measures_launches_and_memory(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    arguments = ["bench", "--suite", "overhead", "--kernel", "2,3", "--head-dim", "64", "--length", "256"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["results"]
+    assert {"mtagen cuda", "mtagen triton"} <= {row["contender"] for row in rows}
+    for row in rows:
+        assert min(row["ms"], row["cpu_us"], row["graph_ms"], row["peak_MiB"] + 1, row["fraction"]) > 0
+
+
+@pytest.mark.gpu
+def test_gpu_contenders_are_right() -> None:
+    device = torch.device("cuda", 0)
+    sizes = Case((2, 3), 64, True, "bf16", 2, 4, 4, 300, 300, "forward")
+    decode = Case((2, 3), 64, True, "bf16", 2, 4, 2, 1, 300, "decode")
+    for contender in entrants("full", device):
+        for one in (sizes, decode):
+            if contender.enters(one) and contender.refusal(one) is None:
+                judged = contender.check(one)
+                assert all(comparison.ok for comparison in judged.values()), (contender.name, judged)
