@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import wraps
@@ -17,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from .bench.cases import MAX_MATERIALISED, SUITES
 from .errors import InputError, MtagenError, SpecError, explain
 from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
 
@@ -56,13 +59,16 @@ def _spec(
     ] = "source",
     dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
 ) -> Spec:
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    return Spec(_extents(kernel), head_dim, value_head_dim, causal, key_padding, mask, dtype)
+
+
+def _extents(kernel: str) -> tuple[int, int]:
     try:
         cq, ck = map(int, kernel.split(","))
     except ValueError:
         raise SpecError(explain("kernel", kernel, "must be two integers", "CQ,CK, such as 6,11")) from None
-    return Spec(
-        (cq, ck), head_dim, head_dim if value_head_dim is None else value_head_dim, causal, key_padding, mask, dtype
-    )
+    return cq, ck
 
 
 def _takes_spec(command: Callable[..., None]) -> Callable[..., None]:
@@ -82,6 +88,7 @@ def _takes_spec(command: Callable[..., None]) -> Callable[..., None]:
 _BACKENDS = "cuda|triton|torch|auto"
 _Target = Annotated[str, typer.Option(help="GPU to plan for.", metavar="NAME")]
 _Backend = Annotated[str, typer.Option(help="What computes it.", metavar=_BACKENDS)]
+_Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -179,7 +186,7 @@ def check(
         str | None, typer.Option(help="GPU to plan for.", metavar="NAME", show_default="the GPU here")
     ] = None,
     backend: _Backend = "auto",
-    device: Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")] = None,
+    device: _Device = None,
 ) -> None:
     """Build an operator and compare it with float64: forward, gradients and decode.
 
@@ -192,11 +199,7 @@ def check(
     from . import build
     from .check import check as run
 
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    device = device or ("cuda" if gpus else "cpu")
-    present = ("cpu", "cuda", *gpus) if gpus else ("cpu",)
-    if device not in present:
-        raise InputError(explain("device", device, "is not here", present))
+    device = _present(device)
     if device == "cpu" and backend != "triton":  # whose kernels the interpreter may run, for any target
         target = target or "cpu"
     op = build(**spec.to_dict(), backend=backend, target=target)
@@ -218,6 +221,98 @@ def check(
     typer.echo(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} within the rule")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    *,
+    suite: Annotated[str, typer.Option(help="What to measure.", metavar="|".join(SUITES))] = "quick",
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Instead of the suite's kernels; repeatable.", metavar="CQ,CK")
+    ] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Instead of the suite's head dims; repeatable.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Of sequences and caches, instead of the suite's; repeatable.")
+    ] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="Only this one, such as 'mtagen cuda' or eager; repeatable.")
+    ] = None,
+    max_materialised: Annotated[
+        int, typer.Option(help="Longest sequence for contenders that keep whole score tensors.", min=1)
+    ] = MAX_MATERIALISED,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", metavar="FILE", dir_okay=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the results here, as PNG or SVG.", metavar="FILE", dir_okay=False)
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Results of an earlier run to compare with.", metavar="FILE", dir_okay=False, exists=True),
+    ] = None,
+    device: _Device = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes that build for a GPU.", min=1, show_default="one a core, at most 8")
+    ] = None,
+) -> None:
+    """Time mtagen, its peers and plain attention at the same sizes on this machine, each checked first.
+
+    On a CPU the suites are smaller, in fp32. Exit status 1 if a contender is wrong or breaks, or if --against finds a
+    case that is more than 7 % slower; 130 if Ctrl-C ended it, which keeps what was measured.
+    """
+    import torch
+
+    from .bench import cases, contenders, report
+    from .bench.run import faults, run
+
+    where = torch.empty(0, device=_present(device)).device  # with its index
+    chosen = cases.suite(suite, where.type, [*map(_extents, kernel or ())], head_dim or (), length or ())
+    entrants = contenders.entrants(suite, where, contender or (), max_materialised)
+    for path in filter(None, (json_file, plot)):
+        if not path.parent.is_dir():
+            raise InputError(explain("file", str(path), "is in no folder", "a path in a folder that is there"))
+    if plot:
+        report.check_plot(plot)
+    before = report.load(against) if against else None
+    given = {"kernel": kernel, "head-dim": head_dim, "length": length, "contender": contender}
+    options = [f"--{name}={value}" for name, values in given.items() for value in values or ()]
+    options += [f"--max-materialised={max_materialised}", f"--device={where}"]
+    made = run(
+        chosen,
+        entrants,
+        where,
+        command=shlex.join(["mtagen", "bench", f"--suite={suite}", *options]),
+        jobs=jobs or min(8, os.cpu_count() or 1),
+        launches=suite == "overhead",
+    )
+    if json_file:
+        json_file.write_text(json.dumps(made, indent=1) + "\n")
+    report.print_table(made)
+    for fault in faults(made):
+        typer.echo(f"mtagen: {fault}", err=True)
+    if made["interrupted"]:
+        typer.echo("mtagen: interrupted; what was measured before is kept, but neither plotted nor compared", err=True)
+        raise typer.Exit(130)
+    if plot:
+        report.plot(made, plot)
+    slower = []
+    if before:
+        slower = report.compare(made, before)
+        report.print_comparison(slower, len(report.pairs(made, before)))
+    if faults(made) or slower:
+        raise typer.Exit(1)
+
+
+def _present(device: str | None) -> str:
+    """The device asked for, else the GPU here, else the CPU."""
+    import torch
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    device = device or ("cuda" if gpus else "cpu")
+    present = ("cpu", "cuda", *gpus) if gpus else ("cpu",)
+    if device not in present:
+        raise InputError(explain("device", device, "is not here", present))
+    return device
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
