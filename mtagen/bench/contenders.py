@@ -28,11 +28,10 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, InputError, PlanError, explain
 from ..naive import reference
 from ..planner import Plan
-from .cases import PAPER, Case
+from .cases import MAX_MATERIALISED, PAPER, Case
 
 Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weight
 
-MAX_MATERIALISED = 8192
 _SCORE_TENSORS = 10  # alive at once in forward + backward; eager was seen to need 5
 _CHECKED_LENGTH = 257
 
