@@ -26,6 +26,7 @@ SAME_MATH = ("eager", "torch.compile")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")
 NONE = "–"
+MAX_CPU_US = 60  # of a forward call
 
 
 class Measured(NamedTuple):
@@ -50,6 +51,12 @@ class Target(NamedTuple):
     causal: bool = True
     kernel: tuple[int, int] = PAPER
     peer: str = "sdpa cudnn"
+
+    @property
+    def case(self) -> Case:
+        """Where both are timed."""
+        rows = 1 if self.step == "decode" else self.n
+        return Case(self.kernel, self.head_dim, self.causal, "bf16", self.batch, 16, 16, rows, self.n, self.step)
 
 
 TARGETS = (
@@ -82,18 +89,27 @@ TARGETS = (
 
 
 def merge(runs: Iterable[Run], key: str = "ms") -> Results:
-    """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it."""
+    """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it.
+
+    Ties go to the first.
+    """
     results: Results = {}
     for run in runs:
         for case, measured in report.measurements(run).items():
             rows = {name: row for name, row in measured.items() if row.get(key) is not None}
             if case not in results or len(rows) > len(results[case].rows):
                 results[case] = Measured(rows, run)
-    return results
+    return dict(sorted(results.items(), key=lambda item: place(item[0])))
+
+
+def place(case: Case) -> tuple[object, ...]:
+    """Orders the lines of tables."""
+    step = (*TRAINING, "decode").index(case.pass_name)
+    return case.head_dim, not case.causal, case.nk, case.batch, case.kernel, -case.kv_heads, case.nq, step
 
 
 def select(results: Results, keep: Callable[[Case], bool]) -> Results:
-    """The cases that are kept and that an own contender was measured at."""
+    """The cases to keep, of those at which mtagen was measured."""
     return {case: found for case, found in results.items() if keep(case) and best(found.rows)}
 
 
@@ -192,7 +208,7 @@ def kernels_table(results: Results) -> str:
     peer = present(cases, ("sdpa cudnn", "sdpa"))[:1]
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for case, (rows, _) in cases.items():
-        line = lines.setdefault((f"({case.kernel[0]}, {case.kernel[1]})", mask(case), str(case.head_dim)), {})
+        line = lines.setdefault((str(case.kernel), mask(case), str(case.head_dim)), {})
         for name in backends:
             ours = rows.get(name)
             line[f"{case.pass_name}, {name.removeprefix('mtagen ')}"] = " ".join(
@@ -262,12 +278,12 @@ def decode_table(results: Results) -> str:
 
 
 def overhead_table(results: Results) -> str:
-    """What a call costs where sequences are short: CPU time, and the time without it."""
-    cases = select(results, lambda case: not case.decodes)
+    """What a forward call costs where sequences are short: CPU time, and the time without it."""
+    cases = select(results, lambda case: case.pass_name == "forward")
     lines = [
         [
-            *(f"({case.kernel[0]}, {case.kernel[1]})", str(case.head_dim), str(case.nk), str(case.batch)),
-            *(case.pass_name, name.removeprefix("mtagen ")),
+            *(str(case.kernel), str(case.head_dim), str(case.nk), str(case.batch)),
+            name.removeprefix("mtagen "),
             *(figure(rows[name], key) for key in ("ms", "graph_ms", "cpu_us")),
         ]
         for case, (rows, _) in cases.items()
@@ -276,40 +292,32 @@ def overhead_table(results: Results) -> str:
     ]
     if not cases:
         return ""
-    header = ["kernel", "d", "N", "B", "pass", "backend", "ms", "in a CUDA graph, ms", "CPU time of a call, us"]
-    return table(f"Short sequences, causal, {common(next(iter(cases)))}", header, lines, cases, ())
+    header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "CPU time of a call, us"]
+    longest = max(row["cpu_us"] for rows, _ in cases.values() for name, row in rows.items() if name in OURS)
+    limit = f"a call is to take at most {MAX_CPU_US} us of CPU time, the longest took {number(longest)} us"
+    return table(f"Forward of short sequences, {common(next(iter(cases)))}; {limit}", header, lines, cases, ())
 
 
 def targets_table(results: Results) -> str:
     """Each target and whether it is met."""
     lines, cases = [], {}
     for target in TARGETS:
-        case = case_of(target, results)
-        rows = results[case].rows if case else {}
+        found = results.get(target.case)
+        rows = found.rows if found else {}
         ours, peer = rows.get(target.contender), rows.get(target.peer)
         measured, verdict = "not measured", NONE
-        if case and ours and peer:
-            cases[case] = results[case]
+        if found and ours and peer:
+            cases[target.case] = found
             measured = ratio(ours, peer)
             verdict = "yes" if ours["ms"] <= target.limit * peer["ms"] else "**no**"
         step = target.step if target.causal else f"{target.step}, not causal"
-        kernel = f"({target.kernel[0]}, {target.kernel[1]})"
         sizes = [str(size) for size in (target.head_dim, target.batch, target.n)]
         what = f"{target.contender} / {target.peer}"
-        lines.append([what, kernel, step, *sizes, f"{target.limit:g}", measured, verdict])
+        lines.append([what, str(target.kernel), step, *sizes, f"{target.limit:g}", measured, verdict])
     if not cases:
         return ""
     header = ["target", "kernel", "pass", "d", "B", "N", "at most", "measured", "met"]
     return table("Targets: multiples of plain attention, causal, bf16", header, lines, cases, ())
-
-
-def case_of(target: Target, results: Results) -> Case | None:
-    """The case of a target among those that were measured."""
-    rows = 1 if target.step == "decode" else target.n
-    case = Case(
-        target.kernel, target.head_dim, target.causal, "bf16", target.batch, 16, 16, rows, target.n, target.step
-    )
-    return case if case in results else None
 
 
 def slow_cases(results: Results) -> str:
@@ -324,7 +332,7 @@ def slow_cases(results: Results) -> str:
         if best(rows)["ms"] > best(rows, SAME_MATH)["ms"]
     ]
     verdict = f"{len(slow) or 'none'} of {len(compared)} cases"
-    listed = "".join(f":\n{case}" for case in [",\n".join(slow)] if slow)
+    listed = ":\n" + ",\n".join(slow) if slow else ""
     return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{sources(compared)}"
 
 

@@ -151,6 +151,19 @@ def test_tables_of_memory_and_overhead() -> None:
     assert "in a CUDA graph, ms: forward, causal, d = 64" in text
 
 
+def test_contender_of_few_cases_counts_its_own() -> None:
+    run = make_run([ONE, replace(ONE, kernel=(1, 1))])
+    run["results"].append({**ONE.to_dict(), "contender": "mtagen cuda sm_80", "skipped": "no room"})
+    assert "skipped: mtagen cuda sm_80: no room\n" in printed(run)
+
+
+def test_interrupted_run_says_so() -> None:
+    run = make_run([ONE]) | {"interrupted": True}
+    assert "commit 1afe34d0abcd, interrupted" in printed(run)
+    assert "commit 1afe34d0abcd, interrupted: `mtagen bench" in rendered(run)
+    assert "interrupted" in printed(run | {"rates": None, "results": []})
+
+
 def test_widest_table_is_readable_at_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = {"mtagen auto": 2.0, "mtagen cuda sm_80": 3.0, "mtagen cuda deterministic": 3.0}
     monkeypatch.setattr(sys.modules[__name__], "FACTORS", FACTORS | wide)
@@ -192,6 +205,17 @@ def test_panels_show_what_was_measured() -> None:
         "6,11: decode, 1 new token, d = 64, 16 heads, 4 of keys, bf16",
         "6,11: decode, 4 new tokens, d = 64, 16 heads, bf16",
     ]
+
+
+@pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("cpu", 8)])
+def test_plot_draws_what_has_several_points(name: str, panels: int, tmp_path: Path, monkeypatch: Any) -> None:
+    drawn = []
+    monkeypatch.setattr(report, "_draw", lambda panel, ax: drawn.append(panel))
+    report.plot(RUNS[name], tmp_path / "run.png")
+    assert len(drawn) == panels
+    drawn.clear()
+    report.plot(make_run([ONE]), tmp_path / "run.png")
+    assert [panel.label for panel in drawn] == ["ms", "time / sdpa cudnn"]
 
 
 def test_plot_refuses_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +273,7 @@ def test_load_inverts_the_file(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda run: run.pop("rates"), "no 'rates'"),
+        (lambda run: run["environment"].pop("gpus"), "no 'gpus' in 'environment'"),
         (lambda run: run["results"][2].pop("batch"), r"no 'batch' in results\[2\]"),
         (lambda run: run["results"][2].pop("contender"), r"no 'contender' in results\[2\]"),
         (lambda run: run["results"][0].pop("ms"), r"neither 'skipped' nor a measurement \(no 'ms'\) in results\[0\]"),
@@ -355,8 +380,20 @@ def test_a_case_of_two_runs_is_that_of_the_fuller_one() -> None:
 
 
 def test_overhead_is_shown_although_another_run_has_the_case() -> None:
-    case = "| (6, 11) | 128 | 1024 | 8 | forward | cuda |"
-    assert len(lines(rendered(RUNS["full"], RUNS["overhead"]), case)) == 1
+    text = rendered(RUNS["full"], RUNS["overhead"])
+    assert len(lines(text, "| (6, 11) | 128 | 1024 | 8 | cuda |")) == 1
+    assert "at most 60 us of CPU time, the longest took 47 us:" in text
+
+
+def test_lines_are_in_order_whatever_the_order_of_runs() -> None:
+    long, short = (make_run([replace(ONE, pass_name="forward+backward", nq=n, nk=n)]) for n in (16384, 8192))
+    assert rendered(long, short).index("| 8192 | 1 |") < rendered(long, short).index("| 16384 | 1 |")
+
+
+def test_cpu_run_on_a_machine_with_a_gpu_is_of_the_cpu() -> None:
+    run = RUNS["cpu"] | {"environment": RUNS["quick"]["environment"]}
+    assert report.device(run) == "Intel(R) Xeon(R)"
+    assert report.device(RUNS["quick"]) == "NVIDIA H200"
 
 
 def test_decode_table_shows_both_backends() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ Row = dict[str, Any]
 
 OURS = "mtagen "  # how the names of mtagen's contenders begin
 SDPA = "sdpa"  # and those of plain attention
+_OF_CPU = ("mtagen torch", "sdpa")
 NOTABLE_SPREAD = 0.05  # of the median, between the quantiles
 THRESHOLD = 0.07  # two runs of the same code differ by less
 LENGTH = 8192  # of the tables and panels that show one
@@ -41,7 +43,6 @@ _TIME_KEYS = ("ms", "low_ms", "high_ms")
 _PAPER_WIDTH = 120  # columns, where the output is no terminal
 _VERSIONS = {"torch": "torch", "triton": "triton", "nvrtc": "NVRTC", "cuda_driver": "driver"}
 
-
 Cases = dict[Case, dict[str, Row]]  # measurements by contender
 
 
@@ -52,6 +53,7 @@ def case_of(row: Row) -> Case:
 
 
 def name_kernel(case: Case) -> str:
+    """``cq,ck``, as on the command line."""
     return "{},{}".format(*case.kernel)
 
 
@@ -81,6 +83,8 @@ def load(path: Path) -> Run:
         raise _no_run(path, f"{error}") from None
     if missing := _missing(run, _RUN_KEYS):
         raise _no_run(path, missing)
+    if missing := _missing(run["environment"], ("cpu", "gpus")):
+        raise _no_run(path, f"{missing} in 'environment'")
     if not isinstance(run["results"], list):
         raise _no_run(path, "'results' is no list")
     for index, row in enumerate(run["results"]):
@@ -114,17 +118,17 @@ def measurements(run: Run) -> Cases:
 
 
 def skipped(rows: Iterable[Row]) -> list[str]:
-    """One line for each contender and reason among rows, with the cases where it is not all of them."""
+    """One line for each contender and reason among rows, with the cases where these are not all of its own."""
     rows = list(rows)
-    total = len({case_of(row) for row in rows})
+    totals = Counter(row["contender"] for row in rows)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "skipped" in row:
             reasons.setdefault((row["contender"], row["skipped"]), []).append(name_size(case_of(row)))
     return [
-        f"{contender}: {reason}"
-        + ("" if len(sizes) == total else f" ({len(sizes)} of {total} cases: {_abridged(sizes)})")
-        for (contender, reason), sizes in reasons.items()
+        f"{name}: {reason}"
+        + ("" if len(sizes) == totals[name] else f" ({len(sizes)} of {totals[name]} cases: {_abridged(sizes)})")
+        for (name, reason), sizes in reasons.items()
     ]
 
 
@@ -134,8 +138,8 @@ def _abridged(names: Iterable[str]) -> str:
 
 
 def on_cpu(run: Run) -> bool:
-    """Whether a run is of the CPU: there is no GPU, or the CPU's contender ran."""
-    return not run["environment"]["gpus"] or any(row["contender"] == "mtagen torch" for row in run["results"])
+    """Whether a run is of the CPU: there is no GPU, or contenders ran that only the CPU has."""
+    return not run["environment"]["gpus"] or any(row["contender"] in _OF_CPU for row in run["results"])
 
 
 def device(run: Run) -> str:
@@ -331,20 +335,26 @@ class _Panel(NamedTuple):
     lines: dict[str, dict[Any, float]]
     log: bool = False
 
+    @property
+    def places(self) -> set[Any]:
+        """Of the x axis."""
+        return {x for points in self.lines.values() for x in points}
+
 
 _COLUMNS = 3
-# Okabe and Ito's colours, which the colour-blind can tell apart; plain attention is dashed.
+# In the order of tables and legends. Okabe and Ito's colours, which the colour-blind can tell apart; plain attention,
+# the lower bound, is dashed.
 _STYLES: dict[str, dict[str, Any]] = {
     "mtagen cuda": {"color": "#0072B2", "marker": "o"},
     "mtagen cuda sm_80": {"color": "#0072B2", "marker": "^"},
     "mtagen cuda deterministic": {"color": "#0072B2", "marker": "x"},
     "mtagen triton": {"color": "#009E73", "marker": "s"},
-    "mtagen auto": {"color": "#F0E442", "marker": "*"},
+    "mtagen auto": {"color": "#56B4E9", "marker": "*"},
     "mtagen torch": {"color": "#0072B2", "marker": "o"},
     "eager": {"color": "#000000", "marker": "."},
     "torch.compile": {"color": "#E69F00", "marker": "."},
     "liger (post-softmax)": {"color": "#CC79A7", "marker": "."},
-    "sdpa flash": {"color": "#56B4E9", "marker": "_", "linestyle": "--"},
+    "sdpa flash": {"color": "#D55E00", "marker": "_", "linestyle": ":"},
     "sdpa cudnn": {"color": "#D55E00", "marker": "_", "linestyle": "--"},
     "sdpa": {"color": "#D55E00", "marker": "_", "linestyle": "--"},
 }
@@ -370,7 +380,7 @@ def plot(run: Run, path: Path) -> None:
     """Draw a run: time and memory over N and ratios to cuDNN by kernel; for decode, GB/s over the length of the cache.
 
     Panels over lengths show one kernel, (6, 11) where the run has it, at the smallest batch of each length; all show
-    causal cases where there are some.
+    causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
 
     Raises:
         InputError: as :func:`check_plot`, or the run holds no measurement.
@@ -378,7 +388,9 @@ def plot(run: Run, path: Path) -> None:
     check_plot(path)
     from matplotlib.figure import Figure
 
-    sections = [section for section in _sections(measurements(run)) if section]
+    found = [section for section in _sections(measurements(run)) if section]
+    several = [[panel for panel in section if len(panel.places) > 1] for section in found]
+    sections = [section for section in several if section] or found
     if not sections:
         raise InputError(explain("run", run["command"], "holds no measurement to plot", "a run with measurements"))
     lines = [section[at : at + _COLUMNS] for section in sections for at in range(0, len(section), _COLUMNS)]
@@ -402,14 +414,14 @@ def plot(run: Run, path: Path) -> None:
 
 
 def _draw(panel: _Panel, ax: Axes) -> None:
-    by_length = all(isinstance(x, int) for points in panel.lines.values() for x in points)
+    by_length = all(isinstance(x, int) for x in panel.places)
     for name, points in panel.lines.items():
         style = {"markersize": 4, "linewidth": 1.2} | _STYLES.get(name, {"color": "0.5", "marker": "."})
         if not by_length:
             style["linestyle"] = "none"
         ax.plot(list(points), list(points.values()), label=name, **style)
     if by_length:
-        lengths = sorted({x for points in panel.lines.values() for x in points})
+        lengths = sorted(panel.places)
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
         ax.minorticks_off()
@@ -464,13 +476,13 @@ def _over_lengths(group: str, cases: Cases, *, label: str, key: str, log: bool =
 
 
 def _over_kernels(group: str, cases: Cases) -> _Panel:
+    peer = "sdpa cudnn" if any("sdpa cudnn" in rows for rows in cases.values()) else "sdpa"
     lines: dict[str, dict[Any, float]] = {}
     for case, rows in cases.items():
-        base = rows.get("sdpa cudnn") or rows.get("sdpa")
         for name, row in rows.items():
-            if base and name.startswith(OURS):
-                lines.setdefault(name, {})[name_kernel(case)] = row["ms"] / base["ms"]
-    return _Panel(f"N = {next(iter(cases)).nk}: {group}", "time / plain attention", lines)
+            if peer in rows and name.startswith(OURS):
+                lines.setdefault(name, {})[name_kernel(case)] = row["ms"] / rows[peer]["ms"]
+    return _Panel(f"N = {next(iter(cases)).nk}: {group}", f"time / {peer}", lines)
 
 
 def smallest_batches(cases: Cases) -> Cases:
@@ -478,7 +490,8 @@ def smallest_batches(cases: Cases) -> Cases:
     kept: dict[Case, Case] = {}
     for case in sorted(cases, key=lambda case: case.batch):
         kept.setdefault(replace(case, batch=1), case)
-    return {case: rows for case, rows in cases.items() if case in kept.values()}
+    smallest = set(kept.values())
+    return {case: rows for case, rows in cases.items() if case in smallest}
 
 
 def typical_length(cases: Iterable[Case]) -> int:
