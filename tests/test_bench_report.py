@@ -371,6 +371,14 @@ def test_tables_leave_out_what_was_skipped() -> None:
     assert "| 8192 | 128 | 20 | 40 | 900 | 400 | 10 | 19 |" in text.splitlines()
 
 
+def test_a_run_without_memory_has_no_column_of_it() -> None:
+    run = on_cpu(make_run([replace(ONE, pass_name="forward+backward")]))
+    assert "peak MiB" in rendered(run)
+    for row in run["results"]:
+        row["peak_MiB"] = None
+    assert "peak MiB" not in rendered(run).replace("Peak", "peak")
+
+
 def test_a_case_of_two_runs_is_that_of_the_fuller_one() -> None:
     fuller, other = make_run([ONE], "fuller"), make_run([ONE], "other")
     other["results"] = other["results"][:2]
