@@ -53,6 +53,9 @@ CASES = (
 )
 
 
+_MIN_WEIGHTS = 16  # whose gradients are compared, or eager's largest error may be small by luck
+
+
 class Row(NamedTuple):
     """One result of one case, judged."""
 
@@ -73,7 +76,7 @@ class Inputs(NamedTuple):
 
 
 def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Row]:
-    """Forward, all gradients and decode of ``op`` on random inputs, case by case.
+    """Forward, all gradients and decode of ``op`` on random inputs, case by case; for small kernels with more heads.
 
     Raises:
         SpecError: the dtype is as wide as that of the float64 reference.
@@ -83,6 +86,8 @@ def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASE
         raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", legal))
     eager = partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True)
     for case in cases:
+        more = math.ceil(_MIN_WEIGHTS / (case.heads * math.prod(spec.kernel)))
+        case = case._replace(heads=more * case.heads, kv_heads=more * case.kv_heads)
         inputs = random_inputs(spec, case, device)
         # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):

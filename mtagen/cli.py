@@ -315,6 +315,61 @@ def _present(device: str | None) -> str:
     return device
 
 
+@app.command()
+def tune(
+    *,
+    kernel: Annotated[list[str], typer.Option(help="Extents of the convolution; repeatable.", metavar="CQ,CK")],
+    head_dim: Annotated[list[int], typer.Option(help="Size of a query, key and value vector; repeatable.")],
+    causal: Annotated[bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")] = True,
+    dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Whose candidates; repeatable.", metavar="cuda|triton", show_default="both")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Candidates for each decision, the cheapest first.", min=1)] = 8,
+    jobs: Annotated[int, typer.Option(help="Processes that compile Triton kernels.", min=1)] = 8,
+    table: Annotated[
+        Path | None, typer.Option(help="Table to add the winners to, in the format of those shipped.", dir_okay=False)
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="File for the time of every candidate.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Time the planner's candidates on this GPU and keep the fastest, which later builds follow.
+
+    Also shows how well the cost model foretold the order: Spearman's rank correlation of cost and time.
+    """
+    from rich.progress import Progress
+
+    from . import tuning
+    from .op import local_target
+    from .planner.backends import GENERATED
+
+    backends = backend or GENERATED
+    if unknown := set(backends) - set(GENERATED):
+        raise SpecError(explain("backend", unknown.pop(), "has no candidates", GENERATED))
+    specs = [_spec(one, dim, causal=causal, dtype=dtype) for one in kernel for dim in head_dim]
+    target = local_target()
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("timing candidates", total=None)
+        found = tuning.tune(
+            specs,
+            target,
+            backends=backends,
+            limit=limit,
+            jobs=jobs,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    _print_table(("decision", "fastest", "ms", "planned first", "ms", "rank correlation"), tuning.report(found))
+    for key, name, error in found.failed:
+        typer.echo(f"did not run: {key}, {name}: {error}")
+    typer.echo(f"mean rank correlation {tuning.mean_rank_correlation(found.timings):.2f}")
+    if as_json:
+        as_json.write_text(json.dumps(tuning.to_dict(found), indent=1) + "\n")
+    tuning.keep(specs, target, found.table)
+    if table:
+        tuning.export(found.table, table)
+
+
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
     rows = list(rows)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=bool(columns))

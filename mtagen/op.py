@@ -13,7 +13,9 @@ from .ops import library
 from .ops.executor import Executor
 from .ops.inputs import check_call, check_decode, resolve_scale
 from .planner import Plan, plan, target_for_capability
+from .planner.tables import shipped
 from .runtime.load import available_backends, compile_kernels, load, plan_key
+from .runtime.tuned import remembered
 from .spec import Spec
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
@@ -132,6 +134,7 @@ def build(
     target: str | None = None,
     dtype: torch.dtype | str | None = None,
     deterministic: bool | None = None,
+    tune: bool = False,
 ) -> MultiTokenAttention:
     """Plan, render, compile and cache the op of one kernel shape and head dim. Everything is built here, not in calls.
 
@@ -151,15 +154,17 @@ def build(
         deterministic: whether equal inputs give bit-equal gradients; default: where
             ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
             gradient but the dq of CUDA's fused backward kernel.
+        tune: time the planner's candidates on this GPU first (minutes), unless that was done before. What ``mtagen
+            tune`` or an earlier build found for this spec is kept in the cache, and every build follows it.
 
     Raises:
         SpecError: the request is not legal.
         PlanError: it has no plan on this target; the message names the limit.
-        BackendError: the backend cannot be used here.
+        BackendError: the backend cannot be used here; there is no GPU to tune on; what tuning chose is not accurate.
     """
     interpreted = Config.from_env().triton_interpret
     if target is None:
-        target = _local_target(backend, interpreted)
+        target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
     named = None if dtype is None else _dtype_name(dtype)
     default = "fp32" if interpreted or target == "cpu" else "bf16"
     spec = Spec(
@@ -175,8 +180,31 @@ def build(
         raise BackendError(
             explain("dtype", "bf16", "Triton's interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU")
         )
-    planned = plan(spec, target, backend, available=("triton",) if interpreted else available_backends())
-    generated = planned.backend != "torch"
+    table = remembered(spec, target)
+    if tune and table is None:
+        from . import tuning  # which needs this module
+
+        table = tuning.tune([spec], target).table
+        tuning.keep([spec], target, table)
+    planned = plan(
+        spec,
+        target,
+        backend,
+        available=("triton",) if interpreted else available_backends(),
+        tables=None if table is None else (table, shipped(target)),
+    )
+    return assemble(planned, backend, dtype=named, deterministic=deterministic)
+
+
+def assemble(
+    planned: Plan, backend: str = "auto", *, dtype: str | None = None, deterministic: bool | None = None
+) -> MultiTokenAttention:
+    """The op of a plan: :func:`build`'s second half, whose arguments these are.
+
+    Raises:
+        BackendError: the plan's backend cannot be used here.
+    """
+    spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
     kernels = load(planned) if generated else None
     if kernels is not None and not interpreted:
         on_gpu = torch.cuda.is_available()
@@ -192,13 +220,12 @@ def build(
         (plan_key(planned), backend, *([] if deterministic is None else [f"deterministic{deterministic:d}"]))
     )
     library.register(key, executor)
-    fixed = named or (spec.dtype if generated else None)
+    fixed = dtype or (spec.dtype if generated else None)
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))
 
 
-def _local_target(backend: str, interpreted: bool) -> str:
-    if interpreted and backend == "triton":
-        return _INTERPRETER_TARGET
+def local_target() -> str:
+    """The target of this machine's GPU, else ``cpu``."""
     if not torch.cuda.is_available():
         return "cpu"
     if torch.version.hip:

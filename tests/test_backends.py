@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-import mtagen
-from mtagen import TARGETS, Plan, PlanError, Spec, SpecError, plan
+from mtagen import Plan, PlanError, Spec, SpecError, plan
 from mtagen.planner import backends
 from mtagen.planner.backends import PASSES, cuda_over_triton, flops_per_score
-
-HOPPER = TARGETS["sm_90a"]
-Table = Mapping[str, Mapping[tuple[int, ...], float]]
+from mtagen.planner.tables import Table
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
-    monkeypatch.setattr(backends, "_table", lambda _: table)
+def measured(ratios: Mapping[str, Mapping[tuple[int, int, int], float]]) -> tuple[Table]:
+    return (Table("measured", cuda_over_triton=ratios),)
 
 
 def backend_of(made: Plan) -> dict[str, str]:
     return {choice.pass_name: choice.backend for choice in made.choices}
 
 
-def test_measured_shapes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_shapes_decide() -> None:
     shape = (6, 11, 64)
-    measure(monkeypatch, {"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.0}})
-    made = plan(Spec((6, 11), 64), "sm_90a")
+    tables = measured({"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.0}})
+    made = plan(Spec((6, 11), 64), "sm_90a", tables=tables)
     assert backend_of(made) == {"forward": "cuda", "backward": "triton", "decode": "cuda"}
     assert made.backend == "cuda+triton"
     assert "forward: 0.40 of triton's time, measured" in made.reason
@@ -39,27 +34,26 @@ def test_measured_shapes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (again, hash(again), again.reason) == (made, hash(made), made.reason)
 
 
-def test_other_shapes_are_scaled_from_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure(monkeypatch, {"forward": {(6, 11, 128): 0.5, (1, 1, 128): 2.0}, "decode": {(6, 11, 64): 0.75}})
+def test_other_shapes_are_scaled_from_the_nearest() -> None:
+    tables = measured({"forward": {(6, 11, 128): 0.5, (1, 1, 128): 2.0}, "decode": {(6, 11, 64): 0.75}})
 
     def work(kernel: tuple[int, int], d: int) -> float:
         spec = Spec(kernel, d)
         return flops_per_score("cuda", spec)["forward"] / flops_per_score("triton", spec)["forward"]
 
-    ratio, source = cuda_over_triton("forward", Spec((7, 7), 96), HOPPER)
+    ratio, source = cuda_over_triton("forward", Spec((7, 7), 96), tables)
     assert source == "scaled from (6, 11), head dim 128"
     assert ratio == pytest.approx(0.5 * work((7, 7), 96) / work((6, 11), 128))
-    ratio, source = cuda_over_triton("forward", Spec((1, 2), 64), HOPPER)
+    ratio, source = cuda_over_triton("forward", Spec((1, 2), 64), tables)
     assert source == "scaled from (1, 1), head dim 128"
     assert ratio == pytest.approx(2.0 * work((1, 2), 64) / work((1, 1), 128))
-    assert cuda_over_triton("decode", Spec((3, 3), 128), HOPPER)[0] == 0.75  # its time is that of reading the cache
+    assert cuda_over_triton("decode", Spec((3, 3), 128), tables)[0] == 0.75  # its time is that of reading the cache
 
 
-def test_planned_work_decides_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure(monkeypatch, {})
+def test_planned_work_decides_where_nothing_is_measured() -> None:
     for kernel, d in (((6, 11), 128), ((1, 1), 64), ((2, 2), 32)):
         spec = Spec(kernel, d)
-        ratio, source = cuda_over_triton("backward", spec, HOPPER)
+        ratio, source = cuda_over_triton("backward", spec, ())
         assert source == "by planned work"
         cheaper = min(("cuda", "triton"), key=lambda backend: flops_per_score(backend, spec)["backward"])
         assert (ratio <= 1) == (cheaper == "cuda")
@@ -126,30 +120,12 @@ def test_an_explicit_backend_serves_every_pass() -> None:
         plan(Spec((6, 11), 64), "cpu", "cuda")
 
 
-def test_text_shows_the_choice_of_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure(monkeypatch, {"forward": {(6, 11, 64): 0.4}, "backward": {(6, 11, 64): 1.25}})
-    text = str(plan(Spec((6, 11), 64), "sm_90a"))
+def test_text_shows_the_choice_of_each_pass() -> None:
+    tables = measured({"forward": {(6, 11, 64): 0.4}, "backward": {(6, 11, 64): 1.25}})
+    text = str(plan(Spec((6, 11), 64), "sm_90a", tables=tables))
     assert re.search(r"forward backend +cuda: 0.40 of triton's time, measured", text)
     assert re.search(r"backward backend +triton: cuda takes 1.25 of its time, measured", text)
     assert re.search(r"scores +\d+ x \d+, \d warps", text)  # a tile of Triton's backward pass
     for fused in plan(Spec((6, 11), 64), "sm_90a", "cuda").fused.values():
         for _, name, value in fused.rows_of_table():
             assert re.search(rf"{re.escape(name)} +{re.escape(value)}", str(plan(Spec((6, 11), 64), "sm_90a", "cuda")))
-
-
-TABLES = sorted((Path(mtagen.__file__).parent / "planner/tables").glob("*_backends.json"))
-
-
-@pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
-def test_tables(table: Path) -> None:
-    """Every entry is of a shape that both backends can do, and decides."""
-    target = table.stem.removesuffix("_backends")
-    content = json.loads(table.read_text())
-    assert content["device"].split()[0] in TARGETS[target].device
-    assert set(content["cuda_over_triton"]) <= set(PASSES)
-    for pass_name, ratios in content["cuda_over_triton"].items():
-        for shape, ratio in ratios.items():
-            cq, ck, d = map(int, shape.split(","))
-            chosen = next(c for c in plan(Spec((cq, ck), d), target).choices if c.pass_name == pass_name)
-            assert chosen.backend == ("cuda" if ratio <= 1 else "triton")
-            assert chosen.reason.endswith("measured")

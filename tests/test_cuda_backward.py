@@ -22,8 +22,8 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target
-from mtagen.planner.fused.backward import GROUP, FusedBackward, fused_backward
-from mtagen.planner.fused.forward import fused_forward
+from mtagen.planner.backends import fused_pass
+from mtagen.planner.fused.backward import GROUP, FusedBackward
 from mtagen.planner.targets import Target
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.backward import backward as on_host
@@ -44,7 +44,7 @@ def case_id(value: object) -> str:
 
 def plans() -> Iterator[FusedBackward]:
     for kernel, dim, target in itertools.product(KERNELS, HEAD_DIMS, TARGETS):
-        yield fused_backward(Spec(kernel, dim), target)
+        yield fused_pass("backward", Spec(kernel, dim), target)
 
 
 # ---- The plan ----
@@ -103,7 +103,7 @@ def test_every_row_shift_has_its_block() -> None:
 )
 def test_refusals_name_the_limit(spec: Spec, target: str, limit: str) -> None:
     with pytest.raises(PlanError, match=limit):
-        fused_backward(spec, get_target(target))
+        fused_pass("backward", spec, get_target(target))
 
 
 # ---- The kernel's index arithmetic, in NumPy ----
@@ -223,7 +223,7 @@ def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: s
     """Every pair of row and key in exactly one CTA, every window in its strip: the sums equal the definition's."""
     rng = np.random.default_rng(0)
     spec = Spec(kernel, 128, causal=causal, key_padding=padding)
-    plan = fused_backward(spec, target)
+    plan = fused_pass("backward", spec, target)
     for n_q, n_k in ((100, 230), (140, 97)):
         q, k, v, grad_out = (rng.standard_normal((n, 4)) / 2 for n in (n_q, n_k, n_k, n_q))
         w = rng.standard_normal(kernel) / 4
@@ -261,7 +261,7 @@ def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: s
 )
 def test_compiled(target: Target, spec: Spec, spilled: int) -> None:
     """Products on the tensor cores, registers as planned, and a bounded stack."""
-    plan = fused_backward(spec, target)
+    plan = fused_pass("backward", spec, target)
     cubin = compile_cubin(render(plan), plan.target)
     usage = usage_of_cubin(cubin)
     for kernel in plan.kernels:
@@ -333,7 +333,7 @@ def problem(
 
 @cache
 def loaded(name: str, spec: Spec, target: Target) -> Callable[..., tuple[Tensor, ...]]:
-    return cuda_pass(name, {"forward": fused_forward, "backward": fused_backward}[name](spec, target))
+    return cuda_pass(name, fused_pass(name, spec, target))
 
 
 def run(
@@ -384,7 +384,7 @@ def assert_accurate(
 )
 def test_emulated(target: Target, spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emitted kernels themselves, on a CPU that plays the GPU; copies come early, then late."""
-    plan = fused_backward(spec, target)
+    plan = fused_pass("backward", spec, target)
     for seed, size in enumerate([(1, 2, 1, 150, 150), (1, 2, 2, 70, 100)]):
         backward = partial(on_host, emulated(plan, tmp_path, seed), plan)
         given = problem(spec, *size, strided=seed == 0, device="cpu")

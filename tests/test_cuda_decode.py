@@ -17,7 +17,8 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
-from mtagen.planner.fused.decode import DecodeTile, FusedDecode, fused_decode
+from mtagen.planner.backends import fused_pass
+from mtagen.planner.fused.decode import DecodeTile, FusedDecode
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
@@ -31,7 +32,7 @@ GROUPS = (1, 2, 3, 4, 7, 8, 32)
 
 def plans() -> Iterator[FusedDecode]:
     for target, kernel, dim in itertools.product(TARGETS, KERNELS, HEAD_DIMS):
-        yield fused_decode(Spec(kernel, dim), get_target(target))
+        yield fused_pass("decode", Spec(kernel, dim), get_target(target))
 
 
 # ---- The plan ----
@@ -59,14 +60,14 @@ def test_every_call_has_a_kernel() -> None:
 
 
 def test_a_group_takes_the_smallest_kernel_that_holds_it() -> None:
-    plan = fused_decode(Spec((6, 11), 128), get_target("sm_90a"))
+    plan = fused_pass("decode", Spec((6, 11), 128), get_target("sm_90a"))
     chosen = {call: plan.tile_for(*call).heads for call in [(1, 1), (1, 8), (2, 1), (4, 1), (2, 4), (4, 4), (8, 1)]}
     assert chosen == {(1, 1): 1, (1, 8): 1, (2, 1): 4, (4, 1): 4, (2, 4): 4, (4, 4): 8, (8, 1): 8}
     assert [plan.tiles[-1].heads_for(group, 1) for group in (8, 9, 16, 17)] == [8, 5, 8, 6]
 
 
 def test_splits_fill_the_gpu() -> None:
-    plan = fused_decode(Spec((6, 11), 128), get_target("sm_90a"))
+    plan = fused_pass("decode", Spec((6, 11), 128), get_target("sm_90a"))
     tile = plan.tiles[0]
     slots = tile.rule(get_target("sm_90a")).slots
     for owners in (1, 16, 128, 1000):
@@ -87,7 +88,7 @@ def test_splits_fill_the_gpu() -> None:
 )
 def test_what_does_not_fit_is_refused(spec: Spec, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        fused_decode(spec, get_target("sm_90a"))
+        fused_pass("decode", spec, get_target("sm_90a"))
 
 
 # ---- The index maps ----
@@ -149,7 +150,7 @@ def test_convolution(kernel: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     cq, ck = kernel
     weight = random.standard_normal(kernel)
-    plans = [fused_decode(Spec(kernel, dim), get_target("sm_89")) for dim in (64, 128, 256)]
+    plans = [fused_pass("decode", Spec(kernel, dim), get_target("sm_89")) for dim in (64, 128, 256)]
     tiles = {tile.keys: (plan, tile) for plan in plans for tile in plan.tiles}
     assert {32, 64} <= tiles.keys()
     for (plan, tile), n_new in itertools.product(tiles.values(), (1, 2, 3, 8)):
@@ -162,7 +163,7 @@ def test_convolution(kernel: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_strip_has_room_for_the_tile_and_the_one_before(kernel: tuple[int, int]) -> None:
-    plan = fused_decode(Spec(kernel, 64), get_target("sm_90a"))
+    plan = fused_pass("decode", Spec(kernel, 64), get_target("sm_90a"))
     carry = plan.window_chunks - 1
     assert 8 * (carry - 1) < kernel[1] - 1 <= 8 * carry
     for tile in plan.tiles:
@@ -190,7 +191,7 @@ COMPILED = [
 def test_compiles_without_spills(
     target: str, kernel: tuple[int, int], dims: tuple[int, int], dtype: str, mask: str
 ) -> None:
-    plan = fused_decode(Spec(kernel, *dims, dtype=dtype, mask=mask), get_target(target))
+    plan = fused_pass("decode", Spec(kernel, *dims, dtype=dtype, mask=mask), get_target(target))
     cubin = compile_cubin(render(plan), target)
     usage = usage_of_cubin(cubin)
     for launched in plan.kernels:
@@ -205,7 +206,7 @@ def test_compiles_without_spills(
 
 
 def gpu_plan(spec: Spec) -> FusedDecode:
-    return fused_decode(spec, target_for_capability(torch.cuda.get_device_capability()))
+    return fused_pass("decode", spec, target_for_capability(torch.cuda.get_device_capability()))
 
 
 @cache

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import sympy
 from numpy.typing import NDArray
 
-import mtagen
 from mtagen import TARGETS, Plan, PlanError, Spec, Target, plan
 from mtagen.codegen.printers import python_code
-from mtagen.planner.decode import DECODE_ROLES
 from mtagen.planner.lift import T, lift
 from mtagen.planner.tiles import StreamBounds
 from mtagen.planner.tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, resources
@@ -156,31 +152,6 @@ def assert_fits(made: Plan, role: str, tile: Tile, source: str) -> None:
 
 def is_power_of_2(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
-
-
-TABLES = [
-    table
-    for table in sorted((Path(mtagen.__file__).parent / "planner/tables").iterdir())
-    if not table.stem.endswith("_backends")
-]
-
-
-@pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
-def test_measured_tiles(table: Path) -> None:
-    """Every entry of a table is used by some plan, and fits."""
-    target = table.stem
-    content = json.loads(table.read_text())
-    assert target in TARGETS
-    assert content["device"].split()[0] in TARGETS[target].device
-    assert set(content["versions"]) == {"torch", "triton"}
-    for key, fields in content["tiles"].items():
-        role, d, dv, name, count, size = re.fullmatch(r"(\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)", key).groups()
-        n, dtype = int(count), {"2": "bf16", "4": "fp32"}[size]
-        kernel = (n, n) if role not in ("dq_lifted", "dk_shifted") else (n + 1, n)  # those two lift queries
-        assert (name == "taps") == (role in DECODE_ROLES)
-        made = plan(Spec(kernel, int(d), int(dv), dtype=dtype), target, "triton")
-        assert (role, Tile(**fields), "measured") in made.tiles
-        assert_fits(made, role, Tile(**fields), "measured")
 
 
 # The lift against the convolution that it replaces.

@@ -1,35 +1,36 @@
-"""Which backend serves which pass.
+"""Which backend serves which pass, and which of a backend's candidates.
 
 ``triton`` is the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile" (:mod:`.fused`), ``torch`` tiled PyTorch
 ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is expected to be faster: measured, where
-``tables/<target>_backends.json`` has the shape, else scaled from the nearest measured shape by planned work.
+a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work. Of the tiles of a
+Triton kernel and the variants of a CUDA pass, a table's is taken, else the cheapest by the cost model.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple, Protocol
 
 from ..errors import PlanError, explain
 from ..spec import Spec
 from .decode import decode_geometry
-from .fused.backward import fused_backward
+from .fused.backward import backward_candidates
 from .fused.band import band
-from .fused.decode import fused_decode
-from .fused.forward import fused_forward
+from .fused.decode import decode_candidates
+from .fused.forward import forward_candidates
 from .fused.kernel import Kernel
 from .lift import lift
+from .tables import Table, variant_key
 from .targets import Target
-from .tiling import VECTOR_ROLES, Tile, choose
+from .tiling import VECTOR_ROLES, Tile, proposals, table_key
 
 BACKENDS = ("auto", "cuda", "triton", "torch")
 GENERATED = ("cuda", "triton")
 PASSES = ("forward", "backward", "decode")
 MAX_TERMS = 16  # the lifted prologue holds one vector per term
+COST_MODEL = "cost model"
 _INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
 
 
@@ -50,6 +51,8 @@ class FusedPass(Protocol):
         name: name of the source file.
         template: the template that prints the plan.
         kernels: the pass's kernels.
+        variant: what tells the plan from other candidates for the same request, in words.
+        cost: modelled multiprocessor cycles per score; of decode, per key.
 
     ``rows_of_table()`` gives facts for the plan's table, as (section, name, value).
     """
@@ -64,27 +67,58 @@ class FusedPass(Protocol):
     def template(self) -> str: ...
     @property
     def kernels(self) -> tuple[Kernel, ...]: ...
+    @property
+    def variant(self) -> str: ...
+    @property
+    def cost(self) -> float: ...
     def rows_of_table(self) -> Iterable[tuple[str, str, str]]: ...
 
 
-_FUSED: Mapping[str, Callable[[Spec, Target], FusedPass]] = {
-    "forward": fused_forward,
-    "backward": fused_backward,
-    "decode": fused_decode,
+_CANDIDATES: Mapping[str, Callable[[Spec, Target], Iterable[FusedPass]]] = {
+    "forward": forward_candidates,
+    "backward": backward_candidates,
+    "decode": decode_candidates,
 }
 
 
 @cache
-def fused_pass(pass_name: str, spec: Spec, target: Target) -> FusedPass:
-    """The CUDA plan of one pass.
+def fused_candidates(pass_name: str, spec: Spec, target: Target) -> tuple[FusedPass, ...]:
+    """The CUDA plans of one pass that fit the target, the cheapest by the cost model first.
 
     Raises:
-        PlanError: it does not fit; the message names the limit.
+        PlanError: none fits; the message names the limit.
     """
-    return _FUSED[pass_name](spec, target)
+    return tuple(sorted(_CANDIDATES[pass_name](spec, target), key=lambda candidate: candidate.cost))
 
 
-def triton_tiles(spec: Spec, target: Target) -> tuple[tuple[str, Tile, str], ...]:
+def fused_pass(pass_name: str, spec: Spec, target: Target, variant: str | None = None) -> FusedPass:
+    """The CUDA plan of one pass, by default the cheapest.
+
+    Raises:
+        PlanError: none fits, or none is the variant; the message names the limit.
+    """
+    plans = {plan.variant: plan for plan in reversed(fused_candidates(pass_name, spec, target))}
+    variant = variant or fused_candidates(pass_name, spec, target)[0].variant
+    if variant not in plans:
+        raise PlanError(explain(f"{pass_name} variant", variant, f"is no candidate on {target.name}", sorted(plans)))
+    return plans[variant]
+
+
+def choose_variant(pass_name: str, spec: Spec, target: Target, tables: Sequence[Table]) -> tuple[str, str]:
+    """The variant of a CUDA pass, and where the choice comes from.
+
+    Raises:
+        PlanError: none fits; the message names the limit.
+    """
+    cheapest, *others = (plan.variant for plan in fused_candidates(pass_name, spec, target))
+    for table in tables:
+        measured = table.variants.get(variant_key(pass_name, spec))
+        if measured in (cheapest, *others):
+            return str(measured), table.source
+    return cheapest, COST_MODEL if others else "the only one"
+
+
+def triton_tiles(spec: Spec, target: Target, tables: Sequence[Table]) -> tuple[tuple[str, Tile, str], ...]:
     """(role, tile, source of the choice) of every Triton kernel.
 
     Raises:
@@ -104,20 +138,36 @@ def triton_tiles(spec: Spec, target: Target) -> tuple[tuple[str, Tile, str], ...
         )
     contractions = (contraction.role for contraction in geometry.contractions)
     roles = ("forward", "scores", *contractions, *decode_geometry(spec).roles, *VECTOR_ROLES)
-    return tuple((role, *choose(role, spec, geometry, target)) for role in roles)
+    chosen = []
+    for role in roles:
+        key = table_key(role, spec, geometry)
+        measured = [(table.tiles[key], table.source) for table in tables if key in table.tiles]
+        rule = "rule" if role in VECTOR_ROLES else COST_MODEL
+        tile, source = measured[0] if measured else (proposals(role, spec, geometry, target)[0], rule)
+        chosen.append((role, tile, source))
+    return tuple(chosen)
 
 
-def choose_backends(spec: Spec, target: Target, available: Collection[str]) -> tuple[Choice, ...]:
+def choose_backends(
+    spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]
+) -> tuple[Choice, ...]:
     """What ``auto`` means on a GPU, pass by pass.
 
     Raises:
         PlanError: no available backend can do a pass; the message is Triton's if that is one of them.
     """
-    triton = _refusal("triton", available, lambda: triton_tiles(spec, target))
-    return tuple(_choose(pass_name, spec, target, available, triton) for pass_name in PASSES)
+    triton = _refusal("triton", available, lambda: triton_tiles(spec, target, tables))
+    return tuple(_choose(pass_name, spec, target, available, triton, tables) for pass_name in PASSES)
 
 
-def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[str], triton: PlanError | None) -> Choice:
+def _choose(
+    pass_name: str,
+    spec: Spec,
+    target: Target,
+    available: Collection[str],
+    triton: PlanError | None,
+    tables: Sequence[Table],
+) -> Choice:
     cuda = _refusal("cuda", available, lambda: fused_pass(pass_name, spec, target))
     if cuda and triton:
         raise triton if "triton" in available else cuda
@@ -125,7 +175,7 @@ def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[st
         return Choice(pass_name, "triton", f"not cuda: {cuda}")
     if triton:
         return Choice(pass_name, "cuda", f"not triton: {triton}")
-    ratio, source = cuda_over_triton(pass_name, spec, target)
+    ratio, source = cuda_over_triton(pass_name, spec, tables)
     if ratio <= 1:
         return Choice(pass_name, "cuda", f"{ratio:.2f} of triton's time, {source}")
     return Choice(pass_name, "triton", f"cuda takes {ratio:.2f} of its time, {source}")
@@ -142,20 +192,23 @@ def _refusal(backend: str, available: Collection[str], attempt: Callable[[], obj
     return None
 
 
-def cuda_over_triton(pass_name: str, spec: Spec, target: Target) -> tuple[float, str]:
+def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tuple[float, str]:
     """Expected time of CUDA's kernels over Triton's, and where the figure comes from.
 
     A measured shape stands for itself; another's ratio is that of the nearest one, scaled by how the ratio of planned
     work changes from there to here. Without measurements it is the ratio of planned work.
     """
-    measured = _table(target.name).get(pass_name, {})
+    here = (*spec.kernel, spec.head_dim)
+    measured: dict[tuple[int, int, int], float] = {}
+    for table in tables:
+        shapes = table.cuda_over_triton.get(pass_name, {})
+        if here in shapes:
+            return shapes[here], table.source
+        measured = {**shapes, **measured}
     work = _work_ratio(pass_name, spec.kernel, spec.head_dim, spec.value_head_dim)
     if not measured:
         return work, "by planned work"
-    here = (*spec.kernel, spec.head_dim)
     nearest = min(measured, key=lambda shape: (_distance(shape, here), shape))
-    if nearest == here:
-        return measured[here], "measured"
     cq, ck, d = nearest
     ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
     return ratio, f"scaled from ({cq}, {ck}), head dim {d}"
@@ -171,19 +224,6 @@ def _work_ratio(pass_name: str, kernel: tuple[int, int], d: int, dv: int) -> flo
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
     return sum(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))
-
-
-@cache
-def _table(target: str) -> Mapping[str, Mapping[tuple[int, ...], float]]:
-    """Pass -> (cq, ck, head_dim) -> measured time of CUDA's kernels over Triton's."""
-    path = files(__package__) / "tables" / f"{target}_backends.json"
-    if not path.is_file():
-        return {}
-    ratios = json.loads(path.read_text())["cuda_over_triton"]
-    return {
-        pass_name: {tuple(map(int, shape.split(","))): ratio for shape, ratio in shapes.items()}
-        for pass_name, shapes in ratios.items()
-    }
 
 
 def flops_per_score(backend: str, spec: Spec) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from .backends import (
     Choice,
     FusedPass,
     choose_backends,
+    choose_variant,
     flops_per_score,
     fused_pass,
     triton_tiles,
@@ -25,6 +26,7 @@ from .decode import DECODE_ROLES, Decode, SplitRule, decode_geometry, split_rule
 from .lift import Lift, lift
 from .names import kernel_name, suffix
 from .stencil import Stencil
+from .tables import Table, shipped
 from .targets import Target, get_target
 from .tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
 
@@ -41,6 +43,7 @@ class Plan:
         choices: (pass, backend, reason) of forward, backward and decode. Backends: ``cuda`` and ``triton`` (generated
             kernels), ``torch`` (tiled PyTorch ops, any device, all passes).
         tiles: (role, tile, source of the choice) of each Triton kernel; empty if Triton serves no pass.
+        variants: (pass, variant, source of the choice) of each pass that CUDA serves.
         workspace_bytes: bound on the workspace of Triton's backward pass for the gradient of the scores.
         heads_per_wave: heads whose blocks Triton's forward kernel interleaves, the longest first.
     """
@@ -49,6 +52,7 @@ class Plan:
     target: str
     choices: tuple[Choice, ...]
     tiles: tuple[tuple[str, Tile, str], ...] = ()
+    variants: tuple[tuple[str, str, str], ...] = ()
     workspace_bytes: int = _WORKSPACE_BYTES
     heads_per_wave: int = 8
 
@@ -71,7 +75,8 @@ class Plan:
     @cached_property
     def fused(self) -> Mapping[str, FusedPass]:
         """The plans of the passes that CUDA computes, by pass."""
-        return {name: fused_pass(name, self.spec, get_target(self.target)) for name in self.served_by("cuda")}
+        target = get_target(self.target)
+        return {name: fused_pass(name, self.spec, target, variant) for name, variant, _ in self.variants}
 
     @cached_property
     def lift(self) -> Lift:
@@ -143,6 +148,7 @@ class Plan:
             "target": self.target,
             "passes": {name: {"backend": backend, "reason": reason} for name, backend, reason in self.choices},
             "tiles": {role: {**asdict(tile), "source": source} for role, tile, source in self.tiles},
+            "variants": {name: {"variant": variant, "source": source} for name, variant, source in self.variants},
             "workspace_bytes": self.workspace_bytes,
             "heads_per_wave": self.heads_per_wave,
         }
@@ -154,9 +160,10 @@ class Plan:
             (role, Tile(**{name: value for name, value in tile.items() if name != "source"}), tile["source"])
             for role, tile in fields["tiles"].items()
         )
+        variants = tuple((name, one["variant"], one["source"]) for name, one in fields["variants"].items())
         choices = tuple(Choice(name, **choice) for name, choice in fields["passes"].items())
         others = {name: fields[name] for name in ("target", "workspace_bytes", "heads_per_wave")}
-        return cls(spec=Spec.from_dict(fields["spec"]), choices=choices, tiles=tiles, **others)
+        return cls(spec=Spec.from_dict(fields["spec"]), choices=choices, tiles=tiles, variants=variants, **others)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -192,8 +199,8 @@ class Plan:
             )
             rows.append(("stencil", f"{name} halo", text))
         rows += [("cost", f"flop per score, {name}", str(flop)) for name, flop in self.flops_per_score().items()]
-        for fused in self.fused.values():
-            rows += fused.rows_of_table()
+        for name, variant, source in self.variants:
+            rows += [(name, "variant", f"{variant} ({source})"), *self.fused[name].rows_of_table()]
         if self.tiles:
             rows += self._triton_rows()
         return rows
@@ -241,6 +248,7 @@ def plan(
     target: str | Target = "sm_90a",
     backend: str = "auto",
     available: Collection[str] = GENERATED,
+    tables: Sequence[Table] | None = None,
 ) -> Plan:
     """Decide everything about ``spec`` on ``target``.
 
@@ -250,6 +258,7 @@ def plan(
         backend: ``cuda``, ``triton``, ``torch``, or ``auto``: on GPUs the generated kernels expected to be faster, pass
             by pass; on the CPU tiled PyTorch ops.
         available: the backends that ``auto`` may choose from on GPUs.
+        tables: measured decisions, the first that has one is followed; by default the target's table in the package.
 
     Raises:
         SpecError: unknown target or backend.
@@ -263,12 +272,13 @@ def plan(
         reason = "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for"
         return Plan(spec, "cpu", tuple(Choice(name, "torch", reason) for name in PASSES))
     target = get_target(target) if isinstance(target, str) else target
+    tables = (shipped(target.name),) if tables is None else tables
     if backend == "auto":
-        choices = choose_backends(spec, target, available)
+        choices = choose_backends(spec, target, available, tables)
     else:
         choices = tuple(Choice(name, backend, "asked for") for name in PASSES)
-    for choice in choices:
-        if choice.backend == "cuda":
-            fused_pass(choice.pass_name, spec, target)  # raises for what does not fit
+    variants = tuple(
+        (name, *choose_variant(name, spec, target, tables)) for name, served_by, _ in choices if served_by == "cuda"
+    )
     by_triton = any(choice.backend == "triton" for choice in choices)
-    return Plan(spec, target.name, choices, triton_tiles(spec, target) if by_triton else ())
+    return Plan(spec, target.name, choices, triton_tiles(spec, target, tables) if by_triton else (), variants)

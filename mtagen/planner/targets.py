@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from ..errors import SpecError, explain
 
+SHARED_BYTES_PER_CYCLE = 128  # of an NVIDIA multiprocessor
 _KIB = 1024
+_CLOCK_GHZ = 1.7  # only ratios of what a cost model adds up matter
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,29 @@ class Target:
     tensor_memory_accelerator: bool = False
     wgmma: bool = False
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+
+    @property
+    def tensor_flop_per_cycle(self) -> float:
+        """Dense bf16 flop per cycle of one multiprocessor."""
+        return self._per_cycle(1e3 * self.tensor_tflops)
+
+    @property
+    def mma_flop_per_cycle(self) -> float:
+        """The same of ``mma.sync``, which does not reach the rate of ``wgmma``: 0.62 of it, measured on an H200."""
+        return self.tensor_flop_per_cycle * (0.62 if self.wgmma else 1)
+
+    @property
+    def l2_bytes_per_cycle(self) -> float:
+        """One multiprocessor's share of the last-level cache's bandwidth."""
+        return self._per_cycle(self.l2_gbps)
+
+    @property
+    def dram_bytes_per_cycle(self) -> float:
+        """One multiprocessor's share of the memory bandwidth."""
+        return self._per_cycle(self.dram_gbps)
+
+    def _per_cycle(self, giga: float) -> float:
+        return giga / self.multiprocessors / _CLOCK_GHZ
 
 
 _ROWS = (

@@ -2,17 +2,14 @@
 
 The resource model says what a kernel needs on chip; a candidate over the target's limits is infeasible. The cost model
 counts flop, bytes and exponentials of one tile and turns them into cycles of one multiprocessor; the cheapest feasible
-candidate wins unless a table of measurements (``tables/<target>.json``) names another.
+candidate wins unless a table of measurements (:mod:`.tables`) names another.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.resources import files
 from itertools import product
 
 from ..errors import PlanError
@@ -23,7 +20,6 @@ from .targets import Target
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
-_CLOCK_GHZ = 1.7  # only ratios of the cost model's terms matter
 _EXP_PER_CYCLE = 16  # special-function results per cycle and multiprocessor
 _LATENCY = 900  # cycles a load that nothing overlaps takes from L2
 
@@ -107,8 +103,7 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
         return _decode_cost(tile, spec, target)
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n = tile.block_m, tile.block_n
-    flop_rate = target.tensor_tflops * 1e3 / target.multiprocessors / _CLOCK_GHZ * 2 / size
-    l2_rate = target.l2_gbps / target.multiprocessors / _CLOCK_GHZ
+    flop_rate = target.tensor_flop_per_cycle * 2 / size
     need = resources(role, tile, spec, lift)
     score_bytes = (
         lift.terms * (m + n) if tile.pipeline == "terms" else lift.terms * (n if role == "forward" else m)
@@ -132,7 +127,7 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
     if target.wgmma and rows < 64:
         rate /= 2
     arithmetic = flop * m * n / (flop_rate * rate)
-    traffic = moved * size / l2_rate
+    traffic = moved * size / target.l2_bytes_per_cycle
     resident = resident_ctas(need, tile, target)
     exposed = exponentials * m * n * (1 / _EXP_PER_CYCLE + 0.05) / min(resident, 2)
     loads = lift.terms / tile.unroll if tile.pipeline == "terms" else lift.terms + 1
@@ -157,32 +152,26 @@ def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Ti
                     yield Tile(m, n, warps, depth, "terms", unroll)
 
 
-def choose(role: str, spec: Spec, lift: Lift, target: Target) -> tuple[Tile, str]:
-    """The tile of ``role`` and where it comes from: "measured" or "cost model".
+def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
+    """The candidates that fit the target, the cheapest by the cost model first.
 
     Raises:
-        PlanError: no candidate fits the target; the message names the limit and by how much it is passed.
+        PlanError: none does; the message names the limit and by how much it is passed.
     """
     if role in VECTOR_ROLES:
-        return _vector_tile(role, spec, lift), "rule"
-    measured = _table(target.name).get(table_key(role, spec, lift))
-    if measured is not None:
-        return measured, "measured"
-    best: Tile | None = None
-    best_cost = float("inf")
+        return [_vector_tile(role, spec, lift)]
+    fitting = []
     nearest: tuple[float, str] = (float("inf"), "")
     for tile in candidates(role, spec, lift, target):
         need = resources(role, tile, spec, lift)
         over = max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
         if over > 1:
             nearest = min(nearest, (over, _shortfall(role, tile, need, target)))
-            continue
-        tile_cost = cost(role, tile, spec, lift, target)
-        if tile_cost < best_cost:
-            best, best_cost = tile, tile_cost
-    if best is None:
+        else:
+            fitting.append(tile)
+    if not fitting:
         raise PlanError(nearest[1])
-    return best, "cost model"
+    return sorted(fitting, key=lambda tile: cost(role, tile, spec, lift, target))
 
 
 def table_key(role: str, spec: Spec, lift: Lift) -> str:
@@ -191,14 +180,6 @@ def table_key(role: str, spec: Spec, lift: Lift) -> str:
     if role in DECODE_ROLES:
         return f"{role} d{d} dv{dv} taps{decode_geometry(spec).taps} bytes{spec.itemsize}"
     return f"{role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize}"
-
-
-@cache
-def _table(target: str) -> Mapping[str, Tile]:
-    path = files(__package__) / "tables" / f"{target}.json"
-    if not path.is_file():
-        return {}
-    return {key: Tile(**fields) for key, fields in json.loads(path.read_text())["tiles"].items()}
 
 
 def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
@@ -232,7 +213,7 @@ def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
     need = _decode_resources(tile, spec)
     threads = 32 * tile.num_warps
-    traffic = n * (d + dv) * spec.itemsize / (target.dram_gbps / target.multiprocessors / _CLOCK_GHZ)
+    traffic = n * (d + dv) * spec.itemsize / target.dram_bytes_per_cycle
     issue = (120 + (14 * rows * n + n * (d + dv) * spec.itemsize) / threads) * tile.num_warps / 4
     chain = 1500 + 20 * rows * n / threads + 50 * tile.num_warps + _LATENCY / max(0.5, tile.num_stages - 1)
     if need.registers == 255:

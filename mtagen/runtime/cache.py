@@ -104,8 +104,10 @@ class Cache:
         key: str,
         build: Callable[[], Mapping[str, bytes]],
         metadata: Mapping[str, Json] | None = None,
+        *,
+        renew: bool = False,
     ) -> Entry:
-        """The entry of ``key``; built and published first when no valid one is there.
+        """The entry of ``key``; built and published first when no valid one is there, or if it is to be renewed.
 
         A process that finds the entry being built by another waits for it, at most
         ``MTAGEN_CACHE_LOCK_TIMEOUT`` seconds. Past that, or when the cache cannot be written, the entry lives
@@ -117,16 +119,15 @@ class Cache:
             key: made by :func:`cache_key`.
             build: makes the content, by plain file name.
             metadata: free JSON fields to keep in the manifest.
+            renew: build even if a valid entry is there.
 
         Raises:
             SpecError: the name, the arch, the key or a file name is not legal.
             OSError: the temporary directory cannot be written either.
             Exception: whatever ``build`` raises; nothing is published then.
         """
-        _check(_NAME, name=name, arch=arch)
-        _check(_KEY, key=key)
-        path = self.root / __version__ / arch / f"{name}-{key[:16]}"
-        if entry := _load(path, key) or _private.get((path, key)):
+        path = self._path(name, arch, key)
+        if not renew and (entry := _load(path, key) or _private.get((path, key))):
             return entry
 
         def make() -> Entry:
@@ -143,7 +144,7 @@ class Cache:
         except OSError as error:  # filelock's Timeout is one
             return self._keep_privately(make(), error)
         with lock:
-            if entry := _load(path, key):
+            if not renew and (entry := _load(path, key)):
                 return entry
             for leftover in _staged(path):  # of a builder that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -154,6 +155,15 @@ class Cache:
             except OSError as error:
                 return self._keep_privately(entry, error)
             return entry
+
+    def find(self, name: str, arch: str, key: str) -> Entry | None:
+        """The valid entry of ``key``, if there is one.
+
+        Raises:
+            SpecError: the name, the arch or the key is not legal.
+        """
+        path = self._path(name, arch, key)
+        return _load(path, key) or _private.get((path, key))
 
     def entries(self) -> Iterator[Entry]:
         """The valid entries of all mtagen versions and architectures, in order of path.
@@ -187,6 +197,11 @@ class Cache:
                 Path(lock.lock_file).unlink()
         return count, freed
 
+    def _path(self, name: str, arch: str, key: str) -> Path:
+        _check(_NAME, name=name, arch=arch)
+        _check(_KEY, key=key)
+        return self.root / __version__ / arch / f"{name}-{key[:16]}"
+
     def _owned(self) -> list[Path]:
         """Paths of all entries, whole or not, in version directories that carry our tag."""
         folders = [
@@ -217,7 +232,8 @@ class Cache:
         kept = replace(entry, path=_private_root(os.getpid()) / entry.path.relative_to(self.root))
         kept.path.parent.mkdir(parents=True, exist_ok=True)
         _publish(kept)
-        return _private.setdefault((entry.path, entry.key), kept)
+        _private[entry.path, entry.key] = kept
+        return kept
 
 
 def _canonical(value: Json) -> bytes:

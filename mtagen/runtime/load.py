@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
@@ -95,13 +95,13 @@ def compile_kernels(plan: Plan, passes: Passes, device: torch.device | None) -> 
     for job in jobs:
         job.result()
     if device is not None and plan.tiles:
-        exercise(plan, load_triton(plan), device)
+        exercise(plan, load_triton(plan), device, plan.served_by("triton"))
         torch.cuda.synchronize(device)
 
 
-def exercise(plan: Plan, module: ModuleType, device: torch.device) -> None:
-    """Call the passes that Triton serves such that each of their kernels is launched."""
-    spec, served = plan.spec, plan.served_by("triton")
+def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Collection[str]) -> None:
+    """Call these passes of the plan's Triton module such that each of their kernels is launched."""
+    spec = plan.spec
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
@@ -109,11 +109,11 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device) -> None:
     k, v = zeros(1, 2, spec.cq, spec.head_dim), zeros(1, 2, spec.cq, spec.value_head_dim)
     weight = torch.zeros(2, spec.cq, spec.ck, device=device)
     out, lse = torch.zeros_like(v), torch.zeros(1, 2, spec.cq, device=device)
-    if "forward" in served:
+    if "forward" in passes:
         module.forward(k, k, v, weight, 1.0)
-    if "backward" in served:
+    if "backward" in passes:
         module.backward(out, lse, k, k, v, weight, out, lse, 1.0)
-    if "decode" not in served:
+    if "decode" not in passes:
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)
     for new_tokens in (1, MAX_NEW_TOKENS):

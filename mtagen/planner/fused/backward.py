@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
-from ..targets import Target
+from ..targets import Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .kernel import Kernel, strides
 from .memory import SharedMap
@@ -33,6 +33,7 @@ GROUP = 16  # rows of a warp
 PANEL = 64  # columns of 16 bits in a row of 128 bytes
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
+_STEP_LATENCY = 4000  # cycles of a step that nothing hides, for the cost model
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
 
@@ -120,6 +121,19 @@ class FusedBackward:
     def template(self) -> str:
         """The kernels' template."""
         return "backward_sm90.cu.j2" if self.hopper else "backward_sm80.cu.j2"
+
+    @property
+    def variant(self) -> str:
+        """What tells it from the other candidates."""
+        return f"{self.warps} warps, {self.rows} rows, {self.keys} keys"
+
+    @property
+    def cost(self) -> float:
+        """Modelled multiprocessor cycles per score that counts."""
+        target = get_target(self.target)
+        rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
+        products, convolutions = 10 * self.spec.head_dim / rate, 96 * self.band.mma_per_tile / target.mma_flop_per_cycle
+        return (products + convolutions + _STEP_LATENCY / (self.rows * self.keys)) * self.keys / self.owned
 
     # ---- Rows
 
@@ -403,19 +417,22 @@ class FusedBackward:
         yield "backward", "shared memory", f"{self.shared.size} bytes"
 
 
-def fused_backward(spec: Spec, target: Target) -> FusedBackward:
-    """Plan the fused backward kernels: the most warpgroups that fit registers and shared memory.
+def backward_candidates(spec: Spec, target: Target) -> list[FusedBackward]:
+    """The fused backward kernels that fit registers and shared memory.
 
     Raises:
-        PlanError: the shape does not fit; the message names the limit.
+        PlanError: none does; the message names the limit.
     """
     check_supported(spec, target)
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel has one head dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
+    fitting = []
     for plan in _candidates(spec, target):
         if plan.shared.size <= target.shared_per_block and plan.registers <= plan.register_split[0]:
-            return plan
+            fitting.append(plan)
+    if fitting:
+        return fitting
     need = f"{plan.registers} registers a thread and {plan.shared.size} bytes of shared memory"
     rule = (
         f"dK and dV of {plan.keys} keys stay in registers: the backward pass needs about {need}; "
@@ -425,7 +442,7 @@ def fused_backward(spec: Spec, target: Target) -> FusedBackward:
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[FusedBackward]:
-    """From most to least work a CTA."""
+    """From most to least work a CTA, the last one the smallest there is."""
     if target.wgmma:
         for groups in (3, 2):
             yield FusedBackward(spec, target.name, True, 4 * groups, 64, PANEL * groups)

@@ -164,6 +164,18 @@ class FusedDecode:
         return kernel_name("decode", self.spec, self.target)
 
     @property
+    def variant(self) -> str:
+        """Its tiles."""
+        return "; ".join(f"{tile.heads} heads: {tile.keys} keys, {tile.stages} stages" for tile in self.tiles)
+
+    @property
+    def cost(self) -> float:
+        """Multiprocessor cycles per key of one head: those of reading its key and value."""
+        target = get_target(self.target)
+        bytes_per_key = (self.spec.head_dim + self.spec.value_head_dim) * self.spec.itemsize
+        return bytes_per_key / target.dram_bytes_per_cycle
+
+    @property
     def score_exponent(self) -> int:
         """Strips hold q.k 2^-score_exponent."""
         return SCORE_EXPONENT
@@ -266,8 +278,8 @@ def convolution_steps(spec: Spec) -> int:
     return -(-spec.cq * window_chunks(spec) // 2)
 
 
-def fused_decode(spec: Spec, target: Target) -> FusedDecode:
-    """Plan the decode kernels.
+def decode_candidates(spec: Spec, target: Target) -> tuple[FusedDecode]:
+    """The decode kernels: one candidate, for reading keys and values bounds them all.
 
     Raises:
         PlanError: the shape does not fit; the message names the limit.
@@ -275,7 +287,7 @@ def fused_decode(spec: Spec, target: Target) -> FusedDecode:
     check_supported(spec, target)
     band(spec.cq, spec.ck)  # the same limits
     tiles = (_fit(spec, target, *kernel) for kernel in _KERNELS)
-    return FusedDecode(spec, target.name, tuple({tile.heads: tile for tile in tiles}.values()))
+    return (FusedDecode(spec, target.name, tuple({tile.heads: tile for tile in tiles}.values())),)
 
 
 def _fit(spec: Spec, target: Target, heads: int, pairs: int, warps: int) -> DecodeTile:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
-from ..targets import Target, get_target
+from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .kernel import Kernel, strides
 from .memory import RESERVED_SHARED, SharedMap
@@ -23,6 +24,9 @@ from .supported import check_supported
 from .wgmma import Wgmma
 
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
+# The cost model, in cycles of a multiprocessor.
+_SOFTMAX = 0.06  # a score's share of what tensor cores do not do
+_STEP_LATENCY = 1200  # of a step, that other warps do not hide
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,22 @@ class FusedForward:
     query_fragments: int
     row_tiles: int = 1
     blocks: int = 1
+
+    @property
+    def variant(self) -> str:
+        """What tells it from the other candidates."""
+        rows = f"{self.warps} warps of {16 * self.row_tiles} rows"
+        return f"{rows}, {self.keys} keys, {self.query_fragments} fragments of Q in registers"
+
+    @property
+    def cost(self) -> float:
+        """Modelled multiprocessor cycles per score that counts."""
+        dims, target = self.spec.head_dim + self.spec.value_head_dim, get_target(self.target)
+        rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
+        products, convolution = 2 * dims / rate, 32 * self.band.mma_per_tile / target.mma_flop_per_cycle
+        loads = 0 if self.hopper else 2 * dims / (16 * self.row_tiles) / SHARED_BYTES_PER_CYCLE  # a fragment a tile
+        waits = _STEP_LATENCY / (self.blocks * self.rows * self.keys)
+        return (products + convolution + loads + _SOFTMAX + waits) * self.rows / self.owned
 
     @property
     def name(self) -> str:
@@ -227,18 +247,21 @@ class FusedForward:
         yield "forward", "shared memory", f"{self.shared.size} bytes"
 
 
-def fused_forward(spec: Spec, target: Target) -> FusedForward:
-    """Plan the fused forward kernel: the most rows a CTA that fit registers and shared memory.
+def forward_candidates(spec: Spec, target: Target) -> list[FusedForward]:
+    """The fused forward kernels that fit registers and shared memory.
 
     Raises:
-        PlanError: the shape does not fit; the message names the limit.
+        PlanError: none does; the message names the limit.
     """
     check_supported(spec, target)
+    fitting = []
     for candidate in _candidates(spec, target):
         blocks = candidate.blocks
         shared = min(target.shared_per_block, target.shared_per_multiprocessor // blocks - RESERVED_SHARED)
         if candidate.shared.size <= shared and candidate.registers <= candidate.register_split[0]:
-            return candidate
+            fitting.append(candidate)
+    if fitting:
+        return fitting
     rule = (
         f"the smallest forward tile needs {candidate.shared.size} bytes of shared memory and about "
         f"{candidate.registers} registers a thread; {target.name} has {shared} and {candidate.register_split[0]}"
@@ -247,12 +270,12 @@ def fused_forward(spec: Spec, target: Target) -> FusedForward:
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
-    """From most to least work a CTA."""
+    """From most to least work a CTA, the last one the smallest there is."""
     fragments = spec.head_dim // 16
     if target.wgmma:
-        for groups, keys in ((3, 64), (2, 64), (2, 32), (1, 64), (1, 32)):
-            in_registers = fragments if fragments <= 4 else 0
-            yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
+        for groups, keys in product((3, 2, 1), (64, 32)):
+            for in_registers in (fragments, 0) if fragments <= 4 else (0,):
+                yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
     else:
         # Two tiles a warp halve the reads of K and V; a second CTA hides what the first one waits for.
         two_tiles = [(4, keys, 2, 2) for keys in (64, 48, 32)]

@@ -1,0 +1,51 @@
+"""Tables that tuning made on this machine, in the cache: one for each spec, target, device and set of versions."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import torch
+import triton
+
+from ..errors import BackendError
+from ..planner.tables import TUNED, Table
+from ..spec import Spec
+from .cache import Cache, cache_key
+from .cuda.compiler import toolchain
+
+_FILE = "table.json"
+
+
+def remember(spec: Spec, target: str, table: Table) -> None:
+    """Keep what was found for ``spec``; it replaces what was found before.
+
+    Raises:
+        OSError: neither the cache nor a temporary directory can be written.
+    """
+    content = json.dumps(table.to_dict(), indent=1).encode()
+    Cache().get_or_build(*_entry(spec, target), lambda: {_FILE: content}, renew=True)
+
+
+def remembered(spec: Spec, target: str) -> Table | None:
+    """What was found for ``spec`` on a GPU like this one with packages like these, if it was ever tuned."""
+    if not torch.cuda.is_available():
+        return None
+    entry = Cache().find(*_entry(spec, target))
+    return None if entry is None else Table.from_dict(json.loads(entry.files[_FILE]), TUNED)
+
+
+def describe_machine() -> dict[str, Any]:
+    """What measurements depend on: the device and the versions of what compiles for it."""
+    nvrtc = None
+    with suppress(BackendError):
+        nvrtc = toolchain().nvrtc
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "nvrtc": nvrtc}
+    return {"device": torch.cuda.get_device_name(), "versions": versions}
+
+
+def _entry(spec: Spec, target: str) -> tuple[str, str, str]:
+    """Name, target and key of the cache entry."""
+    name = f"tuned_cq{spec.cq}_ck{spec.ck}_d{spec.head_dim}_{spec.dtype}"
+    return name, target, cache_key("tuned", spec.to_dict(), describe_machine())

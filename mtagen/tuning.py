@@ -1,0 +1,325 @@
+"""Timing the planner's candidates on this machine's GPU, for ``mtagen tune`` and ``build(..., tune=True)``.
+
+The tiles of each Triton kernel and the variants of each CUDA pass are timed one by one, the others as planned; then the
+two backends, each with its fastest, pass by pass. What is found becomes a table (:mod:`mtagen.planner.tables`), which
+is kept in the cache (:mod:`mtagen.runtime.tuned`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .bench.timing import measure
+from .check import failures
+from .dtypes import TORCH_DTYPES
+from .errors import BackendError, PlanError, explain
+from .op import assemble
+from .planner import Plan, get_target, plan
+from .planner.backends import GENERATED, PASSES, fused_candidates
+from .planner.decode import DECODE_ROLES
+from .planner.tables import TUNED, Table, shipped, variant_key
+from .planner.tiling import TENSOR_ROLES, cost, proposals, table_key
+from .runtime.load import Passes, available_backends, load, load_triton
+from .runtime.offline import recorded
+from .runtime.precompile import precompile
+from .runtime.tuned import describe_machine, remember
+from .spec import Spec
+
+_PASS_OF = {"forward": "forward", **dict.fromkeys(DECODE_ROLES, "decode")}  # of Triton's kernels; the others: backward
+
+
+class Sizes(NamedTuple):
+    """One problem that candidates are timed on; ``n_q`` is the number of new tokens of decode."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_k: int
+
+
+TRAINING = Sizes(1, 16, 16, 8192, 8192)
+# One token; grouped heads; several tokens (speculative decoding): a build does not know how decode will be called.
+DECODING = (Sizes(8, 16, 16, 1, 32768), Sizes(8, 16, 4, 1, 32768), Sizes(8, 16, 16, 4, 32768))
+
+
+class Candidate(NamedTuple):
+    """One way to make one kernel or pass.
+
+    Attributes:
+        key: what it competes for, as in a table.
+        name: what tells it from its rivals.
+        cost: the planner's model of it.
+        plan: a plan that has it.
+        pass_name: the pass it is timed in.
+        role: the Triton kernel to be timed; None: the whole pass.
+    """
+
+    key: str
+    name: str
+    cost: float
+    plan: Plan
+    pass_name: str
+    role: str | None = None
+
+
+class Timed(NamedTuple):
+    """A candidate's modelled cost, in cycles of a multiprocessor per score, and its measured time."""
+
+    key: str
+    name: str
+    cost: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What tuning found.
+
+    Attributes:
+        timings: every candidate that ran.
+        failed: what did not: (key, name, error).
+        table: the winners.
+    """
+
+    timings: tuple[Timed, ...]
+    failed: tuple[tuple[str, str, str], ...]
+    table: Table
+
+
+def tune(
+    specs: Sequence[Spec],
+    target: str,
+    *,
+    backends: Sequence[str] = GENERATED,
+    limit: int = 8,
+    jobs: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tuning:
+    """Time the candidates for some specs on the current GPU.
+
+    Args:
+        specs: the requests.
+        target: the GPU's target.
+        backends: whose candidates, of those that are installed.
+        limit: candidates for each decision, the cheapest by the cost model.
+        jobs: processes that compile Triton kernels.
+        progress: called with how many candidates of how many are done.
+
+    Raises:
+        BackendError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
+    backends = [backend for backend in backends if backend in available_backends()]
+    plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
+    candidates = {(one.key, one.name): one for base in plans for one in candidates_of(base, limit)}.values()
+    precompile([(base, name) for base in plans for name in base.served_by("triton")], jobs)
+    precompile([(one.plan, one.pass_name) for one in candidates if one.role], jobs)
+    timings, failed = [], []
+    for done, one in enumerate(candidates):
+        progress(done, len(candidates))
+        try:
+            timings.append(Timed(one.key, one.name, one.cost, _time(one)))
+        except Exception as error:  # a candidate that the compiler or the driver refuses loses, which the report says
+            failed.append((one.key, one.name, f"{type(error).__name__}: {str(error)[:200]}"))
+    progress(len(candidates), len(candidates))
+    fastest = {timed.key: timed.name for timed in sorted(timings, key=lambda timed: -timed.ms)}
+    winners = [one for one in candidates if fastest.get(one.key) == one.name]
+    tiles = {one.key: one.plan.tile(one.role) for one in winners if one.role}
+    table = Table(TUNED, tiles, {one.key: one.name for one in winners if not one.role})
+    for spec in specs:
+        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, backends, (table,)))))
+    return Tuning(tuple(timings), tuple(failed), table)
+
+
+def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
+    """Check the plans that ``table`` leads to by the rule of :mod:`mtagen.accuracy`, then keep it for later builds.
+
+    Raises:
+        BackendError: a plan breaks the accuracy rule; nothing is kept.
+    """
+    for spec in specs:
+        for made in _plans(spec, target, available_backends(), (table,)):
+            if wrong := failures(assemble(made), spec, torch.device("cuda")):
+                raise BackendError(f"{made.name}, {made.backend}, is not accurate as tuned: {wrong[0]}")
+    for spec in specs:
+        remember(spec, target, table)
+
+
+def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Table]) -> list[Plan]:
+    """The plan of each backend that can do the spec."""
+    made = []
+    for backend in backends:
+        with suppress(PlanError):  # the other backend's candidates remain
+            made.append(plan(spec, target, backend, tables=(*tables, shipped(target))))
+    return made
+
+
+def candidates_of(base: Plan, limit: int) -> Iterable[Candidate]:
+    """What the planner proposes instead of each decision of a plan of one backend, and the decision itself."""
+    spec, target = base.spec, get_target(base.target)
+    for pass_name, _, _ in base.variants:
+        for fused in fused_candidates(pass_name, spec, target)[:limit]:
+            variants = tuple(
+                (name, fused.variant if name == pass_name else other, source) for name, other, source in base.variants
+            )
+            made = replace(base, variants=variants)
+            yield Candidate(variant_key(pass_name, spec), fused.variant, fused.cost, made, pass_name)
+    for role, chosen, _ in base.tiles:
+        if role not in TENSOR_ROLES + DECODE_ROLES:
+            continue
+        key = table_key(role, spec, base.lift)
+        for tile in dict.fromkeys([chosen, *proposals(role, spec, base.lift, target)[:limit]]):
+            tiles = tuple((name, tile if name == role else other, source) for name, other, source in base.tiles)
+            modelled = cost(role, tile, spec, base.lift, target)
+            name = " ".join(f"{field}={value}" for field, value in asdict(tile).items())
+            yield Candidate(key, name, modelled, replace(base, tiles=tiles), _PASS_OF.get(role, "backward"), role)
+
+
+def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:
+    """Spearman's coefficient of modelled cost and measured time, key by key, where at least three candidates ran.
+
+    Costs that differ by less than a thousandth count as equal, and so do times that differ by less than a hundredth:
+    neither the model nor a benchmark tells them apart.
+    """
+    return {
+        key: _correlation(_ranks([x.cost for x in group], 1e-3), _ranks([x.ms for x in group], 1e-2))
+        for key, group in _by_key(timings).items()
+        if len(group) > 2
+    }
+
+
+def mean_rank_correlation(timings: Iterable[Timed]) -> float:
+    """Mean of :func:`rank_correlation` over the keys, NaN if there are none."""
+    coefficients = rank_correlation(timings).values()
+    return statistics.fmean(coefficients) if coefficients else math.nan
+
+
+def report(found: Tuning) -> list[tuple[str, ...]]:
+    """Rows of (key, fastest candidate, ms, the cost model's first, ms, rank correlation)."""
+    rows: list[tuple[str, ...]] = []
+    coefficients = rank_correlation(found.timings)
+    for key, group in _by_key(found.timings).items():
+        fastest, first = min(group, key=lambda x: x.ms), min(group, key=lambda x: x.cost)
+        coefficient = f"{coefficients[key]:.2f}" if key in coefficients else ""
+        rows.append((key, fastest.name, f"{fastest.ms:.4f}", first.name, f"{first.ms:.4f}", coefficient))
+    return rows
+
+
+def to_dict(found: Tuning) -> dict[str, Any]:
+    """A JSON-ready dict: the machine, every candidate's cost and time, the candidates that failed."""
+    return {
+        **describe_machine(),
+        "mean_rank_correlation": mean_rank_correlation(found.timings),
+        "timings": [timed._asdict() for timed in found.timings],
+        "failed": found.failed,
+    }
+
+
+def export(table: Table, path: Path) -> None:
+    """Write a table in the format of those shipped, over the decisions that ``path`` may already hold.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    if path.exists():
+        table = Table.from_dict(json.loads(path.read_text()), table.source).updated(table)
+    path.write_text(json.dumps({**describe_machine(), **table.to_dict()}, indent=1) + "\n")
+
+
+def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
+    groups: dict[str, list[Timed]] = {}
+    for timed in timings:
+        groups.setdefault(timed.key, []).append(timed)
+    return groups
+
+
+def _time(one: Candidate) -> float:
+    """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
+    if one.role is None:
+        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec)
+    module, spec = load_triton(one.plan), one.plan.spec
+    if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
+        return _ms(_call(module, "decode", spec, DECODING[DECODE_ROLES.index(one.role)]))
+    with recorded(module) as launches:
+        _call(module, one.pass_name, spec, TRAINING)()
+    kernel = one.plan.kernel_name("fwd" if one.role == "forward" else f"bwd_{one.role}")
+    mine = [launch for launch in launches if launch.kernel.__name__ == kernel]
+
+    def launch_all() -> None:
+        for launch in mine:
+            launch.run()
+
+    return _ms(launch_all)
+
+
+def _ms(call: Callable[[], object]) -> float:
+    return measure(call, torch.device("cuda")).median
+
+
+def _compare(plans: Sequence[Plan]) -> dict[str, dict[tuple[int, int, int], float]]:
+    """Time of CUDA's kernels over Triton's, pass by pass, if both backends have a plan."""
+    if [made.backend for made in plans] != list(GENERATED):
+        return {}
+    ratios, spec = {}, plans[0].spec
+    for name in PASSES:
+        cuda, triton = (_pass_ms(load(made), name, spec) for made in plans)
+        ratios[name] = {(spec.cq, spec.ck, spec.head_dim): round(cuda / triton, 3)}
+    return ratios
+
+
+def _pass_ms(passes: Passes, name: str, spec: Spec) -> float:
+    sizes = DECODING if name == "decode" else (TRAINING,)
+    return statistics.geometric_mean(_ms(_call(passes, name, spec, one)) for one in sizes)
+
+
+def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:
+    """A pass on random inputs; ``passes`` is a module of Triton kernels or a plan's :class:`Passes`."""
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def rows(heads: int, n: int, dim: int) -> Tensor:
+        shape, dtype = (sizes.batch, heads, n, dim), TORCH_DTYPES[spec.dtype]
+        return torch.randn(shape, generator=random, device="cuda", dtype=dtype)
+
+    n_q = sizes.n_q + (spec.cq - 1 if name == "decode" else 0)
+    q = rows(sizes.heads, n_q, spec.head_dim)
+    k, v = (rows(sizes.kv_heads, sizes.n_k, dim) for dim in (spec.head_dim, spec.value_head_dim))
+    weight = torch.randn(sizes.heads, *spec.kernel, generator=random, device="cuda") * math.prod(spec.kernel) ** -0.5
+    scale = spec.head_dim**-0.5
+    if name == "decode":
+        return partial(passes.decode, q, k, v, weight, scale, None, None)
+    if name == "forward":
+        return partial(passes.forward, q, k, v, weight, scale)
+    out, lse = rows(sizes.heads, n_q, spec.value_head_dim), torch.full(q.shape[:3], 20.0, device="cuda")
+    options = {"deterministic": False} if isinstance(passes, Passes) else {}
+    return partial(passes.backward, out, torch.zeros_like(lse), q, k, v, weight, out, lse, scale, **options)
+
+
+def _ranks(values: Sequence[float], tolerance: float) -> list[float]:
+    """Ranks from 1; values that differ from the one before by less than ``tolerance`` of it share their mean rank."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or values[order[end]] > values[order[end - 1]] * (1 + tolerance):
+            for i in order[start:end]:
+                ranks[i] = (start + 1 + end) / 2
+            start = end
+    return ranks
+
+
+def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Pearson's coefficient; 0 if either is constant, for then there is no order to predict."""
+    return statistics.correlation(one, other) if len({*one}) > 1 and len({*other}) > 1 else 0.0
