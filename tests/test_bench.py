@@ -341,6 +341,19 @@ def test_kernels_share_the_time_of_plain_attention() -> None:
     assert first | {"kernel": None} == second | {"kernel": None}
 
 
+def test_builds_beforehand_report_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = Fake("unknown to the processes that build")
+    unknown.warm_key = lambda case: case.spec  # type: ignore[method-assign]
+    competing = [*entrants("quick", CPU, ["mtagen torch", "eager"]), unknown]
+    with run._progress() as progress:
+        run._fill_caches([case(n=n) for n in (40, 41)], competing, CPU, 1, progress)
+    assert [task.total for task in progress.tasks] == [2]  # one build for both lengths, and nothing to build for eager
+    assert progress.finished
+    text = " ".join(capsys.readouterr().err.split())
+    assert text.count("is not built") == 1
+    assert "unknown to the processes that build 2 x 3, d = 16, N = 40 is not built: contender: got" in text
+
+
 def test_a_contender_enters_only_where_it_says() -> None:
     fake = Fake()
     fake.enters = lambda case: case.nk > 40  # type: ignore[method-assign]

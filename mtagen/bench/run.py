@@ -225,10 +225,11 @@ def _fill_caches(
 
 
 def _warm(device: torch.device, name: str, case: Case) -> None:
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.empty_cache()  # what the one before needed
     (contender,) = entrants("full", device, [name])
     contender.warm(case)
-    torch.cuda.empty_cache()
 
 
 def _progress() -> Progress:
