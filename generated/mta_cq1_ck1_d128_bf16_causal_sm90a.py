@@ -437,7 +437,7 @@ def mta_decode_cq1_ck1_d128_bf16_causal_sm90a(
     q_ptr, q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_ptr, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
     v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, weight_ptr, seqlens_ptr, partial_ptr, partial_lse_ptr,
     has_seqlens, kv_heads, group, n_new, n_max, num_splits, factor,
-    PAIRS: tl.constexpr = 1, BLOCK_N: tl.constexpr = 64, TAPS: tl.constexpr = 1,
+    PAIRS: tl.constexpr = 1, BLOCK_N: tl.constexpr = 128, TAPS: tl.constexpr = 1,
     D: tl.constexpr = 128, DV: tl.constexpr = 128,
 ):
     """Unmerged out and lse (in units of log2) of one pair (query head of the group, new query) on one split of the keys."""
@@ -514,7 +514,7 @@ def mta_decode_wide_cq1_ck1_d128_bf16_causal_sm90a(
     q_ptr, q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_ptr, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
     v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, weight_ptr, seqlens_ptr, partial_ptr, partial_lse_ptr,
     has_seqlens, kv_heads, group, n_new, n_max, num_splits, factor,
-    PAIRS: tl.constexpr = 16, BLOCK_N: tl.constexpr = 64, TAPS: tl.constexpr = 1,
+    PAIRS: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, TAPS: tl.constexpr = 1,
     D: tl.constexpr = 128, DV: tl.constexpr = 128,
 ):
     """Unmerged out and lse (in units of log2) of 16 pairs (query head of the group, new query) on one split of the keys."""
@@ -637,21 +637,21 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     counts = (int(cache_seqlens is not None), kv_heads, group, n_new, n_max)
     if group * n_new <= 1:
         owners = batch * kv_heads * group * n_new
-        splits = num_splits or _splits(owners, n_max, 264, 256, 4)
+        splits = num_splits or _splits(owners, n_max, 132, 512, 4)
         partial = torch.empty((rows, splits, 128), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
         mta_decode_cq1_ck1_d128_bf16_causal_sm90a[(owners * splits,)](
             q_tail, *q_tail.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=4, num_stages=3, enable_fp_fusion=True
+            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=8, num_stages=3, enable_fp_fusion=True
         )
     else:
         owners = batch * kv_heads * triton.cdiv(group * n_new, 16)
-        splits = num_splits or _splits(owners, n_max, 264, 256, 4)
+        splits = num_splits or _splits(owners, n_max, 132, 512, 4)
         partial = torch.empty((rows, splits, 128), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
         mta_decode_wide_cq1_ck1_d128_bf16_causal_sm90a[(owners * splits,)](
             q_tail, *q_tail.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=4, num_stages=3, enable_fp_fusion=True
+            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=8, num_stages=3, enable_fp_fusion=True
         )
     mta_decode_combine_cq1_ck1_d128_bf16_causal_sm90a[(rows,)](partial, partial_lse, out, lse, splits, num_warps=4, num_stages=1, enable_fp_fusion=True)
     return out, lse

@@ -399,7 +399,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale):
             mta_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a[(triton.cdiv(n_k, 64) * heads,)](
                 _tiles(q, 64, 64), _tiles(lifted, 64, 64),
                 _tiles(v, 64, 64), _tiles(grad_out, 64, 64), _tiles(g_strip, 64, 64),
-                row_lse, row_dot, dv_slots, head0, n_heads, group, n_q, n_k, begin, end, num_warps=4, num_stages=3, enable_fp_fusion=True
+                row_lse, row_dot, dv_slots, head0, n_heads, group, n_q, n_k, begin, end, num_warps=4, num_stages=4, enable_fp_fusion=True
             )
             first, last = begin, end
             mta_bwd_dk_lifted_cq1_ck1_d64_bf16_causal_sm90a[(triton.cdiv(n_k, 128) * heads,)](
@@ -437,7 +437,7 @@ def mta_decode_cq1_ck1_d64_bf16_causal_sm90a(
     q_ptr, q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_ptr, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
     v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, weight_ptr, seqlens_ptr, partial_ptr, partial_lse_ptr,
     has_seqlens, kv_heads, group, n_new, n_max, num_splits, factor,
-    PAIRS: tl.constexpr = 1, BLOCK_N: tl.constexpr = 64, TAPS: tl.constexpr = 1,
+    PAIRS: tl.constexpr = 1, BLOCK_N: tl.constexpr = 128, TAPS: tl.constexpr = 1,
     D: tl.constexpr = 64, DV: tl.constexpr = 64,
 ):
     """Unmerged out and lse (in units of log2) of one pair (query head of the group, new query) on one split of the keys."""
@@ -637,12 +637,12 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     counts = (int(cache_seqlens is not None), kv_heads, group, n_new, n_max)
     if group * n_new <= 1:
         owners = batch * kv_heads * group * n_new
-        splits = num_splits or _splits(owners, n_max, 528, 256, 4)
+        splits = num_splits or _splits(owners, n_max, 264, 512, 4)
         partial = torch.empty((rows, splits, 64), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
         mta_decode_cq1_ck1_d64_bf16_causal_sm90a[(owners * splits,)](
             q_tail, *q_tail.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=4, num_stages=3, enable_fp_fusion=True
+            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=8, num_stages=3, enable_fp_fusion=True
         )
     else:
         owners = batch * kv_heads * triton.cdiv(group * n_new, 16)

@@ -224,7 +224,7 @@ def mta_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for t in tl.range(0, 6, 1, num_stages=3):
+        for t in tl.range(0, 6, 1, num_stages=4):
             s = tl.dot(q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D), k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D).trans(), s)
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
@@ -243,7 +243,7 @@ def mta_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
     for i0 in tl.range(interior_begin, strip_end, BLOCK_M):
         rows = i0 + tl.arange(0, BLOCK_M)
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for t in tl.range(0, 6, 1, num_stages=3):
+        for t in tl.range(0, 6, 1, num_stages=4):
             s = tl.dot(q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D), k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D).trans(), s)
         lse = tl.load(row_lse_ptr + head * n_q + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + head * n_q + rows, mask=rows < n_q, other=0.0)
@@ -586,7 +586,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale):
             first, last = max(begin - 5, 0), end if end == n_q else end - 5
             mta_bwd_dq_shifted_cq6_ck11_d128_bf16_causal_sm90a[(triton.cdiv(last - first, 128) * heads,)](
                 _tiles(g_strip, 128, 64), _tiles(lifted, 64, 128), dq_shifted,
-                head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=8, num_stages=4, enable_fp_fusion=True
+                head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=4, num_stages=3, enable_fp_fusion=True
             )
             if end < n_q:
                 g[:, :5] = g[:, strip : strip + 5]

@@ -305,7 +305,7 @@ def mta_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
 def mta_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a(
     g_desc, k_desc, grad_ptr,
     head0, n_heads, group, n_q, n_k, strip_begin, row_begin, row_end,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, D: tl.constexpr = 64,
     GRID_TERMS: tl.constexpr = 1, LOOP_TERMS: tl.constexpr = 6,
 ):
     """grad[i] = sum_(t, j) g[i + 5 - t, j] * Khat_t[j], over a strip of rows of g."""
@@ -585,7 +585,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale):
             # Row i of dq needs the rows of g up to i + 5: the strip's last 5 rows wait for the next one.
             first, last = max(begin - 5, 0), end if end == n_q else end - 5
             mta_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a[(triton.cdiv(last - first, 128) * heads,)](
-                _tiles(g_strip, 128, 128), _tiles(lifted, 128, 64), dq_shifted,
+                _tiles(g_strip, 128, 64), _tiles(lifted, 64, 64), dq_shifted,
                 head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=8, num_stages=4, enable_fp_fusion=True
             )
             if end < n_q:
