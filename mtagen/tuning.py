@@ -29,7 +29,7 @@ from .planner import Plan, get_target, plan
 from .planner.backends import GENERATED, PASSES, fused_candidates
 from .planner.decode import DECODE_ROLES
 from .planner.tables import TUNED, Table, shipped, variant_key
-from .planner.tiling import TENSOR_ROLES, cost, proposals, table_key
+from .planner.tiling import TENSOR_ROLES, Tile, cost, proposals, table_key
 from .runtime.load import Passes, available_backends, load, load_triton
 from .runtime.offline import recorded
 from .runtime.precompile import precompile
@@ -184,8 +184,14 @@ def candidates_of(base: Plan, limit: int) -> Iterable[Candidate]:
         for tile in dict.fromkeys([chosen, *proposals(role, spec, base.lift, target)[:limit]]):
             tiles = tuple((name, tile if name == role else other, source) for name, other, source in base.tiles)
             modelled = cost(role, tile, spec, base.lift, target)
-            name = " ".join(f"{field}={value}" for field, value in asdict(tile).items())
-            yield Candidate(key, name, modelled, replace(base, tiles=tiles), _PASS_OF.get(role, "backward"), role)
+            yield Candidate(
+                key, tile_name(tile), modelled, replace(base, tiles=tiles), _PASS_OF.get(role, "backward"), role
+            )
+
+
+def tile_name(tile: Tile) -> str:
+    """The fields of a tile, as in ``block_m=128 block_n=64 ...``."""
+    return " ".join(f"{field}={value}" for field, value in asdict(tile).items())
 
 
 def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:

@@ -1,0 +1,174 @@
+"""Tuning without a GPU: what is proposed, how winners and correlations come about, what is kept and followed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mtagen
+from mtagen import BackendError, Plan, Spec, plan, tuning
+from mtagen.cli import app
+from mtagen.planner.backends import COST_MODEL
+from mtagen.planner.decode import DECODE_ROLES
+from mtagen.planner.tables import TUNED, Table, variant_key
+from mtagen.planner.tiling import TENSOR_ROLES, Tile
+from mtagen.runtime import tuned
+from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation
+
+SPEC, TARGET = Spec((6, 11), 64), "sm_90a"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that says it has an H200, and an empty cache."""
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_candidates_differ_from_the_plan_in_one_decision(backend: str) -> None:
+    base = plan(SPEC, TARGET, backend)
+    found = list(candidates_of(base, 3))
+    by_key: dict[str, list[Candidate]] = {}
+    for one in found:
+        by_key.setdefault(one.key, []).append(one)
+    decisions = len(base.variants) + sum(role in TENSOR_ROLES + DECODE_ROLES for role, _, _ in base.tiles)
+    assert len(by_key) == decisions
+    for group in by_key.values():
+        assert len({one.name for one in group}) == len(group) <= 4  # three proposals, and what is planned
+        assert base in [one.plan for one in group]
+        for one in group:
+            changed = {*one.plan.tiles, *one.plan.variants} - {*base.tiles, *base.variants}
+            assert len(changed) <= 1
+            assert replace(one.plan, tiles=base.tiles, variants=base.variants) == base
+            assert one.cost > 0
+
+
+def test_rank_correlation() -> None:
+    def timings(key: str, *pairs: tuple[float, float]) -> list[Timed]:
+        return [Timed(key, str(i), cost, ms) for i, (cost, ms) in enumerate(pairs)]
+
+    found = rank_correlation(
+        [
+            *timings("right", (1.0, 0.1), (2.0, 0.3), (3.0, 0.9)),
+            *timings("reversed", (3.0, 0.1), (2.0, 0.3), (1.0, 0.9)),
+            *timings("equal times", (1.0, 0.100), (2.0, 0.1005), (3.0, 0.2)),  # the first two are no different
+            *timings("no order", (1.0, 0.1), (1.0, 0.2), (1.0, 0.3)),
+            *timings("two only", (1.0, 0.1), (2.0, 0.2)),
+        ]
+    )
+    assert found == pytest.approx({"right": 1.0, "reversed": -1.0, "equal times": math.sqrt(3) / 2, "no order": 0.0})
+    assert tuning.mean_rank_correlation(timings("two only", (1.0, 0.1), (2.0, 0.2))) != 0  # NaN: nothing to tell
+    assert tuning.mean_rank_correlation(timings("right", (1, 1), (2, 2), (3, 3))) == pytest.approx(1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest by the cost model is the fastest here; what fails to run is reported and does not win."""
+
+    def run(one: Candidate) -> float:
+        if one.role == "dk_lifted":
+            raise RuntimeError("no room")
+        return 1 / one.cost
+
+    compiled: list[tuple[Plan, str]] = []
+    monkeypatch.setattr(tuning, "_time", run)
+    monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: compiled.extend(jobs))
+    monkeypatch.setattr(tuning, "_pass_ms", lambda passes, name, spec: 2.0 if "cuda" in passes else 4.0)
+    monkeypatch.setattr(tuning, "load", lambda made: made.backend)
+    steps: list[tuple[int, int]] = []
+    found = tuning.tune([SPEC], TARGET, limit=4, progress=lambda done, total: steps.append((done, total)))
+    assert steps[-1][0] == steps[-1][1] == len(steps) - 1
+    assert {key.split()[0] for key, _, _ in found.failed} == {"dk_lifted"}
+    assert {error for _, _, error in found.failed} == {"RuntimeError: no room"}
+    assert {name for _, name in compiled} == {"forward", "backward", "decode"}
+    fastest = {timed.key: timed.ms for timed in sorted(found.timings, key=lambda timed: -timed.ms)}
+    chosen = found.table.variants | {key: tuning.tile_name(tile) for key, tile in found.table.tiles.items()}
+    assert set(chosen) == set(fastest)
+    assert all(timed.ms == fastest[timed.key] for timed in found.timings if timed.name == chosen[timed.key])
+    assert found.table.cuda_over_triton == {name: {(6, 11, 64): 0.5} for name in ("forward", "backward", "decode")}
+    made = plan(SPEC, TARGET, "triton", tables=(found.table,))
+    sources = {role: source for role, _, source in made.tiles if role in TENSOR_ROLES}
+    assert sources == {**dict.fromkeys(sources, TUNED), "dk_lifted": COST_MODEL}
+    assert tuning.report(found)[0][0] == variant_key("forward", SPEC)
+    assert json.loads(json.dumps(tuning.to_dict(found)))["device"] == "NVIDIA H200"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_found_is_kept_for_the_same_spec_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(TUNED, {"a": Tile(16)}, {"b": "c"}, {"forward": {(6, 11, 64): 0.5}})
+    assert tuned.remembered(SPEC, TARGET) is None
+    tuned.remember(SPEC, TARGET, table)
+    assert tuned.remembered(SPEC, TARGET) == table
+    tuned.remember(SPEC, TARGET, Table(TUNED))
+    assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
+    assert tuned.remembered(replace(SPEC, causal=False), TARGET) is None
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert tuned.remembered(SPEC, TARGET) is None
+    monkeypatch.undo()
+    assert tuned.remembered(SPEC, TARGET) is None  # no GPU
+
+
+@pytest.mark.usefixtures("gpu")
+def test_plans_that_are_wrong_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Iterable[str] = ["out: 1 > 0.1"]
+    monkeypatch.setattr(tuning, "assemble", lambda made: None)
+    monkeypatch.setattr(tuning, "failures", lambda op, spec, device: wrong)
+    with pytest.raises(BackendError, match="mta_cq6_ck11_d64_bf16_causal_sm90a, cuda, is not accurate as tuned: out"):
+        tuning.keep([SPEC], TARGET, Table(TUNED))
+    assert tuned.remembered(SPEC, TARGET) is None
+    wrong = []
+    tuning.keep([SPEC], TARGET, Table(TUNED))
+    assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
+
+
+def test_build_follows_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(TUNED, cuda_over_triton={"forward": {(6, 11, 64): 3.0}})
+    monkeypatch.setattr("mtagen.op.remembered", lambda spec, target: table)
+    monkeypatch.setattr("mtagen.op.assemble", lambda planned, *_, **__: planned)
+    made = mtagen.build((6, 11), 64, target=TARGET)
+    assert "forward: cuda takes 3.00 of its time, tuned here" in made.reason
+
+
+def test_build_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Table] = []
+    table = Table(TUNED, cuda_over_triton={"forward": {(6, 11, 64): 3.0}})
+    monkeypatch.setattr("mtagen.op.remembered", lambda spec, target: kept[0] if kept else None)
+    monkeypatch.setattr("mtagen.op.assemble", lambda planned, *_, **__: planned)
+    monkeypatch.setattr(tuning, "tune", lambda specs, target: Tuning((), (), table))
+    monkeypatch.setattr(tuning, "keep", lambda specs, target, table: kept.append(table))
+    for _ in range(2):
+        made = mtagen.build((6, 11), 64, target=TARGET, tune=True)
+        assert "tuned here" in made.reason
+    assert kept == [table]
+
+
+def test_tuning_needs_a_gpu() -> None:
+    with pytest.raises(BackendError, match="device: got 'cpu'; candidates are timed on a GPU"):
+        mtagen.build((2, 3), 16, tune=True)
+    result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16"])
+    assert result.exit_code == 2
+    assert "candidates are timed on a GPU" in result.stderr
+
+
+def test_a_backend_without_candidates_is_refused() -> None:
+    result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16", "--backend", "torch"])
+    assert (result.exit_code, "backend: got 'torch'; has no candidates" in result.stderr) == (2, True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_export_adds_to_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    tuning.export(Table(TUNED, {"a": Tile(16)}), path)
+    tuning.export(Table(TUNED, {"b": Tile(32)}, {"c": "d"}), path)
+    content = json.loads(path.read_text())
+    assert content["device"] == "NVIDIA H200"
+    assert Table.from_dict(content, TUNED) == Table(TUNED, {"a": Tile(16), "b": Tile(32)}, {"c": "d"})
