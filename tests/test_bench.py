@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import mtagen
 from mtagen.accuracy import Comparison
 from mtagen.bench import contenders, run, timing
 from mtagen.bench.cases import KERNELS, PAPER, SUITES, TRAINING, Case, suite
-from mtagen.bench.contenders import Attention, Built, Compiled, Contender, Eager, Liger, Sdpa, entrants
+from mtagen.bench.contenders import Attention, Auto, Built, Compiled, Contender, Eager, Liger, Sdpa, entrants
 from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
 from mtagen.bench.timing import measure
 from mtagen.cli import app
@@ -271,6 +272,21 @@ def test_liger_is_refused_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_plan_that_does_not_fit_is_a_refusal() -> None:
     built = Built("mtagen triton", CPU, backend="triton", target="sm_90a")
     assert "min(cq, ck) is 20" in (built.refusal(case(kernel=(20, 20))) or "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "enters"), [("cuda", False), ("triton", False), ("cuda+triton", True), (RuntimeError("odd"), True)]
+)
+def test_auto_enters_where_it_mixes_backends_or_breaks(
+    monkeypatch: pytest.MonkeyPatch, backend: str | Exception, enters: bool
+) -> None:
+    def build(*_: object, **__: object) -> Any:
+        if isinstance(backend, Exception):
+            raise backend
+        return SimpleNamespace(plan=SimpleNamespace(backend=backend))
+
+    monkeypatch.setattr(mtagen, "build", build, raising=False)
+    assert Auto("mtagen auto", CPU, backend="auto").enters(case()) is enters
 
 
 # Runs
