@@ -240,6 +240,9 @@ def bench(
     max_materialised: Annotated[
         int, typer.Option(help="Longest sequence for contenders that keep whole score tensors.", min=1)
     ] = MAX_MATERIALISED,
+    patience: Annotated[
+        float, typer.Option(help="Seconds; whose call takes longer is not timed at longer sequences.", min=0)
+    ] = 1.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", metavar="FILE", dir_okay=False)
     ] = None,
@@ -276,7 +279,7 @@ def bench(
     before = report.load(against) if against else None
     given = {"kernel": kernel, "head-dim": head_dim, "length": length, "contender": contender}
     options = [f"--{name}={value}" for name, values in given.items() for value in values or ()]
-    options += [f"--max-materialised={max_materialised}", f"--device={where}"]
+    options += [f"--max-materialised={max_materialised}", f"--patience={patience:g}", f"--device={where}"]
     made = run(
         chosen,
         entrants,
@@ -284,6 +287,7 @@ def bench(
         command=shlex.join(["mtagen", "bench", f"--suite={suite}", *options]),
         jobs=jobs or min(8, os.cpu_count() or 1),
         launches=suite == "overhead",
+        patience=patience,
     )
     if json_file:
         json_file.write_text(json.dumps(made, indent=1) + "\n")

@@ -34,6 +34,7 @@ Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weight
 
 _SCORE_TENSORS = 10  # alive at once in forward + backward; eager was seen to need 5
 _CHECKED_LENGTH = 257
+_LIGER_MAX_LENGTH = 1024
 
 
 class Contender(ABC):
@@ -231,7 +232,13 @@ class Liger(Materialising):
     def refusal(self, case: Case) -> str | None:
         if find_spec("liger_kernel") is None:
             return "liger-kernel is not installed; pip install liger-kernel"
-        return super().refusal(case) or (None if case.causal else "is causal only")
+        if not case.causal:
+            return "is causal only"
+        if case.nk > _LIGER_MAX_LENGTH:
+            return (
+                f"a block of its mask's kernel takes all of N x N scores, and Triton's limit is N = {_LIGER_MAX_LENGTH}"
+            )
+        return super().refusal(case)
 
     def prepare(self, case: Case) -> Attention:
         from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction

@@ -26,6 +26,7 @@ from .contenders import Built, Contender, entrants, make_inputs
 from .rates import Rates, measure_rates, roofline_ms, useful_flop
 from .timing import BUDGET_MS, cpu_us, graph_ms, measure, peak_mib
 
+PATIENCE = 1.0
 _WRONG, _FAILED = "wrong: ", "failed: "
 
 
@@ -38,6 +39,7 @@ def run(
     jobs: int = 1,
     launches: bool = False,
     budget_ms: float = BUDGET_MS,
+    patience: float = PATIENCE,
 ) -> dict[str, Any]:
     """Check every contender on every kind of case, then time it. Shows its progress on stderr.
 
@@ -49,6 +51,7 @@ def run(
         jobs: processes that build beforehand what a GPU needs.
         launches: also measure what the CPU does in a call, and the call in a CUDA graph.
         budget_ms: for the repetitions of one measurement.
+        patience: seconds; whose call takes longer is not timed at longer sequences.
 
     Returns:
         ``command``, ``environment``, ``commit``, ``rates`` (None if interrupted before), ``interrupted`` (by Ctrl-C:
@@ -66,7 +69,7 @@ def run(
                 _fill_caches(cases, contenders, device, jobs, progress)
             rates = measure_rates(device)
             made["rates"] = rates._asdict()
-            session = _Session(device, rates, launches, budget_ms)
+            session = _Session(device, rates, launches, budget_ms, patience)
             problems = [list(group) for _, group in groupby(cases, lambda case: case.problem)]
             task = progress.add_task("measuring", total=len(problems) * len(contenders))
             for group in problems:
@@ -89,11 +92,13 @@ def faults(made: dict[str, Any]) -> list[str]:
 class _Session:
     """What is known for all cases of a run: rates, verdicts, and the times of contenders that no kernel changes."""
 
-    def __init__(self, device: torch.device, rates: Rates, launches: bool, budget_ms: float) -> None:
+    def __init__(self, device: torch.device, rates: Rates, launches: bool, budget_ms: float, patience: float) -> None:
         self._device = device
         self._rates = rates
         self._launches = launches
         self._budget_ms = budget_ms
+        self._patience = patience
+        self._slow: dict[Hashable, str] = {}
         self._verdicts: dict[Hashable, dict[str, Any]] = {}
         self._shared: dict[Hashable, list[dict[str, Any]]] = {}
 
@@ -138,8 +143,16 @@ class _Session:
         tensors: Sequence[Tensor],
         verdict: dict[str, Any],
     ) -> dict[str, Any]:
-        device, call = self._device, _call(case.pass_name, function, tensors)
-        timing = measure(call, device, self._budget_ms)
+        device, on_gpu = self._device, self._device.type == "cuda"
+        series = (contender.name, replace(case, batch=1, nq=1, nk=1))
+        if slow := self._slow.get(series):
+            return {"skipped": slow}
+        call = _call(case.pass_name, function, tensors)
+        peak = peak_mib(call, device) if on_gpu and "forward" in case.pass_name else None  # which warms it up
+        timing = measure(call, device, self._budget_ms, warmed=peak is not None)
+        if timing.median > 1e3 * self._patience:
+            took = f"took {timing.median / 1e3:.2g} s at N = {case.nk}"
+            self._slow[series] = f"{took}: longer sequences only with more --patience than {self._patience} s"
         seconds = timing.median / 1e3
         row = {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats, **verdict}
         if case.decodes:
@@ -147,7 +160,7 @@ class _Session:
         else:
             row["tflops"] = useful_flop(case) / seconds / 1e12
         if "forward" in case.pass_name:
-            row["peak_MiB"] = peak_mib(call, device) if device.type == "cuda" else None
+            row["peak_MiB"] = peak
         if isinstance(contender, Built):
             row["roofline_ms"] = roofline_ms(case, contender.plan(case), self._rates)
             row["fraction"] = row["roofline_ms"] / timing.median
@@ -243,8 +256,10 @@ def _title(case: Case) -> str:
 
 def _commit() -> str | None:
     """Of the checkout that this package is in, if it is in one."""
-    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
-    return _git("describe", "--always", "--dirty", "--abbrev=12") if tracked else None
+    package = Path(__file__).parents[1]
+    if _git("rev-parse", "--show-toplevel") != str(package.parent):
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=12")
 
 
 def _git(*arguments: str) -> str | None:
