@@ -7,21 +7,38 @@ candidate wins unless a table of measurements (:mod:`.tables`) names another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import NamedTuple
 
 from ..errors import PlanError
 from ..spec import Spec
 from .decode import DECODE_ROLES, decode_geometry
 from .lift import Lift
-from .targets import Target
+from .targets import SHARED_BYTES_PER_CYCLE, Target
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
-_EXP_PER_CYCLE = 16  # special-function results per cycle and multiprocessor
-_LATENCY = 900  # cycles a load that nothing overlaps takes from L2
+
+# Constants of the cost model, in cycles of a multiprocessor, fitted to benchmarks/results/h200_tune.json.
+_SOFTMAX = 0.05  # a score's exponential and reductions
+_SCORE_GRADIENT = 0.18  # what the gradient of a score takes beyond that: it changes layouts through shared memory
+_TILE = 600  # a tile's chain of reductions, which nothing of its CTA overlaps
+_STEP = 270  # a step's barriers
+_LATENCY = 730  # of a load from L2
+_STRIP_LATENCY = 1110  # of a load of the gradient of the scores, of which some come from memory
+_CONTENTION = 0.26  # CTAs that share a multiprocessor overlap in part: R of them take R**0.26 times as long as one
+_SHARPNESS = 6.8  # of the maximum of what may bound a kernel: the bounds' norm of this order
+_COALESCING = 1.9  # loads of one line by neighbours that L2 serves at once
+_STRIP_SHARE = 0.4  # of the time that memory takes to deliver the gradient of the scores, what is exposed
+_SECTOR = 32  # bytes that memory delivers beyond what a row of a tile needs
+_DECODE_PLAIN = 0.5
+_DECODE_TILE_ISSUE = 300
+_DECODE_ISSUE = 12
+_DECODE_CHAIN = 11.5
+_DECODE_LATENCY = 1250
+_TERM_REGISTERS = 62  # that a pipeline over terms takes beside its operands
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,12 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
     if role not in ("forward", "scores"):
         own, streamed = (m, n) if role.startswith("dq") else (n, m)
         shared = tile.num_stages * (m * n + streamed * d) * size
-        return Resources(shared=shared, registers=50 + (own * d + m * n * size // 8) // threads)
+        loop = 50 + (own * d + m * n * size // 8) // threads
+        # Masks, and gradients of keys that start from the strips before, take more outside the loop, where spills are
+        # cheap; but registers are allocated for all of a kernel.
+        started = own * d // 2 if role.startswith("dk") else 0
+        edges = 32 + (own * d + started + m * n * size // 2) // threads
+        return Resources(shared=shared, registers=max(loop, min(255, edges)))
     own, streamed = (m, n) if role == "forward" else (n, m)
     # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
     kept = n * dv * size if role == "scores" else 0
@@ -94,45 +116,117 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
 def resident_ctas(need: Resources, tile: Tile, target: Target) -> int:
     """CTAs that one multiprocessor holds at once."""
     shared = target.shared_per_multiprocessor // max(1, need.shared + 1024)
-    return max(1, min(shared, target.registers_per_multiprocessor // (need.registers * 32 * tile.num_warps)))
+    registers = -(-min(need.registers, target.registers_per_thread) // 8) * 8  # as they are allocated
+    return max(1, min(shared, target.registers_per_multiprocessor // (registers * 32 * tile.num_warps)))
 
 
 def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
-    """Modelled multiprocessor cycles per score: the larger of arithmetic and traffic, plus what nothing hides."""
+    """Modelled multiprocessor cycles per score.
+
+    What bounds a multiprocessor are its tensor cores, its vector units, its share of L2's bandwidth, the latency of the
+    loads in flight, and the chain of dependent work of its CTAs.
+    """
     if role in DECODE_ROLES:
         return _decode_cost(tile, spec, target)
+    if role in ("forward", "scores"):
+        return _score_cost(role, tile, spec, lift, target)
+    return _contraction_cost(role, tile, spec, lift, target)
+
+
+def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
+    """The cost of a kernel that makes scores."""
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
-    m, n = tile.block_m, tile.block_n
-    flop_rate = target.tensor_flop_per_cycle * 2 / size
+    m, n, terms, threads = tile.block_m, tile.block_n, lift.terms, 32 * tile.num_warps
+    by_terms = tile.pipeline == "terms"
+    # Triton gives a product whose result a later one reads (not across a loop's iterations) whole rows for every warp,
+    # and warps beyond its rows repeat the work of others.
+    chained = not by_terms or tile.unroll > 1
+    repeats = max(1.0, 16 * tile.num_warps / m) if chained else 1.0
+    tensor = terms * repeats * _product_cycles(m, n, d, tile, size, target, splits=not chained)
+    moved = terms * (m + n if by_terms else n if role == "forward" else m) * d
     need = resources(role, tile, spec, lift)
-    score_bytes = (
-        lift.terms * (m + n) if tile.pipeline == "terms" else lift.terms * (n if role == "forward" else m)
-    ) * d
+    registers = need.registers + (_TERM_REGISTERS if by_terms else 0)
     if role == "forward":
-        width, flop = lift.terms * d + dv, 2 * (lift.terms * d + dv)
-        moved, exponentials = score_bytes + n * dv, 1
-    elif role == "scores":
-        width, flop = lift.terms * d + dv, 2 * (lift.terms * d + 2 * dv)
-        moved, exponentials = score_bytes + m * dv + m * n, 1
+        tensor += _product_cycles(m, dv, n, tile, size, target, a_in_registers=True)
+        moved += n * dv
+        vector = _SOFTMAX * m * n * repeats
     else:
-        width, flop = d, 2 * d * (lift.terms if role.endswith("shifted") else 1)
-        streamed = n if role.startswith("dq") else m
-        moved = (m * n + streamed * d) * (lift.terms if role.endswith("shifted") else 1)
-        exponentials = 0
-    # Each warp takes 16 rows of a product; warps left over split its columns, so operands are read more often,
-    # and wgmma wants 64 rows and 64 columns of every product to run at full rate.
-    rows, columns = (m, n) if role in ("forward", "scores") else (m if role.startswith("dq") else n, width)
-    split = max(1.0, 16 * tile.num_warps / rows)
-    rate = math.sqrt(min(1.0, columns / split / 64) / split)
-    if target.wgmma and rows < 64:
-        rate /= 2
-    arithmetic = flop * m * n / (flop_rate * rate)
-    traffic = moved * size / target.l2_bytes_per_cycle
-    resident = resident_ctas(need, tile, target)
-    exposed = exponentials * m * n * (1 / _EXP_PER_CYCLE + 0.05) / min(resident, 2)
-    loads = lift.terms / tile.unroll if tile.pipeline == "terms" else lift.terms + 1
-    exposed += _LATENCY * (loads if tile.num_stages == 1 else 1 / (tile.num_stages - 1)) / resident
-    return (max(arithmetic, traffic) + exposed) / (m * n)
+        tensor += _product_cycles(m, n, dv, tile, size, target) + _product_cycles(n, dv, m, tile, size, target)
+        moved += m * dv + m * n
+        vector = (_SOFTMAX * repeats + _SCORE_GRADIENT) * m * n
+        registers += int(repeats - 1) * m * n // threads
+    spilled = max(0, registers - target.registers_per_thread)
+    vector += 2 * 4 * spilled * threads / SHARED_BYTES_PER_CYCLE  # written and read
+    steps = terms // tile.unroll if by_terms else 1
+    chain = tensor + vector + steps * _STEP + _TILE + (_LATENCY if by_terms else 0)  # a tile starts its own pipeline
+    bounds = _Bounds(max(tensor, vector), moved * size, chain, steps, _LATENCY)
+    return bounds.cycles(tile, resident_ctas(need, tile, target), target, loads=terms + 1) / (m * n)
+
+
+def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
+    """The cost of a kernel that contracts the gradient of the scores with an operand, once per term."""
+    d, size, m, n = block_dim(spec.head_dim), spec.itemsize, tile.block_m, tile.block_n
+    own, streamed = (m, n) if role.startswith("dq") else (n, m)
+    tensor = _product_cycles(own, d, streamed, tile, size, target)
+    bounds = _Bounds(tensor, (m * n + streamed * d) * size, tensor + _STEP, 1, _STRIP_LATENCY)
+    resident = resident_ctas(resources(role, tile, spec, lift), tile, target)
+    memory = _STRIP_SHARE * m * (n * size + _SECTOR) / target.dram_bytes_per_cycle
+    return (lift.terms * bounds.cycles(tile, resident, target, loads=2) + memory) / (m * n)
+
+
+class _Bounds(NamedTuple):
+    """What may bound a tile.
+
+    Attributes:
+        busy: cycles of the busiest unit.
+        moved: bytes loaded and stored.
+        chain: cycles of the dependent work of a CTA.
+        steps: steps of the pipeline.
+        latency: cycles of a load.
+    """
+
+    busy: float
+    moved: float
+    chain: float
+    steps: int
+    latency: float
+
+    def cycles(self, tile: Tile, resident: int, target: Target, loads: int) -> float:
+        """Of a multiprocessor for one tile, when it holds ``resident`` CTAs; one stage waits for each of ``loads``.
+
+        The operands of a product are read until it has ended: of s stages, s - 2 are in flight while others are used;
+        with two, a load is issued and awaited within a step, of which about half hides it.
+        """
+        depth = tile.num_stages
+        waits = {1: loads, 2: self.steps / 2}.get(depth, 0) * self.latency
+        flow = self.steps * self.latency / (depth - 2) if depth > 2 else 0
+        traffic = self.moved / (_COALESCING * target.l2_bytes_per_cycle)
+        overlapped = (self.chain + waits) / resident ** (1 - _CONTENTION)
+        bounds = (max(self.busy, traffic), overlapped, flow / resident)
+        return sum(bound**_SHARPNESS for bound in bounds) ** (1 / _SHARPNESS)
+
+
+def _product_cycles(
+    rows: int,
+    columns: int,
+    depth: int,
+    tile: Tile,
+    size: int,
+    target: Target,
+    *,
+    splits: bool = True,
+    a_in_registers: bool = False,
+) -> float:
+    """Cycles of a product on the tensor cores, or of its operands through shared memory.
+
+    A wgmma takes 64 rows of a warpgroup, an mma.sync 16 of a warp. Warps left over split the columns.
+    """
+    wgmma = target.wgmma and rows >= 64
+    height = 64 if wgmma else max(16, rows // tile.num_warps)
+    width = columns / max(1.0, 16 * tile.num_warps / rows) if splits else columns
+    rate = (target.tensor_flop_per_cycle if wgmma else target.mma_flop_per_cycle) * 2 / size
+    read = ((0 if a_in_registers else 1 / width) + 1 / height) * rows * columns * depth * size
+    return max(2 * rows * columns * depth / rate, read / SHARED_BYTES_PER_CYCLE)
 
 
 def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Tile]:
@@ -211,15 +305,16 @@ def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
     """Modelled cycles per key and pair: the largest of traffic, instructions issued, latency of a tile's chain."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
-    need = _decode_resources(tile, spec)
     threads = 32 * tile.num_warps
+    # Every warp holds whole rows, as in chained products; the taps of a score are then gathered from its diagonal.
+    taps = decode_geometry(spec).taps
+    held = max(rows, 16 * tile.num_warps) * n / threads * (1 if taps > 1 else _DECODE_PLAIN)
     traffic = n * (d + dv) * spec.itemsize / target.dram_bytes_per_cycle
-    issue = (120 + (14 * rows * n + n * (d + dv) * spec.itemsize) / threads) * tile.num_warps / 4
-    chain = 1500 + 20 * rows * n / threads + 50 * tile.num_warps + _LATENCY / max(0.5, tile.num_stages - 1)
-    if need.registers == 255:
-        chain, issue = 10 * chain, 10 * issue  # spills: the last resort
-    resident = resident_ctas(need, tile, target)
-    return (max(traffic, issue, chain / resident) + (issue + chain / resident) / 8) / (n * tile.block_m)
+    issue = (_DECODE_TILE_ISSUE + _DECODE_ISSUE * held) * tile.num_warps / 4
+    chain = _DECODE_CHAIN * held + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
+    resident = resident_ctas(_decode_resources(tile, spec), tile, target)
+    bounds = (max(traffic, issue), chain / resident)
+    return sum(bound**_SHARPNESS for bound in bounds) ** (1 / _SHARPNESS) / (n * tile.block_m)
 
 
 def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:

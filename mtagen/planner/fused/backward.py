@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
-from ..targets import Target, get_target
+from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .kernel import Kernel, strides
 from .memory import SharedMap
@@ -33,7 +33,9 @@ GROUP = 16  # rows of a warp
 PANEL = 64  # columns of 16 bits in a row of 128 bytes
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
-_STEP_LATENCY = 4000  # cycles of a step that nothing hides, for the cost model
+# The cost model; fitted to benchmarks/results/h200_tune.json.
+_STEP_LATENCY = 4000  # cycles of a step that nothing hides
+_SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
 
@@ -133,7 +135,11 @@ class FusedBackward:
         target = get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
         products, convolutions = 10 * self.spec.head_dim / rate, 96 * self.band.mma_per_tile / target.mma_flop_per_cycle
-        return (products + convolutions + _STEP_LATENCY / (self.rows * self.keys)) * self.keys / self.owned
+        wanted = self.registers + (self.band.registers if self.hopper else 0)  # the band stays where it fits
+        spilled = max(0, wanted - self.register_split[0])
+        spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
+        waits = (_STEP_LATENCY + spills) / (self.rows * self.keys)
+        return (products + convolutions + waits) * self.keys / self.owned
 
     # ---- Rows
 
