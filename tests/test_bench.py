@@ -24,6 +24,7 @@ from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
 from mtagen.bench.timing import measure
 from mtagen.cli import app
 from mtagen.errors import InputError, SpecError
+from mtagen.planner.backends import Choice
 
 CPU = torch.device("cpu")
 RATES = Rates(tensor_tflops=0.1, dram_gbps=10.0)
@@ -276,18 +277,23 @@ def test_a_plan_that_does_not_fit_is_a_refusal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "enters"), [("cuda", False), ("triton", False), ("cuda+triton", True), (RuntimeError("odd"), True)]
+    ("forward", "backward", "enters"), [("cuda", "cuda", False), ("triton", "triton", False), ("cuda", "triton", True)]
 )
-def test_auto_enters_where_it_mixes_backends_or_breaks(
-    monkeypatch: pytest.MonkeyPatch, backend: str | Exception, enters: bool
+def test_auto_enters_where_it_mixes_backends(
+    monkeypatch: pytest.MonkeyPatch, forward: str, backward: str, enters: bool
 ) -> None:
-    def build(*_: object, **__: object) -> Any:
-        if isinstance(backend, Exception):
-            raise backend
-        return SimpleNamespace(plan=SimpleNamespace(backend=backend))
+    served = {"forward": forward, "backward": backward, "decode": "triton"}
+    choices = [Choice(name, backend, "a test") for name, backend in served.items()]
+    built = SimpleNamespace(plan=SimpleNamespace(choices=choices))
+    monkeypatch.setattr(mtagen, "build", lambda *_, **__: built, raising=False)
+    auto = Auto("mtagen auto", CPU, backend="auto")
+    assert auto.enters(case()) is enters
+    assert not auto.enters(case("decode"))
 
-    monkeypatch.setattr(mtagen, "build", build, raising=False)
-    assert Auto("mtagen auto", CPU, backend="auto").enters(case()) is enters
+
+def test_auto_enters_where_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtagen, "build", lambda *_, **__: raising(RuntimeError("odd"))(), raising=False)
+    assert Auto("mtagen auto", CPU, backend="auto").enters(case())
 
 
 # Runs

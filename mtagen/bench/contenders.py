@@ -6,6 +6,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -132,11 +133,12 @@ class Built(Contender):
 
 
 class Auto(Built):
-    """``backend="auto"`` where it mixes backends: elsewhere it is another contender."""
+    """``backend="auto"`` where it trains with two backends: elsewhere it is another contender."""
 
     def enters(self, case: Case) -> bool:
         try:
-            return "+" in self.plan(case).backend
+            choices = self.plan(case).choices
+            return len({choice.backend for choice in choices if (choice.pass_name == "decode") == case.decodes}) > 1
         except Exception:  # whatever it is, its row says so
             return True
 
@@ -239,6 +241,15 @@ class Liger(Materialising):
                 f"a block of its mask's kernel takes all of N x N scores, and Triton's limit is N = {_LIGER_MAX_LENGTH}"
             )
         return super().refusal(case)
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        return None if self.refusal(case) else max(case.nk, _CHECKED_LENGTH).bit_length()  # what its blocks depend on
+
+    def warm(self, case: Case) -> None:
+        few = replace(case, batch=1, heads=1, kv_heads=1)
+        for sizes in (few, replace(few, nq=_CHECKED_LENGTH, nk=_CHECKED_LENGTH)):
+            leaves = [x.requires_grad_() for x in make_inputs(sizes, self.device)]
+            self.prepare(sizes)(*leaves).sum().backward()  # type: ignore[no-untyped-call]
 
     def prepare(self, case: Case) -> Attention:
         from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction
