@@ -20,7 +20,7 @@ from mtagen.planner import Plan, plan
 from mtagen.runtime.cache import Cache, cache_key
 from mtagen.spec import Spec
 
-COMMANDS = ("emit", "plan", "list", "show-config", "collect-env", "clear-cache", "check", "bench")
+COMMANDS = ("emit", "plan", "list", "show-config", "collect-env", "clear-cache", "check", "bench", "tune")
 SELECTION = ("--kernel", "6,11", "--head-dim", "64")
 SMALL = ("--kernel", "2,3", "--head-dim", "16", "--device", "cpu")
 
