@@ -1,12 +1,13 @@
 """Tile shapes, warps and pipeline depth of each kernel: candidates, a resource model, a cost model, measured tables.
 
 The resource model says what a kernel needs on chip; a candidate over the target's limits is infeasible. The cost model
-counts flop, bytes and exponentials of one tile and turns them into cycles of one multiprocessor; the cheapest feasible
-candidate wins unless a table of measurements (:mod:`.tables`) names another.
+estimates the cycles that one tile takes a multiprocessor, fitted to measurements; the cheapest feasible candidate wins
+unless a table of measurements (:mod:`.tables`) names another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -21,24 +22,27 @@ from .targets import SHARED_BYTES_PER_CYCLE, Target
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
 
-# Constants of the cost model, in cycles of a multiprocessor, fitted to benchmarks/results/h200_tune.json.
-_SOFTMAX = 0.05  # a score's exponential and reductions
-_SCORE_GRADIENT = 0.18  # what the gradient of a score takes beyond that: it changes layouts through shared memory
-_TILE = 600  # a tile's chain of reductions, which nothing of its CTA overlaps
-_STEP = 270  # a step's barriers
+# The cost model's constants, fitted to benchmarks/results/h200_tune.json. Times are cycles of a multiprocessor.
+_SOFTMAX = 0.06  # a score's share of the vector units: exponential, sums
+_SCORE_GRADIENT = 0.24  # what its gradient adds, which changes layouts through shared memory
+_TILE = 590  # a tile's chain of reductions
+_STEP = 260  # a step's barriers
 _LATENCY = 730  # of a load from L2
-_STRIP_LATENCY = 1110  # of a load of the gradient of the scores, of which some come from memory
-_CONTENTION = 0.26  # CTAs that share a multiprocessor overlap in part: R of them take R**0.26 times as long as one
-_SHARPNESS = 6.8  # of the maximum of what may bound a kernel: the bounds' norm of this order
-_COALESCING = 1.9  # loads of one line by neighbours that L2 serves at once
-_STRIP_SHARE = 0.4  # of the time that memory takes to deliver the gradient of the scores, what is exposed
-_SECTOR = 32  # bytes that memory delivers beyond what a row of a tile needs
-_DECODE_PLAIN = 0.5
-_DECODE_TILE_ISSUE = 300
-_DECODE_ISSUE = 12
-_DECODE_CHAIN = 11.5
-_DECODE_LATENCY = 1250
-_TERM_REGISTERS = 62  # that a pipeline over terms takes beside its operands
+_STRIP_LATENCY = 1200  # of a load of the gradient of the scores, part of which comes from memory
+_STRIP_SHARE = 0.42  # of the time that memory takes to deliver that gradient, what nothing hides
+_SECTOR = 32  # bytes that memory delivers beyond a tile's row
+_COALESCING = 1.8  # requests of neighbours for the same bytes that L2 answers at once
+_CONTENTION = 0.26  # R CTAs of a multiprocessor take R**0.26 times as long as one
+_SHARPNESS = 6.9  # order of the norm that combines bounds
+_TERM_REGISTERS = 67  # that a loop over terms takes beyond `resources`; it only spills them
+_UNROLLED_REGISTERS = 38  # the same of each unrolled term from the fourth on
+# Of decode:
+_DECODE_STEP = 590  # instructions of a warp for a tile
+_DECODE_ISSUE = 6.3  # instructions for a score that a thread holds
+_DECODE_CHAIN = 18  # cycles of dependent work for such a score
+_DECODE_PLAIN = 0.4  # of both, the share left where there are no taps to gather
+_DECODE_LATENCY = 1500  # of a load from memory
+_DECODE_REGISTERS = 7  # of a thread, for a score
 
 
 @dataclass(frozen=True)
@@ -138,14 +142,14 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, terms, threads = tile.block_m, tile.block_n, lift.terms, 32 * tile.num_warps
     by_terms = tile.pipeline == "terms"
-    # Triton gives a product whose result a later one reads (not across a loop's iterations) whole rows for every warp,
-    # and warps beyond its rows repeat the work of others.
+    # Triton gives every warp whole rows of a product whose result another one reads in the same iteration; warps that
+    # are too many for the rows then repeat the work of others.
     chained = not by_terms or tile.unroll > 1
     repeats = max(1.0, 16 * tile.num_warps / m) if chained else 1.0
     tensor = terms * repeats * _product_cycles(m, n, d, tile, size, target, splits=not chained)
     moved = terms * (m + n if by_terms else n if role == "forward" else m) * d
     need = resources(role, tile, spec, lift)
-    registers = need.registers + (_TERM_REGISTERS if by_terms else 0)
+    registers = need.registers + int(_TERM_REGISTERS if by_terms else _UNROLLED_REGISTERS * (terms - 3))
     if role == "forward":
         tensor += _product_cycles(m, dv, n, tile, size, target, a_in_registers=True)
         moved += n * dv
@@ -192,18 +196,22 @@ class _Bounds(NamedTuple):
     latency: float
 
     def cycles(self, tile: Tile, resident: int, target: Target, loads: int) -> float:
-        """Of a multiprocessor for one tile, when it holds ``resident`` CTAs; one stage waits for each of ``loads``.
+        """Of a multiprocessor for one tile, if it holds ``resident`` CTAs.
 
-        The operands of a product are read until it has ended: of s stages, s - 2 are in flight while others are used;
-        with two, a load is issued and awaited within a step, of which about half hides it.
+        An operand is read until its product has ended, so of s stages s - 2 are in flight during a step. Two stages
+        hide about half of a load, one stage nothing of any of the ``loads``.
         """
         depth = tile.num_stages
         waits = {1: loads, 2: self.steps / 2}.get(depth, 0) * self.latency
         flow = self.steps * self.latency / (depth - 2) if depth > 2 else 0
         traffic = self.moved / (_COALESCING * target.l2_bytes_per_cycle)
         overlapped = (self.chain + waits) / resident ** (1 - _CONTENTION)
-        bounds = (max(self.busy, traffic), overlapped, flow / resident)
-        return sum(bound**_SHARPNESS for bound in bounds) ** (1 / _SHARPNESS)
+        return _combined(max(self.busy, traffic), overlapped, flow / resident)
+
+
+def _combined(*bounds: float) -> float:
+    """About the largest bound, a little more where several are close."""
+    return math.pow(sum(math.pow(bound, _SHARPNESS) for bound in bounds), 1 / _SHARPNESS)
 
 
 def _product_cycles(
@@ -302,19 +310,21 @@ def _decode_resources(tile: Tile, spec: Spec) -> Resources:
 
 
 def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
-    """Modelled cycles per key and pair: the largest of traffic, instructions issued, latency of a tile's chain."""
+    """Modelled cycles per key and pair: traffic, instructions issued, or latency of a tile's chain."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
     threads = 32 * tile.num_warps
-    # Every warp holds whole rows, as in chained products; the taps of a score are then gathered from its diagonal.
-    taps = decode_geometry(spec).taps
-    held = max(rows, 16 * tile.num_warps) * n / threads * (1 if taps > 1 else _DECODE_PLAIN)
+    # As in chained products every warp holds whole rows, and warps beyond the rows repeat the work of others.
+    held = max(rows, 16 * tile.num_warps) * n / threads * (1 if spec.ck > 1 else _DECODE_PLAIN)
     traffic = n * (d + dv) * spec.itemsize / target.dram_bytes_per_cycle
-    issue = (_DECODE_TILE_ISSUE + _DECODE_ISSUE * held) * tile.num_warps / 4
+    issue = (_DECODE_STEP + _DECODE_ISSUE * held) * tile.num_warps / 4
     chain = _DECODE_CHAIN * held + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
+    # wgmma reads K and V from shared memory. A tile that does not fit registers spills: the last resort.
+    fragments = 0 if target.wgmma and rows >= 64 else n * (d + dv) * spec.itemsize // 2 // threads
+    if _DECODE_REGISTERS * rows * n // threads + fragments > target.registers_per_thread:
+        chain, issue = 10 * chain, 10 * issue
     resident = resident_ctas(_decode_resources(tile, spec), tile, target)
-    bounds = (max(traffic, issue), chain / resident)
-    return sum(bound**_SHARPNESS for bound in bounds) ** (1 / _SHARPNESS) / (n * tile.block_m)
+    return _combined(max(traffic, issue), chain / resident) / (n * tile.block_m)
 
 
 def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
