@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,16 +88,20 @@ TARGETS = (
 )
 
 
-def merge(runs: Iterable[Run], key: str = "ms") -> Results:
+def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = ()) -> Results:
     """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it.
 
-    Ties go to the first.
+    Only ``names`` count, if there are any. Ties go to the first.
     """
+
+    def count(rows: dict[str, Row]) -> int:
+        return sum(name in names for name in rows) if names else len(rows)
+
     results: Results = {}
     for run in runs:
         for case, measured in report.measurements(run).items():
             rows = {name: row for name, row in measured.items() if row.get(key) is not None}
-            if case not in results or len(rows) > len(results[case].rows):
+            if case not in results or count(rows) > count(results[case].rows):
                 results[case] = Measured(rows, run)
     return dict(sorted(results.items(), key=lambda item: place(item[0])))
 
@@ -160,11 +164,22 @@ def notes(results: Results, shown: Iterable[str]) -> list[str]:
 
 
 def sources(results: Results) -> str:
-    """A line for each device, versions and commit among the runs of some cases, with the commands."""
-    commands: dict[str, dict[str, None]] = {}
-    for found in results.values():
-        commands.setdefault(report.source(found.run), {})[f"`{found.run['command']}`"] = None
-    return "\n".join(f"{source}: {', '.join(by)}." for source, by in commands.items())
+    """The runs that some cases are from."""
+    names = dict.fromkeys(found.run["name"] for found in results.values())
+    return f"({'Runs' if len(names) > 1 else 'Run'} {', '.join(names)}.)"
+
+
+def runs_table(runs: dict[Path, Run], readme: Path) -> str:
+    """What each run was made with."""
+    rows = [
+        f"| [{run['name']}]({relative(path, readme)}) | {report.source(run)} | `{run['command']}` |"
+        for path, run in runs.items()
+    ]
+    return "\n".join(["The runs:", "", "| run | device, versions, commit | command |", "|---|---|---|", *rows])
+
+
+def relative(path: Path, readme: Path) -> str:
+    return Path(os.path.relpath(path, readme.parent)).as_posix()
 
 
 def paper_table(results: Results) -> str:
@@ -339,16 +354,16 @@ def slow_cases(results: Results) -> str:
     return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{sources(compared)}"
 
 
-# The parts of a device's section, and the measurement that each is about.
-PARTS = (
-    (paper_table, "ms"),
-    (kernels_table, "ms"),
-    (lengths_table, "ms"),
-    (slow_cases, "ms"),
-    (memory_table, "peak_MiB"),
-    (decode_table, "ms"),
-    (overhead_table, "cpu_us"),
-    (targets_table, "ms"),
+# The parts of a device's section, the measurement that each is about, and the contenders it wants from one run.
+PARTS: tuple[tuple[Callable[[Results], str], str, Collection[str]], ...] = (
+    (paper_table, "ms", (*OURS, *PEERS, *SDPA)),
+    (kernels_table, "ms", (*OURS, *SDPA)),
+    (lengths_table, "ms", (*OURS, *SAME_MATH, *SDPA)),
+    (slow_cases, "ms", (*OURS, *SAME_MATH)),
+    (memory_table, "peak_MiB", (*OURS, *SAME_MATH)),
+    (decode_table, "ms", (*OURS, *SDPA)),
+    (overhead_table, "cpu_us", OURS),
+    (targets_table, "ms", ()),
 )
 
 
@@ -366,15 +381,12 @@ def render(runs: dict[Path, Run], readme: Path) -> str:
     """What stands between the README's marks: for each device its tables, and the plots of its runs."""
     devices: dict[str, dict[Path, Run]] = {}
     for path, run in sorted(runs.items(), key=lambda item: report.on_cpu(item[1])):
-        devices.setdefault(report.device(run), {})[path] = run
+        devices.setdefault(report.device(run), {})[path] = {**run, "name": path.stem}
     blocks = []
     for name, by_path in devices.items():
-        parts = (part(merge(by_path.values(), key)) for part, key in PARTS)
-        plots = [
-            f"![{path.stem}]({Path(os.path.relpath(path.with_suffix('.png'), readme.parent)).as_posix()})"
-            for path in by_path
-        ]
-        blocks += [f"### {name}", *filter(None, parts), *plots]
+        parts = (part(merge(by_path.values(), key, names)) for part, key, names in PARTS)
+        plots = [f"![{path.stem}]({relative(path.with_suffix('.png'), readme)})" for path in by_path]
+        blocks += [f"### {name}", *filter(None, parts), *plots, runs_table(by_path, readme)]
     return "\n\n".join(blocks) or "Nothing was measured."
 
 

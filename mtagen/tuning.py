@@ -28,7 +28,7 @@ from .op import assemble
 from .planner import Plan, get_target, plan
 from .planner.backends import GENERATED, PASSES, fused_candidates
 from .planner.decode import DECODE_ROLES
-from .planner.tables import TUNED, Table, shipped, variant_key
+from .planner.tables import TUNED, Shape, Table, shipped, variant_key
 from .planner.tiling import TENSOR_ROLES, Tile, cost, proposals, table_key
 from .runtime.load import Passes, available_backends, load, load_triton
 from .runtime.offline import recorded
@@ -275,14 +275,14 @@ def _ms(call: Callable[[], object]) -> float:
     return measure(call, torch.device("cuda")).median
 
 
-def _compare(plans: Sequence[Plan]) -> dict[str, dict[tuple[int, int, int], float]]:
+def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
     """Time of CUDA's kernels over Triton's, pass by pass, if both backends have a plan."""
     if [made.backend for made in plans] != list(GENERATED):
         return {}
     ratios, spec = {}, plans[0].spec
     for name in PASSES:
         cuda, triton = (_pass_ms(load(made), name, spec) for made in plans)
-        ratios[name] = {(spec.cq, spec.ck, spec.head_dim): round(cuda / triton, 3)}
+        ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
     return ratios
 
 

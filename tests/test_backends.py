@@ -10,10 +10,10 @@ import pytest
 from mtagen import Plan, PlanError, Spec, SpecError, plan
 from mtagen.planner import backends
 from mtagen.planner.backends import PASSES, cuda_over_triton, flops_per_score
-from mtagen.planner.tables import Table
+from mtagen.planner.tables import Shape, Table
 
 
-def measured(ratios: Mapping[str, Mapping[tuple[int, int, int], float]]) -> tuple[Table]:
+def measured(ratios: Mapping[str, Mapping[Shape, float]]) -> tuple[Table]:
     return (Table("measured", cuda_over_triton=ratios),)
 
 
@@ -22,7 +22,7 @@ def backend_of(made: Plan) -> dict[str, str]:
 
 
 def test_measured_shapes_decide() -> None:
-    shape = (6, 11, 64)
+    shape = Shape(6, 11, 64, True)
     tables = measured({"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.0}})
     made = plan(Spec((6, 11), 64), "sm_90a", tables=tables)
     assert backend_of(made) == {"forward": "cuda", "backward": "triton", "decode": "cuda"}
@@ -35,17 +35,22 @@ def test_measured_shapes_decide() -> None:
 
 
 def test_other_shapes_are_scaled_from_the_nearest() -> None:
-    tables = measured({"forward": {(6, 11, 128): 0.5, (1, 1, 128): 2.0}, "decode": {(6, 11, 64): 0.75}})
+    tables = measured(
+        {
+            "forward": {Shape(6, 11, 128, True): 0.5, Shape(1, 1, 128, True): 2.0},
+            "decode": {Shape(6, 11, 64, True): 0.75},
+        }
+    )
 
     def work(kernel: tuple[int, int], d: int) -> float:
         spec = Spec(kernel, d)
         return flops_per_score("cuda", spec)["forward"] / flops_per_score("triton", spec)["forward"]
 
     ratio, source = cuda_over_triton("forward", Spec((7, 7), 96), tables)
-    assert source == "scaled from (6, 11), head dim 128"
+    assert source == "scaled from (6, 11), head dim 128, causal"
     assert ratio == pytest.approx(0.5 * work((7, 7), 96) / work((6, 11), 128))
     ratio, source = cuda_over_triton("forward", Spec((1, 2), 64), tables)
-    assert source == "scaled from (1, 1), head dim 128"
+    assert source == "scaled from (1, 1), head dim 128, causal"
     assert ratio == pytest.approx(2.0 * work((1, 2), 64) / work((1, 1), 128))
     assert cuda_over_triton("decode", Spec((3, 3), 128), tables)[0] == 0.75  # its time is that of reading the cache
 
@@ -121,7 +126,7 @@ def test_an_explicit_backend_serves_every_pass() -> None:
 
 
 def test_text_shows_the_choice_of_each_pass() -> None:
-    tables = measured({"forward": {(6, 11, 64): 0.4}, "backward": {(6, 11, 64): 1.25}})
+    tables = measured({"forward": {Shape(6, 11, 64, True): 0.4}, "backward": {Shape(6, 11, 64, True): 1.25}})
     text = str(plan(Spec((6, 11), 64), "sm_90a", tables=tables))
     assert re.search(r"forward backend +cuda: 0.40 of triton's time, measured", text)
     assert re.search(r"backward backend +triton: cuda takes 1.25 of its time, measured", text)

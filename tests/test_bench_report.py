@@ -160,7 +160,7 @@ def test_contender_of_few_cases_counts_its_own() -> None:
 def test_interrupted_run_says_so() -> None:
     run = make_run([ONE]) | {"interrupted": True}
     assert "commit 1afe34d0abcd, interrupted" in printed(run)
-    assert "commit 1afe34d0abcd, interrupted: `mtagen bench" in rendered(run)
+    assert "commit 1afe34d0abcd, interrupted | `mtagen bench" in rendered(run)
     assert "interrupted" in printed(run | {"rates": None, "results": []})
 
 
@@ -334,11 +334,13 @@ def test_readme_has_all_parts_of_all_devices() -> None:
     ):
         assert lines(text, name), name
     for suite_name in ("full", "decode", "overhead"):
-        assert f"commit 1afe34d0abcd: `mtagen bench --suite {suite_name}`." in text
+        assert f"commit 1afe34d0abcd | `mtagen bench --suite {suite_name}` |" in text
     assert max(map(len, text.splitlines())) <= 200
     assert lines(text, "![") == [f"![run{index}](results/run{index}.png)" for index in range(5)]
-    tables = text.count("|---|\n")
-    assert len(re.findall(r"^(?:NVIDIA|Intel).*commit \w+: `mtagen bench.*`\.$", text, re.MULTILINE)) == tables + 2
+    devices = text.count("### ")
+    tables = text.count("|---|\n") - devices  # of figures: each device has one of its runs besides
+    sentences = devices  # on what is slow
+    assert len(re.findall(r"^\(Runs? run\d(?:, run\d)*\.\)$", text, re.MULTILINE)) == tables + sentences
 
 
 def test_paper_table_names_the_best_backend_and_what_is_missing() -> None:
@@ -382,9 +384,10 @@ def test_a_run_without_memory_has_no_column_of_it() -> None:
 def test_a_case_of_two_runs_is_that_of_the_fuller_one() -> None:
     fuller, other = make_run([ONE], "fuller"), make_run([ONE], "other")
     other["results"] = other["results"][:2]
-    for runs in ((fuller, other), (other, fuller)):
+    for index, runs in enumerate(((fuller, other), (other, fuller))):
+        assert f"(Run run{index}.)" in rendered(*runs)
+        assert f"(Run run{1 - index}.)" not in rendered(*runs)
         assert "`fuller`" in rendered(*runs)
-        assert "`other`" not in rendered(*runs)
 
 
 def test_overhead_is_shown_although_another_run_has_the_case() -> None:
@@ -445,7 +448,9 @@ def test_script_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert render.main(where) == 0
     text = readme.read_text()
     assert text.startswith(f"# Title\n{render.BEGIN}\n\n### NVIDIA H200\n")
-    assert text.endswith(f"![quick](results/quick.png)\n\n{render.END}\nrest\n")
+    assert text.endswith(f"| `mtagen bench --suite quick` |\n\n{render.END}\nrest\n")
+    assert "\n![quick](results/quick.png)\n" in text
+    assert "| [quick](results/quick.json) | NVIDIA H200, torch 2.11.0" in text
     assert [path.name for path in results.glob("*.png")] == ["quick.png"]
     assert render.main(["--check", *where]) == 0
     readme.write_text(text.replace("| yes |", "| no |"))

@@ -14,7 +14,7 @@ from mtagen import TARGETS, PlanError, Spec, plan
 from mtagen.planner.backends import PASSES, fused_candidates, fused_pass
 from mtagen.planner.decode import DECODE_ROLES
 from mtagen.planner.plan import Plan
-from mtagen.planner.tables import SHIPPED, TUNED, Table, shipped, variant_key
+from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped, variant_key
 from mtagen.planner.tiling import Tile, proposals, table_key
 
 HOPPER = TARGETS["sm_90a"]
@@ -60,8 +60,10 @@ def test_shipped_ratios(path: Path) -> None:
     ratios = shipped(path.stem).cuda_over_triton
     assert set(ratios) <= set(PASSES)
     for pass_name, shapes in ratios.items():
-        for (cq, ck, d), ratio in shapes.items():
-            chosen = next(c for c in plan(Spec((cq, ck), d), path.stem).choices if c.pass_name == pass_name)
+        for (cq, ck, d, causal), ratio in shapes.items():
+            chosen = next(
+                c for c in plan(Spec((cq, ck), d, causal=causal), path.stem).choices if c.pass_name == pass_name
+            )
             assert chosen.backend == ("cuda" if ratio <= 1 else "triton")
             assert chosen.reason.endswith(SHIPPED)
 
@@ -72,8 +74,8 @@ def test_the_first_table_that_has_a_decision_wins() -> None:
     base = plan(spec, HOPPER, "triton", tables=())
     tile = proposals("forward", spec, base.lift, HOPPER)[-1]
     key = table_key("forward", spec, base.lift)
-    mine = Table(TUNED, {key: tile}, {variant_key("forward", spec): slower}, {"forward": {(6, 11, 64): 3.0}})
-    other = Table(SHIPPED, {key: Tile(16, 16)}, {}, {"forward": {(6, 11, 64): 0.1}})
+    mine = Table(TUNED, {key: tile}, {variant_key("forward", spec): slower}, {"forward": {Shape(6, 11, 64, True): 3.0}})
+    other = Table(SHIPPED, {key: Tile(16, 16)}, {}, {"forward": {Shape(6, 11, 64, True): 0.1}})
     for tables, source in (((mine, other), TUNED), ((other, mine), SHIPPED)):
         made = plan(spec, HOPPER, tables=tables)
         assert next(choice for choice in made.choices if choice.pass_name == "forward").reason.endswith(source)
@@ -97,10 +99,11 @@ def test_a_variant_that_is_no_candidate_is_passed_over() -> None:
 
 
 def test_updated() -> None:
-    old = Table(SHIPPED, {"a": Tile(16)}, {"x": "1", "y": "1"}, {"forward": {(1, 1, 64): 1.0}})
-    new = Table(TUNED, {"b": Tile(32)}, {"y": "2"}, {"forward": {(3, 3, 64): 0.5}, "decode": {(1, 1, 64): 0.9}})
+    one, three = Shape(1, 1, 64, True), Shape(3, 3, 64, True)
+    old = Table(SHIPPED, {"a": Tile(16)}, {"x": "1", "y": "1"}, {"forward": {one: 1.0}})
+    new = Table(TUNED, {"b": Tile(32)}, {"y": "2"}, {"forward": {three: 0.5}, "decode": {one: 0.9}})
     both = old.updated(new)
     assert both.source == SHIPPED
     assert both.tiles == {"a": Tile(16), "b": Tile(32)}
     assert both.variants == {"x": "1", "y": "2"}
-    assert both.cuda_over_triton == {"forward": {(1, 1, 64): 1.0, (3, 3, 64): 0.5}, "decode": {(1, 1, 64): 0.9}}
+    assert both.cuda_over_triton == {"forward": {one: 1.0, three: 0.5}, "decode": {one: 0.9}}

@@ -17,7 +17,7 @@ from mtagen import BackendError, Plan, Spec, plan, tuning
 from mtagen.cli import app
 from mtagen.planner.backends import COST_MODEL
 from mtagen.planner.decode import DECODE_ROLES
-from mtagen.planner.tables import TUNED, Table, variant_key
+from mtagen.planner.tables import TUNED, Shape, Table, variant_key
 from mtagen.planner.tiling import TENSOR_ROLES, Tile
 from mtagen.runtime import tuned
 from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation
@@ -94,7 +94,9 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = found.table.variants | {key: tuning.tile_name(tile) for key, tile in found.table.tiles.items()}
     assert set(chosen) == set(fastest)
     assert all(timed.ms == fastest[timed.key] for timed in found.timings if timed.name == chosen[timed.key])
-    assert found.table.cuda_over_triton == {name: {(6, 11, 64): 0.5} for name in ("forward", "backward", "decode")}
+    assert found.table.cuda_over_triton == {
+        name: {Shape(6, 11, 64, True): 0.5} for name in ("forward", "backward", "decode")
+    }
     made = plan(SPEC, TARGET, "triton", tables=(found.table,))
     sources = {role: source for role, _, source in made.tiles if role in TENSOR_ROLES}
     assert sources == {**dict.fromkeys(sources, TUNED), "dk_lifted": COST_MODEL}
@@ -104,7 +106,7 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_what_is_found_is_kept_for_the_same_spec_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(TUNED, {"a": Tile(16)}, {"b": "c"}, {"forward": {(6, 11, 64): 0.5}})
+    table = Table(TUNED, {"a": Tile(16)}, {"b": "c"}, {"forward": {Shape(6, 11, 64, True): 0.5}})
     assert tuned.remembered(SPEC, TARGET) is None
     tuned.remember(SPEC, TARGET, table)
     assert tuned.remembered(SPEC, TARGET) == table
@@ -131,7 +133,7 @@ def test_plans_that_are_wrong_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_build_follows_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(TUNED, cuda_over_triton={"forward": {(6, 11, 64): 3.0}})
+    table = Table(TUNED, cuda_over_triton={"forward": {Shape(6, 11, 64, True): 3.0}})
     monkeypatch.setattr("mtagen.op.remembered", lambda spec, target: table)
     monkeypatch.setattr("mtagen.op.assemble", lambda planned, *_, **__: planned)
     made = mtagen.build((6, 11), 64, target=TARGET)
@@ -140,7 +142,7 @@ def test_build_follows_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_build_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Table] = []
-    table = Table(TUNED, cuda_over_triton={"forward": {(6, 11, 64): 3.0}})
+    table = Table(TUNED, cuda_over_triton={"forward": {Shape(6, 11, 64, True): 3.0}})
     monkeypatch.setattr("mtagen.op.remembered", lambda spec, target: kept[0] if kept else None)
     monkeypatch.setattr("mtagen.op.assemble", lambda planned, *_, **__: planned)
     monkeypatch.setattr(tuning, "tune", lambda specs, target: Tuning((), (), table))

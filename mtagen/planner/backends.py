@@ -22,7 +22,7 @@ from .fused.decode import decode_candidates
 from .fused.forward import forward_candidates
 from .fused.kernel import Kernel
 from .lift import lift
-from .tables import Table, variant_key
+from .tables import Shape, Table, variant_key
 from .targets import Target
 from .tiling import VECTOR_ROLES, Tile, proposals, table_key
 
@@ -198,8 +198,8 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
     A measured shape stands for itself; another's ratio is that of the nearest one, scaled by how the ratio of planned
     work changes from there to here. Without measurements it is the ratio of planned work.
     """
-    here = (*spec.kernel, spec.head_dim)
-    measured: dict[tuple[int, int, int], float] = {}
+    here = Shape.of(spec)
+    measured: dict[Shape, float] = {}
     for table in tables:
         shapes = table.cuda_over_triton.get(pass_name, {})
         if here in shapes:
@@ -208,10 +208,10 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
     work = _work_ratio(pass_name, spec.kernel, spec.head_dim, spec.value_head_dim)
     if not measured:
         return work, "by planned work"
-    nearest = min(measured, key=lambda shape: (_distance(shape, here), shape))
-    cq, ck, d = nearest
+    nearest = min(measured, key=lambda shape: (shape.causal != here.causal, _distance(shape[:3], here[:3]), shape))
+    cq, ck, d, _ = nearest
     ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
-    return ratio, f"scaled from ({cq}, {ck}), head dim {d}"
+    return ratio, f"scaled from {nearest}"
 
 
 def _work_ratio(pass_name: str, kernel: tuple[int, int], d: int, dv: int) -> float:

@@ -10,12 +10,29 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..spec import Spec
 from .tiling import Tile
 
 SHIPPED, TUNED = "measured", "tuned here"
+
+
+class Shape(NamedTuple):
+    """What the choice of a backend depends on."""
+
+    cq: int
+    ck: int
+    head_dim: int
+    causal: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> Shape:
+        """The shape of a request."""
+        return cls(spec.cq, spec.ck, spec.head_dim, spec.causal)
+
+    def __str__(self) -> str:
+        return f"({self.cq}, {self.ck}), head dim {self.head_dim}, {'causal' if self.causal else 'full'}"
 
 
 @dataclass(frozen=True)
@@ -26,13 +43,13 @@ class Table:
         source: what a plan says of decisions that come from here.
         tiles: Triton's tiles, by :func:`mtagen.planner.tiling.table_key`.
         variants: of the CUDA passes, by :func:`variant_key`.
-        cuda_over_triton: pass -> (cq, ck, head_dim) -> time of CUDA's kernels over Triton's.
+        cuda_over_triton: pass -> shape -> time of CUDA's kernels over Triton's.
     """
 
     source: str
     tiles: Mapping[str, Tile] = field(default_factory=dict)
     variants: Mapping[str, str] = field(default_factory=dict)
-    cuda_over_triton: Mapping[str, Mapping[tuple[int, int, int], float]] = field(default_factory=dict)
+    cuda_over_triton: Mapping[str, Mapping[Shape, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_dict` inverts it."""
@@ -40,7 +57,7 @@ class Table:
             "tiles": {key: asdict(tile) for key, tile in sorted(self.tiles.items())},
             "variants": dict(sorted(self.variants.items())),
             "cuda_over_triton": {
-                pass_name: {",".join(map(str, shape)): ratio for shape, ratio in sorted(shapes.items())}
+                pass_name: {_write(shape): ratio for shape, ratio in sorted(shapes.items())}
                 for pass_name, shapes in self.cuda_over_triton.items()
             },
         }
@@ -49,7 +66,7 @@ class Table:
     def from_dict(cls, fields: Mapping[str, Any], source: str) -> Table:
         """Inverse of :meth:`to_dict`; what else ``fields`` holds, such as the device, is for readers."""
         ratios = {
-            pass_name: {_shape(shape): ratio for shape, ratio in shapes.items()}
+            pass_name: {_read(shape): ratio for shape, ratio in shapes.items()}
             for pass_name, shapes in fields["cuda_over_triton"].items()
         }
         tiles = {key: Tile(**tile) for key, tile in fields["tiles"].items()}
@@ -76,6 +93,10 @@ def variant_key(pass_name: str, spec: Spec) -> str:
     return f"{pass_name} cq{spec.cq} ck{spec.ck} d{spec.head_dim} dv{spec.value_head_dim} {spec.dtype}"
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    cq, ck, head_dim = map(int, text.split(","))
-    return cq, ck, head_dim
+def _write(shape: Shape) -> str:
+    return f"{shape.cq},{shape.ck},{shape.head_dim},{'causal' if shape.causal else 'full'}"
+
+
+def _read(text: str) -> Shape:
+    cq, ck, head_dim, mask = text.split(",")
+    return Shape(int(cq), int(ck), int(head_dim), mask == "causal")
