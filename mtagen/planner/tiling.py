@@ -21,6 +21,7 @@ from .targets import SHARED_BYTES_PER_CYCLE, Target
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
+_UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was seen to take besides the operands of unrolled terms
 
 # The cost model's constants, fitted to benchmarks/results/h200_tune.json. Times are cycles of a multiprocessor.
 _SOFTMAX = 0.06  # a score's share of the vector units: exponential, sums
@@ -108,6 +109,7 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
     if tile.pipeline == "terms":
         pipelined = tile.num_stages * tile.unroll * (m + n) * d * size
         shared = kept + (max(pipelined, passed) if size == 2 else pipelined + passed)
+        shared += _UNROLLED_SCRATCH if tile.unroll > 1 else 0
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
         shared = own * d * lift.terms * size + tile.num_stages * stage + kept
