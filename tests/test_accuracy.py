@@ -139,7 +139,7 @@ def test_check_passes_a_sound_op(spec: Spec) -> None:
     assert all(row.comparison.ok for row in rows), rows
 
 
-@pytest.mark.parametrize(("kernel", "heads"), [((1, 1), 16), ((2, 3), 6), ((3, 3), 2), ((6, 11), 2)])
+@pytest.mark.parametrize(("kernel", "heads"), [((1, 1), 16), ((2, 3), 4), ((3, 3), 2), ((6, 11), 2)])
 def test_check_compares_enough_weights(kernel: tuple[int, int], heads: int) -> None:
     """At least 16, for of few the largest error of eager may be small by luck."""
     spec = Spec(kernel, 16, dtype="fp32")
