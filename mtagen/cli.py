@@ -113,7 +113,7 @@ def emit(
 
 @app.command()
 @_takes_spec
-def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "triton", as_json: _Json = False) -> None:
+def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", as_json: _Json = False) -> None:
     """Show how an operator would be computed: tiles, stages, resources, cost."""
     from . import planner
 

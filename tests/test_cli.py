@@ -189,12 +189,13 @@ def test_plan_json_is_the_plan() -> None:
     options = ("--value-head-dim", "32", "--non-causal", "--key-padding", "left", "--dtype", "fp16")
     text = output("plan", *SELECTION, *options, "--target", "sm_80", "--json")
     spec = Spec((6, 11), 64, 32, causal=False, key_padding="left", dtype="fp16")
-    assert Plan.from_json(text) == plan(spec, "sm_80", "triton")
+    assert Plan.from_json(text) == plan(spec, "sm_80")
 
 
-def test_plan_prints_every_row() -> None:
-    text = output("plan", *SELECTION, "--mask", "output")
-    made = plan(Spec((6, 11), 64, mask="output"), "sm_90a", "triton")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_plan_prints_every_row(backend: str) -> None:
+    text = output("plan", *SELECTION, "--mask", "output", "--backend", backend)
+    made = plan(Spec((6, 11), 64, mask="output"), "sm_90a", backend)
     assert made.name in text
     assert all(name in text for _, name, _ in made.table())
 
