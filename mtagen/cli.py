@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from .bench.cases import MAX_MATERIALISED, SUITES
+from .bench.cases import MAX_MATERIALISED, PATIENCE, SUITES
 from .errors import InputError, MtagenError, SpecError, explain
 from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
 
@@ -242,7 +242,7 @@ def bench(
     ] = MAX_MATERIALISED,
     patience: Annotated[
         float, typer.Option(help="Seconds; whose call takes longer is not timed at longer sequences.", min=0)
-    ] = 1.0,
+    ] = PATIENCE,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", metavar="FILE", dir_okay=False)
     ] = None,

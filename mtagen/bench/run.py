@@ -21,12 +21,11 @@ from torch import Tensor
 
 from ..accuracy import Comparison
 from ..environment import collect
-from .cases import Case
+from .cases import PATIENCE, Case
 from .contenders import Built, Contender, entrants, make_inputs
 from .rates import Rates, measure_rates, roofline_ms, useful_flop
 from .timing import BUDGET_MS, cpu_us, graph_ms, measure, peak_mib
 
-PATIENCE = 1.0
 _WRONG, _FAILED = "wrong: ", "failed: "
 
 

@@ -97,11 +97,12 @@ def fused_pass(pass_name: str, spec: Spec, target: Target, variant: str | None =
     Raises:
         PlanError: none fits, or none is the variant; the message names the limit.
     """
-    plans = {plan.variant: plan for plan in reversed(fused_candidates(pass_name, spec, target))}
-    variant = variant or fused_candidates(pass_name, spec, target)[0].variant
-    if variant not in plans:
-        raise PlanError(explain(f"{pass_name} variant", variant, f"is no candidate on {target.name}", sorted(plans)))
-    return plans[variant]
+    candidates = fused_candidates(pass_name, spec, target)
+    for candidate in candidates:
+        if variant in (None, candidate.variant):
+            return candidate
+    legal = [candidate.variant for candidate in candidates]
+    raise PlanError(explain(f"{pass_name} variant", variant, f"is no candidate on {target.name}", legal))
 
 
 def choose_variant(pass_name: str, spec: Spec, target: Target, tables: Sequence[Table]) -> tuple[str, str]:
