@@ -8,7 +8,7 @@
 // Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
 //
 // mta_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 32)), 256, 0>>>
-// mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218824>>>
+// mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218832>>>
 // mta_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(dq_pieces / 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -305,11 +305,8 @@ DEVICE void make_band(u32 (&band)[BAND_FRAGMENTS][2], int lane, Taps taps) {
 
 // c[16 x 8 TILES] = the strip's rows convolved. rows[x]: this lane's row address for load x, at chunk 0.
 // finish(n) is called when tile n is complete, and while others are under way.
-struct Nothing {
-  DEVICE void operator()(int) const {}
-};
-template <class Element, int TILES, class Finish = Nothing>
-DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const u32 (&band)[BAND_FRAGMENTS][2], int lane, Finish finish = {}) {
+template <class Element, int TILES, class Finish>
+DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const u32 (&band)[BAND_FRAGMENTS][2], int lane, Finish finish) {
   constexpr int CHUNKS = TILES + 2;
 #pragma unroll
   for (int i = 0; i < 4 * TILES; ++i) c[i] = 0.f;
@@ -763,8 +760,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
     copy_word_async(base + SHARED_ROW + (t & 1) * (8 * ROWS) + thread * 4, from + thread % ROWS);
   };
   const u32 loaded = base + SHARED_BARRIERS, above_taken = loaded + 8, taken = loaded + 16;  // the helper arrives, once a tile
+  const u32 written = loaded + 24;                                                           // the main warps do, G(t)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3; ++i) barrier_init(loaded + 8 * i, 128);
+    barrier_init(written, MAIN_THREADS);
     barrier_init_fence();
   }
   // All threads make ready for head h: strips of zeros, tables of pairs of taps, tile 0.
@@ -780,6 +779,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
 
   if (warpgroup == WARPGROUPS) {
     registers_down_to<56>();
+    int tiles = 0;  // of this head and those before
 #pragma unroll 1
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
       begin_head(h);
@@ -794,7 +794,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
       };
 #pragma unroll 1
       for (int t = 0; t < steps; ++t) {
-        named_barrier(GRADIENTS, THREADS);  // the main warps are done with tile t - 1
+        barrier_wait(written, tiles++ & 1);  // G(t); the main warps are done with tile t - 1
         copy_rows<GROUP, GROUP, true>(base + SHARED_Q_ABOVE, q + b * q_stride_b + h * q_stride_h, q_stride_n, first + t * ROWS - GROUP, n_q, thread_of_warpgroup());
         load_tile(h, t + 1);
         barrier_arrive_after_copies(loaded);
@@ -923,7 +923,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
         store_shared(even + n * 16 + PARITY<GRADIENT_GROUPS>, pack<Element>(gradient[2], gradient[3]));
       }
       fence_async();
-      named_barrier(GRADIENTS, THREADS);
+      barrier_arrive(written);
+      named_barrier(GRADIENTS, MAIN_THREADS);
 
       // dS of the 16 rows above the tile and of all but its last 16.
       const Place at_ds;

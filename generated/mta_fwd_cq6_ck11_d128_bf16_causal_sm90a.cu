@@ -296,11 +296,8 @@ DEVICE void load_triple(u32 (&a)[4], u32 word) {
 // c[16 x 8 TILES] = the strip's rows convolved. rows[x]: this lane's row address for load x, at chunk 0.
 // gathered[x]: its word of the last two columns of tile 0's window, for row shifts 2 t, GATHER_STRIDE bytes from tile to tile.
 // finish(n) is called when tile n is complete, and while others are under way.
-struct Nothing {
-  DEVICE void operator()(int) const {}
-};
-template <class Element, int TILES, int GATHER_STRIDE, class Finish = Nothing>
-DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const u32 (&gathered)[1], const u32 (&band)[BAND_FRAGMENTS][2], int lane, Finish finish = {}) {
+template <class Element, int TILES, int GATHER_STRIDE, class Finish>
+DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const u32 (&gathered)[1], const u32 (&band)[BAND_FRAGMENTS][2], int lane, Finish finish) {
   constexpr int CHUNKS = TILES + 1;
 #pragma unroll
   for (int i = 0; i < 4 * TILES; ++i) c[i] = 0.f;
@@ -430,6 +427,17 @@ struct Softmax {
 constexpr int STRIP_ROW = 144, STRIP_PARITY = 14256, STRIP = 2 * STRIP_PARITY;
 constexpr int GATHER_ROW = 800, GATHER = 8 * GATHER_ROW;  // the first two columns of each chunk, one word a row
 
+using Weights = u32[BAND_FRAGMENTS][2];
+
+// A negative scale changes the weights' sign, so that the largest c is the largest score.
+DEVICE void load_weights(Weights& weights, const float* weight, float scale, int lane) {
+  auto tap = [&](int u, int i) {
+    const bool inside = u < 6 && 0 <= i && i < 11;
+    return inside ? copysignf(1.f, scale) * __ldg(weight + u * 11 + i) : 0.f;
+  };
+  make_band(weights, lane, [&](int u, int i) { return pack<fp16>(tap(u, i), tap(u, i + 1)); });
+}
+
 // Address of row `row` of the CTA, -6 and up.
 DEVICE u32 strip_row(u32 strip, int row) {
   const int padded = row + 6;
@@ -490,15 +498,15 @@ struct WarpStrip {
   }
 
   // Outputs of strip t; finish(n) as in convolve.
-  template <class Finish = Nothing>
-  DEVICE void convolved(float (&c)[32], int t, int lane, const u32 (&band)[BAND_FRAGMENTS][2], Finish finish = {}) const {
+  template <class Finish>
+  DEVICE void convolved(float (&c)[32], int t, int lane, const Weights& weights, Finish finish) const {
     u32 from[BAND_LOADS];
 #pragma unroll
     for (int load = 0; load < BAND_LOADS; ++load) from[load] = rows[load] + (t & 1) * STRIP;
     u32 pairs[1];
 #pragma unroll
     for (int x = 0; x < 1; ++x) pairs[x] = gathered[x] + (t & 1) * GATHER;
-    convolve<fp16, 8, GATHER_ROW>(c, from, pairs, band, lane, finish);
+    convolve<fp16, 8, GATHER_ROW>(c, from, pairs, weights, lane, finish);
   }
 };
 // ---- Tiles of Q, K and V, masks, results --------------------------------------------------------------------------
@@ -553,15 +561,6 @@ DEVICE void scale_queries(u32 tile, int p, int thread) {
     }
     store_shared(at, x[0], x[1], x[2], x[3]);
   }
-}
-
-// The weights. A negative scale changes their sign, so that the largest c is the largest score.
-DEVICE void load_weights(u32 (&band)[BAND_FRAGMENTS][2], const float* weight, float scale, int lane) {
-  auto tap = [&](int u, int i) {
-    const bool inside = u < 6 && 0 <= i && i < 11;
-    return inside ? copysignf(1.f, scale) * __ldg(weight + u * 11 + i) : 0.f;
-  };
-  make_band(band, lane, [&](int u, int i) { return pack<fp16>(tap(u, i), tap(u, i + 1)); });
 }
 
 // A thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, as strips hold them.
@@ -691,8 +690,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d128_b
   load_queries<64, 128>(q_tile, 64 * warpgroup, q, q_stride_n, first, n_q, threadIdx.x & 127);
   copy_commit();
 
-  u32 band[BAND_FRAGMENTS][2];
-  load_weights(band, weight + h * 66, scale, lane);
+  Weights weights;
+  load_weights(weights, weight + h * 66, scale, lane);
   const float exponent = fmaxf(fabsf(scale) * (LOG2_E / SCORE_SCALE), 1e-20f);  // -inf times it is -inf, whatever the scale
 
   copy_wait<0>();
@@ -740,10 +739,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d128_b
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + 8 * (t & 1), t / 2 & 1);
     u32 p[KEYS / 16][4];
     softmax.begin();
-    strip.convolved(c, t, lane, band, [&](int n) { softmax.tile(p[n / 2], n & 1, c + 4 * n); });
+    strip.convolved(c, t, lane, weights, [&](int n) { softmax.tile(p[n / 2], n & 1, c + 4 * n); });
     mask_probabilities(p, softmax, t * KEYS - LAG, top + off, lane);
     if (!softmax.end()) {
-      strip.convolved(c, t, lane, band);
+      strip.convolved(c, t, lane, weights, [](int) {});
       mask_outputs(c, t * KEYS - LAG, top + off, lane);
       float rescale[2];
       softmax.restart(p, c, rescale);

@@ -61,12 +61,20 @@ def reference(
     if scores.numel() == 0:
         mixed = scores
     elif mask == "source":
-        mixed = F.conv2d(F.pad(scores.masked_fill(forbidden, 0), pad), weight, groups=heads)
+        mixed = _convolve(F.pad(scores.masked_fill(forbidden, 0), pad), weight)
     else:  # the mask follows the output's row: it commutes with the sum over rows, not with that over columns
         mixed, scores, hidden = torch.zeros_like(scores), F.pad(scores, pad), F.pad(forbidden, pad[:2])
         for c in range(ck):
-            rows = F.conv2d(scores[..., c : c + nk], weight[..., c : c + 1], groups=heads)
+            rows = _convolve(scores[..., c : c + nk], weight[..., c : c + 1])
             mixed = mixed + rows.masked_fill(hidden[:, c : c + nk], 0)
     mixed = mixed.masked_fill(forbidden, -torch.inf)
     out = mixed.softmax(-1).masked_fill(forbidden, 0) @ v  # the fill clears the NaN of rows that see no key
     return (out, mixed.logsumexp(-1)) if return_lse else out
+
+
+def _convolve(scores: Tensor, weight: Tensor) -> Tensor:
+    """Each head by its own kernel, ``weight [H, 1, cq, ck]``."""
+    # On CPUs with AVX512-FP16, oneDNN never finishes compiling a convolution in fp16 by 16 columns or more.
+    hangs = scores.device.type == "cpu" and scores.dtype == torch.float16 and weight.shape[-1] > 15
+    dtype = torch.float32 if hangs else scores.dtype
+    return F.conv2d(scores.to(dtype), weight.to(dtype), groups=len(weight)).to(scores.dtype)

@@ -1,6 +1,6 @@
 """The templates' convolution and strips on the machine of :mod:`tensor_cores`, driven by a plan's numbers alone.
 
-Function by function what convolve.j2 and strip.j2 print; names are theirs.
+Function by function what convolve.j2, strip.j2 and pointwise.j2 print; names are theirs.
 """
 
 from __future__ import annotations
@@ -222,3 +222,15 @@ class WarpStrip:
             gather_stride=plan.gather_row,
             limit=limit + 2 * G if edge else None,
         )
+
+
+class WarpScores:
+    """The same where the kernel is one tap: no strip."""
+
+    def write(self, s: Words, t: int) -> None:
+        """Scores of a tile, (tiles, 2, 32, 2) as accumulators hold them."""
+        self.scores = s
+
+    def convolved(self, t: int, weight: NDArray[np.float64], limit: int | None = None) -> Words:
+        """(tiles, 2, 32, 2)."""
+        return self.scores * weight.item()

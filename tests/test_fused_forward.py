@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from fragments import Strips, WarpStrip, make_band
+from fragments import Strips, WarpScores, WarpStrip, make_band
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -64,10 +64,13 @@ class Cta:
         self.off = self.n_k - self.n_q
         keys = min(self.n_k, self.first + plan.rows + self.off) if plan.spec.causal else self.n_k
         self.steps = max(0, (keys + plan.lag + plan.keys - 1) // plan.keys)
-        self.strips = Strips(plan)
-        self.strips.clear_pads()
         cq, ck = taps.shape
-        self.operands = make_band(plan.band, lambda u, v: taps[u, v] if 0 <= u < cq and 0 <= v < ck else 0.0)
+        if plan.pointwise:
+            self.operands = taps
+        else:
+            self.strips = Strips(plan)
+            self.strips.clear_pads()
+            self.operands = make_band(plan.band, lambda u, v: taps[u, v] if 0 <= u < cq and 0 <= v < ck else 0.0)
         stages = plan.stages if plan.hopper else 1
         self.k = np.full((stages, plan.keys, plan.spec.head_dim // 8), IN_FLIGHT)
         self.v = np.full((stages, plan.keys, plan.spec.value_head_dim // 8), IN_FLIGHT)
@@ -106,6 +109,10 @@ class Cta:
         tile[place] = IN_FLIGHT
         yield from self.pause()
         tile[place] = np.where((row >= 0) & (row < self.n_k), row, OUTSIDE)
+
+    def strip(self, warp: int) -> WarpScores | WarpStrip:
+        """A warp's 16 rows of scores."""
+        return WarpScores() if self.plan.pointwise else WarpStrip(self.strips, warp)
 
     def keys_of(self, tile: NDArray[np.int64], first: int) -> NDArray[np.int64]:
         """The keys that a tile holds, which must be those from ``first`` on."""
@@ -180,7 +187,7 @@ class Cta:
                 full[which][stage].arrive()
 
         def compute(warp: int) -> Waits:
-            strip, product = WarpStrip(self.strips, warp), products[warp // meets]
+            strip, product = self.strip(warp), products[warp // meets]
             gives, takes = plan.halo > 0 and warp < plan.warps - 1, plan.halo > 0 and warp > 0
 
             def scores(t: int) -> Words:
@@ -233,7 +240,7 @@ class Cta:
         def compute(warp: int) -> Waits:
             threads = range(32 * warp, 32 * warp + 32)
             mine = [plan.row_tiles * warp + m for m in range(plan.row_tiles)]
-            strips = {m: WarpStrip(self.strips, m) for m in mine}
+            strips = {m: self.strip(m) for m in mine}
 
             def load(tile: NDArray[np.int64], first: int) -> Waits:
                 copies = self.load(tile, first, threads, plan.threads)
@@ -289,7 +296,7 @@ def assert_convolves(plan: FusedForward, n_q: int, n_k: int, seed: int = 0) -> N
     for block in range(-(-n_q // plan.owned)):
         cta = Cta(plan, scores, taps, block, seed + block)
         cta.run()
-        assert cta.strips.shared.ways == 1, "bank conflicts"
+        assert plan.pointwise or cta.strips.shared.ways == 1, "bank conflicts"
         seen += cta.seen
         got += cta.convolved
     expected, allowed = convolved(plan.spec, scores, taps)
@@ -442,6 +449,7 @@ def test_shared_memory_maps() -> None:
         assert plan.shared.size <= TARGETS[plan.target].shared_per_block
         # Panels, which are as wide as swizzled rows: tiles of whole 1024-byte atoms.
         assert {plan.shared[name].size % 1024 for name in "QKV"} == {0}
+        assert plan.pointwise == ("STRIP" not in {region.name for region in regions})
 
 
 def test_registers_that_warpgroups_trade() -> None:

@@ -311,7 +311,7 @@ class FusedBackward:
                 ("G", 2 * self.gradient_ring * parity, 16),
                 ("BAND", 2 * 4 * self.spec.cq * self.band_words, 16),
                 ("ROW", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
-                ("BARRIERS", 24 if self.hopper else 0, 8),
+                ("BARRIERS", 32 if self.hopper else 0, 8),
             )
         )
 

@@ -66,7 +66,7 @@ class FusedForward:
         """Modelled multiprocessor cycles per score that counts."""
         dims, target = self.spec.head_dim + self.spec.value_head_dim, get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
-        products, convolution = 2 * dims / rate, 32 * self.band.mma_per_tile / target.mma_flop_per_cycle
+        products, convolution = 2 * dims / rate, 32 * self.mma_per_tile / target.mma_flop_per_cycle
         loads = 0 if self.hopper else 2 * dims / (16 * self.row_tiles) / SHARED_BYTES_PER_CYCLE  # a fragment a tile
         waits = _STEP_LATENCY / (self.blocks * self.rows * self.keys)
         return (products + convolution + loads + _SOFTMAX + waits) * self.rows / self.owned
@@ -87,9 +87,19 @@ class FusedForward:
         return band(self.spec.cq, self.spec.ck)
 
     @property
+    def pointwise(self) -> bool:
+        """Whether the kernel is one tap: scores are multiplied where they are, in registers, and there is no strip."""
+        return self.spec.kernel == (1, 1)
+
+    @property
+    def mma_per_tile(self) -> int:
+        """The convolution's mma.m16n8k16 for an output tile of 16 x 8."""
+        return 0 if self.pointwise else self.band.mma_per_tile
+
+    @property
     def score_exponent(self) -> int:
-        """Strips hold q.k 2^-score_exponent."""
-        return SCORE_EXPONENT
+        """Strips hold q.k 2^-score_exponent; registers hold q.k."""
+        return 0 if self.pointwise else SCORE_EXPONENT
 
     @property
     def rows(self) -> int:
@@ -119,7 +129,7 @@ class FusedForward:
     @property
     def strips(self) -> int:
         """Buffers of the strip; two let a warp write the next tile's scores while others read this one's."""
-        return 2 if self.hopper else 1
+        return 0 if self.pointwise else 2 if self.hopper else 1
 
     @property
     def strip_pad(self) -> int:
@@ -159,7 +169,7 @@ class FusedForward:
     @property
     def scales_queries(self) -> bool:
         """Whether 2^-8 is applied to Q: exact in bf16's range; fp16 scores are scaled one by one."""
-        return self.spec.dtype == "bf16"
+        return self.spec.dtype == "bf16" and not self.pointwise
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -195,7 +205,7 @@ class FusedForward:
         """Estimate for a thread that computes: O, the scores, on Hopper at once the convolved ones, B operands, Q."""
         accumulators = self.spec.value_head_dim // 2 + (2 if self.hopper else 1) * (self.keys // 2)
         tiles = self.row_tiles * (accumulators + 4 * self.query_fragments)
-        return tiles + self.band.registers + _RESERVED_REGISTERS[self.hopper]
+        return tiles + (0 if self.pointwise else self.band.registers) + _RESERVED_REGISTERS[self.hopper]
 
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
@@ -228,9 +238,10 @@ class FusedForward:
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
         yield f"A CTA computes {self.rows} rows of scores, yields {self.owned}, and streams tiles of {self.keys} keys."
-        carried = f"a strip starts with {self.band.carry} columns of the tile before"
-        yield f"Output columns lag the keys by {self.lag}; {carried}."
-        yield f"Convolution: {self.band.mma_per_tile} mma.m16n8k16 for 16 x 8 scores."
+        if not self.pointwise:
+            carried = f"a strip starts with {self.band.carry} columns of the tile before"
+            yield f"Output columns lag the keys by {self.lag}; {carried}."
+            yield f"Convolution: {self.mma_per_tile} mma.m16n8k16 for 16 x 8 scores."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
@@ -242,7 +253,9 @@ class FusedForward:
         yield (
             "forward",
             "convolution",
-            f"{self.band.mma_per_tile} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
+            "one factor"
+            if self.pointwise
+            else f"{self.mma_per_tile} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
         )
         yield "forward", "shared memory", f"{self.shared.size} bytes"
 
@@ -273,7 +286,8 @@ def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
     """From most to least work a CTA, the last one the smallest there is."""
     fragments = spec.head_dim // 16
     if target.wgmma:
-        for groups, keys in product((3, 2, 1), (64, 32)):
+        wide = (128,) if spec.kernel == (1, 1) else ()  # without a strip there is room for them
+        for groups, keys in product((3, 2, 1), (*wide, 64, 32)):
             for in_registers in (fragments, 0) if fragments <= 4 else (0,):
                 yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
     else:
