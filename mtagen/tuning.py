@@ -50,6 +50,7 @@ class Sizes(NamedTuple):
 
 
 TRAINING = Sizes(1, 16, 16, 8192, 8192)
+BATCHED = Sizes(8, 16, 16, 1024, 1024)  # short sequences, where what a call does on the CPU counts
 # One token; grouped heads; several tokens (speculative decoding): a build does not know how decode will be called.
 DECODING = (Sizes(8, 16, 16, 1, 32768), Sizes(8, 16, 4, 1, 32768), Sizes(8, 16, 16, 4, 32768))
 
@@ -255,7 +256,7 @@ def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
 def _time(one: Candidate) -> float:
     """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
     if one.role is None:
-        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec)
+        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, (TRAINING,))
     module, spec = load_triton(one.plan), one.plan.spec
     if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
         return _ms(_call(module, "decode", spec, DECODING[DECODE_ROLES.index(one.role)]))
@@ -281,13 +282,14 @@ def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
         return {}
     ratios, spec = {}, plans[0].spec
     for name in PASSES:
-        cuda, triton = (_pass_ms(load(made), name, spec) for made in plans)
+        cuda, triton = (_pass_ms(load(made), name, spec, (TRAINING, BATCHED)) for made in plans)
         ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
     return ratios
 
 
-def _pass_ms(passes: Passes, name: str, spec: Spec) -> float:
-    sizes = DECODING if name == "decode" else (TRAINING,)
+def _pass_ms(passes: Passes, name: str, spec: Spec, training: Sequence[Sizes]) -> float:
+    """Geometric mean over the sizes given, or those of decode."""
+    sizes = DECODING if name == "decode" else training
     return statistics.geometric_mean(_ms(_call(passes, name, spec, one)) for one in sizes)
 
 

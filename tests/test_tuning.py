@@ -82,7 +82,7 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[Plan, str]] = []
     monkeypatch.setattr(tuning, "_time", run)
     monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: compiled.extend(jobs))
-    monkeypatch.setattr(tuning, "_pass_ms", lambda passes, name, spec: 2.0 if "cuda" in passes else 4.0)
+    monkeypatch.setattr(tuning, "_pass_ms", lambda passes, name, spec, sizes: 2.0 if "cuda" in passes else 4.0)
     monkeypatch.setattr(tuning, "load", lambda made: made.backend)
     steps: list[tuple[int, int]] = []
     found = tuning.tune([SPEC], TARGET, limit=4, progress=lambda done, total: steps.append((done, total)))
