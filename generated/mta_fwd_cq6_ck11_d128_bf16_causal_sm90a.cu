@@ -359,15 +359,15 @@ using Element = bf16;
 // done again, from its own maximum.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float LIMIT = 256.f;        // probabilities up to here keep their precision, and sums their range
+constexpr float LIMIT = 256.f;        // of what a thread adds in a tile: probabilities keep their precision, sums their range
 constexpr float NO_REFERENCE = 1e20f;  // of a row that has seen nothing; finite: exp2(-inf + it) is 0
 
 struct Softmax {
   float exponent;  // c times it is a power of two
   float shift[2] = {NO_REFERENCE, NO_REFERENCE}, sum[2] = {0.f, 0.f};  // minus the reference; sums of probabilities
-  float added[2], highest;                                          // of the tiles since begin()
+  float added[2];                                                    // since begin()
 
-  DEVICE void begin() { added[0] = added[1] = highest = 0.f; }
+  DEVICE void begin() { added[0] = added[1] = 0.f; }
 
   // Probabilities of 8 columns of both rows, as part of an A operand: the low half for even tiles, else the high one.
   DEVICE void tile(u32 (&p)[4], bool high, const float* c) {
@@ -380,14 +380,11 @@ struct Softmax {
   }
 
   // Probabilities of row r, again.
-  DEVICE void add(int r, float2 p) {
-    added[r] += p.x + p.y;
-    highest = fmaxf(highest, fmaxf(p.x, p.y));
-  }
+  DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
   // Whether some thread of the warp has exceeded the reference by too much; else the tiles are added.
   DEVICE bool end() {
-    if (__any_sync(~0u, highest > LIMIT)) return false;
+    if (__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) return false;
     sum[0] += added[0], sum[1] += added[1];
     return true;
   }

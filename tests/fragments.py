@@ -1,6 +1,6 @@
 """The templates' convolution and strips on the machine of :mod:`tensor_cores`, driven by a plan's numbers alone.
 
-Function by function what convolve.j2, strip.j2 and pointwise.j2 print; names are theirs.
+Function by function what convolve.j2, strip.j2 and no_strip.j2 print; names are theirs.
 """
 
 from __future__ import annotations

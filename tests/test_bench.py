@@ -355,16 +355,17 @@ def test_errors_cost_rows_and_not_the_run() -> None:
 
 
 def test_patience() -> None:
-    """Who was slow is not timed at longer sequences; other kernels, and contenders, are."""
-    cases = [case(n=8), case(n=16), case(n=16, kernel=(3, 3))]
+    """Who was slow is not timed at longer sequences; other kernels and contenders are, and shorter sequences."""
+    cases = [case(n=8), case(n=16), case(n=16, kernel=(3, 3)), case(n=4)]
 
     def rows(patience: float) -> list[dict[str, Any]]:
         made: dict[str, Any] = run.run(cases, [Fake("slow")], CPU, command="", budget_ms=1, patience=patience)
         return list(made["results"])
 
-    first, second, other = rows(0.0)
+    first, second, other, shorter = rows(0.0)
     assert "ms" in first
     assert "ms" in other
+    assert "ms" in shorter
     assert second["skipped"].endswith("at N = 8: longer sequences only with more --patience than 0.0 s")
     assert all("ms" in row for row in rows(60.0))
 

@@ -371,6 +371,7 @@ def assert_accurate(
     [
         (AMPERE, Spec((6, 11), 128)),
         (AMPERE, Spec((16, 17), 80, causal=False, dtype="fp16")),
+        (AMPERE, Spec((1, 1), 64)),
         (AMPERE, Spec((3, 4), 48, key_padding="right")),
         (AMPERE, Spec((2, 9), 256, key_padding="left", causal=False)),
         (AMPERE, Spec((6, 11), 64, mask="output")),
@@ -425,7 +426,10 @@ GRID = [
 
 
 PORTABLE_GRID = [
-    *((PORTABLE, spec) for spec in (GRID[0], Spec((16, 17), 128, causal=False, dtype="fp16"), Spec((3, 3), 256))),
+    *(
+        (PORTABLE, spec)
+        for spec in (GRID[0], Spec((1, 1), 64), Spec((16, 17), 128, causal=False, dtype="fp16"), Spec((3, 3), 256))
+    ),
     *((PORTABLE, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in HEAD_DIMS),
     *((SMALL, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in (64, 80, 128)),
     (SMALL, Spec((7, 7), 112, key_padding="right", dtype="fp16")),

@@ -45,6 +45,7 @@ SPECS = [
     ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("sm_90a", Spec((16, 3), 64, causal=False)),
     ("sm_90a", Spec((1, 1), 32)),
+    ("sm_80", Spec((1, 1), 32, mask="output")),
     ("sm_80", Spec((6, 11), 64, dtype="fp16")),
     ("sm_80", Spec((3, 3), 80, causal=False)),
     ("sm_89", Spec((11, 4), 32, key_padding="left", mask="output")),

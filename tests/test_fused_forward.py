@@ -65,7 +65,7 @@ class Cta:
         keys = min(self.n_k, self.first + plan.rows + self.off) if plan.spec.causal else self.n_k
         self.steps = max(0, (keys + plan.lag + plan.keys - 1) // plan.keys)
         cq, ck = taps.shape
-        if plan.pointwise:
+        if plan.band.pointwise:
             self.operands = taps
         else:
             self.strips = Strips(plan)
@@ -112,7 +112,7 @@ class Cta:
 
     def strip(self, warp: int) -> WarpScores | WarpStrip:
         """A warp's 16 rows of scores."""
-        return WarpScores() if self.plan.pointwise else WarpStrip(self.strips, warp)
+        return WarpScores() if self.plan.band.pointwise else WarpStrip(self.strips, warp)
 
     def keys_of(self, tile: NDArray[np.int64], first: int) -> NDArray[np.int64]:
         """The keys that a tile holds, which must be those from ``first`` on."""
@@ -296,7 +296,7 @@ def assert_convolves(plan: FusedForward, n_q: int, n_k: int, seed: int = 0) -> N
     for block in range(-(-n_q // plan.owned)):
         cta = Cta(plan, scores, taps, block, seed + block)
         cta.run()
-        assert plan.pointwise or cta.strips.shared.ways == 1, "bank conflicts"
+        assert plan.band.pointwise or cta.strips.shared.ways == 1, "bank conflicts"
         seen += cta.seen
         got += cta.convolved
     expected, allowed = convolved(plan.spec, scores, taps)
@@ -449,7 +449,7 @@ def test_shared_memory_maps() -> None:
         assert plan.shared.size <= TARGETS[plan.target].shared_per_block
         # Panels, which are as wide as swizzled rows: tiles of whole 1024-byte atoms.
         assert {plan.shared[name].size % 1024 for name in "QKV"} == {0}
-        assert plan.pointwise == ("STRIP" not in {region.name for region in regions})
+        assert plan.band.pointwise == ("STRIP" not in {region.name for region in regions})
 
 
 def test_registers_that_warpgroups_trade() -> None:

@@ -97,7 +97,7 @@ class _Session:
         self._launches = launches
         self._budget_ms = budget_ms
         self._patience = patience
-        self._slow: dict[Hashable, str] = {}
+        self._slow: dict[Hashable, tuple[int, str]] = {}  # from which length on, and why
         self._verdicts: dict[Hashable, dict[str, Any]] = {}
         self._shared: dict[Hashable, list[dict[str, Any]]] = {}
 
@@ -144,14 +144,15 @@ class _Session:
     ) -> dict[str, Any]:
         device, on_gpu = self._device, self._device.type == "cuda"
         series = (contender.name, replace(case, batch=1, nq=1, nk=1))
-        if slow := self._slow.get(series):
-            return {"skipped": slow}
+        longest, why = self._slow.get(series, (case.nk, ""))
+        if case.nk > longest:
+            return {"skipped": why}
         call = _call(case.pass_name, function, tensors)
         peak = peak_mib(call, device) if on_gpu and "forward" in case.pass_name else None  # which warms it up
         timing = measure(call, device, self._budget_ms, warmed=peak is not None)
         if timing.median > 1e3 * self._patience:
             took = f"took {timing.median / 1e3:.2g} s at N = {case.nk}"
-            self._slow[series] = f"{took}: longer sequences only with more --patience than {self._patience} s"
+            self._slow[series] = case.nk, f"{took}: longer sequences only with more --patience than {self._patience} s"
         seconds = timing.median / 1e3
         row = {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats, **verdict}
         if case.decodes:

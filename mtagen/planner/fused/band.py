@@ -105,6 +105,11 @@ class Band:
     pairs: bool
 
     @property
+    def pointwise(self) -> bool:
+        """Whether there is one tap only, and scores need not leave their registers to be convolved."""
+        return self.cq == self.ck == 1
+
+    @property
     def window(self) -> int:
         """Strip columns that 8 output columns read."""
         return self.ck + CHUNK - 1

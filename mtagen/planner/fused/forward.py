@@ -87,19 +87,14 @@ class FusedForward:
         return band(self.spec.cq, self.spec.ck)
 
     @property
-    def pointwise(self) -> bool:
-        """Whether the kernel is one tap: scores are multiplied where they are, in registers, and there is no strip."""
-        return self.spec.kernel == (1, 1)
-
-    @property
     def mma_per_tile(self) -> int:
         """The convolution's mma.m16n8k16 for an output tile of 16 x 8."""
-        return 0 if self.pointwise else self.band.mma_per_tile
+        return 0 if self.band.pointwise else self.band.mma_per_tile
 
     @property
     def score_exponent(self) -> int:
         """Strips hold q.k 2^-score_exponent; registers hold q.k."""
-        return 0 if self.pointwise else SCORE_EXPONENT
+        return 0 if self.band.pointwise else SCORE_EXPONENT
 
     @property
     def rows(self) -> int:
@@ -129,7 +124,7 @@ class FusedForward:
     @property
     def strips(self) -> int:
         """Buffers of the strip; two let a warp write the next tile's scores while others read this one's."""
-        return 0 if self.pointwise else 2 if self.hopper else 1
+        return 0 if self.band.pointwise else 2 if self.hopper else 1
 
     @property
     def strip_pad(self) -> int:
@@ -169,7 +164,7 @@ class FusedForward:
     @property
     def scales_queries(self) -> bool:
         """Whether 2^-8 is applied to Q: exact in bf16's range; fp16 scores are scaled one by one."""
-        return self.spec.dtype == "bf16" and not self.pointwise
+        return self.spec.dtype == "bf16" and not self.band.pointwise
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -205,7 +200,7 @@ class FusedForward:
         """Estimate for a thread that computes: O, the scores, on Hopper at once the convolved ones, B operands, Q."""
         accumulators = self.spec.value_head_dim // 2 + (2 if self.hopper else 1) * (self.keys // 2)
         tiles = self.row_tiles * (accumulators + 4 * self.query_fragments)
-        return tiles + (0 if self.pointwise else self.band.registers) + _RESERVED_REGISTERS[self.hopper]
+        return tiles + (0 if self.band.pointwise else self.band.registers) + _RESERVED_REGISTERS[self.hopper]
 
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
@@ -238,7 +233,7 @@ class FusedForward:
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
         yield f"A CTA computes {self.rows} rows of scores, yields {self.owned}, and streams tiles of {self.keys} keys."
-        if not self.pointwise:
+        if not self.band.pointwise:
             carried = f"a strip starts with {self.band.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.mma_per_tile} mma.m16n8k16 for 16 x 8 scores."
@@ -254,7 +249,7 @@ class FusedForward:
             "forward",
             "convolution",
             "one factor"
-            if self.pointwise
+            if self.band.pointwise
             else f"{self.mma_per_tile} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
         )
         yield "forward", "shared memory", f"{self.shared.size} bytes"
