@@ -146,8 +146,8 @@ def build(
         key_padding: ``both``, ``left`` or ``right``.
         mask: ``source`` or ``output``, see :class:`mtagen.Spec`.
         backend: ``auto`` (on the GPU generated kernels, of CUDA C++ or Triton pass by pass, whichever is expected to be
-            faster; on the CPU tiled PyTorch ops), ``cuda``, ``triton`` or ``torch``. A backend named here never falls
-            back to another.
+            faster, CUDA where they are close; on the CPU tiled PyTorch ops), ``cuda``, ``triton`` or ``torch``. A
+            backend named here never falls back to another.
         target: what to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``), default this machine's GPU, else its CPU.
         dtype: of q, k, v; default bf16 on a GPU (fp32 in Triton's interpreter). The torch backend takes any of fp16,
             bf16, fp32 and fp64 unless one is named.

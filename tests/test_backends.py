@@ -22,8 +22,9 @@ def backend_of(made: Plan) -> dict[str, str]:
 
 
 def test_measured_shapes_decide() -> None:
+    """CUDA, where it is faster or nearly as fast."""
     shape = Shape(6, 11, 64, True)
-    tables = measured({"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.0}})
+    tables = measured({"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.1}})
     made = plan(Spec((6, 11), 64), "sm_90a", tables=tables)
     assert backend_of(made) == {"forward": "cuda", "backward": "triton", "decode": "cuda"}
     assert made.backend == "cuda+triton"

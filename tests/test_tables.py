@@ -11,7 +11,8 @@ from test_plan import assert_fits
 
 import mtagen
 from mtagen import TARGETS, PlanError, Spec, plan
-from mtagen.planner.backends import PASSES, fused_candidates, fused_pass
+from mtagen.bench.cases import HEAD_DIMS, KERNELS
+from mtagen.planner.backends import CLOSE, PASSES, fused_candidates, fused_pass
 from mtagen.planner.decode import DECODE_ROLES
 from mtagen.planner.plan import Plan
 from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped, variant_key
@@ -64,7 +65,7 @@ def test_shipped_ratios(path: Path) -> None:
             chosen = next(
                 c for c in plan(Spec((cq, ck), d, causal=causal), path.stem).choices if c.pass_name == pass_name
             )
-            assert chosen.backend == ("cuda" if ratio <= 1 else "triton")
+            assert chosen.backend == ("cuda" if ratio <= CLOSE else "triton")
             assert chosen.reason.endswith(SHIPPED)
 
 
@@ -107,3 +108,11 @@ def test_updated() -> None:
     assert both.tiles == {"a": Tile(16), "b": Tile(32)}
     assert both.variants == {"x": "1", "y": "2"}
     assert both.cuda_over_triton == {"forward": {one: 1.0, three: 0.5}, "decode": {one: 0.9}}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_h200_runs_cuda(kernel: tuple[int, int], head_dim: int, causal: bool) -> None:
+    """The benchmark's specs are served by the backend whose calls cost the CPU least."""
+    assert plan(Spec(kernel, head_dim, causal=causal), "sm_90a").backend == "cuda"
