@@ -124,7 +124,9 @@ def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
     """Kernels are launched on the current device."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def _as_fp32(weight: Tensor) -> Tensor:

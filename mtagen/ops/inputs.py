@@ -74,37 +74,33 @@ def _check_is_tensor(name: str, x: object) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    for name, x in {**tensors, "weight": weight}.items():
+    for name, x in tensors.items():
         _check_is_tensor(name, x)
+    _check_is_tensor("weight", weight)
+    first, q = next(iter(tensors.items()))
+    dtype, device = q.dtype, q.device
+    if dtype not in dtypes:
+        rule = "this op was not built for it"
+        raise InputError(explain(f"{first}.dtype", dtype, rule, f"{dtypes}, or build(dtype=...)"))
     for name, x in tensors.items():
         if x.ndim != 4:
             raise InputError(
                 explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)")
             )
-    first, *others = tensors.items()
-    if first[1].dtype not in dtypes:
-        raise InputError(
-            explain(
-                f"{first[0]}.dtype",
-                first[1].dtype,
-                "this op was not built for it",
-                f"{dtypes}, or build(dtype=...)",
-            )
-        )
-    for name, x in others:
-        if x.dtype != first[1].dtype:
-            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {first[0]}.dtype", first[1].dtype))
-    for name, x in [*others, ("weight", weight)]:
-        if x.device != first[1].device:
-            raise InputError(explain(f"{name}.device", x.device, f"must be on {first[0]}'s device", first[1].device))
-    legal = (torch.float32, first[1].dtype)
-    if weight.dtype not in legal:
-        raise InputError(explain("weight.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
-    for name, x in tensors.items():
-        if x.shape[3] > 1 and x.stride(3) != 1:
+        if x.dtype != dtype:
+            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {first}.dtype", dtype))
+        if x.device != device:
+            raise InputError(explain(f"{name}.device", x.device, f"must be on {first}'s device", device))
+        if x.stride(3) != 1 and x.shape[3] > 1:
             raise InputError(
                 explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", f"{name}.contiguous()")
             )
+    if weight.device != device:
+        raise InputError(explain("weight.device", weight.device, f"must be on {first}'s device", device))
+    if weight.dtype not in (torch.float32, dtype):
+        raise InputError(
+            explain("weight.dtype", weight.dtype, "must be fp32 or the dtype of q", (torch.float32, dtype))
+        )
 
 
 def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weight: Tensor) -> None:
@@ -121,11 +117,11 @@ def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weight: Tensor) -> 
         (batch, kv_heads, n_k, spec.value_head_dim),
     )
     for (name, x), legal in zip(tensors.items(), legal_shapes, strict=True):
-        if tuple(x.shape) != legal:
+        if x.shape != legal:
             raise InputError(
                 explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal)
             )
     shape = (heads, spec.cq, spec.ck)
-    if tuple(weight.shape) not in (shape, (heads, 1, spec.cq, spec.ck)):
+    if weight.shape not in (shape, (heads, 1, spec.cq, spec.ck)):
         rule = "one (cq, ck) kernel per query head"
         raise InputError(explain("weight.shape", tuple(weight.shape), rule, f"{shape} or {(heads, 1, *shape[1:])}"))
