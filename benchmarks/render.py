@@ -310,10 +310,11 @@ def overhead_table(results: Results) -> str:
     ]
     if not cases:
         return ""
-    header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "CPU time of a call, us"]
-    quickest = [min(row["cpu_us"] for name, row in rows.items() if name in OURS) for rows, _ in cases.values()]
-    took = f"it took up to {number(max(quickest))} us"
-    limit = f"the quicker backend's call is to take at most {MAX_CPU_US} us of CPU time, {took}"
+    header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "us to issue a call"]
+    judged = (rows.get("mtagen auto") or rows["mtagen cuda"] for rows, _ in cases.values())  # no auto: it is cuda
+    longest = max(row["cpu_us"] for row in judged)
+    verdict = f"{'met' if longest <= MAX_CPU_US else '**not met**'}, up to {number(longest)} us"
+    limit = f"a call of auto is to be issued in {MAX_CPU_US} us: {verdict}"
     return table(f"Forward of short sequences, {common(next(iter(cases)))}; {limit}", header, lines, cases, ())
 
 

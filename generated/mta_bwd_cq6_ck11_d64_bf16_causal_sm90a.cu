@@ -5,7 +5,7 @@
 //
 // A CTA has 192 columns of scores, owns 172 keys, and streams tiles of 64 rows.
 // Columns of key j in a strip from key c0: S j - c0, C, P and G j - c0 - 5, dS j - c0 - 8.
-// Convolution and adjoint: 9 mma.m16n8k16 each for 16 x 8 scores.
+// For 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
 //
 // mta_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 32)), 256, 0>>>
 // mta_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 172)), 512, 218832>>>

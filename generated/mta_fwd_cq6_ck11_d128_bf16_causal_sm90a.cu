@@ -359,7 +359,7 @@ using Element = bf16;
 // done again, from its own maximum.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float LIMIT = 256.f;        // of what a thread adds in a tile: probabilities keep their precision, sums their range
+constexpr float LIMIT = 256.f;        // of a thread's sum over a tile, KEYS / 4 probabilities: each keeps its precision, sums their range
 constexpr float NO_REFERENCE = 1e20f;  // of a row that has seen nothing; finite: exp2(-inf + it) is 0
 
 struct Softmax {

@@ -241,7 +241,7 @@ def bench(
         int, typer.Option(help="Longest sequence for contenders that keep whole score tensors.", min=1)
     ] = MAX_MATERIALISED,
     patience: Annotated[
-        float, typer.Option(help="Seconds; whose call takes longer is not timed at longer sequences.", min=0)
+        float, typer.Option(help="Seconds; whose call takes longer is not timed with more scores.", min=0)
     ] = PATIENCE,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", metavar="FILE", dir_okay=False)

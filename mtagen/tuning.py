@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -50,9 +50,12 @@ class Sizes(NamedTuple):
 
 
 TRAINING = Sizes(1, 16, 16, 8192, 8192)
-BATCHED = Sizes(8, 16, 16, 1024, 1024)  # short sequences, where what a call does on the CPU counts
+BATCHED = Sizes(8, 16, 16, 1024, 1024)  # short sequences, where much of what a call does on the CPU counts
 # One token; grouped heads; several tokens (speculative decoding): a build does not know how decode will be called.
 DECODING = (Sizes(8, 16, 16, 1, 32768), Sizes(8, 16, 4, 1, 32768), Sizes(8, 16, 16, 4, 32768))
+# What the candidates of each pass are timed on, and what the backends are compared on: geometric means.
+CANDIDATES = {"forward": (TRAINING,), "backward": (TRAINING,), "decode": DECODING}
+BACKENDS = {**CANDIDATES, **dict.fromkeys(("forward", "backward"), (TRAINING, BATCHED))}
 
 
 class Candidate(NamedTuple):
@@ -256,7 +259,7 @@ def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
 def _time(one: Candidate) -> float:
     """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
     if one.role is None:
-        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, (TRAINING,))
+        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, CANDIDATES)
     module, spec = load_triton(one.plan), one.plan.spec
     if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
         return _ms(_call(module, "decode", spec, DECODING[DECODE_ROLES.index(one.role)]))
@@ -282,15 +285,13 @@ def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
         return {}
     ratios, spec = {}, plans[0].spec
     for name in PASSES:
-        cuda, triton = (_pass_ms(load(made), name, spec, (TRAINING, BATCHED)) for made in plans)
+        cuda, triton = (_pass_ms(load(made), name, spec, BACKENDS) for made in plans)
         ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
     return ratios
 
 
-def _pass_ms(passes: Passes, name: str, spec: Spec, training: Sequence[Sizes]) -> float:
-    """Geometric mean over the sizes given, or those of decode."""
-    sizes = DECODING if name == "decode" else training
-    return statistics.geometric_mean(_ms(_call(passes, name, spec, one)) for one in sizes)
+def _pass_ms(passes: Passes, name: str, spec: Spec, sizes: Mapping[str, Sequence[Sizes]]) -> float:
+    return statistics.geometric_mean(_ms(_call(passes, name, spec, one)) for one in sizes[name])
 
 
 def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:

@@ -355,7 +355,7 @@ def test_errors_cost_rows_and_not_the_run() -> None:
 
 
 def test_patience() -> None:
-    """Who was slow is not timed at longer sequences; other kernels and contenders are, and shorter sequences."""
+    """Who was slow is not timed with more scores; other kernels and contenders are, and smaller cases."""
     cases = [case(n=8), case(n=16), case(n=16, kernel=(3, 3)), case(n=4)]
 
     def rows(patience: float) -> list[dict[str, Any]]:
@@ -366,7 +366,7 @@ def test_patience() -> None:
     assert "ms" in first
     assert "ms" in other
     assert "ms" in shorter
-    assert second["skipped"].endswith("at N = 8: longer sequences only with more --patience than 0.0 s")
+    assert second["skipped"].endswith("at N = 8: more only with more --patience than 0.0 s")
     assert all("ms" in row for row in rows(60.0))
 
 

@@ -46,7 +46,7 @@ CASES = [
     *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 64), Spec((6, 11), 128), Spec((9, 2), 80))),
     *(("backward", "sm_80", spec) for spec in (Spec((6, 11), 64, causal=False), Spec((6, 11), 128))),
     *(("backward", target, Spec((6, 11), 64, mask="output")) for target in ("sm_80", "sm_90a")),
-    *(("backward", target, Spec((1, 1), 64)) for target in ("sm_80", "sm_90a")),
+    *(("backward", target, Spec((1, 1), d)) for target in ("sm_80", "sm_90a") for d in (64, 128)),
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
 ]
@@ -109,7 +109,7 @@ def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> Non
 
 def check_forward(plan: FusedForward, used: Usage, opcodes: dict[str, int]) -> None:
     scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
-    products = plan.row_tiles * plan.tiles * plan.mma_per_tile
+    products = plan.row_tiles * plan.tiles * plan.band.mma_of_scores
     if plan.hopper:
         computes, loads = plan.register_split
         assert used.registers * plan.threads >= 128 * (plan.warps // 4 * computes + loads)  # what setmaxnreg gives out
@@ -121,8 +121,11 @@ def check_forward(plan: FusedForward, used: Usage, opcodes: dict[str, int]) -> N
         # Scores and values, by pairs of output tiles, for each fragment.
         dims = plan.spec.head_dim + plan.spec.value_head_dim
         convolving = count(opcodes, "HMMA") - plan.row_tiles * plan.tiles * dims // 16
-    # The compiler, or the kernel, may have the convolution more than once, yet always whole.
-    assert convolving % products == 0 < convolving if products else convolving == 0
+    if products:  # the compiler, or the kernel, may have the convolution more than once, yet always whole
+        assert convolving % products == 0
+        assert convolving > 0
+    else:
+        assert convolving == 0
     # No convolution on the CUDA cores: the softmax's multiply-adds of a score, in two versions, and a few of a row.
     assert count(opcodes, "FFMA") <= 4 * scores + 64
     assert count(opcodes, "HFMA2.MMA", "HMUL2", "HADD2", "IDP") <= scores

@@ -56,6 +56,7 @@ RACES = [
     *(("backward", target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a")),
     ("backward", "sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
+    ("backward", "sm_90a", Spec((1, 1), 64)),
 ]
 
 
@@ -149,28 +150,40 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "written", "mistake", "message"),
+    ("name", "target", "written", "mistake", "message"),
     [
         (
+            "forward",
             "sm_80",
             "copy_wait<0>();\n    __syncthreads();  // the strip is",
             "__syncthreads();  //",
             "races with copy_async",
         ),
-        ("sm_80", "__syncthreads();  // the strip", "__syncwarp();  //", "load_matrices .* races with"),
-        ("sm_90a", "copy_wait<0>();\n      fence_async();", "", "races with copy_async"),
-        ("sm_90a", "barrier_arrive(taken + ROWS_READ", "__ldg(&t), (", "deadlock"),
-        ("sm_90a", "barrier_wait(given + ROWS_READ", "__ldg(&t), (", "store_shared .* races with load_matrices"),
-        ("sm_90a", "barriers + V_EMPTY + 8 * (t %", "barriers + V_EMPTY + 4 * (t %", "not initialised"),
+        ("forward", "sm_80", "__syncthreads();  // the strip", "__syncwarp();  //", "load_matrices .* races with"),
+        ("forward", "sm_90a", "copy_wait<0>();\n      fence_async();", "", "races with copy_async"),
+        ("forward", "sm_90a", "barrier_arrive(taken + ROWS_READ", "__ldg(&t), (", "deadlock"),
+        (
+            "forward",
+            "sm_90a",
+            "barrier_wait(given + ROWS_READ",
+            "__ldg(&t), (",
+            "store_shared .* races with load_matrices",
+        ),
+        ("forward", "sm_90a", "barriers + V_EMPTY + 8 * (t %", "barriers + V_EMPTY + 4 * (t %", "not initialised"),
+        ("backward", "sm_90a", "barrier_wait(written, tiles++ & 1);", "tiles++;", "races with"),
+        ("backward", "sm_90a", "barrier_wait(taken, ~tiles & 1);", "", "races with"),
     ],
 )
 def test_mistakes_are_seen(
-    target: str, written: str, mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, target: str, written: str, mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = Spec((6, 11), 32)
-    source = emulator.render(fused_pass("forward", spec, get_target(target)))
+    host = passes(spec, target, tmp_path, 0)
+    source = emulator.render(fused_pass(name, spec, get_target(target)))
     assert written in source
-    monkeypatch.setattr(emulator, "render", lambda _: source.replace(written, mistake))
-    host = passes(spec, target, tmp_path, 0, checked=True)
-    with pytest.raises(AssertionError, match=message):
+    if name != "forward":  # which precedes it, and makes no mistake
         results(spec, host, "forward", 250, 300)
+    host[name] = passes(spec, target, tmp_path, 0, checked=True)[name]
+    monkeypatch.setattr(emulator, "render", lambda _: source.replace(written, mistake))
+    with pytest.raises(AssertionError, match=message):
+        results(spec, host, name, 250, 300)

@@ -12,7 +12,7 @@ from test_plan import assert_fits
 import mtagen
 from mtagen import TARGETS, PlanError, Spec, plan
 from mtagen.bench.cases import HEAD_DIMS, KERNELS
-from mtagen.planner.backends import CLOSE, PASSES, fused_candidates, fused_pass
+from mtagen.planner.backends import CUDA_UP_TO, PASSES, fused_candidates, fused_pass
 from mtagen.planner.decode import DECODE_ROLES
 from mtagen.planner.plan import Plan
 from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped, variant_key
@@ -65,7 +65,7 @@ def test_shipped_ratios(path: Path) -> None:
             chosen = next(
                 c for c in plan(Spec((cq, ck), d, causal=causal), path.stem).choices if c.pass_name == pass_name
             )
-            assert chosen.backend == ("cuda" if ratio <= CLOSE else "triton")
+            assert chosen.backend == ("cuda" if ratio <= CUDA_UP_TO else "triton")
             assert chosen.reason.endswith(SHIPPED)
 
 

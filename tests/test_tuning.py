@@ -82,7 +82,10 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[Plan, str]] = []
     monkeypatch.setattr(tuning, "_time", run)
     monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: compiled.extend(jobs))
-    monkeypatch.setattr(tuning, "_pass_ms", lambda passes, name, spec, sizes: 2.0 if "cuda" in passes else 4.0)
+    ms = {("cuda", 8192): 2.0, ("triton", 8192): 4.0, ("cuda", 1024): 1.0, ("triton", 1024): 8.0}
+    ms |= {("cuda", 32768): 5.0, ("triton", 32768): 10.0}
+    monkeypatch.setattr(tuning, "_call", lambda passes, name, spec, sizes: (passes, sizes.n_k))
+    monkeypatch.setattr(tuning, "_ms", ms.__getitem__)
     monkeypatch.setattr(tuning, "load", lambda made: made.backend)
     steps: list[tuple[int, int]] = []
     found = tuning.tune([SPEC], TARGET, limit=4, progress=lambda done, total: steps.append((done, total)))
@@ -95,7 +98,7 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(chosen) == set(fastest)
     assert all(timed.ms == fastest[timed.key] for timed in found.timings if timed.name == chosen[timed.key])
     assert found.table.cuda_over_triton == {
-        name: {Shape(6, 11, 64, True): 0.5} for name in ("forward", "backward", "decode")
+        name: {Shape(6, 11, 64, True): 0.25 if name != "decode" else 0.5} for name in ("forward", "backward", "decode")
     }
     made = plan(SPEC, TARGET, "triton", tables=(found.table,))
     sources = {role: source for role, _, source in made.tiles if role in TENSOR_ROLES}

@@ -14,7 +14,7 @@ TRAINING = ("forward", "backward", "forward+backward")
 PAPER = (6, 11)  # the kernel of the paper
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
-PATIENCE = 1.0  # seconds of a call, beyond which longer sequences are left out
+PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
 SUITES = ("quick", "full", "decode", "memory", "overhead")
 

@@ -50,7 +50,7 @@ def run(
         jobs: processes that build beforehand what a GPU needs.
         launches: also measure what the CPU does in a call, and the call in a CUDA graph.
         budget_ms: for the repetitions of one measurement.
-        patience: seconds; whose call takes longer is not timed at longer sequences.
+        patience: seconds; whose call takes longer is not timed with more scores.
 
     Returns:
         ``command``, ``environment``, ``commit``, ``rates`` (None if interrupted before), ``interrupted`` (by Ctrl-C:
@@ -97,7 +97,7 @@ class _Session:
         self._launches = launches
         self._budget_ms = budget_ms
         self._patience = patience
-        self._slow: dict[Hashable, tuple[int, str]] = {}  # from which length on, and why
+        self._slow: dict[Hashable, tuple[int, str]] = {}  # scores that took long, and how long
         self._verdicts: dict[Hashable, dict[str, Any]] = {}
         self._shared: dict[Hashable, list[dict[str, Any]]] = {}
 
@@ -144,15 +144,15 @@ class _Session:
     ) -> dict[str, Any]:
         device, on_gpu = self._device, self._device.type == "cuda"
         series = (contender.name, replace(case, batch=1, nq=1, nk=1))
-        longest, why = self._slow.get(series, (case.nk, ""))
-        if case.nk > longest:
+        most, why = self._slow.get(series, (case.seen_scores, ""))
+        if case.seen_scores > most:
             return {"skipped": why}
         call = _call(case.pass_name, function, tensors)
         peak = peak_mib(call, device) if on_gpu and "forward" in case.pass_name else None  # which warms it up
         timing = measure(call, device, self._budget_ms, warmed=peak is not None)
         if timing.median > 1e3 * self._patience:
             took = f"took {timing.median / 1e3:.2g} s at N = {case.nk}"
-            self._slow[series] = case.nk, f"{took}: longer sequences only with more --patience than {self._patience} s"
+            self._slow[series] = case.seen_scores, f"{took}: more only with more --patience than {self._patience} s"
         seconds = timing.median / 1e3
         row = {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats, **verdict}
         if case.decodes:

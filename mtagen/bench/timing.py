@@ -67,7 +67,10 @@ def _times(call: Callable[[], object], repeats: int, device: torch.device) -> li
 
 
 def cpu_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of the calling thread's CPU time that one call takes, median of bursts to an idle GPU."""
+    """Microseconds of the calling thread's CPU time that one call takes, median of bursts to an idle GPU.
+
+    Autograd runs backward passes in a thread of its own, which does not count.
+    """
     bursts = []
     for _ in range(_BURSTS):
         torch.cuda.synchronize(device)

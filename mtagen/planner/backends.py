@@ -32,9 +32,9 @@ GENERATED = ("cuda", "triton")
 PASSES = ("forward", "backward", "decode")
 MAX_TERMS = 16  # the lifted prologue holds one vector per term
 COST_MODEL = "cost model"
-# CUDA's time over Triton's up to which auto takes CUDA: a forward call takes some 55 us of CPU time, Triton's 130 to
-# 300, which a busy GPU hides and short sequences do not.
-CLOSE = 1.15
+# CUDA's time over Triton's up to which auto takes CUDA: its calls take less than half of the CPU's time
+# (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
+CUDA_UP_TO = 1.15
 _INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
 
 
@@ -181,7 +181,7 @@ def _choose(
     if triton:
         return Choice(pass_name, "cuda", f"not triton: {triton}")
     ratio, source = cuda_over_triton(pass_name, spec, tables)
-    if ratio <= CLOSE:
+    if ratio <= CUDA_UP_TO:
         return Choice(pass_name, "cuda", f"{ratio:.2f} of triton's time, {source}")
     return Choice(pass_name, "triton", f"cuda takes {ratio:.2f} of its time, {source}")
 
@@ -235,11 +235,12 @@ def flops_per_score(backend: str, spec: Spec) -> dict[str, int]:
     """Flop per (row, key) pair of the forward and the backward pass, from DESIGN §2 and §3: 2 per multiply-add.
 
     Triton multiplies each of the lift's terms. CUDA convolves with mma's of 16 x 8 x 16 for 16 x 8 scores, 32 flop a
-    score, in the forward pass once, in the backward pass three times: scores, their gradients, the weight's.
+    score: scores in the forward pass; in the backward pass scores, their gradients, and for the weight's.
     """
     d, dv = spec.head_dim, spec.value_head_dim
     if backend == "cuda":
-        convolution = 32 * band(spec.cq, spec.ck).mma_per_tile
-        return {"forward": 2 * (d + dv) + convolution, "backward": 2 * (3 * d + 2 * dv) + 3 * convolution}
+        taps = band(spec.cq, spec.ck)
+        scores, gradients = 32 * taps.mma_of_scores, 2 * 32 * taps.mma_per_tile
+        return {"forward": 2 * (d + dv) + scores, "backward": 2 * (3 * d + 2 * dv) + scores + gradients}
     terms = lift(spec).terms
     return {"forward": 2 * (terms * d + dv), "backward": 2 * (3 * terms * d + 2 * dv)}

@@ -134,7 +134,8 @@ class FusedBackward:
         """Modelled multiprocessor cycles per score that counts."""
         target = get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
-        products, convolutions = 10 * self.spec.head_dim / rate, 96 * self.band.mma_per_tile / target.mma_flop_per_cycle
+        mma = self.band.mma_of_scores + 2 * self.band.mma_per_tile  # with the adjoint and the gradient of W
+        products, convolutions = 10 * self.spec.head_dim / rate, 32 * mma / target.mma_flop_per_cycle
         wanted = self.registers + (self.band.registers if self.hopper else 0)  # the band stays where it fits
         spilled = max(0, wanted - self.register_split[0])
         spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
@@ -413,13 +414,17 @@ class FusedBackward:
         yield f"A CTA has {self.keys} columns of scores, owns {self.owned} keys, and streams tiles of {self.rows} rows."
         lags = f"S j - c0, C, P and G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}"
         yield f"Columns of key j in a strip from key c0: {lags}."
-        yield f"Convolution and adjoint: {self.band.mma_per_tile} mma.m16n8k16 each for 16 x 8 scores."
+        yield f"For 16 x 8 scores, {self._convolutions}."
+
+    @property
+    def _convolutions(self) -> str:
+        return f"convolution {self.band.mma_of_scores} and adjoint {self.band.mma_per_tile} mma.m16n8k16"
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
         tile = f"{self.keys} columns ({self.owned} owned), {self.rows} rows a tile"
         yield "backward", "CTA", f"{tile}, {self.threads} threads"
-        yield "backward", "convolutions", f"{self.band.mma_per_tile} mma of 16 x 8 x 16, dS lags {self.lag} columns"
+        yield "backward", "convolutions", f"{self._convolutions}, dS lags {self.lag} columns"
         yield "backward", "shared memory", f"{self.shared.size} bytes"
 
 

@@ -134,6 +134,11 @@ class Band:
         """mma.m16n8k16 for an output tile of 16 x 8."""
         return sum(len(quad.products) for quad in self.quads) + self.gathers
 
+    @property
+    def mma_of_scores(self) -> int:
+        """Those of them where what is convolved are scores, which one tap multiplies in registers."""
+        return 0 if self.pointwise else self.mma_per_tile
+
     @cached_property
     def quads(self) -> tuple[Quad, ...]:
         """The A operands of one chunk. Row shifts go in pairs, first (u, u+2) and (u+1, u+3): matrices u .. u+3."""

@@ -4,6 +4,8 @@ A warp holds 16 rows of scores in registers, or twice 16, writes them to a strip
 the strip, its own and the cq-1 above them, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
 and its first cq-1 rows serve as halo only. Along the keys there is no halo: the strip keeps the last ``carry`` columns
 of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the strip.
+
+Scores that one tap convolves stay in their registers; then there is no strip.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class FusedForward:
         """Modelled multiprocessor cycles per score that counts."""
         dims, target = self.spec.head_dim + self.spec.value_head_dim, get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
-        products, convolution = 2 * dims / rate, 32 * self.mma_per_tile / target.mma_flop_per_cycle
+        products, convolution = 2 * dims / rate, 32 * self.band.mma_of_scores / target.mma_flop_per_cycle
         loads = 0 if self.hopper else 2 * dims / (16 * self.row_tiles) / SHARED_BYTES_PER_CYCLE  # a fragment a tile
         waits = _STEP_LATENCY / (self.blocks * self.rows * self.keys)
         return (products + convolution + loads + _SOFTMAX + waits) * self.rows / self.owned
@@ -85,11 +87,6 @@ class FusedForward:
     def band(self) -> Band:
         """The convolution."""
         return band(self.spec.cq, self.spec.ck)
-
-    @property
-    def mma_per_tile(self) -> int:
-        """The convolution's mma.m16n8k16 for an output tile of 16 x 8."""
-        return 0 if self.band.pointwise else self.band.mma_per_tile
 
     @property
     def score_exponent(self) -> int:
@@ -236,7 +233,7 @@ class FusedForward:
         if not self.band.pointwise:
             carried = f"a strip starts with {self.band.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
-            yield f"Convolution: {self.mma_per_tile} mma.m16n8k16 for 16 x 8 scores."
+            yield f"Convolution: {self.band.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
@@ -250,7 +247,7 @@ class FusedForward:
             "convolution",
             "one factor"
             if self.band.pointwise
-            else f"{self.mma_per_tile} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
+            else f"{self.band.mma_of_scores} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
         )
         yield "forward", "shared memory", f"{self.shared.size} bytes"
 
