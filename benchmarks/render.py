@@ -311,8 +311,8 @@ def overhead_table(results: Results) -> str:
     if not cases:
         return ""
     header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "us to issue a call"]
-    judged = (rows.get("mtagen auto") or rows["mtagen cuda"] for rows, _ in cases.values())  # no auto: it is cuda
-    longest = max(row["cpu_us"] for row in judged)
+    served = ("mtagen auto", *BACKENDS)  # a run has no auto where that is one backend, which comes first
+    longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, _ in cases.values())
     verdict = f"{'met' if longest <= MAX_CPU_US else '**not met**'}, up to {number(longest)} us"
     limit = f"a call of auto is to be issued in {MAX_CPU_US} us: {verdict}"
     return table(f"Forward of short sequences, {common(next(iter(cases)))}; {limit}", header, lines, cases, ())

@@ -760,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_bwd_cq6_ck11_d64_bf
     copy_word_async(base + SHARED_ROW + (t & 1) * (8 * ROWS) + thread * 4, from + thread % ROWS);
   };
   const u32 loaded = base + SHARED_BARRIERS, above_taken = loaded + 8, taken = loaded + 16;  // the helper arrives, once a tile
-  const u32 written = loaded + 24;                                                           // the main warps do, G(t)
+  const u32 written = loaded + 24;  // the main warps arrive: G(t) is there
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3; ++i) barrier_init(loaded + 8 * i, 128);
     barrier_init(written, MAIN_THREADS);

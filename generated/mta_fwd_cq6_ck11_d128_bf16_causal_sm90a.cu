@@ -511,7 +511,7 @@ struct WarpStrip {
 using Element = bf16;
 constexpr int D = 128, DV = 128;
 constexpr int KEYS = 64, ROWS = 192, OWNED = 187, HALO = 5, LAG = 11;
-constexpr float SCORE_SCALE = 0.00390625f;  // what strips hold of q . k
+constexpr float SCORE_SCALE = 0.00390625f;  // what is held of q . k
 constexpr int SHARED_Q = 0;
 constexpr int SHARED_K = 49152;
 constexpr int SHARED_V = 81920;
@@ -560,7 +560,7 @@ DEVICE void scale_queries(u32 tile, int p, int thread) {
   }
 }
 
-// A thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, as strips hold them.
+// A thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, as they are held.
 DEVICE void mask_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
   if (column + KEYS - 1 > top) {  // a later key than some row's own: its scores are zeros
     const int row = top + 2 * (lane >> 2);

@@ -54,8 +54,8 @@ BATCHED = Sizes(8, 16, 16, 1024, 1024)  # short sequences, where much of what a 
 # One token; grouped heads; several tokens (speculative decoding): a build does not know how decode will be called.
 DECODING = (Sizes(8, 16, 16, 1, 32768), Sizes(8, 16, 4, 1, 32768), Sizes(8, 16, 16, 4, 32768))
 # What the candidates of each pass are timed on, and what the backends are compared on: geometric means.
-CANDIDATES = {"forward": (TRAINING,), "backward": (TRAINING,), "decode": DECODING}
-BACKENDS = {**CANDIDATES, **dict.fromkeys(("forward", "backward"), (TRAINING, BATCHED))}
+CANDIDATE_SIZES = {"forward": (TRAINING,), "backward": (TRAINING,), "decode": DECODING}
+BACKEND_SIZES = {**CANDIDATE_SIZES, **dict.fromkeys(("forward", "backward"), (TRAINING, BATCHED))}
 
 
 class Candidate(NamedTuple):
@@ -259,7 +259,7 @@ def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
 def _time(one: Candidate) -> float:
     """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
     if one.role is None:
-        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, CANDIDATES)
+        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, CANDIDATE_SIZES)
     module, spec = load_triton(one.plan), one.plan.spec
     if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
         return _ms(_call(module, "decode", spec, DECODING[DECODE_ROLES.index(one.role)]))
@@ -285,7 +285,7 @@ def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
         return {}
     ratios, spec = {}, plans[0].spec
     for name in PASSES:
-        cuda, triton = (_pass_ms(load(made), name, spec, BACKENDS) for made in plans)
+        cuda, triton = (_pass_ms(load(made), name, spec, BACKEND_SIZES) for made in plans)
         ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
     return ratios
 

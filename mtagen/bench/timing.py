@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -67,17 +67,14 @@ def _times(call: Callable[[], object], repeats: int, device: torch.device) -> li
 
 
 def cpu_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of the calling thread's CPU time that one call takes, median of bursts to an idle GPU.
-
-    Autograd runs backward passes in a thread of its own, which does not count.
-    """
+    """Microseconds in which the CPU issues one call, median of bursts to an idle GPU."""
     bursts = []
     for _ in range(_BURSTS):
         torch.cuda.synchronize(device)
-        start = thread_time()  # other processes on the machine do not count
+        start = perf_counter()
         for _ in range(_BURST):
             call()
-        bursts.append(1e6 * (thread_time() - start) / _BURST)
+        bursts.append(1e6 * (perf_counter() - start) / _BURST)
     torch.cuda.synchronize(device)
     return statistics.median(bursts)
 

@@ -136,7 +136,7 @@ class Band:
 
     @property
     def mma_of_scores(self) -> int:
-        """Those of them where what is convolved are scores, which one tap multiplies in registers."""
+        """The same where it convolves scores: none if one tap multiplies them in registers."""
         return 0 if self.pointwise else self.mma_per_tile
 
     @cached_property

@@ -278,7 +278,7 @@ def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
     """From most to least work a CTA, the last one the smallest there is."""
     fragments = spec.head_dim // 16
     if target.wgmma:
-        wide = (128,) if spec.kernel == (1, 1) else ()  # without a strip there is room for them
+        wide = (128,) if band(spec.cq, spec.ck).pointwise else ()  # without a strip there is room for them
         for groups, keys in product((3, 2, 1), (*wide, 64, 32)):
             for in_registers in (fragments, 0) if fragments <= 4 else (0,):
                 yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
