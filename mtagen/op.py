@@ -68,7 +68,7 @@ class MultiTokenAttention:
         q, k, v = _autocast(q, k, v)
         check_call(self._spec, self._dtypes, q, k, v, weight)
         scale = resolve_scale(scale, self._spec.head_dim)
-        out, lse = torch.ops.mtagen.forward(q, k, v, self._squeeze(weight), scale, self._key)
+        out, lse = torch.ops.mtagen.forward.default(q, k, v, self._squeeze(weight), scale, self._key)
         return (out, lse) if return_lse else out
 
     def decode(
@@ -106,7 +106,7 @@ class MultiTokenAttention:
         """
         q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
         check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, weight, cache_seqlens, num_splits)
-        out, lse = torch.ops.mtagen.decode(
+        out, lse = torch.ops.mtagen.decode.default(
             q_tail,
             k_cache,
             v_cache,

@@ -7,10 +7,12 @@ it mean the same in every process that has built the same op.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..errors import BackendError, explain
 from .executor import Executor
@@ -127,37 +129,67 @@ def _fake_decode(
     return out, q_tail.new_empty(out.shape[:3], dtype=_stats_dtype(q_tail))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.key = inputs
-    ctx.save_for_backward(*tensors, *output)
+def _below_autograd(op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        results: tuple[Tensor, ...] = op(*arguments)
+    return results
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, weight, out, lse = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    grads = torch.ops.mtagen.backward(grad_out, grad_lse, q, k, v, weight, out, lse, ctx.scale, ctx.key)
-    return *grads, None, None
+class _Differentiable(torch.autograd.Function):
+    """The op's forward pass, with what its backward pass needs kept."""
+
+    @staticmethod
+    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+        results = _below_autograd(op, *arguments)
+        *tensors, ctx.scale, ctx.key = arguments
+        ctx.save_for_backward(*tensors, *results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        grads = torch.ops.mtagen.backward.default(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.key)
+        return None, *grads, None, None
 
 
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    rule = "mtagen ops are differentiable once"
-    raise BackendError(explain("double backward", "a gradient of a gradient", rule, "mtagen.reference, by autograd"))
+class _DifferentiatedOnce(torch.autograd.Function):
+    """The op's backward pass, which refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(op, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        got, rule = "a gradient of a gradient", "mtagen ops are differentiable once"
+        raise BackendError(explain("double backward", got, rule, "mtagen.reference, by autograd"))
 
 
-def _refuse_decode_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    raise BackendError(explain("decode", "a backward pass", "decode is for generation only", "the op itself"))
+class _Generation(torch.autograd.Function):
+    """Decode, which refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(op, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise BackendError(explain("decode", "a backward pass", "decode is for generation only", "the op itself"))
 
 
-def _nothing_to_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
+def _autograd(op: OpOverload, function: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+    """What ``torch.library.register_autograd`` would make, with 20 us less on the CPU where gradients are asked for."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        results: tuple[Tensor, ...] = function.apply(op, *arguments)  # type: ignore[no-untyped-call]
+        return results
+    return _below_autograd(op, *arguments)
 
 
-for _name, _kernel, _fake, _grad, _setup in (
-    ("forward", _forward, _fake_forward, _differentiate, _save),
-    ("backward", _backward, _fake_backward, _refuse_double_backward, _nothing_to_save),
-    ("decode", _decode, _fake_decode, _refuse_decode_backward, _nothing_to_save),
+for _name, _kernel, _fake, _function in (
+    ("forward", _forward, _fake_forward, _Differentiable),
+    ("backward", _backward, _fake_backward, _DifferentiatedOnce),
+    ("decode", _decode, _fake_decode, _Generation),
 ):
+    _op = getattr(torch.ops.mtagen, _name).default
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, partial(_autograd, _op, _function), "Autograd")
     torch.library.register_fake(f"mtagen::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"mtagen::{_name}", _grad, setup_context=_setup, lib=_library)

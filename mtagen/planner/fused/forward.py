@@ -163,6 +163,11 @@ class FusedForward:
         """Whether 2^-8 is applied to Q: exact in bf16's range; fp16 scores are scaled one by one."""
         return self.spec.dtype == "bf16" and not self.band.pointwise
 
+    @property
+    def masks_scores(self) -> bool:
+        """Whether later keys than a row's own get zero scores; a single tap's reach outputs that are masked anyway."""
+        return self.spec.causal and not self.spec.masks_by_output and not self.band.pointwise
+
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
