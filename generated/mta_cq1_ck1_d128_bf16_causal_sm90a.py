@@ -356,13 +356,13 @@ def forward(q, k, v, weight, scale):
 
 
 def _workspace(n_q, n_k, kv_heads, group):
-    """(kv heads at a time, rows in a strip, row pitch) such that g fits 1024 MiB, whatever the lengths."""
+    """(kv heads at a time, rows in a strip, row pitch) such that g fits 1280 MiB, whatever the lengths."""
     pitch = triton.cdiv(n_k, 8) * 8
     row = group * pitch * 2
     lifted = group * n_k * 768
     whole = triton.cdiv(n_q, 128) * 128
-    strip = min(whole, max(1073741824 // row // 128, 1) * 128)
-    fit = max(1, 1073741824 // (strip * row + lifted))
+    strip = min(whole, max(1342177280 // row // 128, 1) * 128)
+    fit = max(1, 1342177280 // (strip * row + lifted))
     chunks = triton.cdiv(kv_heads, fit)
     return triton.cdiv(kv_heads, chunks), strip, pitch
 

@@ -69,7 +69,7 @@ def test_text_shows_what_was_decided() -> None:
     assert re.search(r"forward halo +rows 5 \+ 0, keys 10 \+ 0", text)
     assert re.search(r"backward halo +rows 5 \+ 5, keys 10 \+ 10", text)
     assert re.search(r"lift +keys, 6 terms of 11 taps", text)
-    assert re.search(r"backward workspace +at most about 1024 MiB", text)
+    assert re.search(r"backward workspace +at most about 1280 MiB", text)
     for role, tile, source in made.tiles:
         shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
         assert re.search(rf"\b{role} +{shape}, {tile.num_warps} warps.*\({source}\)", text)

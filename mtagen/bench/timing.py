@@ -14,7 +14,8 @@ from torch import Tensor
 
 BUDGET_MS = 40.0
 MIN_REPEATS, MAX_REPEATS = 2, 100
-_BURST, _BURSTS = 20, 30  # calls issued at once, few enough not to fill the queue of launches
+_BURST = 20  # calls issued at once, few enough not to fill the queue of launches
+_WATCHED_S = 1.0  # long enough that a busy neighbour of the CPU counts by its share of the time
 
 
 class Timing(NamedTuple):
@@ -67,9 +68,10 @@ def _times(call: Callable[[], object], repeats: int, device: torch.device) -> li
 
 
 def cpu_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds in which the CPU issues one call, median of bursts to an idle GPU."""
+    """Microseconds in which the CPU issues one call, median of a second's bursts to an idle GPU."""
     bursts = []
-    for _ in range(_BURSTS):
+    end = perf_counter() + _WATCHED_S
+    while perf_counter() < end:
         torch.cuda.synchronize(device)
         start = perf_counter()
         for _ in range(_BURST):
