@@ -41,7 +41,7 @@ class Executor:
         if q.numel() == 0 or k.numel() == 0:
             return _nothing_seen(q, q.shape[2], v)
         with _on(q):
-            q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             return kernels.forward(q, k, v, _as_fp32(weight), scale)
 
     def backward(
@@ -65,7 +65,7 @@ class Executor:
             dq, dk, dv, dw = (x.new_zeros(x.shape) for x in (q, k, v, weight))
             return dq, dk, dv, dw
         with _on(q):
-            q, k, v = (_aligned(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
             dq, dk, dv, dw = kernels.backward(
                 grad_out,

@@ -103,7 +103,7 @@ class FusedForward:
         """Rows above a row that its output reads."""
         return self.spec.cq - 1
 
-    @property
+    @cached_property
     def owned(self) -> int:
         """Rows of output a CTA makes."""
         return self.rows - self.halo

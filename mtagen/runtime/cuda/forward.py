@@ -27,8 +27,8 @@ def forward(
     lse = q.new_empty(batch, heads, n_q, dtype=torch.float32)
     kernels["forward"](
         (batch * heads, -(-n_q // plan.owned), 1),
-        *(x.data_ptr() for x in (q, k, v, weight, out, lse)),
-        *(stride for x in (q, k, v) for stride in x.stride()[:3]),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), out.data_ptr(), lse.data_ptr()),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         *(n_q, n_k, heads, heads // kv_heads),
         scale,
     )
