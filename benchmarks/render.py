@@ -88,21 +88,22 @@ TARGETS = (
 )
 
 
-def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = ()) -> Results:
+def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), suite: str = "") -> Results:
     """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it.
 
-    Only ``names`` count, if there are any. Ties go to the first.
+    Only ``names`` count, if there are any. Runs of ``suite`` go before all others. Ties go to the first.
     """
 
-    def count(rows: dict[str, Row]) -> int:
-        return sum(name in names for name in rows) if names else len(rows)
+    def rank(found: Measured) -> tuple[bool, int]:
+        count = sum(name in names for name in found.rows) if names else len(found.rows)
+        return report.suite(found.run) == suite, count
 
     results: Results = {}
     for run in runs:
         for case, measured in report.measurements(run).items():
-            rows = {name: row for name, row in measured.items() if row.get(key) is not None}
-            if case not in results or count(rows) > count(results[case].rows):
-                results[case] = Measured(rows, run)
+            found = Measured({name: row for name, row in measured.items() if row.get(key) is not None}, run)
+            if case not in results or rank(found) > rank(results[case]):
+                results[case] = found
     return dict(sorted(results.items(), key=lambda item: place(item[0])))
 
 
@@ -242,7 +243,7 @@ def lengths_table(results: Results) -> str:
         return ""
     d = max(case.head_dim for case in cases)
     cases = select(cases, lambda case: case.head_dim == d)
-    peers = present(cases, (*SAME_MATH, "sdpa cudnn", "sdpa"))
+    peers = present(cases, (*PEERS, "sdpa cudnn", "sdpa"))
     sized = any(best(rows).get("peak_MiB") is not None for rows, _ in cases.values())  # on a GPU
     lines = []
     for case, (rows, _) in cases.items():
@@ -356,16 +357,16 @@ def slow_cases(results: Results) -> str:
     return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{sources(compared)}"
 
 
-# The parts of a device's section, the measurement that each is about, and the contenders it wants from one run.
-PARTS: tuple[tuple[Callable[[Results], str], str, Collection[str]], ...] = (
-    (paper_table, "ms", (*OURS, *PEERS, *SDPA)),
-    (kernels_table, "ms", (*OURS, *SDPA)),
-    (lengths_table, "ms", (*OURS, *SAME_MATH, *SDPA)),
-    (slow_cases, "ms", (*OURS, *SAME_MATH)),
-    (memory_table, "peak_MiB", (*OURS, *SAME_MATH)),
-    (decode_table, "ms", (*OURS, *SDPA)),
-    (overhead_table, "cpu_us", OURS),
-    (targets_table, "ms", ()),
+# The parts of a device's section, and what each wants of a case: which measurement, contenders of one run, a suite.
+PARTS: tuple[tuple[Callable[[Results], str], str, Collection[str], str], ...] = (
+    (paper_table, "ms", (*OURS, *PEERS, *SDPA), ""),
+    (kernels_table, "ms", (*OURS, *SDPA), ""),
+    (lengths_table, "ms", (*OURS, *PEERS, *SDPA), ""),
+    (slow_cases, "ms", (*OURS, *SAME_MATH), ""),
+    (memory_table, "peak_MiB", (), "memory"),
+    (decode_table, "ms", (*OURS, *SDPA), ""),
+    (overhead_table, "cpu_us", OURS, ""),
+    (targets_table, "ms", (), ""),
 )
 
 
@@ -380,14 +381,17 @@ def load_runs(folder: Path) -> dict[Path, Run]:
 
 
 def render(runs: dict[Path, Run], readme: Path) -> str:
-    """What stands between the README's marks: for each device its tables, and the plots of its runs."""
+    """What stands between the README's marks: for each device its tables, and a plot of each suite's fullest run."""
     devices: dict[str, dict[Path, Run]] = {}
     for path, run in sorted(runs.items(), key=lambda item: report.on_cpu(item[1])):
         devices.setdefault(report.device(run), {})[path] = {**run, "name": path.stem}
     blocks = []
     for name, by_path in devices.items():
-        parts = (part(merge(by_path.values(), key, names)) for part, key, names in PARTS)
-        plots = [f"![{path.stem}]({relative(path.with_suffix('.png'), readme)})" for path in by_path]
+        parts = (part(merge(by_path.values(), *wanted)) for part, *wanted in PARTS)
+        fullest: dict[str, Path] = {}
+        for path, run in sorted(by_path.items(), key=lambda item: len(item[1]["results"])):
+            fullest[report.suite(run)] = path
+        plots = [f"![{path.stem}]({relative(path.with_suffix('.png'), readme)})" for path in sorted(fullest.values())]
         blocks += [f"### {name}", *filter(None, parts), *plots, runs_table(by_path, readme)]
     return "\n\n".join(blocks) or "Nothing was measured."
 

@@ -380,6 +380,21 @@ def test_kernels_share_the_time_of_plain_attention() -> None:
     assert first | {"kernel": None} == second | {"kernel": None}
 
 
+def test_issuing_is_timed_in_rounds_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    issued: list[Callable[[], object]] = []
+
+    def issuing_us(call: Callable[[], object], device: torch.device) -> list[float]:
+        issued.append(call)
+        return [900.0 if len(issued) <= 3 else 50.0]  # the host is busy at first
+
+    monkeypatch.setattr(run, "issuing_us", issuing_us)
+    monkeypatch.setattr(run, "graph_ms", lambda call, device: 0.5)
+    cases = [case(n=8), case(n=16)]
+    made = run.run(cases, [Fake()], CPU, command="mtagen bench", budget_ms=1, launches=True)
+    assert issued[0] is issued[2] is not issued[1] is issued[3]
+    assert [(row["cpu_us"], row["graph_ms"]) for row in made["results"]] == [(50.0, 0.5)] * 2
+
+
 def test_builds_beforehand_report_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = Fake("unknown to the processes that build")
     unknown.warm_key = lambda case: case.spec  # type: ignore[method-assign]

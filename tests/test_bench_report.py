@@ -392,6 +392,15 @@ def test_a_case_of_two_runs_is_that_of_the_fuller_one() -> None:
         assert "`fuller`" in rendered(*runs)
 
 
+def test_peak_memory_is_that_of_its_suite() -> None:
+    case = replace(ONE, pass_name="forward+backward")
+    other, memory = make_run([case]), make_run([case], "mtagen bench --suite=memory --head-dim=128")
+    memory["results"] = memory["results"][:1]
+    for row in memory["results"]:
+        row["peak_MiB"] = 4321
+    assert "| 8192 | 128 | 4321 |" in rendered(other, memory).splitlines()
+
+
 def test_overhead_is_shown_although_another_run_has_the_case() -> None:
     text = rendered(RUNS["full"], RUNS["overhead"])
     assert len(lines(text, "| (6, 11) | 128 | 1024 | 8 | cuda |")) == 1

@@ -7,6 +7,7 @@ A run is the dict that ``mtagen bench --json`` writes: ``command``, ``environmen
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -146,6 +147,12 @@ def device(run: Run) -> str:
     """Name of the GPU or CPU."""
     environment = run["environment"]
     return str(environment["cpu"] if on_cpu(run) else environment["gpus"][0]["name"])
+
+
+def suite(run: Run) -> str:
+    """The suite that a run is of, maybe a part of it."""
+    found = re.search(r"--suite[= ](\w+)", run["command"])
+    return found.group(1) if found else ""
 
 
 def source(run: Run) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 BUDGET_MS = 40.0
 MIN_REPEATS, MAX_REPEATS = 2, 100
 _BURST = 20  # calls issued at once, few enough not to fill the queue of launches
-_WATCHED_S = 1.0  # long enough that a busy neighbour of the CPU counts by its share of the time
+_WATCHED_S = 0.1
 
 
 class Timing(NamedTuple):
@@ -67,8 +67,8 @@ def _times(call: Callable[[], object], repeats: int, device: torch.device) -> li
     return [start.elapsed_time(end) for start, end in events]
 
 
-def cpu_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds in which the CPU issues one call, median of a second's bursts to an idle GPU."""
+def issuing_us(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Microseconds in which the CPU issues one ``call``, which is warmed up: of each burst to an idle GPU in 0.1 s."""
     bursts = []
     end = perf_counter() + _WATCHED_S
     while perf_counter() < end:
@@ -78,7 +78,7 @@ def cpu_us(call: Callable[[], object], device: torch.device) -> float:
             call()
         bursts.append(1e6 * (perf_counter() - start) / _BURST)
     torch.cuda.synchronize(device)
-    return statistics.median(bursts)
+    return bursts
 
 
 def graph_ms(call: Callable[[], object], device: torch.device) -> float:
