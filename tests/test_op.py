@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import mtagen
 from mtagen import BackendError, reference
@@ -180,6 +181,16 @@ def test_no_gradient_wanted(op: MultiTokenAttention) -> None:
     with torch.no_grad():
         assert op(*tensors).grad_fn is None
     assert not op(*(x.detach() for x in tensors)).requires_grad
+
+
+def test_forward_mode_is_refused(op: MultiTokenAttention) -> None:
+    q, *others = (x.detach() for x in leaves())
+    with pytest.raises(BackendError, match=r"forward-mode differentiation: got 'a tangent'; .*legal: mtagen.reference"):
+        torch.func.jvp(lambda q: op(q, *others), (q,), (q,))
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(op(q, *others)).tangent is None
+        with torch.no_grad(), pytest.raises(BackendError, match="forward-mode"):
+            op(forward_ad.make_dual(q, q), *others)
 
 
 def test_double_backward_is_refused(op: MultiTokenAttention) -> None:
