@@ -126,7 +126,7 @@ def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", 
 
 @app.command("list")
 def list_entries() -> None:
-    """List the kernels in the on-disk cache."""
+    """List the kernels, and the tables that tuning made, in the on-disk cache."""
     from .runtime.cache import Cache
 
     cache = Cache()
@@ -167,12 +167,12 @@ def collect_env(as_json: _Json = False) -> None:
 
 @app.command()
 def clear_cache(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
-    """Remove all kernels from the on-disk cache."""
+    """Remove all kernels, and the tables that tuning made, from the on-disk cache."""
     from .runtime.cache import Cache
 
     cache = Cache()
     if not yes:
-        typer.confirm(f"Remove all kernels in {cache.root}?", abort=True)
+        typer.confirm(f"Remove all kernels and tuned tables in {cache.root}?", abort=True)
     count, freed = cache.clear()
     typer.echo(f"removed {count} ({freed / 1024:.1f} KiB) from {cache.root}")
 
@@ -267,16 +267,18 @@ def bench(
 
     from .bench import cases, contenders, report
     from .bench.run import faults, run
+    from .environment import collect
 
     where = torch.empty(0, device=_present(device)).device  # with its index
     chosen = cases.suite(suite, where.type, [*map(_extents, kernel or ())], head_dim or (), length or ())
     entrants = contenders.entrants(suite, where, contender or (), max_materialised)
-    for path in filter(None, (json_file, plot)):
-        if not path.parent.is_dir():
-            raise InputError(explain("file", str(path), "is in no folder", "a path in a folder that is there"))
+    _check_folders(json_file, plot)
     if plot:
         report.check_plot(plot)
     before = report.load(against) if against else None
+    if before:
+        here = torch.cuda.get_device_name(where) if where.type == "cuda" else str(collect()["cpu"])
+        report.check_device(here, before)
     given = {"kernel": kernel, "head-dim": head_dim, "length": length, "contender": contender}
     options = [f"--{name}={value}" for name, values in given.items() for value in values or ()]
     options += [f"--max-materialised={max_materialised}", f"--patience={patience:g}", f"--device={where}"]
@@ -305,6 +307,13 @@ def bench(
         report.print_comparison(slower, len(report.pairs(made, before)))
     if faults(made) or slower:
         raise typer.Exit(1)
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """What is to be written after minutes of work can be."""
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise InputError(explain("file", str(path), "is in no folder", "a path in a folder that is there"))
 
 
 def _present(device: str | None) -> str:
@@ -348,8 +357,8 @@ def tune(
     from .op import local_target
     from .planner.backends import GENERATED
 
-    backends = backend or GENERATED
-    if unknown := set(backends) - set(GENERATED):
+    _check_folders(as_json, table)
+    if unknown := set(backend or ()) - set(GENERATED):
         raise SpecError(explain("backend", unknown.pop(), "has no candidates", GENERATED))
     specs = [_spec(one, dim, causal=causal, dtype=dtype) for one in kernel for dim in head_dim]
     target = local_target()
@@ -358,7 +367,7 @@ def tune(
         found = tuning.tune(
             specs,
             target,
-            backends=backends,
+            backends=backend,
             limit=limit,
             jobs=jobs,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
@@ -367,9 +376,11 @@ def tune(
     for key, name, error in found.failed:
         typer.echo(f"did not run: {key}, {name}: {error}")
     typer.echo(f"mean rank correlation {tuning.mean_rank_correlation(found.timings):.2f}")
-    if as_json:
-        as_json.write_text(json.dumps(tuning.to_dict(found), indent=1) + "\n")
-    tuning.keep(specs, target, found.table)
+    try:
+        tuning.keep(specs, target, found.table)
+    finally:  # the times are worth reading where a winner is not accurate, too
+        if as_json:
+            as_json.write_text(json.dumps(tuning.to_dict(found), indent=1) + "\n")
     if table:
         tuning.export(found.table, table)
 

@@ -13,6 +13,7 @@ from .ops import library
 from .ops.executor import Executor
 from .ops.inputs import check_call, check_decode, resolve_scale
 from .planner import Plan, plan, target_for_capability
+from .planner.backends import GENERATED
 from .planner.tables import shipped
 from .runtime.load import available_backends, compile_kernels, load, plan_key
 from .runtime.tuned import remembered
@@ -154,14 +155,16 @@ def build(
         deterministic: whether equal inputs give bit-equal gradients; default: where
             ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
             gradient but the dq of CUDA's fused backward kernel.
-        tune: time the planner's candidates on this GPU first (minutes), unless that was done before. What ``mtagen
-            tune`` or an earlier build found for this spec is kept in the cache, and every build follows it.
+        tune: time the planner's candidates, of both backends, on this GPU first (minutes), unless that was done before.
+            What it or ``mtagen tune`` finds for this spec is kept in the cache, and every build follows it.
 
     Raises:
         SpecError: the request is not legal.
         PlanError: it has no plan on this target; the message names the limit.
         BackendError: the backend cannot be used here; there is no GPU to tune on; what tuning chose is not accurate.
     """
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise SpecError(explain("deterministic", deterministic, "must be a bool, or None", (True, False, None)))
     interpreted = Config.from_env().triton_interpret
     if target is None:
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
@@ -176,10 +179,8 @@ def build(
         mask=mask,
         dtype=named or default,
     )
-    if interpreted and backend == "triton" and spec.dtype == "bf16":
-        raise BackendError(
-            explain("dtype", "bf16", "Triton's interpreter computes bf16 wrongly", "fp32 or fp16, or a GPU")
-        )
+    if tune and backend == "torch":
+        raise BackendError(explain("tune", tune, "there are no candidates of the torch backend", GENERATED))
     table = remembered(spec, target)
     if tune and table is None:
         from . import tuning  # which needs this module
@@ -205,6 +206,9 @@ def assemble(
         BackendError: the plan's backend cannot be used here.
     """
     spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
+    if interpreted and spec.dtype == "bf16" and planned.served_by("triton"):
+        rule = "Triton's interpreter computes bf16 wrongly"
+        raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
     kernels = load(planned) if generated else None
     if kernels is not None and not interpreted:
         on_gpu = torch.cuda.is_available()
@@ -245,7 +249,7 @@ def _dtype_name(dtype: torch.dtype | str) -> str:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What ``torch.autocast`` asks of an attention op: q, k and v in its dtype, the weight as it is."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and _is_castable(x) else x for x in tensors)

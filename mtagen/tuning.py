@@ -11,7 +11,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -106,7 +105,7 @@ def tune(
     specs: Sequence[Spec],
     target: str,
     *,
-    backends: Sequence[str] = GENERATED,
+    backends: Sequence[str] | None = None,
     limit: int = 8,
     jobs: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -116,17 +115,22 @@ def tune(
     Args:
         specs: the requests.
         target: the GPU's target.
-        backends: whose candidates, of those that are installed.
+        backends: whose candidates; default: of those that are installed.
         limit: candidates for each decision, the cheapest by the cost model.
         jobs: processes that compile Triton kernels.
         progress: called with how many candidates of how many are done.
 
     Raises:
-        BackendError: there is no GPU.
+        BackendError: there is no GPU; a backend is not installed.
+        PlanError: no backend has a plan for a spec.
     """
     if not torch.cuda.is_available():
         raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
-    backends = [backend for backend in backends if backend in available_backends()]
+    installed = available_backends()
+    for backend in backends or ():
+        if backend not in installed:
+            raise BackendError(explain("backend", backend, "its packages are not installed", installed))
+    backends = backends or installed
     plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
     candidates = {(one.key, one.name): one for base in plans for one in candidates_of(base, limit)}.values()
     precompile([(base, name) for base in plans for name in base.served_by("triton")], jobs)
@@ -163,11 +167,19 @@ def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
 
 
 def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Table]) -> list[Plan]:
-    """The plan of each backend that can do the spec."""
-    made = []
+    """The plan of each backend that can do the spec.
+
+    Raises:
+        PlanError: none can; the message is the first one's.
+    """
+    made, refusals = [], []
     for backend in backends:
-        with suppress(PlanError):  # the other backend's candidates remain
+        try:
             made.append(plan(spec, target, backend, tables=(*tables, shipped(target))))
+        except PlanError as refusal:  # the other backend's candidates remain
+            refusals.append(refusal)
+    if not made:
+        raise refusals[0]
     return made
 
 

@@ -385,14 +385,26 @@ def test_issuing_is_timed_in_rounds_over_all_calls(monkeypatch: pytest.MonkeyPat
 
     def issuing_us(call: Callable[[], object], device: torch.device) -> list[float]:
         issued.append(call)
-        return [900.0 if len(issued) <= 3 else 50.0]  # the host is busy at first
+        return [900.0 if len(issued) <= 20 else 50.0]  # the host is busy at first
 
     monkeypatch.setattr(run, "issuing_us", issuing_us)
     monkeypatch.setattr(run, "graph_ms", lambda call, device: 0.5)
-    cases = [case(n=8), case(n=16)]
-    made = run.run(cases, [Fake()], CPU, command="mtagen bench", budget_ms=1, launches=True)
-    assert issued[0] is issued[2] is not issued[1] is issued[3]
-    assert [(row["cpu_us"], row["graph_ms"]) for row in made["results"]] == [(50.0, 0.5)] * 2
+    plain, passing = Fake("plain"), Fake("passing")
+    plain.convolves = passing.lasts = False
+    made = run.run(
+        [case(n=8), case(n=16), case(n=16, kernel=(3, 3))], [Fake(), plain, passing], CPU, command="", launches=True
+    )
+    assert len(issued) == 10 * 3 * 3  # ten rounds over the three contenders' three cases
+    figures = {(row["contender"], row["cpu_us"], row["graph_ms"]) for row in made["results"]}
+    assert figures == {("fake", 50.0, 0.5), ("plain", 50.0, 0.5), ("passing", 900.0, 0.5), ("passing", 50.0, 0.5)}
+
+
+def test_a_call_that_breaks_when_issued_costs_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "issuing_us", lambda call, device: raising(torch.OutOfMemoryError("72 GiB"))())
+    monkeypatch.setattr(run, "graph_ms", lambda call, device: 0.5)
+    made = run.run([case()], [Fake()], CPU, command="", budget_ms=1, launches=True)
+    (row,) = made["results"]
+    assert row["skipped"] == "out of memory: 72 GiB"
 
 
 def test_builds_beforehand_report_what_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 import mtagen
-from mtagen import BackendError, reference
+from mtagen import BackendError, SpecError, reference
 from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
 from mtagen.ops.executor import Executor
@@ -191,6 +191,36 @@ def test_forward_mode_is_refused(op: MultiTokenAttention) -> None:
         assert forward_ad.unpack_dual(op(q, *others)).tangent is None
         with torch.no_grad(), pytest.raises(BackendError, match="forward-mode"):
             op(forward_ad.make_dual(q, q), *others)
+
+
+def test_gradients_of_torch_func_are_refused(op: MultiTokenAttention) -> None:
+    q, *others = (x.detach() for x in leaves())
+    with pytest.raises(BackendError, match=r"transform: got 'torch.func'; .*legal: torch.autograd.grad, or mtagen.ref"):
+        torch.func.grad(lambda q: op(q, *others).sum())(q)
+
+
+def test_meta_tensors_give_shapes(op: MultiTokenAttention) -> None:
+    tensors = [x.detach().to("meta") for x in leaves()]
+    assert op(*tensors).shape == op(*(x.detach() for x in leaves())).shape
+
+
+def test_deterministic_is_a_bool() -> None:
+    with pytest.raises(SpecError, match="deterministic: got 'no'; must be a bool, or None"):
+        mtagen.build(KERNEL, D, deterministic="no")
+
+
+def test_gradients_on_the_cpu_are_reproducible() -> None:
+    """Many heads, done by many threads, add to the gradients of one head of keys."""
+    op = mtagen.build((1, 1), 64, target="cpu")
+    tensors = torch.randn(1, 8, 300, 64), torch.randn(1, 1, 300, 64), torch.randn(1, 1, 300, 64), torch.randn(8, 1, 1)
+    leaves = [x.requires_grad_() for x in tensors]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        first, *others = (torch.autograd.grad(op(*leaves).square().sum(), leaves) for _ in range(4))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 def test_double_backward_is_refused(op: MultiTokenAttention) -> None:

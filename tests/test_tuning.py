@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import mtagen
-from mtagen import BackendError, Plan, Spec, plan, tuning
+from mtagen import BackendError, Plan, PlanError, Spec, plan, tuning
 from mtagen.cli import app
 from mtagen.planner.backends import COST_MODEL
 from mtagen.planner.decode import DECODE_ROLES
@@ -113,8 +113,8 @@ def test_what_is_found_is_kept_for_the_same_spec_and_machine(monkeypatch: pytest
     assert tuned.remembered(SPEC, TARGET) is None
     tuned.remember(SPEC, TARGET, table)
     assert tuned.remembered(SPEC, TARGET) == table
-    tuned.remember(SPEC, TARGET, Table(TUNED))
-    assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
+    tuned.remember(SPEC, TARGET, Table(TUNED, variants={"b": "d"}))  # of one backend, say
+    assert tuned.remembered(SPEC, TARGET) == replace(table, variants={"b": "d"})
     assert tuned.remembered(replace(SPEC, causal=False), TARGET) is None
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert tuned.remembered(SPEC, TARGET) is None
@@ -162,6 +162,27 @@ def test_tuning_needs_a_gpu() -> None:
     result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16"])
     assert result.exit_code == 2
     assert "candidates are timed on a GPU" in result.stderr
+
+
+def test_torch_has_nothing_to_tune() -> None:
+    with pytest.raises(BackendError, match="tune: got True; there are no candidates of the torch backend"):
+        mtagen.build((2, 3), 16, backend="torch", tune=True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_cannot_be_tuned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "available_backends", lambda: ("triton",))
+    with pytest.raises(BackendError, match="backend: got 'cuda'; its packages are not installed"):
+        tuning.tune([SPEC], TARGET, backends=["cuda"])
+    monkeypatch.setattr(tuning, "available_backends", lambda: ("cuda",))
+    with pytest.raises(PlanError, match="fp32"):
+        tuning.tune([replace(SPEC, dtype="fp32")], TARGET)
+
+
+def test_files_are_checked_before_tuning() -> None:
+    for option in ("--json", "--table"):
+        result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16", option, "nowhere/x.json"])
+        assert (result.exit_code, "file: got 'nowhere/x.json'; is in no folder" in result.stderr) == (2, True)
 
 
 def test_a_backend_without_candidates_is_refused() -> None:

@@ -45,9 +45,11 @@ class Contender(ABC):
         name: as in the results.
         device: where it runs.
         convolves: whether it takes the weight, and its time depends on the kernel.
+        lasts: whether what was prepared for one case is as fast after others were.
     """
 
     convolves = True
+    lasts = True
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
@@ -209,6 +211,8 @@ class Eager(Materialising):
 
 class Compiled(Eager):
     """``torch.compile`` of ``mtagen.reference``, one shape at a time."""
+
+    lasts = False
 
     def prepare(self, case: Case) -> Attention:
         functorch_config.donated_buffer = False  # the backward pass is timed alone, with retain_graph

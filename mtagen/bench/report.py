@@ -281,15 +281,24 @@ class Pair(NamedTuple):
     ms: float
 
 
+def check_device(here: str, before: Run) -> None:
+    """Refuse to compare what is measured ``here`` with a run of another device.
+
+    Raises:
+        InputError: it is another device.
+    """
+    if here != device(before):
+        rule = "is another device, and times of different devices do not compare"
+        raise InputError(explain("against", device(before), rule, here))
+
+
 def pairs(run: Run, before: Run) -> list[Pair]:
     """What mtagen's contenders were measured at in both runs.
 
     Raises:
         InputError: the runs are of different devices or have no measurement of mtagen in common.
     """
-    if device(run) != device(before):
-        rule = "is another device, and times of different devices do not compare"
-        raise InputError(explain("against", device(before), rule, device(run)))
+    check_device(device(run), before)
     earlier = measurements(before)
     found = [
         Pair(case, name, earlier[case][name]["ms"], row["ms"])

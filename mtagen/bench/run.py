@@ -30,6 +30,9 @@ from .timing import BUDGET_MS, graph_ms, issuing_us, measure, peak_mib
 _WRONG, _FAILED = "wrong: ", "failed: "
 _ISSUING_ROUNDS = 10
 
+Call = Callable[[], Any]
+_Measured = tuple[dict[str, Any], Call | None]  # figures of a case, and its call if that is to be issued again
+
 
 def run(
     cases: Sequence[Case],
@@ -102,9 +105,8 @@ class _Session:
         self._patience = patience
         self._slow: dict[Hashable, tuple[int, str]] = {}  # scores that took long, and how long
         self._verdicts: dict[Hashable, dict[str, Any]] = {}
-        self._shared: dict[Hashable, list[dict[str, Any]]] = {}
-        self._calls: dict[Hashable, Callable[[], Any]] = {}  # whose launches are to be measured
-        self._issued: list[tuple[dict[str, Any], Callable[[], Any]]] = []  # rows, and the calls they are of
+        self._shared: dict[Hashable, list[_Measured]] = {}
+        self._issued: list[tuple[dict[str, Any], Call, list[float]]] = []  # rows, calls, the CPU's times
 
     def rows(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[dict[str, Any]]:
         """The results of one contender for the passes of one problem."""
@@ -114,31 +116,37 @@ class _Session:
             self._shared[key] = found
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for the contenders that ask what is free
-        rows = [
-            case.to_dict() | {"contender": contender.name} | figures for case, figures in zip(group, found, strict=True)
-        ]
-        calls = (self._calls.get((contender.name, case)) for case in group)
-        self._issued += [(row, call) for row, call in zip(rows, calls, strict=True) if call]
+        rows = []
+        for case, (figures, call) in zip(group, found, strict=True):
+            rows.append(case.to_dict() | {"contender": contender.name} | figures)
+            if call:
+                self._issued.append((rows[-1], call, []))
         return rows
 
     def time_issuing(self) -> None:
         """Add the CPU's time to issue each call, in rounds: what disturbs it for seconds is a small part of each."""
-        bursts: list[list[float]] = [[] for _ in self._issued]
         for _ in range(_ISSUING_ROUNDS):
-            for (_, call), times in zip(self._issued, bursts, strict=True):
-                times += issuing_us(call, self._device)
-        for (row, _), times in zip(self._issued, bursts, strict=True):
-            row["cpu_us"] = statistics.median(times)
+            for row, call, times in self._issued:
+                row |= _attempt(partial(self._issue, call, times))
 
-    def _figures(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[dict[str, Any]]:
-        """The part of each row that is measured."""
+    def _issue(self, call: Call, times: list[float]) -> dict[str, Any]:
+        times += issuing_us(call, self._device)
+        return {"cpu_us": statistics.median(times)}
+
+    def _figures(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[_Measured]:
+        """The part of each row that is measured, and the calls that can be made again."""
         verdict = _attempt(lambda: self._admit(contender, group[0]))
         if "skipped" in verdict:
-            return [verdict] * len(group)
+            return [(verdict, None)] * len(group)
         function = contender.prepare(group[0])
         q, k, v, _ = inputs
         tensors = inputs if contender.convolves else [q[:, :, -group[0].nq :], k, v]
-        return [_attempt(partial(self._time, contender, case, function, tensors, verdict)) for case in group]
+        found: list[_Measured] = []
+        for case in group:
+            figures = _attempt(partial(self._time, contender, case, function, tensors, verdict))
+            again = "graph_ms" in figures and contender.lasts
+            found.append((figures, _call(case.pass_name, function, tensors) if again else None))
+        return found
 
     def _admit(self, contender: Contender, case: Case) -> dict[str, Any]:
         """The worst result of the check before timing, which lengths do not change."""
@@ -183,7 +191,9 @@ class _Session:
             row["fraction"] = row["roofline_ms"] / timing.median
         if self._launches:
             row["graph_ms"] = graph_ms(call, device)
-            self._calls[contender.name, case] = call
+            if not contender.lasts:
+                times = [us for _ in range(_ISSUING_ROUNDS) for us in issuing_us(call, device)]
+                row["cpu_us"] = statistics.median(times)
         return row
 
 
@@ -215,7 +225,7 @@ def _closeness(comparison: Comparison) -> tuple[bool, float]:
     return not comparison.ok, share
 
 
-def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[[], Any]:
+def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
     """One pass, which returns what it makes."""
     if pass_name in ("forward", "decode"):
         return partial(function, *tensors)

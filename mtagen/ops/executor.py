@@ -101,7 +101,8 @@ class Executor:
             q_tail, k_cache, v_cache = (
                 _aligned(name, x) for name, x in (("q_tail", q_tail), ("k_cache", k_cache), ("v_cache", v_cache))
             )
-            return kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, cache_seqlens, num_splits or None)
+            lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # maybe one length, expanded
+            return kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, lengths, num_splits or None)
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
@@ -155,7 +156,7 @@ def _aligned(name: str, x: Tensor) -> Tensor:
     # Python shows a warning once per place and text.
     warnings.warn(
         f"{name} has strides {tuple(x.stride())} and starts at address {x.data_ptr() % 16} mod 16: rows that do not "
-        "start at multiples of 16 bytes are copied before each call; align them to avoid it",
+        "start at multiples of 16 bytes, or share memory, are copied before each call; align them to avoid it",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -185,12 +185,16 @@ def _autograd(op: OpOverload, function: type[torch.autograd.Function], *argument
     """What ``torch.library.register_autograd`` would make, with 20 us less on the CPU where gradients are asked for.
 
     Raises:
-        BackendError: an argument has a tangent, which an op without a forward-mode formula would silently drop.
+        BackendError: an argument has a tangent, which an op without a forward-mode formula would silently drop;
+            gradients are asked for by a transform of ``torch.func``.
     """
     if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in arguments):
         got, rule = "a tangent", "mtagen ops have a backward pass only"
         raise BackendError(explain("forward-mode differentiation", got, rule, "mtagen.reference"))
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        if torch._C._are_functorch_transforms_active():
+            got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
+            raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
         results: tuple[Tensor, ...] = function.apply(op, *arguments)  # type: ignore[no-untyped-call]
         return results
     return _below_autograd(op, *arguments)

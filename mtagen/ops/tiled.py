@@ -89,7 +89,7 @@ def backward(
     """
     off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
     dq = torch.zeros_like(q)
-    dk, dv, dweight = (torch.zeros_like(x, dtype=dtype) for x in (k, v, weight))
+    dk, dv, dweight = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v, weight))
     for group in _groups(q, k, v, weight, scale):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
         dleft, dright = (group.q.new_zeros(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (left, right))
@@ -120,9 +120,11 @@ def backward(
             spec, dleft.view(left.shape), dright.view(right.shape), dband, group.q, group.k, group.kernel
         )
         dq[query_side] = dqueries.to(dq.dtype)
-        dk.index_put_((group.batch, group.kv_head), dkeys, accumulate=True)
-        dv.index_put_((group.batch, group.kv_head), dvalues, accumulate=True)
-        dweight.index_put_((group.head,), scale * dkernel, accumulate=True)
+        # Heads that share keys or weights one after the other: index_put_ would add them in any order.
+        key_side = group.batch * k.shape[1] + group.kv_head
+        dk.flatten(0, 1).index_add_(0, key_side, dkeys)
+        dv.flatten(0, 1).index_add_(0, key_side, dvalues)
+        dweight.index_add_(0, group.head, scale * dkernel)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype)
 
 

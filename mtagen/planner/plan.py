@@ -215,7 +215,7 @@ class Plan:
                 f"{'keys' if geometry.lifts_keys else 'queries'}, {geometry.terms} terms of {geometry.taps} taps",
             ),
             ("lowering", "band", f"{geometry.band_width} diagonals corrected, {geometry.reach} needed"),
-            ("lowering", "backward workspace", f"at most about {self.workspace_bytes // 2**20} MiB"),
+            ("lowering", "backward workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"),
         ]
         bounds = {"forward": geometry.forward, "scores": geometry.scores}
         bounds |= {contraction.role: contraction.bounds for contraction in geometry.contractions}

@@ -163,7 +163,7 @@ class Cache:
             SpecError: the name, the arch or the key is not legal.
         """
         path = self._path(name, arch, key)
-        return _load(path, key) or _private.get((path, key))
+        return _private.get((path, key)) or _load(path, key)  # a private one has replaced what could not be written
 
     def entries(self) -> Iterator[Entry]:
         """The valid entries of all mtagen versions and architectures, in order of path.

@@ -19,12 +19,13 @@ _FILE = "table.json"
 
 
 def remember(spec: Spec, target: str, table: Table) -> None:
-    """Keep what was found for ``spec``; it replaces what was found before.
+    """Keep what was found for ``spec``, over what was found before.
 
     Raises:
         OSError: neither the cache nor a temporary directory can be written.
     """
-    content = json.dumps(table.to_dict(), indent=1).encode()
+    before = remembered(spec, target) or Table(TUNED)
+    content = json.dumps(before.updated(table).to_dict(), indent=1).encode()
     Cache().get_or_build(*_entry(spec, target), lambda: {_FILE: content}, renew=True)
 
 

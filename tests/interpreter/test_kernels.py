@@ -75,6 +75,16 @@ def test_largest_kernel() -> None:
     assert_accurate(op, (*TINY, Case(1, 1, 1, 35, 38)))
 
 
-def test_bf16_is_refused() -> None:
-    with pytest.raises(BackendError, match="bf16"):
-        mtagen.build((2, 3), 16, dtype="bf16", backend="triton")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_bf16_is_refused(backend: str) -> None:
+    with pytest.raises(BackendError, match="Triton's interpreter computes bf16 wrongly"):
+        mtagen.build((2, 3), 16, dtype="bf16", backend=backend, target="generic")
+
+
+def test_lengths_of_any_stride() -> None:
+    op = mtagen.build((2, 3), 16, dtype="fp32", backend="triton")
+    q, k, v, weight = torch.randn(3, 2, 2, 16), torch.randn(3, 2, 9, 16), torch.randn(3, 2, 9, 16), torch.randn(2, 2, 3)
+    table = torch.tensor([[9, 0], [4, 0], [7, 0]], dtype=torch.int32)
+    for lengths in (table[:, 0], table[0, :1].expand(3)):
+        expected = op.decode(q, k, v, weight, cache_seqlens=lengths.contiguous())
+        assert torch.equal(op.decode(q, k, v, weight, cache_seqlens=lengths), expected)
