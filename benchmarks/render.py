@@ -1,7 +1,7 @@
-"""Write the README's tables of speed, and a plot beside each run, from the runs in ``benchmarks/results``.
+"""Write ``RESULTS.md``, the README's part of it, and a plot beside each run, from the runs in ``benchmarks/results``.
 
 python benchmarks/render.py            (needs matplotlib: pip install -e '.[bench]')
-python benchmarks/render.py --check    exits 1 if the README's tables are not those of the runs
+python benchmarks/render.py --check    exits 1 if a page is not what the runs say
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ OURS = (*BACKENDS, "mtagen auto")  # without those that are asked for: other tar
 SAME_MATH = ("eager", "torch.compile")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")
-NONE = "–"
+NONE = "–"  # not measured
 MAX_CPU_US = 60  # of a forward call
+RESULTS_HEAD = f"""\
+# Results
+
+What `mtagen bench` measured, as [`render.py`](render.py) writes it from the runs in [`results/`](results). Each table
+takes a case, with all of its contenders, from one run; "{NONE}" is not measured.\
+"""
 
 
 class Measured(NamedTuple):
@@ -39,7 +45,7 @@ class Measured(NamedTuple):
 Results = dict[Case, Measured]  # of one device
 
 
-class Target(NamedTuple):
+class Goal(NamedTuple):
     """A contender's time over a peer's that is not to be exceeded; causal, 16 heads, bf16; decode: one new token."""
 
     contender: str
@@ -59,28 +65,28 @@ class Target(NamedTuple):
         return Case(self.kernel, self.head_dim, self.causal, "bf16", self.batch, 16, 16, rows, self.n, self.step)
 
 
-TARGETS = (
-    Target("mtagen cuda", "forward", 128, 1.9),
-    Target("mtagen cuda", "forward", 64, 2.2),
-    Target("mtagen cuda", "forward", 128, 2.3, batch=4),
-    Target("mtagen cuda", "forward", 128, 2.4, causal=False),
-    Target("mtagen cuda", "forward", 64, 2.7, causal=False),
-    Target("mtagen cuda", "backward", 128, 2.6),
-    Target("mtagen cuda", "backward", 64, 3.0),
-    Target("mtagen cuda", "backward", 128, 2.7, batch=4, n=4096),
-    *(Target("mtagen cuda sm_80", "forward", d, 3.1) for d in (128, 64)),
-    *(Target("mtagen cuda sm_80", "backward", d, 5.0) for d in (128, 64)),
-    Target("mtagen triton", "forward", 128, 6.0),
-    Target("mtagen triton", "forward", 64, 4.0),
-    Target("mtagen triton", "backward", 128, 15.0),
-    Target("mtagen triton", "backward", 64, 9.0),
+GOALS = (
+    Goal("mtagen cuda", "forward", 128, 1.9),
+    Goal("mtagen cuda", "forward", 64, 2.2),
+    Goal("mtagen cuda", "forward", 128, 2.3, batch=4),
+    Goal("mtagen cuda", "forward", 128, 2.4, causal=False),
+    Goal("mtagen cuda", "forward", 64, 2.7, causal=False),
+    Goal("mtagen cuda", "backward", 128, 2.6),
+    Goal("mtagen cuda", "backward", 64, 3.0),
+    Goal("mtagen cuda", "backward", 128, 2.7, batch=4, n=4096),
+    *(Goal("mtagen cuda sm_80", "forward", d, 3.1) for d in (128, 64)),
+    *(Goal("mtagen cuda sm_80", "backward", d, 5.0) for d in (128, 64)),
+    Goal("mtagen triton", "forward", 128, 6.0),
+    Goal("mtagen triton", "forward", 64, 4.0),
+    Goal("mtagen triton", "backward", 128, 15.0),
+    Goal("mtagen triton", "backward", 64, 9.0),
     *(
-        Target("mtagen triton", step, d, 1.25, kernel=(1, 1), peer="sdpa flash")
+        Goal("mtagen triton", step, d, 1.25, kernel=(1, 1), peer="sdpa flash")
         for step in ("forward", "backward")
         for d in (128, 64)
     ),
     *(
-        Target(contender, "decode", d, limit, batch, n, peer="sdpa flash")
+        Goal(contender, "decode", d, limit, batch, n, peer="sdpa flash")
         for contender, limit in (("mtagen cuda", 1.1), ("mtagen triton", 1.3))
         for batch, n in ((8, 32768), (1, 131072))
         for d in (128, 64)
@@ -170,27 +176,27 @@ def sources(results: Results) -> str:
     return f"({'Runs' if len(names) > 1 else 'Run'} {', '.join(names)}.)"
 
 
-def runs_table(runs: dict[Path, Run], readme: Path) -> str:
+def runs_table(runs: dict[Path, Run], page: Path) -> str:
     """What each run was made with."""
     rows = [
-        f"| [{run['name']}]({relative(path, readme)}) | {report.source(run)} | `{run['command']}` |"
+        f"| [{run['name']}]({relative(path, page)}) | {report.source(run)} | `{run['command']}` |"
         for path, run in runs.items()
     ]
     return "\n".join(["The runs:", "", "| run | device, versions, commit | command |", "|---|---|---|", *rows])
 
 
-def relative(path: Path, readme: Path) -> str:
-    return Path(os.path.relpath(path, readme.parent)).as_posix()
+def relative(path: Path, page: Path) -> str:
+    return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
 def paper_table(results: Results) -> str:
-    """Each pass of the paper's kernel against everyone."""
+    """Each pass of the paper's kernel against plain attention, and against what the machine could do."""
     cases = select(results, lambda case: case.kernel == PAPER and case.causal and case.batch == 1 and not case.decodes)
     if not cases:
         return ""
     n = report.typical_length(cases)
     cases = select(cases, lambda case: case.nk == n)
-    sdpa, peers = present(cases, SDPA), present(cases, PEERS)
+    sdpa = present(cases, SDPA)
     lines = []
     for case, (rows, _) in cases.items():
         ours = best(rows)
@@ -201,15 +207,33 @@ def paper_table(results: Results) -> str:
                 figure(ours),
                 ours["contender"].removeprefix("mtagen "),
                 *(ratio(ours, rows.get(name)) for name in sdpa),
-                *(figure(rows.get(name)) for name in peers),
-                ratio(best(rows, PEERS), ours, digits=1),
                 f"{ours['fraction']:.0%}" if "fraction" in ours else NONE,
             ]
         )
-    header = ["d", "pass", "mtagen, ms", "backend", *(f"/ {name}" for name in sdpa), *(f"{name}, ms" for name in peers)]
-    header += ["speed-up over the best of them", "of the roofline"]
-    title = f"(6, 11), causal, N = {n}, B = 1, {common(next(iter(cases)))}; medians"
-    return table(title, header, lines, cases, (*OURS, *PEERS, *SDPA))
+    header = ["d", "pass", "mtagen, ms", "backend", *(f"/ {name}" for name in sdpa), "of the roofline"]
+    title = f"(6, 11), causal, N = {n}, B = 1, {common(next(iter(cases)))}; medians, multiples of plain attention's "
+    title += "time, and the share of the speed at which the plan's flop and bytes would keep this machine busy"
+    return table(title, header, lines, cases, (*OURS, *SDPA))
+
+
+def peers_table(results: Results) -> str:
+    """Training steps of the paper's kernel against those who materialise scores."""
+    cases = {case: found for case, found in training_steps(results).items() if best(found.rows, PEERS)}
+    if not cases:
+        return ""
+    peers = present(cases, PEERS)
+    lines = [
+        [
+            *(str(case.head_dim), str(case.nk), str(case.batch), figure(ours := best(rows))),
+            *(figure(rows.get(name)) for name in peers),
+            ratio(best(rows, PEERS), ours, digits=1),
+        ]
+        for case, (rows, _) in cases.items()
+    ]
+    title = f"Forward + backward against PyTorch, (6, 11), causal, {common(next(iter(cases)))}"
+    title += ". Liger-Kernel's op is another, its convolution follows the softmax" if PEERS[-1] in peers else ""
+    header = ["d", "N", "B", "mtagen, ms", *(f"{name}, ms" for name in peers), "speed-up over the best of them"]
+    return table(title, header, lines, cases, peers)
 
 
 def kernels_table(results: Results) -> str:
@@ -243,18 +267,16 @@ def lengths_table(results: Results) -> str:
         return ""
     d = max(case.head_dim for case in cases)
     cases = select(cases, lambda case: case.head_dim == d)
-    peers = present(cases, (*PEERS, "sdpa cudnn", "sdpa"))
+    plain = present(cases, ("sdpa cudnn", "sdpa"))
     sized = any(best(rows).get("peak_MiB") is not None for rows, _ in cases.values())  # on a GPU
     lines = []
     for case, (rows, _) in cases.items():
         ours = best(rows)
-        times = [figure(ours), *(figure(rows.get(name)) for name in peers)]
-        peaks = [figure(row, "peak_MiB") for row in (ours, rows.get("eager")) if sized]
-        lines.append([str(case.nk), str(case.batch), *times, *peaks])
+        times = [figure(ours), *(figure(rows.get(name)) for name in plain)]
+        lines.append([str(case.nk), str(case.batch), *times, *([figure(ours, "peak_MiB")] if sized else [])])
     title = f"Forward + backward over N, (6, 11), causal, d = {d}, {common(next(iter(cases)))}"
-    header = ["N", "B", *(f"{name}, ms" for name in ("mtagen", *peers))]
-    header += [f"{name}, peak MiB" for name in ("mtagen", "eager") if sized]
-    return table(title, header, lines, cases, peers)
+    header = ["N", "B", *(f"{name}, ms" for name in ("mtagen", *plain)), *(["mtagen, peak MiB"] if sized else [])]
+    return table(title, header, lines, cases, plain)
 
 
 def memory_table(results: Results) -> str:
@@ -315,30 +337,30 @@ def overhead_table(results: Results) -> str:
     served = ("mtagen auto", *BACKENDS)  # a run has no auto where that is one backend, which comes first
     longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, _ in cases.values())
     verdict = f"{'met' if longest <= MAX_CPU_US else '**not met**'}, up to {number(longest)} us"
-    limit = f"a call of auto is to be issued in {MAX_CPU_US} us: {verdict}"
+    limit = f"the goal is that the CPU issues a call of auto in {MAX_CPU_US} us: {verdict}"
     return table(f"Forward of short sequences, {common(next(iter(cases)))}; {limit}", header, lines, cases, ())
 
 
-def targets_table(results: Results) -> str:
-    """Each target and whether it is met."""
+def goals_table(results: Results) -> str:
+    """Each goal and whether it is met."""
     lines, cases = [], {}
-    for target in TARGETS:
-        found = results.get(target.case)
+    for goal in GOALS:
+        found = results.get(goal.case)
         rows = found.rows if found else {}
-        ours, peer = rows.get(target.contender), rows.get(target.peer)
+        ours, peer = rows.get(goal.contender), rows.get(goal.peer)
         measured, verdict = "not measured", NONE
         if found and ours and peer:
-            cases[target.case] = found
+            cases[goal.case] = found
             measured = ratio(ours, peer)
-            verdict = "yes" if ours["ms"] <= target.limit * peer["ms"] else "**no**"
-        step = target.step if target.causal else f"{target.step}, not causal"
-        sizes = [str(size) for size in (target.head_dim, target.batch, target.n)]
-        what = f"{target.contender} / {target.peer}"
-        lines.append([what, str(target.kernel), step, *sizes, f"{target.limit:g}", measured, verdict])
+            verdict = "yes" if ours["ms"] <= goal.limit * peer["ms"] else "**no**"
+        step = goal.step if goal.causal else f"{goal.step}, not causal"
+        sizes = [str(size) for size in (goal.head_dim, goal.batch, goal.n)]
+        what = f"{goal.contender} / {goal.peer}"
+        lines.append([what, str(goal.kernel), step, *sizes, f"{goal.limit:g}", measured, verdict])
     if not cases:
         return ""
-    header = ["target", "kernel", "pass", "d", "B", "N", "at most", "measured", "met"]
-    return table("Targets: multiples of plain attention, causal, bf16", header, lines, cases, ())
+    header = ["times", "kernel", "pass", "d", "B", "N", "at most", "measured", "met"]
+    return table("Goals, as multiples of plain attention's time; causal, bf16", header, lines, cases, ())
 
 
 def slow_cases(results: Results) -> str:
@@ -357,16 +379,35 @@ def slow_cases(results: Results) -> str:
     return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{sources(compared)}"
 
 
-# The parts of a device's section, and what each wants of a case: which measurement, contenders of one run, a suite.
-PARTS: tuple[tuple[Callable[[Results], str], str, Collection[str], str], ...] = (
-    (paper_table, "ms", (*OURS, *PEERS, *SDPA), ""),
-    (kernels_table, "ms", (*OURS, *SDPA), ""),
-    (lengths_table, "ms", (*OURS, *PEERS, *SDPA), ""),
-    (slow_cases, "ms", (*OURS, *SAME_MATH), ""),
-    (memory_table, "peak_MiB", (), "memory"),
-    (decode_table, "ms", (*OURS, *SDPA), ""),
-    (overhead_table, "cpu_us", OURS, ""),
-    (targets_table, "ms", (), ""),
+class Part(NamedTuple):
+    """A part of a device's section.
+
+    Attributes:
+        write: makes it of the merged runs.
+        key: the measurement that it is about.
+        names: the contenders that it wants from one run; () for all.
+        suite: whose runs it prefers.
+    """
+
+    write: Callable[[Results], str]
+    key: str = "ms"
+    names: Collection[str] = ()
+    suite: str = ""
+
+
+HEADLINES = (  # those in the README
+    Part(paper_table, names=(*OURS, *SDPA)),
+    Part(peers_table, names=PEERS),
+    Part(slow_cases, names=(*OURS, *SAME_MATH)),
+)
+PARTS = (
+    *HEADLINES,
+    Part(kernels_table, names=(*OURS, *SDPA)),
+    Part(lengths_table, names=(*OURS, *SDPA)),
+    Part(memory_table, "peak_MiB", suite="memory"),
+    Part(decode_table, names=(*OURS, *SDPA)),
+    Part(overhead_table, "cpu_us", OURS),
+    Part(goals_table),
 )
 
 
@@ -380,26 +421,49 @@ def load_runs(folder: Path) -> dict[Path, Run]:
     return {path: report.load(path) for path in paths if {"results", "rates"} <= json.loads(path.read_text()).keys()}
 
 
-def render(runs: dict[Path, Run], readme: Path) -> str:
-    """What stands between the README's marks: for each device its tables, and a plot of each suite's fullest run."""
+def by_device(runs: dict[Path, Run]) -> dict[str, dict[Path, Run]]:
+    """The runs of each device under its name, GPUs first; each run has its file's name."""
     devices: dict[str, dict[Path, Run]] = {}
     for path, run in sorted(runs.items(), key=lambda item: report.on_cpu(item[1])):
         devices.setdefault(report.device(run), {})[path] = {**run, "name": path.stem}
+    return devices
+
+
+def tables(runs: Collection[Run], parts: Iterable[Part]) -> list[str]:
+    """Those parts of a device's section that its runs have something for."""
+    return [text for part in parts if (text := part.write(merge(runs, part.key, part.names, part.suite)))]
+
+
+def plots(paths: Iterable[Path], page: Path) -> list[str]:
+    return [f"![{path.stem}]({relative(path.with_suffix('.png'), page)})" for path in paths]
+
+
+def headlines(runs: dict[Path, Run], page: Path) -> str:
+    """What stands between the README's marks: for each device the main tables, and the plot of its fullest run."""
     blocks = []
-    for name, by_path in devices.items():
-        parts = (part(merge(by_path.values(), *wanted)) for part, *wanted in PARTS)
+    for name, by_path in by_device(runs).items():
+        fullest = max(by_path, key=lambda path: len(by_path[path]["results"]))
+        blocks += [f"### {name}", *tables(by_path.values(), HEADLINES), *plots([fullest], page)]
+    return "\n\n".join(blocks) or "Nothing was measured."
+
+
+def results_page(runs: dict[Path, Run], page: Path) -> str:
+    """All tables of all devices, a plot of each suite's fullest run, and what the runs were made with."""
+    blocks = [RESULTS_HEAD]
+    for name, by_path in by_device(runs).items():
         fullest: dict[str, Path] = {}
         for path, run in sorted(by_path.items(), key=lambda item: len(item[1]["results"])):
             fullest[report.suite(run)] = path
-        plots = [f"![{path.stem}]({relative(path.with_suffix('.png'), readme)})" for path in sorted(fullest.values())]
-        blocks += [f"### {name}", *filter(None, parts), *plots, runs_table(by_path, readme)]
-    return "\n\n".join(blocks) or "Nothing was measured."
+        blocks += [f"## {name}", *tables(by_path.values(), PARTS)]
+        blocks += [*plots(sorted(fullest.values()), page), runs_table(by_path, page)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the runs")
+    parser.add_argument("--page", type=Path, default=ROOT / "benchmarks/RESULTS.md", help="file for all tables")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the marks")
     args = parser.parse_args(arguments)
     runs = load_runs(args.results)
@@ -408,14 +472,19 @@ def main(arguments: list[str] | None = None) -> int:
     _, end, after = rest.partition(END)
     if not (begin and end):
         parser.error(f"{args.readme} has no part between {BEGIN} and {END}")
-    rendered = f"{before}{begin}\n\n{render(runs, args.readme)}\n\n{end}{after}"
+    made = {
+        args.readme: f"{before}{begin}\n\n{headlines(runs, args.readme)}\n\n{end}{after}",
+        args.page: results_page(runs, args.page),
+    }
     if args.check:
-        if rendered != text:
-            print(f"{args.readme} is not what {args.results} holds: run python benchmarks/render.py", file=sys.stderr)
-        return int(rendered != text)
+        stale = [path for path, new in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != new]
+        for path in stale:
+            print(f"{path} is not what {args.results} holds: run python benchmarks/render.py", file=sys.stderr)
+        return int(bool(stale))
     for path, run in runs.items():
         report.plot(run, path.with_suffix(".png"))
-    args.readme.write_text(rendered, encoding="utf-8")
+    for path, new in made.items():
+        path.write_text(new, encoding="utf-8")
     return 0
 
 

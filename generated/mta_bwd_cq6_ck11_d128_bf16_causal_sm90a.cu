@@ -6,8 +6,13 @@
 // A CTA has 128 columns of scores, owns 108 keys, and streams tiles of 64 rows.
 // Columns of key j in a strip from key c0: S j - c0, C, P and G j - c0 - 5, dS j - c0 - 8.
 // For 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
+// The kernels run in this order on one stream, and hand on, in fp32:
+// row_lse and row_dot (batch * heads, row_pitch), row_pitch = n_q + 144;
+// dq_sum, as large as q, contiguous, in dq_pieces of 16 elements;
+// dw_sums (heads * 66, dw_terms), dw_terms = batch * ceil(n_k / 108).
+// progress: null, or int32 zeros (batch * heads, dw_terms / batch), which make dq reproducible.
 //
-// mta_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads, ceil(row_pitch / 16)), 256, 0>>>
+// mta_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads * ceil(row_pitch / 16)), 256, 0>>>
 // mta_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, ceil(n_k / 108)), 384, 227024>>>
 // mta_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a<<<(ceil(heads * 66 / 8) + ceil(dq_pieces / 256)), 256, 0>>>
 
@@ -35,14 +40,7 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
 DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
-DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-template <int PENDING>
-DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 DEVICE void store_shared(u32 to, u32 x, u32 y) {
@@ -50,11 +48,6 @@ DEVICE void store_shared(u32 to, u32 x, u32 y) {
 }
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-// The low half of x, then the high half.
-DEVICE void store_shared_halves(u32 to, u32 to_high, u32 x) {
-  asm volatile("{ .reg .b16 low, high; mov.b32 { low, high}, %2; st.shared.b16 [%0], low; st.shared.b16 [%1], high; }"
-               ::"r"(to), "r"(to_high), "r"(x) : "memory");
 }
 DEVICE u32 load_shared(u32 from) {
   u32 x;
@@ -174,12 +167,6 @@ template <int ROWS>
 DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
 }
-// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
-// column lie below; multiples of 8 rows suit any row.
-template <int ROWS>
-DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
-  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
-}
 // ---- Instructions of sm_90a --------------------------------------------------------------------------------------
 
 DEVICE void barrier_init(u32 barrier, int arrivals) {
@@ -273,9 +260,6 @@ constexpr int BAND_LOADS = 2;
 DEVICE int band_row(int load, int lane) {
   constexpr u32 s[BAND_LOADS] = {0x03020100, 0x06050504};  // a byte a matrix
   return s[load] >> (lane & 24) & 255;
-}
-DEVICE int band_chunk_offset(int load, int lane) {
-  return 0;
 }
 
 // B operands: T_u[k, n] = tap (u, 8 d + k - n) for chunk d of a window. taps(u, v): taps (u, v) and (u, v + 1), packed, 0
@@ -375,9 +359,11 @@ extern "C" __global__ void __launch_bounds__(256) mta_bwd_rows_cq6_ck11_d128_bf1
     const Element* __restrict__ out, const Element* __restrict__ grad_out, const float* __restrict__ lse,
     const float* __restrict__ grad_lse, float* __restrict__ row_lse, float* __restrict__ row_dot, float* __restrict__ dq_sum,
     long long grad_out_stride_b, long long grad_out_stride_h, long long grad_out_stride_n, int heads, int n_q, int pitch) {
-  const int i = blockIdx.y * (256 / LANES) + threadIdx.x / LANES, column = threadIdx.x % LANES;
-  const int b = blockIdx.x / heads, h = blockIdx.x % heads;
-  const long long row = static_cast<long long>(blockIdx.x) * n_q + i;
+  constexpr int ROWS = 256 / LANES;
+  const int blocks = (pitch + ROWS - 1) / ROWS;  // of a head; all along x, for y ends at 65535
+  const int head = blockIdx.x / blocks, b = head / heads, h = head % heads;
+  const int i = blockIdx.x % blocks * ROWS + threadIdx.x / LANES, column = threadIdx.x % LANES;
+  const long long row = static_cast<long long>(head) * n_q + i;
   const bool inside = i < n_q;
   float dot = 0.f;
   if (inside && column < D / 8) {
@@ -397,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(256) mta_bwd_rows_cq6_ck11_d128_bf1
 #pragma unroll
   for (int distance = LANES / 2; distance; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
   if (i < pitch && column == 0) {
-    const long long to = static_cast<long long>(blockIdx.x) * pitch + i;
+    const long long to = static_cast<long long>(head) * pitch + i;
     row_dot[to] = inside ? dot - grad_lse[row] : 0.f;
     row_lse[to] = inside && lse[row] != -INFINITY ? lse[row] * LOG2_E : INFINITY;
   }

@@ -624,7 +624,7 @@ def _splits(owners, n_max, slots, min_keys, max_waves):
 def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_splits=None):
     """The last n_new rows of forward, against a cache of keys and values.
     q_tail (B, H, n_new, 128); k_cache (B, Hkv, N, 128), v_cache (B, Hkv, N, 128);
-    rows 16-byte aligned, last stride 1. cache_seqlens (B,) int32: keys in use, the new ones included; None means all N.
+    rows 16-byte aligned, last stride 1. cache_seqlens (B,) int32, contiguous: keys in use, the new ones included; None means all N.
     num_splits: parts each sequence is split into; None plans it. Returns out (B, H, n_new, 128) and lse (B, H, n_new) fp32.
     """
     batch, n_heads, tail, _ = q_tail.shape

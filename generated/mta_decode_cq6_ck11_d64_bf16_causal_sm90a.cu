@@ -30,19 +30,11 @@ using fp16 = __half;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes to shared memory, zeros when not `valid`.
-DEVICE void copy_async(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-DEVICE void copy_word_async(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
 // The same for data read in order: the rest of the 128 bytes comes to L2 with it.
 DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -135,53 +127,6 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// Barrier `id` of `threads` threads.
-DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// A sum in global memory gets an addend.
-DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
-// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
-DEVICE void store_release(int* to, int x) {
-  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-DEVICE int load_acquire(const int* from) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-
-// threadIdx.x, read anew: what follows from it needs no register before or after its use.
-DEVICE int thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-// Values that must exist here, in registers of their own: neither computed later nor computed again.
-DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
-template <int N>
-DEVICE void pin(u32 (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) pin(x[i]);
-}
-template <int N>
-DEVICE void pin(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
-}
-
-// Byte address of 16-byte column `column` in row `row` of a tile of `ROWS` rows: panels of 64 elements (128 bytes) a
-// row, whose 8 columns are exchanged by row % 8, as wgmma's 128-byte swizzle does.
-template <int ROWS>
-DEVICE u32 tile_address(u32 tile, int row, int column) {
-  return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
-}
-// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
-// column lie below; multiples of 8 rows suit any row.
-template <int ROWS>
-DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
-  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
-}
 // ---- Decode ------------------------------------------------------------------------------------------------------
 
 using Element = bf16;

@@ -30,15 +30,7 @@ DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generi
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
-DEVICE void copy_word_async(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
-DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -48,11 +40,6 @@ DEVICE void store_shared(u32 to, u32 x, u32 y) {
 }
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-// The low half of x, then the high half.
-DEVICE void store_shared_halves(u32 to, u32 to_high, u32 x) {
-  asm volatile("{ .reg .b16 low, high; mov.b32 { low, high}, %2; st.shared.b16 [%0], low; st.shared.b16 [%1], high; }"
-               ::"r"(to), "r"(to_high), "r"(x) : "memory");
 }
 DEVICE u32 load_shared(u32 from) {
   u32 x;
@@ -74,14 +61,6 @@ DEVICE void load_matrices(u32 (&x)[4], u32 row) {
 }
 DEVICE void load_matrices(u32 (&x)[2], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
-}
-DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
-}
-DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
-               : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
 }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4, t = lane % 4, lane holds a[g | g + 8][2 t.. | 8 + 2 t..] as
@@ -134,25 +113,6 @@ DEVICE float exp2_fast(float x) {
 // Barrier `id` of `threads` threads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// A sum in global memory gets an addend.
-DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
-// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
-DEVICE void store_release(int* to, int x) {
-  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-DEVICE int load_acquire(const int* from) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-
-// threadIdx.x, read anew: what follows from it needs no register before or after its use.
-DEVICE int thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // Values that must exist here, in registers of their own: neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 template <int N>
@@ -187,10 +147,6 @@ DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.clu
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives when this thread's asynchronous copies have.
-DEVICE void barrier_arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 DEVICE void barrier_wait(u32 barrier, int parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n"
@@ -211,10 +167,6 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// Four sums in global memory get an addend each.
-DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
-  asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
 // Descriptor of an operand in shared memory, swizzled by 128 bytes: `panel` bytes from one panel of 64 elements to the
 // next (only where the product's M or N axis is contiguous), 1024 bytes from 8 rows to the next 8.
 DEVICE u64 operand(u32 address, int panel = 16) {
@@ -260,9 +212,6 @@ constexpr int BAND_LOADS = 2;
 DEVICE int band_row(int load, int lane) {
   constexpr u32 s[BAND_LOADS] = {0x03020100, 0x06050504};  // a byte a matrix
   return s[load] >> (lane & 24) & 255;
-}
-DEVICE int band_chunk_offset(int load, int lane) {
-  return 0;
 }
 
 // B operands: T_u[k, n] = tap (u, 8 d + k - n) for chunk d of a window. taps(u, v): taps (u, v) and (u, v + 1), packed, 0
@@ -508,7 +457,6 @@ struct WarpStrip {
 };
 // ---- Tiles of Q, K and V, masks, results --------------------------------------------------------------------------
 
-using Element = bf16;
 constexpr int D = 128, DV = 128;
 constexpr int KEYS = 64, ROWS = 192, OWNED = 187, HALO = 5, LAG = 11;
 constexpr float SCORE_SCALE = 0.00390625f;  // what is held of q . k

@@ -311,8 +311,12 @@ def load_script() -> Any:
 render = load_script()
 
 
+def in_files(*runs: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    return {Path(f"results/run{index}.json"): run for index, run in enumerate(runs)}
+
+
 def rendered(*runs: dict[str, Any]) -> str:
-    return render.render({Path(f"results/run{index}.json"): run for index, run in enumerate(runs)}, Path("README.md"))
+    return str(render.results_page(in_files(*runs), Path("RESULTS.md")))
 
 
 def lines(text: str, start: str) -> list[str]:
@@ -320,26 +324,34 @@ def lines(text: str, start: str) -> list[str]:
 
 
 def test_nothing_measured_is_said() -> None:
-    assert rendered() == "Nothing was measured."
+    assert render.headlines({}, Path("README.md")) == "Nothing was measured."
 
 
-def test_readme_has_all_parts_of_all_devices() -> None:
+def test_readme_has_the_main_tables_of_all_devices() -> None:
+    text = render.headlines(in_files(*RUNS.values()), Path("README.md"))
+    assert lines(text, "### ") == ["### NVIDIA H200", "### Intel(R) Xeon(R)"]
+    assert len(lines(text, "Forward + backward against PyTorch")) == text.count("![") == 2
+    assert not lines(text, "Decode")
+
+
+def test_page_has_all_parts_of_all_devices() -> None:
     text = rendered(*(run for name, run in RUNS.items() if name != "quick"))
-    assert lines(text, "### ") == ["### NVIDIA H200", "### Intel(R) Xeon(R)"]  # the GPU first
+    assert lines(text, "## ") == ["## NVIDIA H200", "## Intel(R) Xeon(R)"]  # the GPU first
     for name in (
         "(6, 11), causal, N = 8192",
         "All kernels, N",
+        "Forward + backward against PyTorch",
         "Forward + backward over N",
         "Peak MiB",
         "Decode",
-        "Targets",
+        "Goals",
     ):
         assert lines(text, name), name
     for suite_name in ("full", "decode", "overhead"):
         assert f"commit 1afe34d0abcd | `mtagen bench --suite {suite_name}` |" in text
     assert max(map(len, text.splitlines())) <= 200
     assert lines(text, "![") == [f"![run{index}](results/run{index}.png)" for index in range(5)]
-    devices = text.count("### ")
+    devices = len(lines(text, "## "))
     tables = text.count("|---|\n") - devices  # of figures: each device has one of its runs besides
     sentences = devices  # on what is slow
     assert len(re.findall(r"^\(Runs? run\d(?:, run\d)*\.\)$", text, re.MULTILINE)) == tables + sentences
@@ -348,14 +360,21 @@ def test_readme_has_all_parts_of_all_devices() -> None:
 def test_paper_table_names_the_best_backend_and_what_is_missing() -> None:
     run = make_run([ONE])
     run["results"] = [row for row in run["results"] if row["contender"] not in ("mtagen cuda", "sdpa flash")]
-    ms = {name: report.number(measurement(ONE, name)["ms"]) for name in ("mtagen triton", "eager", "torch.compile")}
+    ours = report.number(measurement(ONE, "mtagen triton")["ms"])
     text = rendered(run)
-    assert lines(text, "| d |")[0].startswith(
-        "| d | pass | mtagen, ms | backend | / sdpa cudnn | eager, ms | torch.compile"
-    )
-    ours, *peers = ms.values()
-    assert f"| 128 | forward | {ours} | triton | 4.00 | {' | '.join(peers)} | 10.0 | 25% |" in text.splitlines()
-    assert f"Skipped: liger (post-softmax): {NO_LIGER}." in text.splitlines()
+    assert lines(text, "| d |")[0] == "| d | pass | mtagen, ms | backend | / sdpa cudnn | of the roofline |"
+    assert f"| 128 | forward | {ours} | triton | 4.00 | 25% |" in text.splitlines()
+
+
+def test_peers_table_is_of_the_run_with_most_of_them() -> None:
+    step = replace(ONE, pass_name="forward+backward")
+    fewer, run = make_run([step]), make_run([step])
+    fewer["results"] = [row for row in fewer["results"] if row["contender"] != "torch.compile"]
+    names = ("mtagen cuda", "eager", "torch.compile")
+    ms = " | ".join(report.number(measurement(step, name)["ms"]) for name in names)
+    text = rendered(fewer, run)
+    assert "| d | N | B | mtagen, ms | eager, ms | torch.compile, ms | speed-up over the best of them |" in text
+    assert f"| 128 | 8192 | 1 | {ms} | 20.0 |" in text.splitlines()
 
 
 def test_other_targets_are_not_the_best_backend() -> None:
@@ -367,10 +386,9 @@ def test_other_targets_are_not_the_best_backend() -> None:
 def test_tables_leave_out_what_was_skipped() -> None:
     step = replace(ONE, pass_name="forward+backward")
     text = rendered(make_run([step, replace(step, nq=32768, nk=32768)]))
-    (short, long) = lines(text, "| 8192 | 1 |") + lines(text, "| 32768 | 1 |")
-    assert short.endswith("| 20 | 900 |")
-    assert long.split(" | ")[3] == "–"
-    assert long.endswith("| 20 | – |")
+    (short, long) = lines(text, "| 128 | 8192 | 1 |") + lines(text, "| 128 | 32768 | 1 |")
+    assert short.endswith("| 20.0 |")
+    assert long.split(" | ")[4] == "–"
     assert "Skipped: eager: needs 32768 GiB (1 of 2 cases: 6,11 B=1 N=32768)." in text
     assert "| 8192 | 128 | 20 | 40 | 900 | 400 | 10 | 19 |" in text.splitlines()
 
@@ -404,7 +422,7 @@ def test_peak_memory_is_that_of_its_suite() -> None:
 def test_overhead_is_shown_although_another_run_has_the_case() -> None:
     text = rendered(RUNS["full"], RUNS["overhead"])
     assert len(lines(text, "| (6, 11) | 128 | 1024 | 8 | cuda |")) == 1
-    assert "a call of auto is to be issued in 60 us: met, up to 47 us:" in text
+    assert "the CPU issues a call of auto in 60 us: met, up to 47 us:" in text
     assert "in 60 us: **not met**, up to 61 us:" in rendered(RUNS["full"], overhead_run(61.0))
 
 
@@ -436,7 +454,7 @@ def test_targets_are_judged() -> None:
     assert f"{cuda} | 128 | 1 | 8192 | 1.9 | 2.00 | **no** |" in text
     assert f"{cuda} | 64 | 1 | 8192 | 2.2 | 2.00 | yes |" in text
     assert f"{cuda}, not causal | 128 | 1 | 8192 | 2.4 | not measured | – |" in text
-    assert len(lines(text, "| mtagen ")) == len(render.TARGETS) == 28
+    assert len(lines(text, "| mtagen ")) == len(render.GOALS) == 28
 
 
 def test_slower_steps_are_listed() -> None:
@@ -449,30 +467,33 @@ def test_slower_steps_are_listed() -> None:
 
 
 def test_script_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme, results = tmp_path / "README.md", tmp_path / "results"
+    readme, page, results = tmp_path / "README.md", tmp_path / "RESULTS.md", tmp_path / "results"
     results.mkdir()
     readme.write_text(f"# Title\n{render.BEGIN}\nold\n{render.END}\nrest\n")
     (results / "quick.json").write_text(json.dumps(RUNS["quick"]))
     (results / "other.json").write_text(json.dumps({"results": {}}))
-    where = ["--readme", str(readme), "--results", str(results)]
+    where = ["--readme", str(readme), "--page", str(page), "--results", str(results)]
     assert render.main(["--check", *where]) == 1
     assert "run python benchmarks/render.py" in capsys.readouterr().err
     assert render.main(where) == 0
     text = readme.read_text()
     assert text.startswith(f"# Title\n{render.BEGIN}\n\n### NVIDIA H200\n")
-    assert text.endswith(f"| `mtagen bench --suite quick` |\n\n{render.END}\nrest\n")
-    assert "\n![quick](results/quick.png)\n" in text
-    assert "| [quick](results/quick.json) | NVIDIA H200, torch 2.11.0" in text
+    assert text.endswith(f"\n![quick](results/quick.png)\n\n{render.END}\nrest\n")
+    everything = page.read_text()
+    assert everything.endswith("| `mtagen bench --suite quick` |\n")
+    assert "| [quick](results/quick.json) | NVIDIA H200, torch 2.11.0" in everything
     assert [path.name for path in results.glob("*.png")] == ["quick.png"]
     assert render.main(["--check", *where]) == 0
-    readme.write_text(text.replace("| yes |", "| no |"))
-    assert render.main(["--check", *where]) == 1
+    for file, content in ((page, everything.replace("| yes |", "| no |")), (readme, text.replace("| cuda |", "| x |"))):
+        file.write_text(content)
+        assert render.main(["--check", *where]) == 1
+        file.write_text(everything if file == page else text)
     readme.write_text("no marks")
     with pytest.raises(SystemExit):
         render.main(where)
     assert readme.read_text() == "no marks"
 
 
-def test_readme_shows_the_committed_runs() -> None:
+def test_pages_show_the_committed_runs() -> None:
     result = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -365,6 +365,18 @@ def assert_accurate(
         assert result.ok, (name, result)
 
 
+def test_grids_are_legal_at_any_length() -> None:
+    plan = fused_pass("backward", Spec((6, 11), 128), HOPPER)
+    grids = []
+    kernels = {kernel.role: lambda grid, *_: grids.append(grid) for kernel in plan.kernels}
+    for batch, n in ((1, 2**21), (8192, 16)):
+        q = torch.empty(batch, 16, n, 128, dtype=torch.bfloat16, device="meta")
+        weight, lse = torch.empty(16, 6, 11, device="meta"), torch.empty(batch, 16, n, device="meta")
+        on_host(kernels, plan, q, lse, q, q, q, weight, q, lse, 1.0)
+    assert len(grids) == 6
+    assert all(x < 2**31 and y <= 65535 and z == 1 for x, y, z in grids)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("target", "spec"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,16 @@ def test_generated_folder_is_current(tmp_path: Path) -> None:
         if spec.kernel == (6, 11):
             emit(plan(spec, "sm_90a", "cuda"), tmp_path)
     assert emitted(FOLDER) == emitted(tmp_path)
+
+
+def test_cuda_sources_have_no_function_that_nothing_calls() -> None:
+    for path in FOLDER.glob("*.cu"):
+        source = path.read_text()
+        names = set(re.findall(r"^DEVICE .*?(\w+)(?:<\w+>)?\(", source, re.MULTILINE))
+        assert len(names) > 10
+        for name in names:
+            definitions = len(re.findall(rf"^DEVICE .*?\b{name}(?:<\w+>)?\(", source, re.MULTILINE))
+            assert len(re.findall(rf"\b{name}\b", source)) > definitions, name
 
 
 def test_regenerate_writes_what_is_there(tmp_path: Path) -> None:

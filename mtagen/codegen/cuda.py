@@ -11,6 +11,11 @@ import jinja2
 from ..version import __version__
 from .templates import environment
 
+# At the left margin: a comment, a template's parameters, a function to its end.
+_FUNCTION = re.compile(
+    r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*?(?P<name>\w+)(?:<\w+>)?\((?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE
+)
+
 
 def render(plan: Any) -> str:
     """The source of one pass, ready for NVRTC.
@@ -19,8 +24,20 @@ def render(plan: Any) -> str:
         plan: a fused pass plan; ``plan.template`` names its template.
     """
     text = _environment().get_template(plan.template).render(plan=plan, spec=plan.spec, version=__version__)
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    text = _without_unused(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _without_unused(source: str) -> str:
+    """Drop functions that nothing mentions, and the comment before each: collections of them serve all kernels."""
+    functions = list(_FUNCTION.finditer(source))
+    for name in dict.fromkeys(function["name"] for function in functions):
+        others = source
+        for function in functions:
+            others = others.replace(function[0], "") if function["name"] == name else others
+        if not re.search(rf"\b{name}\b", others):
+            return _without_unused(others)
+    return source
 
 
 @cache

@@ -19,7 +19,8 @@ nvcc for `{target}` as C++17. Before the first launch of a kernel allow it its d
 
 Tensors are laid out (B, H, N, D): q, out and their gradients with H heads and `n_q` rows, k, v and theirs with
 H / `group` heads and `n_k` rows. Strides count elements, the last one is 1, rows start at multiples of 16 bytes.
-`weight` is (H, {cq}, {ck}), contiguous fp32; `lse` is (B, H, `n_q`) fp32.
+`weight` is (H, {cq}, {ck}), contiguous fp32; `lse` is (B, H, `n_q`) fp32; `seqlens` is (B,), contiguous int32. The head
+of each source explains its other buffers.
 """
 
 

@@ -232,7 +232,7 @@ def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
 
 
 def flops_per_score(backend: str, spec: Spec) -> dict[str, int]:
-    """Flop per (row, key) pair of the forward and the backward pass, from DESIGN §2 and §3: 2 per multiply-add.
+    """Flop per (row, key) pair of the forward and the backward pass: 2 per multiply-add.
 
     Triton multiplies each of the lift's terms. CUDA convolves with mma's of 16 x 8 x 16 for 16 x 8 scores, 32 flop a
     score: scores in the forward pass; in the backward pass scores, their gradients, and for the weight's.

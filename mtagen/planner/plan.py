@@ -193,11 +193,7 @@ class Plan:
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):
             above, below, left, right = stencil.halo
-            tile_rows, tile_keys = stencil.effective(128, 128)
-            text = (
-                f"rows {above} + {below}, keys {left} + {right}; {tile_rows} x {tile_keys} outputs of a 128 x 128 tile"
-            )
-            rows.append(("stencil", f"{name} halo", text))
+            rows.append(("stencil", f"{name} halo", f"rows {above} + {below}, keys {left} + {right}"))
         rows += [("cost", f"flop per score, {name}", str(flop)) for name, flop in self.flops_per_score().items()]
         for name, variant, source in self.variants:
             rows += [(name, "variant", f"{variant} ({source})"), *self.fused[name].rows_of_table()]

@@ -13,6 +13,7 @@ from ..errors import SpecError, explain
 
 SHARED_BYTES_PER_CYCLE = 128  # of an NVIDIA multiprocessor
 _KIB = 1024
+RESERVED_SHARED = _KIB  # bytes that the system takes of every CTA's share
 _CLOCK_GHZ = 1.7  # only ratios of what a cost model adds up matter
 
 

@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..spec import Spec
 from .decode import DECODE_ROLES, decode_geometry
 from .lift import Lift
-from .targets import SHARED_BYTES_PER_CYCLE, Target
+from .targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
@@ -121,7 +121,7 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
 
 def resident_ctas(need: Resources, tile: Tile, target: Target) -> int:
     """CTAs that one multiprocessor holds at once."""
-    shared = target.shared_per_multiprocessor // max(1, need.shared + 1024)
+    shared = target.shared_per_multiprocessor // (need.shared + RESERVED_SHARED)
     registers = -(-min(need.registers, target.registers_per_thread) // 8) * 8  # as they are allocated
     return max(1, min(shared, target.registers_per_multiprocessor // (registers * 32 * tile.num_warps)))
 

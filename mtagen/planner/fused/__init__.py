@@ -1,1 +1,1 @@
-"""Lowering B (DESIGN §3): score tiles convolved on the tensor cores and never written to memory."""
+"""The lowering "tile": score tiles are convolved on the tensor cores and never written to memory."""

@@ -324,9 +324,11 @@ class FusedBackward:
     @property
     def register_split(self) -> tuple[int, int]:
         """Registers a thread that computes, and of the helper."""
+        target = get_target(self.target)
+        share = target.registers_per_multiprocessor // self.threads
         if not self.hopper:
-            return min(65536 // self.threads, 255), 0
-        launch = min(65536 // self.threads // 8 * 8, 248)
+            return min(share, target.registers_per_thread), 0
+        launch = min(share // 8 * 8, 248)
         share = (launch * (self.parts + 1) - _HELPER_REGISTERS) // self.parts
         return min(share // 8 * 8, 240), _HELPER_REGISTERS
 
@@ -338,18 +340,13 @@ class FusedBackward:
         return sums + weights + _RESERVED_REGISTERS
 
     @property
-    def element(self) -> str:
-        """C type of q, k, v and their gradients; G and its adjoint convolution have it too."""
-        return self.spec.dtype
-
-    @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The warpgroup products."""
-        element, dim = {"bf16": "bf16", "fp16": "f16"}[self.spec.dtype], self.spec.head_dim
+        dtype, dim = self.spec.dtype, self.spec.head_dim
         return (
-            Wgmma("wgmma_scores", PANEL, element),  # Q K^T and dO V^T
-            Wgmma("wgmma_keys", dim, element, a_transposed=True, b_transposed=True),  # P^T dO and dS^T Q
-            Wgmma("wgmma_queries", self.dq_columns, element, b_transposed=True),  # dS K
+            Wgmma("wgmma_scores", PANEL, dtype),  # Q K^T and dO V^T
+            Wgmma("wgmma_keys", dim, dtype, a_transposed=True, b_transposed=True),  # P^T dO and dS^T Q
+            Wgmma("wgmma_queries", self.dq_columns, dtype, b_transposed=True),  # dS K
         )
 
     # ---- Kernels
@@ -397,7 +394,7 @@ class FusedBackward:
             *integers("dw_terms", "heads"),
             ("float", "scale"),
         )
-        rows_grid = f"batch * heads, ceil(row_pitch / {256 // self.lanes})"
+        rows_grid = f"batch * heads * ceil(row_pitch / {256 // self.lanes})"
         main_grid = f"batch * kv_heads, ceil(n_k / {self.owned})"
         finish_grid = f"ceil(heads * {spec.cq * spec.ck} / 8) + ceil(dq_pieces / 256)"
         rows_name, finish_name = (kernel_name(f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
@@ -415,6 +412,12 @@ class FusedBackward:
         lags = f"S j - c0, C, P and G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}"
         yield f"Columns of key j in a strip from key c0: {lags}."
         yield f"For 16 x 8 scores, {self._convolutions}."
+        yield "The kernels run in this order on one stream, and hand on, in fp32:"
+        yield f"row_lse and row_dot (batch * heads, row_pitch), row_pitch = n_q + {self.row_pitch(0)};"
+        yield "dq_sum, as large as q, contiguous, in dq_pieces of 16 elements;"
+        taps = self.spec.cq * self.spec.ck
+        yield f"dw_sums (heads * {taps}, dw_terms), dw_terms = batch * ceil(n_k / {self.owned})."
+        yield "progress: null, or int32 zeros (batch * heads, dw_terms / batch), which make dq reproducible."
 
     @property
     def _convolutions(self) -> str:

@@ -23,7 +23,7 @@ from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..decode import SplitRule, split_rule
 from ..names import kernel_name
-from ..targets import Target, get_target
+from ..targets import RESERVED_SHARED, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, band
 from .kernel import Kernel, strides
 from .memory import SharedMap
@@ -37,7 +37,6 @@ _STAGES = (3, 2)
 _TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
 _COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
 _REGISTERS = 128  # that a thread is given at least
-_BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each CTA
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class DecodeTile:
 
     def resident(self, target: Target) -> int:
         """CTAs that a multiprocessor is to hold: what its shared memory allows, with registers enough for each."""
-        by_shared = target.shared_per_multiprocessor // (self.shared.size + _BLOCK_OVERHEAD)
+        by_shared = target.shared_per_multiprocessor // (self.shared.size + RESERVED_SHARED)
         by_registers = target.registers_per_multiprocessor // (_REGISTERS * 32 * self.warps)
         return max(1, min(by_shared, by_registers))
 

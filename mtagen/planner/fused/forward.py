@@ -18,10 +18,10 @@ from itertools import product
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..names import kernel_name
-from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
+from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .kernel import Kernel, strides
-from .memory import RESERVED_SHARED, SharedMap
+from .memory import SharedMap
 from .supported import check_supported
 from .wgmma import Wgmma
 
@@ -207,10 +207,10 @@ class FusedForward:
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The warpgroup products."""
-        element = {"bf16": "bf16", "fp16": "f16"}[self.spec.dtype]
-        scores = Wgmma("wgmma_scores", self.keys, element)
-        from_registers = Wgmma("wgmma_scores_from_registers", self.keys, element, a_in_registers=True)
-        values = Wgmma("wgmma_values", self.spec.value_head_dim, element, a_in_registers=True, b_transposed=True)
+        dtype = self.spec.dtype
+        scores = Wgmma("wgmma_scores", self.keys, dtype)
+        from_registers = Wgmma("wgmma_scores_from_registers", self.keys, dtype, a_in_registers=True)
+        values = Wgmma("wgmma_values", self.spec.value_head_dim, dtype, a_in_registers=True, b_transposed=True)
         fragments = self.spec.head_dim // 16
         return (
             *([scores] if self.query_fragments < fragments else []),

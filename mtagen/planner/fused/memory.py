@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-RESERVED_SHARED = 1024  # bytes the system takes of every CTA's share
-
 
 class Region(NamedTuple):
     """A part of a CTA's shared memory."""
@@ -41,6 +39,3 @@ class SharedMap:
 
     def __getitem__(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
-
-    def __contains__(self, name: object) -> bool:
-        return any(region.name == name for region in self.regions)

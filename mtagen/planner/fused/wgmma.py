@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Wgmma(NamedTuple):
-    """One warpgroup product d[64 x n] (+)= a[64 x 16] b[16 x n]."""
+    """One warpgroup product d[64 x n] (+)= a[64 x 16] b[16 x n] of elements of ``dtype``."""
 
     name: str
     n: int
-    element: str
+    dtype: str
     a_in_registers: bool = False
     a_transposed: bool = False
     b_transposed: bool = False
@@ -19,3 +19,8 @@ class Wgmma(NamedTuple):
     def operands(self) -> int:
         """Registers of a and b in the instruction's operand list."""
         return 5 if self.a_in_registers else 2
+
+    @property
+    def element(self) -> str:
+        """The instruction's name of the dtype."""
+        return {"bf16": "bf16", "fp16": "f16"}[self.dtype]

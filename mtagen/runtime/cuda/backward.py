@@ -44,7 +44,7 @@ def backward(
     progress = torch.zeros(batch * heads * blocks if deterministic else 0, dtype=torch.int32, device=q.device)
 
     kernels["backward_rows"](
-        (batch * heads, -(-pitch * plan.lanes // 256), 1),
+        (batch * heads * -(-pitch * plan.lanes // 256), 1, 1),
         *(x.data_ptr() for x in (out, grad_out, lse, grad_lse, row_lse, row_dot, dq_sum)),
         *grad_out.stride()[:3],
         *(heads, n_q, pitch),
