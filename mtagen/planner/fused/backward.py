@@ -361,6 +361,11 @@ class FusedBackward:
         return n_q + GROUP + 2 * self.rows
 
     @property
+    def masks_scores(self) -> bool:
+        """Whether later keys than a row's own get zero scores."""
+        return self.spec.causal and not self.spec.masks_by_output
+
+    @property
     def score_exponent(self) -> int:
         """The strip of S holds q.k 2^-exponent."""
         return SCORE_EXPONENT

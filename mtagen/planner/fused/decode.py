@@ -200,6 +200,11 @@ class FusedDecode:
         return _COMBINE_WARPS
 
     @property
+    def masks_scores(self) -> bool:
+        """Whether later keys than a row's own get zero scores."""
+        return self.spec.causal and self.spec.mask == "source"
+
+    @property
     def masks_windows(self) -> bool:
         """Whether a score counts for some new tokens and not for others."""
         return self.spec.causal and self.spec.mask == "output" and self.spec.pad_right > 0
