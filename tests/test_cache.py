@@ -307,6 +307,17 @@ def test_full_disk_warns_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(path.is_dir() for path in (cache.root / __version__ / ARCH).iterdir())
 
 
+def test_what_could_not_be_renewed_on_disk_is_found(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.get_or_build(NAME, ARCH, KEY, Builder({"table": b"old"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_tag", lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            cache.get_or_build(NAME, ARCH, KEY, Builder({"table": b"new"}), renew=True)
+    assert cache.find(NAME, ARCH, KEY).files == {"table": b"new"}
+    cache.get_or_build(NAME, ARCH, KEY, Builder({"table": b"newest"}), renew=True)
+    assert cache.find(NAME, ARCH, KEY).files == {"table": b"newest"}
+
+
 def test_lock_timeout_builds_privately(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "0.1")
     arch_dir = cache.root / __version__ / ARCH

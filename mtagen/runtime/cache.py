@@ -127,7 +127,7 @@ class Cache:
             Exception: whatever ``build`` raises; nothing is published then.
         """
         path = self._path(name, arch, key)
-        if not renew and (entry := _load(path, key) or _private.get((path, key))):
+        if not renew and (entry := self.find(name, arch, key)):
             return entry
 
         def make() -> Entry:
@@ -154,6 +154,7 @@ class Cache:
                 _publish(entry)
             except OSError as error:
                 return self._keep_privately(entry, error)
+            _private.pop((path, key), None)
             return entry
 
     def find(self, name: str, arch: str, key: str) -> Entry | None:
