@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from mtagen.codegen.printers import python_code
-from mtagen.planner.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
+from mtagen.planner.lifted.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
 from mtagen.planner.stencil import band
 from mtagen.spec import Spec
 

@@ -15,10 +15,10 @@ import sympy
 from sympy import Expr
 
 from ..errors import PlanError, explain
-from ..planner.lift import Contraction, Lift, T
+from ..planner.lifted.lift import Contraction, Lift, T
+from ..planner.lifted.tiling import Tile
 from ..planner.plan import Plan
 from ..planner.targets import get_target
-from ..planner.tiling import Tile
 from ..spec import Spec
 from ..version import __version__
 from .printers import triton_code

@@ -16,16 +16,16 @@ from typing import NamedTuple, Protocol
 
 from ..errors import PlanError, explain
 from ..spec import Spec
-from .decode import decode_geometry
 from .fused.backward import backward_candidates
 from .fused.band import band
 from .fused.decode import decode_candidates
 from .fused.forward import forward_candidates
 from .fused.kernel import Kernel
-from .lift import lift
+from .lifted.decode import decode_geometry
+from .lifted.lift import lift
+from .lifted.tiling import VECTOR_ROLES, Tile, proposals, table_key
 from .tables import Shape, Table, variant_key
 from .targets import Target
-from .tiling import VECTOR_ROLES, Tile, proposals, table_key
 
 BACKENDS = ("auto", "cuda", "triton", "torch")
 GENERATED = ("cuda", "triton")

@@ -22,13 +22,14 @@ from .backends import (
     fused_pass,
     triton_tiles,
 )
-from .decode import DECODE_ROLES, Decode, SplitRule, decode_geometry, split_rule
-from .lift import Lift, lift
+from .lifted.decode import DECODE_ROLES, Decode, decode_geometry
+from .lifted.lift import Lift, lift
+from .lifted.tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
 from .names import kernel_name, suffix
+from .splits import SplitRule, split_rule
 from .stencil import Stencil
 from .tables import Table, shipped
 from .targets import Target, get_target
-from .tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
 
 _WORKSPACE_BYTES = 5 * 2**28  # eight heads of N = 8192, two of 16384: each chunk of heads launches all kernels anew
 

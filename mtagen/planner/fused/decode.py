@@ -21,8 +21,8 @@ from functools import cached_property
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
-from ..decode import SplitRule, split_rule
 from ..names import kernel_name
+from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, band
 from .kernel import Kernel, strides

@@ -2,7 +2,7 @@
 
 The resource model says what a kernel needs on chip; a candidate over the target's limits is infeasible. The cost model
 estimates the cycles that one tile takes a multiprocessor, fitted to measurements; the cheapest feasible candidate wins
-unless a table of measurements (:mod:`.tables`) names another.
+unless a table of measurements (:mod:`mtagen.planner.tables`) names another.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import NamedTuple
 
-from ..errors import PlanError
-from ..spec import Spec
+from ...errors import PlanError
+from ...spec import Spec
+from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
 from .decode import DECODE_ROLES, decode_geometry
 from .lift import Lift
-from .targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")

@@ -14,9 +14,9 @@ from functools import cache
 import sympy
 from sympy import Expr
 
-from ..spec import Spec
+from ...spec import Spec
+from ..stencil import Stencil, band
 from .loops import I0, J0, StreamBounds, key_owner_bounds, row_owner_bounds
-from .stencil import Stencil, band
 
 T = sympy.Symbol("t", integer=True, nonnegative=True)  # a term of the lifted score
 
