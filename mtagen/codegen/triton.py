@@ -46,6 +46,61 @@ class _Segment:
     masked: bool
 
 
+@dataclass(frozen=True)
+class _GradientLayout:
+    """How g lies in the workspace, as texts: the axis read at shifted positions first, for the last must stay aligned.
+
+    Attributes:
+        rows_first: g is (slots, rows of a strip, keys), else (slots, keys, rows of a strip).
+        carry: rows of the strip before that are kept before a strip's, if rows come first.
+    """
+
+    rows_first: bool
+    carry: int
+
+    @property
+    def _kept(self) -> str:
+        return f"{self.carry} + " if self.carry else ""
+
+    @property
+    def shape(self) -> str:
+        """Of the workspace."""
+        return f"slots, {self._kept}strip, pitch" if self.rows_first else "slots, n_k, strip"
+
+    @property
+    def strip(self) -> str:
+        """Its part that one strip uses."""
+        used = f": {self._kept}end - begin, :n_k" if self.rows_first else ":, : end - begin"
+        return f"g[:heads, {used}]"
+
+    @property
+    def strides(self) -> str:
+        """Of slots, rows and keys."""
+        return "*g_strip.stride()" if self.rows_first else "g_strip.stride(0), g_strip.stride(2), g_strip.stride(1)"
+
+    @property
+    def block(self) -> str:
+        """Shape of a tile as it lies there, in a kernel."""
+        return "BLOCK_M, BLOCK_N" if self.rows_first else "BLOCK_N, BLOCK_M"
+
+    @property
+    def transposed(self) -> str:
+        """From a tile as it lies there to one of (rows, keys), or back."""
+        return "" if self.rows_first else ".trans()"
+
+    def tile(self, tile: Tile) -> str:
+        """Shape of a tile as it lies there, in numbers."""
+        rows, keys = tile.block_m, tile.block_n
+        return f"{rows}, {keys}" if self.rows_first else f"{keys}, {rows}"
+
+    def position(self, row: str, key: str) -> str:
+        """Where (row, key) of the problem lies in a strip."""
+        if self.rows_first:
+            kept = f" + {self.carry}" if self.carry else ""
+            return f"[slot, {row} - strip_begin{kept}, {key}]"
+        return f"[slot, {key}, {row} - strip_begin]"
+
+
 def _context(plan: Plan) -> Mapping[str, Any]:
     spec, lift = plan.spec, plan.lift
     return {
@@ -55,12 +110,13 @@ def _context(plan: Plan) -> Mapping[str, Any]:
         "lift": lift,
         "lifted_name": "keys" if lift.lifts_keys else "queries",
         "source": "k" if lift.lifts_keys else "q",
+        "lifted_length": "n_k" if lift.lifts_keys else "n_q",
+        "row_tensor": "q" if lift.lifts_keys else "lifted",
+        "key_tensor": "lifted" if lift.lifts_keys else "k",
         "weight_index": lambda t, s: _weight_index(spec, lift, t, s),
         "diagonal": sympy.Symbol("v", integer=True) - sympy.Symbol("u", integer=True) + (spec.cq - 1 - spec.pad_left),
         "dropped_mask": f" & (v - {spec.pad_left} > delta)" if spec.mask == "output" else "",
-        "g_block": lambda tile: ", ".join(
-            str(size) for size in ((tile.block_m, tile.block_n) if lift.lifts_keys else (tile.block_n, tile.block_m))
-        ),
+        "g_layout": _GradientLayout(lift.lifts_keys, lift.carry),
         "d_mask": _width_mask(spec.head_dim, plan.block_d),
         "dv_mask": _width_mask(spec.value_head_dim, plan.block_dv),
         "dot_options": _dot_options(plan),
