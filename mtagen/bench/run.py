@@ -82,6 +82,7 @@ def run(
                     progress.update(task, description=f"{contender.name} {_title(group[0])}", advance=1)
                     if contender.enters(group[0]):
                         results += session.rows(contender, group, inputs)
+            progress.update(task, description="issuing calls")
             session.time_issuing()
     except KeyboardInterrupt:
         made["interrupted"] = True
