@@ -233,7 +233,7 @@ def peers_table(results: Results) -> str:
     title = f"Forward + backward against PyTorch, (6, 11), causal, {common(next(iter(cases)))}"
     title += ". Liger-Kernel's op is another, its convolution follows the softmax" if PEERS[-1] in peers else ""
     header = ["d", "N", "B", "mtagen, ms", *(f"{name}, ms" for name in peers), "speed-up over the best of them"]
-    return table(title, header, lines, cases, peers)
+    return table(title, header, lines, cases, PEERS)
 
 
 def kernels_table(results: Results) -> str:

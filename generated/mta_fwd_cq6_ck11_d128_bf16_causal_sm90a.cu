@@ -509,7 +509,7 @@ DEVICE void scale_queries(u32 tile, int p, int thread) {
 }
 
 // A thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, as they are held.
-DEVICE void mask_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
+DEVICE void adjust_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
   if (column + KEYS - 1 > top) {  // a later key than some row's own: its scores are zeros
     const int row = top + 2 * (lane >> 2);
 #pragma unroll
@@ -668,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d128_b
     wgmma_commit();
   };
   auto write_scores = [&](int t) {
-    mask_scores(s, t * KEYS, top + off, lane);
+    adjust_scores(s, t * KEYS, top + off, lane);
     if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + 8 * (t & 1), (t / 2 - 1) & 1);
     strip.write(s, t, lane);
     __syncwarp();

@@ -103,6 +103,7 @@ class _GradientLayout:
 
 def _context(plan: Plan) -> Mapping[str, Any]:
     spec, lift = plan.spec, plan.lift
+    row_tensor, key_tensor = _operands(lift)
     return {
         "version": __version__,
         "plan": plan,
@@ -111,8 +112,8 @@ def _context(plan: Plan) -> Mapping[str, Any]:
         "lifted_name": "keys" if lift.lifts_keys else "queries",
         "source": "k" if lift.lifts_keys else "q",
         "lifted_length": "n_k" if lift.lifts_keys else "n_q",
-        "row_tensor": "q" if lift.lifts_keys else "lifted",
-        "key_tensor": "lifted" if lift.lifts_keys else "k",
+        "row_tensor": row_tensor,
+        "key_tensor": key_tensor,
         "weight_index": lambda t, s: _weight_index(spec, lift, t, s),
         "diagonal": sympy.Symbol("v", integer=True) - sympy.Symbol("u", integer=True) + (spec.cq - 1 - spec.pad_left),
         "dropped_mask": f" & (v - {spec.pad_left} > delta)" if spec.mask == "output" else "",
@@ -123,6 +124,11 @@ def _context(plan: Plan) -> Mapping[str, Any]:
         "contractions": [_contraction(plan, contraction) for contraction in lift.contractions],
         "finishes": [_finish(lift, owner) for owner in ("rows", "keys")],
     }
+
+
+def _operands(lift: Lift) -> tuple[str, str]:
+    """The tensors whose products are scores: that of the rows, that of the keys."""
+    return ("q", "lifted") if lift.lifts_keys else ("lifted", "k")
 
 
 def _weight_index(spec: Spec, lift: Lift, term: object, tap: object) -> str:
@@ -147,6 +153,7 @@ def _dot_options(plan: Plan) -> str:
 def _contraction(plan: Plan, contraction: Contraction) -> Mapping[str, Any]:
     """The texts that turn a contraction into a kernel and its launch."""
     lift, tile = plan.lift, plan.tile(contraction.role)
+    row_tensor, key_tensor = _operands(lift)
     rows = contraction.owner == "rows"
     segments: tuple[_Segment, ...]
     if plan.spec.causal:
@@ -182,7 +189,7 @@ def _contraction(plan: Plan, contraction: Contraction) -> Mapping[str, Any]:
         "carries": rows and contraction.sums_terms and lift.carry > 0,
         "grid": f"{blocks} * heads" + (f" * {grid_terms}" if grid_terms > 1 else ""),
         "operand": "k" if rows else "q",
-        "operand_tensor": "lifted" if rows == lift.lifts_keys else ("k" if rows else "q"),
+        "operand_tensor": key_tensor if rows else row_tensor,
         "stream_position": "j0" if rows else "i0",
         "stream_block": "BLOCK_N" if rows else "BLOCK_M",
         "stream_size": tile.block_n if rows else tile.block_m,

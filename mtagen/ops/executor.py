@@ -98,9 +98,8 @@ class Executor:
         if q_tail.numel() == 0 or k_cache.numel() == 0:
             return _nothing_seen(q_tail, q_tail.shape[2] - (self.spec.cq - 1), v_cache)
         with _on(q_tail):
-            q_tail, k_cache, v_cache = (
-                _aligned(name, x) for name, x in (("q_tail", q_tail), ("k_cache", k_cache), ("v_cache", v_cache))
-            )
+            q_tail = _aligned("q_tail", q_tail)
+            k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # maybe one length, expanded
             return kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, lengths, num_splits or None)
 

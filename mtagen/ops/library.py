@@ -136,7 +136,15 @@ def _below_autograd(op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
     return results
 
 
-class _Differentiable(torch.autograd.Function):
+class _Recorded(torch.autograd.Function):
+    """An op that autograd knows of; what gradients of it mean is up to the classes below."""
+
+    @staticmethod
+    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(op, *arguments)
+
+
+class _Differentiable(_Recorded):
     """The op's forward pass, with what its backward pass needs kept."""
 
     @staticmethod
@@ -152,12 +160,8 @@ class _Differentiable(torch.autograd.Function):
         return None, *grads, None, None
 
 
-class _DifferentiatedOnce(torch.autograd.Function):
+class _DifferentiatedOnce(_Recorded):
     """The op's backward pass, which refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(op, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,12 +169,8 @@ class _DifferentiatedOnce(torch.autograd.Function):
         raise BackendError(explain("double backward", got, rule, "mtagen.reference, by autograd"))
 
 
-class _Generation(torch.autograd.Function):
+class _Generation(_Recorded):
     """Decode, which refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(op, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

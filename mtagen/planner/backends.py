@@ -1,10 +1,10 @@
 """Which backend serves which pass, and which of a backend's candidates.
 
-``triton`` is the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile" (:mod:`.fused`), ``torch`` tiled PyTorch
-ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where
-they are close: measured, where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by
-planned work. Of the tiles of a Triton kernel and the variants of a CUDA pass, a table's is taken, else the cheapest by
-the cost model.
+``triton`` is the lowering "lift" (:mod:`.lifted`), ``cuda`` the lowering "tile" (:mod:`.fused`), ``torch`` tiled
+PyTorch ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA
+where they are close: measured, where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured
+shape by planned work. Of the tiles of a Triton kernel and the variants of a CUDA pass, a table's is taken, else the
+cheapest by the cost model.
 """
 
 from __future__ import annotations

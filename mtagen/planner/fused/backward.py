@@ -325,10 +325,10 @@ class FusedBackward:
     def register_split(self) -> tuple[int, int]:
         """Registers a thread that computes, and of the helper."""
         target = get_target(self.target)
-        share = target.registers_per_multiprocessor // self.threads
+        equal = target.registers_per_multiprocessor // self.threads
         if not self.hopper:
-            return min(share, target.registers_per_thread), 0
-        launch = min(share // 8 * 8, 248)
+            return min(equal, target.registers_per_thread), 0
+        launch = min(equal // 8 * 8, 248)
         share = (launch * (self.parts + 1) - _HELPER_REGISTERS) // self.parts
         return min(share // 8 * 8, 240), _HELPER_REGISTERS
 

@@ -168,6 +168,16 @@ class FusedForward:
         """Whether later keys than a row's own get zero scores; a single tap's reach outputs that are masked anyway."""
         return self.spec.causal and not self.spec.masks_by_output and not self.band.pointwise
 
+    @property
+    def scales_scores(self) -> bool:
+        """Whether 2^-8 is applied to scores, where it is not to Q."""
+        return self.score_exponent > 0 and not self.scales_queries
+
+    @property
+    def adjusts_scores(self) -> bool:
+        """Whether scores are held otherwise than as Q K^T gives them."""
+        return self.scales_scores or self.masks_scores
+
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
