@@ -508,9 +508,10 @@ DEVICE void scale_queries(u32 tile, int p, int thread) {
   }
 }
 
-// A thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, as they are held.
-DEVICE void adjust_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
-  if (column + KEYS - 1 > top) {  // a later key than some row's own: its scores are zeros
+// Of a thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, those of later keys than some
+// row's own become zeros.
+DEVICE void mask_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
+  if (column + KEYS - 1 > top) {
     const int row = top + 2 * (lane >> 2);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i)
@@ -518,7 +519,7 @@ DEVICE void adjust_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
   }
 }
 
-// What the softmax may not see of a thread's convolved scores, laid out as above, becomes -inf.
+// What the softmax may not see of a thread's convolved scores, of 16 rows and of KEYS keys from `column` on, becomes -inf.
 DEVICE void mask_outputs(float (&c)[KEYS / 2], int column, int top, int lane) {
   if (column < 0 || column + KEYS - 1 > top) {
     const int row = top + 2 * (lane >> 2);
@@ -667,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_fwd_cq6_ck11_d64_bf
     wgmma_commit();
   };
   auto write_scores = [&](int t) {
-    adjust_scores(s, t * KEYS, top + off, lane);
+    mask_scores(s, t * KEYS, top + off, lane);
     if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + 8 * (t & 1), (t / 2 - 1) & 1);
     strip.write(s, t, lane);
     __syncwarp();

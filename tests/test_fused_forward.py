@@ -135,7 +135,7 @@ class Cta:
         columns = column + 8 * tile[:, None, None, None] + 2 * T[:, None] + element
         return np.broadcast_arrays(rows, columns)
 
-    def adjust_scores(self, s: Words, column: int, strip: int) -> None:
+    def mask_scores(self, s: Words, column: int, strip: int) -> None:
         top = self.first + 16 * strip + self.off
         if self.plan.masks_scores and column + self.plan.keys - 1 > top:
             row, key = self.places(column, top)
@@ -198,7 +198,7 @@ class Cta:
                 scores(t)  # what an asynchronous product reads is there now, and when it is waited for
 
             def write_scores(s: Words, t: int) -> Waits:
-                self.adjust_scores(s, t * plan.keys, warp)
+                self.mask_scores(s, t * plan.keys, warp)
                 if gives and t >= 2:
                     yield from read[warp][t & 1].wait((t // 2 - 1) & 1)
                 yield from self.pause()
@@ -259,7 +259,7 @@ class Cta:
                 for m in mine:
                     yield from self.pause()
                     s = self.multiplied(m, self.keys_of(self.k[0], t * plan.keys))
-                    self.adjust_scores(s, t * plan.keys, m)
+                    self.mask_scores(s, t * plan.keys, m)
                     strips[m].write(s, 0)
                 land(copies)
                 yield from meet.sync()

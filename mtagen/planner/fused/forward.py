@@ -173,11 +173,6 @@ class FusedForward:
         """Whether 2^-8 is applied to scores, where it is not to Q."""
         return self.score_exponent > 0 and not self.scales_queries
 
-    @property
-    def adjusts_scores(self) -> bool:
-        """Whether scores are held otherwise than as Q K^T gives them."""
-        return self.scales_scores or self.masks_scores
-
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
