@@ -53,7 +53,7 @@ def mta_lift_cq1_ck1_d128_bf16_causal_sm90a(
 def mta_fwd_cq1_ck1_d128_bf16_causal_sm90a(
     q_desc, k_desc, v_desc, out_desc, lse_ptr,
     n_heads, group, n_q, n_k,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128,
+    BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 64,
     D: tl.constexpr = 128, DV: tl.constexpr = 128, HEADS: tl.constexpr = 8,
 ):
     """out, lse of one block of rows: FlashAttention whose score is a sum of 1 dot products."""
@@ -186,7 +186,7 @@ def mta_bwd_scores_cq1_ck1_d128_bf16_causal_sm90a(
 def mta_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
     g_desc, q_desc, grad_ptr,
     head0, n_heads, group, n_q, n_k, strip_begin, row_begin, row_end,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 128,
+    BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 128,
     GRID_TERMS: tl.constexpr = 1, LOOP_TERMS: tl.constexpr = 1,
 ):
     """grad[t, j] += sum_(i) g[i, j] * q[i + t], over a strip of rows of g."""
@@ -231,7 +231,7 @@ def mta_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
 def mta_bwd_dq_shifted_cq1_ck1_d128_bf16_causal_sm90a(
     g_desc, k_desc, grad_ptr,
     head0, n_heads, group, n_q, n_k, strip_begin, row_begin, row_end,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 128,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, D: tl.constexpr = 128,
     GRID_TERMS: tl.constexpr = 1, LOOP_TERMS: tl.constexpr = 1,
 ):
     """grad[i] = sum_(t, j) g[i - t, j] * Khat_t[j], over a strip of rows of g."""
@@ -347,10 +347,10 @@ def forward(q, k, v, weight, scale):
     out = torch.empty((batch, n_heads, n_q, 128), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
     lifted = _lift(k, weight, n_heads, group, 0, batch * n_heads, scale)
-    mta_fwd_cq1_ck1_d128_bf16_causal_sm90a[(triton.cdiv(n_q, 128) * batch * n_heads,)](
-        _tiles(q, 128, 128), _tiles(lifted, 128, 128),
-        _tiles(v, 128, 128), _tiles(out, 128, 128), lse,
-        n_heads, group, n_q, n_k, num_warps=8, num_stages=3, enable_fp_fusion=True
+    mta_fwd_cq1_ck1_d128_bf16_causal_sm90a[(triton.cdiv(n_q, 64) * batch * n_heads,)](
+        _tiles(q, 64, 128), _tiles(lifted, 64, 128),
+        _tiles(v, 64, 128), _tiles(out, 64, 128), lse,
+        n_heads, group, n_q, n_k, num_warps=4, num_stages=3, enable_fp_fusion=True
     )
     return out, lse
 
@@ -403,12 +403,12 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale):
             )
             first, last = begin, end
             mta_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a[(triton.cdiv(n_k, 128) * heads,)](
-                _tiles(g_strip, 128, 128), _tiles(q, 128, 128), dk_lifted,
-                head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=8, num_stages=3, enable_fp_fusion=True
+                _tiles(g_strip, 64, 128), _tiles(q, 64, 128), dk_lifted,
+                head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=4, num_stages=3, enable_fp_fusion=True
             )
             first, last = begin, end
             mta_bwd_dq_shifted_cq1_ck1_d128_bf16_causal_sm90a[(triton.cdiv(last - first, 128) * heads,)](
-                _tiles(g_strip, 128, 128), _tiles(lifted, 128, 128), dq_shifted,
+                _tiles(g_strip, 128, 64), _tiles(lifted, 64, 128), dq_shifted,
                 head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=8, num_stages=3, enable_fp_fusion=True
             )
         mta_bwd_dq_cq1_ck1_d128_bf16_causal_sm90a[(triton.cdiv(n_q, 8) * heads,)](

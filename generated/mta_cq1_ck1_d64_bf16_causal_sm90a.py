@@ -186,7 +186,7 @@ def mta_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
 def mta_bwd_dk_lifted_cq1_ck1_d64_bf16_causal_sm90a(
     g_desc, q_desc, grad_ptr,
     head0, n_heads, group, n_q, n_k, strip_begin, row_begin, row_end,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64,
+    BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64,
     GRID_TERMS: tl.constexpr = 1, LOOP_TERMS: tl.constexpr = 1,
 ):
     """grad[t, j] += sum_(i) g[i, j] * q[i + t], over a strip of rows of g."""
@@ -350,7 +350,7 @@ def forward(q, k, v, weight, scale):
     mta_fwd_cq1_ck1_d64_bf16_causal_sm90a[(triton.cdiv(n_q, 64) * batch * n_heads,)](
         _tiles(q, 64, 64), _tiles(lifted, 128, 64),
         _tiles(v, 128, 64), _tiles(out, 64, 64), lse,
-        n_heads, group, n_q, n_k, num_warps=4, num_stages=3, enable_fp_fusion=True
+        n_heads, group, n_q, n_k, num_warps=4, num_stages=2, enable_fp_fusion=True
     )
     return out, lse
 
@@ -403,13 +403,13 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale):
             )
             first, last = begin, end
             mta_bwd_dk_lifted_cq1_ck1_d64_bf16_causal_sm90a[(triton.cdiv(n_k, 128) * heads,)](
-                _tiles(g_strip, 128, 128), _tiles(q, 128, 64), dk_lifted,
+                _tiles(g_strip, 64, 128), _tiles(q, 64, 64), dk_lifted,
                 head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=8, num_stages=4, enable_fp_fusion=True
             )
             first, last = begin, end
             mta_bwd_dq_shifted_cq1_ck1_d64_bf16_causal_sm90a[(triton.cdiv(last - first, 128) * heads,)](
                 _tiles(g_strip, 128, 128), _tiles(lifted, 128, 64), dq_shifted,
-                head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=4, num_stages=4, enable_fp_fusion=True
+                head0, n_heads, group, n_q, n_k, begin, first, last, num_warps=4, num_stages=2, enable_fp_fusion=True
             )
         mta_bwd_dq_cq1_ck1_d64_bf16_causal_sm90a[(triton.cdiv(n_q, 16) * heads,)](
             dq_shifted, dq,
@@ -514,7 +514,7 @@ def mta_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
     q_ptr, q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_ptr, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
     v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, weight_ptr, seqlens_ptr, partial_ptr, partial_lse_ptr,
     has_seqlens, kv_heads, group, n_new, n_max, num_splits, factor,
-    PAIRS: tl.constexpr = 16, BLOCK_N: tl.constexpr = 64, TAPS: tl.constexpr = 1,
+    PAIRS: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, TAPS: tl.constexpr = 1,
     D: tl.constexpr = 64, DV: tl.constexpr = 64,
 ):
     """Unmerged out and lse (in units of log2) of 16 pairs (query head of the group, new query) on one split of the keys."""
@@ -642,11 +642,11 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
         mta_decode_cq1_ck1_d64_bf16_causal_sm90a[(owners * splits,)](
             q_tail, *q_tail.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
-            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=8, num_stages=3, enable_fp_fusion=True
+            weight, seqlens, partial, partial_lse, *counts, splits, scale * 1.4426950408889634, num_warps=4, num_stages=3, enable_fp_fusion=True
         )
     else:
         owners = batch * kv_heads * triton.cdiv(group * n_new, 16)
-        splits = num_splits or _splits(owners, n_max, 528, 256, 4)
+        splits = num_splits or _splits(owners, n_max, 264, 512, 4)
         partial = torch.empty((rows, splits, 64), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
         mta_decode_wide_cq1_ck1_d64_bf16_causal_sm90a[(owners * splits,)](

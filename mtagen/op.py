@@ -249,7 +249,7 @@ def _dtype_name(dtype: torch.dtype | str) -> str:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What ``torch.autocast`` asks of an attention op: q, k and v in its dtype, the weight as it is."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # PyTorch refuses to say for meta tensors
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and _is_castable(x) else x for x in tensors)

@@ -58,7 +58,7 @@ class Table:
             "variants": dict(sorted(self.variants.items())),
             "cuda_over_triton": {
                 pass_name: {_write(shape): ratio for shape, ratio in sorted(shapes.items())}
-                for pass_name, shapes in self.cuda_over_triton.items()
+                for pass_name, shapes in sorted(self.cuda_over_triton.items())
             },
         }
 

@@ -33,7 +33,7 @@ GROUP = 16  # rows of a warp
 PANEL = 64  # columns of 16 bits in a row of 128 bytes
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
-# The cost model; fitted to benchmarks/results/h200_tune.json.
+# The cost model; fitted to benchmarks/results/h200_tune_*.json.
 _STEP_LATENCY = 4000  # cycles of a step that nothing hides
 _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
 

@@ -23,27 +23,25 @@ TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
 _UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was seen to take besides the operands of unrolled terms
 
-# The cost model's constants, fitted to benchmarks/results/h200_tune.json. Times are cycles of a multiprocessor.
-_SOFTMAX = 0.06  # a score's share of the vector units: exponential, sums
-_SCORE_GRADIENT = 0.24  # what its gradient adds, which changes layouts through shared memory
-_TILE = 590  # a tile's chain of reductions
-_STEP = 260  # a step's barriers
-_LATENCY = 730  # of a load from L2
-_STRIP_LATENCY = 1200  # of a load of the gradient of the scores, part of which comes from memory
-_STRIP_SHARE = 0.42  # of the time that memory takes to deliver that gradient, what nothing hides
-_SECTOR = 32  # bytes that memory delivers beyond a tile's row
-_COALESCING = 1.8  # requests of neighbours for the same bytes that L2 answers at once
-_CONTENTION = 0.26  # R CTAs of a multiprocessor take R**0.26 times as long as one
-_SHARPNESS = 6.9  # order of the norm that combines bounds
-_TERM_REGISTERS = 67  # that a loop over terms takes beyond `resources`; it only spills them
-_UNROLLED_REGISTERS = 38  # the same of each unrolled term from the fourth on
+# The cost model's constants, fitted to benchmarks/results/h200_tune_*.json. Times are cycles of a multiprocessor.
+_SOFTMAX = 0.12  # a score's share of the vector units: exponential, sums
+_SCORE_GRADIENT = 0.25  # what its gradient adds, which changes layouts through shared memory
+_TILE = 100  # a tile's chain of reductions
+_STEP = 340  # a step's barriers
+_LATENCY = 740  # of a load from L2
+_STRIP_LATENCY = 490  # of a load of the gradient of the scores
+_STRIP_READ = 1.25  # of the time that memory takes to deliver that gradient at its full rate
+_COALESCING = 1.7  # requests of neighbours for the same bytes that L2 answers at once
+_CONTENTION = 0.5  # R CTAs of a multiprocessor take R**0.5 times as long as one
+_MEAN_ROW = 4096  # keys that a row sees where tiles were timed
+_SHARPNESS = 5.3  # order of the norm that combines bounds
+_TERM_REGISTERS = 52  # that a loop over terms takes beyond `resources`; it only spills them
+_UNROLLED_REGISTERS = 41  # the same of each unrolled term from the fourth on
 # Of decode:
-_DECODE_STEP = 590  # instructions of a warp for a tile
-_DECODE_ISSUE = 6.3  # instructions for a score that a thread holds
-_DECODE_CHAIN = 18  # cycles of dependent work for such a score
-_DECODE_PLAIN = 0.4  # of both, the share left where there are no taps to gather
-_DECODE_LATENCY = 1500  # of a load from memory
-_DECODE_REGISTERS = 7  # of a thread, for a score
+_DECODE_STEP = 340  # instructions of a warp for a tile
+_DECODE_ISSUE = 4.1  # instructions for a tap of a score that a thread holds
+_DECODE_CHAIN = 4.6  # cycles of dependent work for such a tap
+_DECODE_LATENCY = 1600  # of a load from memory
 
 
 @dataclass(frozen=True)
@@ -165,8 +163,8 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
     vector += 2 * 4 * spilled * threads / SHARED_BYTES_PER_CYCLE  # written and read
     steps = terms // tile.unroll if by_terms else 1
     chain = tensor + vector + steps * _STEP + _TILE + (_LATENCY if by_terms else 0)  # a tile starts its own pipeline
-    bounds = _Bounds(max(tensor, vector), moved * size, chain, steps, _LATENCY)
-    return bounds.cycles(tile, resident_ctas(need, tile, target), target, loads=terms + 1) / (m * n)
+    bounds = _Bounds(max(tensor, vector), moved * size, chain, steps, _LATENCY, terms + 1, steps / 2)
+    return bounds.cycles(tile, resident_ctas(need, tile, target), target) / (m * n)
 
 
 def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
@@ -174,10 +172,10 @@ def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Tar
     d, size, m, n = block_dim(spec.head_dim), spec.itemsize, tile.block_m, tile.block_n
     own, streamed = (m, n) if role.startswith("dq") else (n, m)
     tensor = _product_cycles(own, d, streamed, tile, size, target)
-    bounds = _Bounds(tensor, (m * n + streamed * d) * size, tensor + _STEP, 1, _STRIP_LATENCY)
+    bounds = _Bounds(tensor, (m * n + streamed * d) * size, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1)
     resident = resident_ctas(resources(role, tile, spec, lift), tile, target)
-    memory = _STRIP_SHARE * m * (n * size + _SECTOR) / target.dram_bytes_per_cycle
-    return (lift.terms * bounds.cycles(tile, resident, target, loads=2) + memory) / (m * n)
+    memory = _STRIP_READ * m * n * size / target.dram_bytes_per_cycle
+    return _combined(lift.terms * bounds.cycles(tile, resident, target), memory) / (m * n)
 
 
 class _Bounds(NamedTuple):
@@ -189,6 +187,8 @@ class _Bounds(NamedTuple):
         chain: cycles of the dependent work of a CTA.
         steps: steps of the pipeline.
         latency: cycles of a load.
+        loads: of a tile, each of which waits where nothing is pipelined.
+        exposed: loads that two stages do not hide.
     """
 
     busy: float
@@ -196,19 +196,21 @@ class _Bounds(NamedTuple):
     chain: float
     steps: int
     latency: float
+    loads: int
+    exposed: float
 
-    def cycles(self, tile: Tile, resident: int, target: Target, loads: int) -> float:
+    def cycles(self, tile: Tile, resident: int, target: Target) -> float:
         """Of a multiprocessor for one tile, if it holds ``resident`` CTAs.
 
-        An operand is read until its product has ended, so of s stages s - 2 are in flight during a step. Two stages
-        hide about half of a load, one stage nothing of any of the ``loads``.
+        An operand is read until its product has ended, so of s stages s - 2 are in flight during a step. One stage
+        hides nothing, and the tiles that the diagonal crosses are not pipelined.
         """
-        depth = tile.num_stages
-        waits = {1: loads, 2: self.steps / 2}.get(depth, 0) * self.latency
+        depth, overlap = tile.num_stages, resident ** (1 - _CONTENTION)
+        waits = {1: self.loads, 2: self.exposed}.get(depth, 0) * self.latency
         flow = self.steps * self.latency / (depth - 2) if depth > 2 else 0
         traffic = self.moved / (_COALESCING * target.l2_bytes_per_cycle)
-        overlapped = (self.chain + waits) / resident ** (1 - _CONTENTION)
-        return _combined(max(self.busy, traffic), overlapped, flow / resident)
+        edges = (tile.block_m + tile.block_n) / _MEAN_ROW * (self.chain + self.loads * self.latency) / overlap
+        return _combined(max(self.busy, traffic), (self.chain + waits) / overlap, flow / resident) + edges
 
 
 def _combined(*bounds: float) -> float:
@@ -315,16 +317,11 @@ def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
     """Modelled cycles per key and pair: traffic, instructions issued, or latency of a tile's chain."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
-    threads = 32 * tile.num_warps
     # As in chained products every warp holds whole rows, and warps beyond the rows repeat the work of others.
-    held = max(rows, 16 * tile.num_warps) * n / threads * (1 if spec.ck > 1 else _DECODE_PLAIN)
+    gathered = spec.ck * max(rows, 16 * tile.num_warps) * n / (32 * tile.num_warps)
     traffic = n * (d + dv) * spec.itemsize / target.dram_bytes_per_cycle
-    issue = (_DECODE_STEP + _DECODE_ISSUE * held) * tile.num_warps / 4
-    chain = _DECODE_CHAIN * held + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
-    # wgmma reads K and V from shared memory. A tile that does not fit registers spills: the last resort.
-    fragments = 0 if target.wgmma and rows >= 64 else n * (d + dv) * spec.itemsize // 2 // threads
-    if _DECODE_REGISTERS * rows * n // threads + fragments > target.registers_per_thread:
-        chain, issue = 10 * chain, 10 * issue
+    issue = (_DECODE_STEP + _DECODE_ISSUE * gathered) * tile.num_warps / 4
+    chain = _DECODE_CHAIN * gathered + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
     resident = resident_ctas(_decode_resources(tile, spec), tile, target)
     return _combined(max(traffic, issue), chain / resident) / (n * tile.block_m)
 
