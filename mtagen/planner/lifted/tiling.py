@@ -205,7 +205,7 @@ class _Bounds(NamedTuple):
         An operand is read until its product has ended, so of s stages s - 2 are in flight during a step. One stage
         hides nothing, and the tiles that the diagonal crosses are not pipelined.
         """
-        depth, overlap = tile.num_stages, resident ** (1 - _CONTENTION)
+        depth, overlap = tile.num_stages, math.pow(resident, 1 - _CONTENTION)
         waits = {1: self.loads, 2: self.exposed}.get(depth, 0) * self.latency
         flow = self.steps * self.latency / (depth - 2) if depth > 2 else 0
         traffic = self.moved / (_COALESCING * target.l2_bytes_per_cycle)
