@@ -524,7 +524,7 @@ def forward(q, k, v, weight, scale):
 
 
 def _workspace(n_q, n_k, kv_heads, group):
-    """(kv heads at a time, rows in a strip, row pitch): g and what is lifted fit 1280 MiB, whatever the lengths."""
+    """(kv heads at a time, rows in a strip, row pitch): g and what is lifted fit 1280 MiB, or hold one strip of one head of keys."""
     pitch = triton.cdiv(n_k, 8) * 8
     row = group * pitch * 2
     lifted = group * n_k * 2304

@@ -35,6 +35,7 @@ from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
 
+_ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of times that mean nothing
 _PASS_OF = {"forward": "forward", **dict.fromkeys(DECODE_ROLES, "decode")}  # of Triton's kernels; the others: backward
 
 
@@ -130,7 +131,7 @@ def tune(
     for backend in backends or ():
         if backend not in installed:
             raise BackendError(explain("backend", backend, "its packages are not installed", installed))
-    backends = backends or installed
+    backends = [backend for backend in GENERATED if backend in (backends or installed)]
     plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
     candidates = {(one.key, one.name): one for base in plans for one in candidates_of(base, limit)}.values()
     precompile([(base, name) for base in plans for name in base.served_by("triton")], jobs)
@@ -143,7 +144,7 @@ def tune(
         except Exception as error:  # a candidate that the compiler or the driver refuses loses, which the report says
             failed.append((one.key, one.name, f"{type(error).__name__}: {str(error)[:200]}"))
     progress(len(candidates), len(candidates))
-    fastest = {timed.key: timed.name for timed in sorted(timings, key=lambda timed: -timed.ms)}
+    fastest = {key: _winner(group).name for key, group in _by_key(timings).items()}
     winners = [one for one in candidates if fastest.get(one.key) == one.name]
     tiles = {one.key: one.plan.tile(one.role) for one in winners if one.role}
     table = Table(TUNED, tiles, {one.key: one.name for one in winners if not one.role})
@@ -167,7 +168,7 @@ def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
 
 
 def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Table]) -> list[Plan]:
-    """The plan of each backend that can do the spec.
+    """The plan of each backend that can do the spec; ``auto``'s as well where one can do some of its passes only.
 
     Raises:
         PlanError: none can; the message is the first one's.
@@ -180,24 +181,27 @@ def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Ta
             refusals.append(refusal)
     if not made:
         raise refusals[0]
+    if refusals:
+        made.append(plan(spec, target, "auto", backends, (*tables, shipped(target))))
     return made
 
 
 def candidates_of(base: Plan, limit: int) -> Iterable[Candidate]:
-    """What the planner proposes instead of each decision of a plan of one backend, and the decision itself."""
+    """Each decision of a plan, and what the planner proposes instead."""
     spec, target = base.spec, get_target(base.target)
-    for pass_name, _, _ in base.variants:
-        for fused in fused_candidates(pass_name, spec, target)[:limit]:
+    for pass_name, chosen, _ in base.variants:
+        costs = {fused.variant: fused.cost for fused in fused_candidates(pass_name, spec, target)}
+        for variant in dict.fromkeys([chosen, *list(costs)[:limit]]):
             variants = tuple(
-                (name, fused.variant if name == pass_name else other, source) for name, other, source in base.variants
+                (name, variant if name == pass_name else other, source) for name, other, source in base.variants
             )
             made = replace(base, variants=variants)
-            yield Candidate(variant_key(pass_name, spec), fused.variant, fused.cost, made, pass_name)
-    for role, chosen, _ in base.tiles:
+            yield Candidate(variant_key(pass_name, spec), variant, costs[variant], made, pass_name)
+    for role, planned, _ in base.tiles:
         if role not in TENSOR_ROLES + DECODE_ROLES:
             continue
         key = table_key(role, spec, base.lift)
-        for tile in dict.fromkeys([chosen, *proposals(role, spec, base.lift, target)[:limit]]):
+        for tile in dict.fromkeys([planned, *proposals(role, spec, base.lift, target)[:limit]]):
             tiles = tuple((name, tile if name == role else other, source) for name, other, source in base.tiles)
             modelled = cost(role, tile, spec, base.lift, target)
             yield Candidate(
@@ -217,7 +221,7 @@ def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:
     neither the model nor a benchmark tells them apart.
     """
     return {
-        key: _correlation(_ranks([x.cost for x in group], 1e-3), _ranks([x.ms for x in group], 1e-2))
+        key: _correlation(_ranks([x.cost for x in group], _ALIKE_COST), _ranks([x.ms for x in group], _ALIKE_MS))
         for key, group in _by_key(timings).items()
         if len(group) > 2
     }
@@ -261,6 +265,12 @@ def export(table: Table, path: Path) -> None:
     path.write_text(json.dumps({**describe_machine(), **table.to_dict()}, indent=1) + "\n")
 
 
+def _winner(group: Sequence[Timed]) -> Timed:
+    """The fastest; the first, which is what was planned, where none is faster by what a benchmark tells apart."""
+    fastest = min(group, key=lambda timed: timed.ms)
+    return fastest if fastest.ms * (1 + _ALIKE_MS) < group[0].ms else group[0]
+
+
 def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
     groups: dict[str, list[Timed]] = {}
     for timed in timings:
@@ -292,13 +302,13 @@ def _ms(call: Callable[[], object]) -> float:
 
 
 def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
-    """Time of CUDA's kernels over Triton's, pass by pass, if both backends have a plan."""
-    if [made.backend for made in plans] != list(GENERATED):
-        return {}
+    """Time of CUDA's kernels over Triton's in each pass that both backends have a plan for."""
     ratios, spec = {}, plans[0].spec
     for name in PASSES:
-        cuda, triton = (_pass_ms(load(made), name, spec, BACKEND_SIZES) for made in plans)
-        ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
+        serving = {backend: made for made in plans for backend in GENERATED if name in made.served_by(backend)}
+        if len(serving) == len(GENERATED):
+            cuda, triton = (_pass_ms(load(serving[backend]), name, spec, BACKEND_SIZES) for backend in GENERATED)
+            ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
     return ratios
 
 

@@ -24,7 +24,6 @@ def test_table_has_the_promised_rows():
     kib = {name: target.shared_per_block // 1024 for name, target in TARGETS.items()}
     assert kib == {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "gfx942": 64, "generic": 48}
     assert [name for name, target in TARGETS.items() if target.wgmma] == ["sm_90a"]
-    assert [name for name, target in TARGETS.items() if target.tensor_memory_accelerator] == ["sm_90a"]
 
 
 def test_unknown_name_lists_the_legal_ones():

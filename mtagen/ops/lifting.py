@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..planner.stencil import band
 from ..spec import Spec
 
 
@@ -55,18 +56,12 @@ def lift_backward(
     return dq, dk, dkernel
 
 
-def _band_width(spec: Spec) -> int:
-    if not spec.causal:
-        return 0
-    return spec.pad_right + (spec.cq - 1 if spec.mask == "source" else 0)
-
-
 def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
     """E[i, delta] = sum of W[u,v] A[i-(cq-1)+u, f] over removed terms, f = v - pL + (cq-1) - u - delta.
 
     As matrices: windows of A, the scores ahead of the diagonal, times a rearranged kernel.
     """
-    if not _band_width(spec):
+    if not band(spec).width:
         return q.new_empty(*q.shape[:2], 0)
     return _ahead_windows(spec, q, k) @ _band_kernel(spec, kernel)
 
@@ -105,7 +100,7 @@ def _band_kernel(spec: Spec, kernel: Tensor) -> Tensor:
     entries, taps = _band_terms(spec, kernel.device)
     matrix = kernel.new_zeros(kernel.shape[0], entries.numel())
     matrix[:, entries] = kernel.flatten(1)[:, taps]
-    return torch.unflatten(matrix, 1, (-1, _band_width(spec)))
+    return torch.unflatten(matrix, 1, (-1, band(spec).width))
 
 
 def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -113,7 +108,7 @@ def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
     u, f, delta = torch.meshgrid(
         torch.arange(spec.cq, device=device),
         torch.arange(1, spec.cq + spec.pad_right, device=device),
-        torch.arange(_band_width(spec), device=device),
+        torch.arange(band(spec).width, device=device),
         indexing="ij",
     )
     v = f + spec.pad_left - (spec.cq - 1) + u + delta

@@ -66,7 +66,7 @@ def forward(
 def backward(
     spec: Spec,
     grad_out: Tensor,
-    grad_lse: Tensor | None,
+    grad_lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -81,7 +81,7 @@ def backward(
 
     Args:
         grad_out: ``[B, H, Nq, DV]``.
-        grad_lse: ``[B, H, Nq]``, or ``None`` for zero.
+        grad_lse: ``[B, H, Nq]``.
         out, lse: what :func:`forward` returned; the other arguments are those it was given.
 
     Returns:
@@ -98,8 +98,7 @@ def backward(
         query_side = group.batch, group.head
         douts = grad_out[query_side].to(dtype)
         dots = (douts * out[query_side]).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            dots -= grad_lse[query_side].unsqueeze(-1)
+        dots -= grad_lse[query_side].unsqueeze(-1)
         norms = lse[query_side].unsqueeze(-1)
         # A row that sees no key has only masked scores: P = exp(-inf - inf) = 0.
         norms.masked_fill_(norms == -torch.inf, torch.inf)

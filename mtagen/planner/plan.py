@@ -45,7 +45,8 @@ class Plan:
             kernels), ``torch`` (tiled PyTorch ops, any device, all passes).
         tiles: (role, tile, source of the choice) of each Triton kernel; empty if Triton serves no pass.
         variants: (pass, variant, source of the choice) of each pass that CUDA serves.
-        workspace_bytes: bound on the workspace of Triton's backward pass for the gradient of the scores.
+        workspace_bytes: what Triton's backward pass may take for the gradient of the scores and what is lifted; or for
+            one strip of one head of keys if that is more.
         heads_per_wave: heads whose blocks Triton's forward kernel interleaves, the longest first.
     """
 

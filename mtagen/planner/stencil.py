@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import sympy
@@ -79,6 +80,7 @@ class BandGeometry:
     reach: int
 
 
+@cache
 def band(spec: Spec) -> BandGeometry:
     """The band of ``spec``, from its footprint and its mask rule (lift lowering, C = Ct - E).
 

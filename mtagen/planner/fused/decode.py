@@ -24,7 +24,7 @@ from ...spec import MAX_NEW_TOKENS, Spec
 from ..names import kernel_name
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
-from .band import CHUNK, SCORE_EXPONENT, band
+from .band import CHUNK, SCORE_EXPONENT
 from .kernel import Kernel, strides
 from .memory import SharedMap
 from .supported import check_supported
@@ -289,7 +289,6 @@ def decode_candidates(spec: Spec, target: Target) -> tuple[FusedDecode]:
         PlanError: the shape does not fit; the message names the limit.
     """
     check_supported(spec, target)
-    band(spec.cq, spec.ck)  # the same limits
     tiles = (_fit(spec, target, *kernel) for kernel in _KERNELS)
     return (FusedDecode(spec, target.name, tuple({tile.heads: tile for tile in tiles}.values())),)
 

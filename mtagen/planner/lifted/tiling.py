@@ -33,7 +33,7 @@ _STRIP_LATENCY = 490  # of a load of the gradient of the scores
 _STRIP_READ = 1.25  # of the time that memory takes to deliver that gradient at its full rate
 _COALESCING = 1.7  # requests of neighbours for the same bytes that L2 answers at once
 _CONTENTION = 0.5  # R CTAs of a multiprocessor take R**0.5 times as long as one
-_MEAN_ROW = 4096  # keys that a row sees where tiles were timed
+_MEAN_ROW = 4096  # keys that a causal row sees on average where tiles were timed
 _SHARPNESS = 5.3  # order of the norm that combines bounds
 _TERM_REGISTERS = 52  # that a loop over terms takes beyond `resources`; it only spills them
 _UNROLLED_REGISTERS = 41  # the same of each unrolled term from the fourth on
@@ -149,7 +149,7 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
     tensor = terms * repeats * _product_cycles(m, n, d, tile, size, target, splits=not chained)
     moved = terms * (m + n if by_terms else n if role == "forward" else m) * d
     need = resources(role, tile, spec, lift)
-    registers = need.registers + int(_TERM_REGISTERS if by_terms else _UNROLLED_REGISTERS * (terms - 3))
+    registers = need.registers + (_TERM_REGISTERS if by_terms else _UNROLLED_REGISTERS * max(0, terms - 3))
     if role == "forward":
         tensor += _product_cycles(m, dv, n, tile, size, target, a_in_registers=True)
         moved += n * dv
@@ -163,7 +163,8 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
     vector += 2 * 4 * spilled * threads / SHARED_BYTES_PER_CYCLE  # written and read
     steps = terms // tile.unroll if by_terms else 1
     chain = tensor + vector + steps * _STEP + _TILE + (_LATENCY if by_terms else 0)  # a tile starts its own pipeline
-    bounds = _Bounds(max(tensor, vector), moved * size, chain, steps, _LATENCY, terms + 1, steps / 2)
+    edges = _edges(tile, spec)
+    bounds = _Bounds(max(tensor, vector), moved * size, chain, steps, _LATENCY, terms + 1, steps / 2, edges)
     return bounds.cycles(tile, resident_ctas(need, tile, target), target) / (m * n)
 
 
@@ -172,10 +173,16 @@ def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Tar
     d, size, m, n = block_dim(spec.head_dim), spec.itemsize, tile.block_m, tile.block_n
     own, streamed = (m, n) if role.startswith("dq") else (n, m)
     tensor = _product_cycles(own, d, streamed, tile, size, target)
-    bounds = _Bounds(tensor, (m * n + streamed * d) * size, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1)
+    moved = (m * n + streamed * d) * size
+    bounds = _Bounds(tensor, moved, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1, _edges(tile, spec))
     resident = resident_ctas(resources(role, tile, spec, lift), tile, target)
     memory = _STRIP_READ * m * n * size / target.dram_bytes_per_cycle
     return _combined(lift.terms * bounds.cycles(tile, resident, target), memory) / (m * n)
+
+
+def _edges(tile: Tile, spec: Spec) -> float:
+    """The share of tiles that the diagonal crosses, which are not pipelined."""
+    return (tile.block_m + tile.block_n) / _MEAN_ROW if spec.causal else 0
 
 
 class _Bounds(NamedTuple):
@@ -189,6 +196,7 @@ class _Bounds(NamedTuple):
         latency: cycles of a load.
         loads: of a tile, each of which waits where nothing is pipelined.
         exposed: loads that two stages do not hide.
+        edges: share of the tiles where nothing is pipelined.
     """
 
     busy: float
@@ -198,18 +206,18 @@ class _Bounds(NamedTuple):
     latency: float
     loads: int
     exposed: float
+    edges: float
 
     def cycles(self, tile: Tile, resident: int, target: Target) -> float:
         """Of a multiprocessor for one tile, if it holds ``resident`` CTAs.
 
-        An operand is read until its product has ended, so of s stages s - 2 are in flight during a step. One stage
-        hides nothing, and the tiles that the diagonal crosses are not pipelined.
+        An operand is read until its product has ended, so of s stages s - 2 are in flight during a step.
         """
         depth, overlap = tile.num_stages, math.pow(resident, 1 - _CONTENTION)
         waits = {1: self.loads, 2: self.exposed}.get(depth, 0) * self.latency
         flow = self.steps * self.latency / (depth - 2) if depth > 2 else 0
         traffic = self.moved / (_COALESCING * target.l2_bytes_per_cycle)
-        edges = (tile.block_m + tile.block_n) / _MEAN_ROW * (self.chain + self.loads * self.latency) / overlap
+        edges = self.edges * (self.chain + self.loads * self.latency) / overlap
         return _combined(max(self.busy, traffic), (self.chain + waits) / overlap, flow / resident) + edges
 
 
