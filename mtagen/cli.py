@@ -203,8 +203,8 @@ def check(
     if device == "cpu" and backend != "triton":  # whose kernels the interpreter may run, for any target
         target = target or "cpu"
     op = build(**spec.to_dict(), backend=backend, target=target)
-    typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
     rows = list(run(op, spec, torch.device(device)))
+    typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
     _print_table(
         ("B H/Hkv Nq,Nk", "result", "max|op - ref64|", "max|eager - ref64|", "allowed", "verdict"),
         (
@@ -272,13 +272,14 @@ def bench(
     where = torch.empty(0, device=_present(device)).device  # with its index
     chosen = cases.suite(suite, where.type, [*map(_extents, kernel or ())], head_dim or (), length or ())
     entrants = contenders.entrants(suite, where, contender or (), max_materialised)
-    _check_folders(json_file, plot)
+    _check_writable(json_file, plot)
     if plot:
         report.check_plot(plot)
     before = report.load(against) if against else None
     if before:
         here = torch.cuda.get_device_name(where) if where.type == "cuda" else str(collect()["cpu"])
         report.check_device(here, before)
+        report.check_shared(chosen, [entrant.name for entrant in entrants], before)
     given = {"kernel": kernel, "head-dim": head_dim, "length": length, "contender": contender}
     options = [f"--{name}={value}" for name, values in given.items() for value in values or ()]
     options += [f"--max-materialised={max_materialised}", f"--patience={patience:g}", f"--device={where}"]
@@ -291,9 +292,9 @@ def bench(
         launches=suite == "overhead",
         patience=patience,
     )
+    report.print_table(made)
     if json_file:
         json_file.write_text(json.dumps(made, indent=1) + "\n")
-    report.print_table(made)
     for fault in faults(made):
         typer.echo(f"mtagen: {fault}", err=True)
     if made["interrupted"]:
@@ -309,11 +310,16 @@ def bench(
         raise typer.Exit(1)
 
 
-def _check_folders(*paths: Path | None) -> None:
+def _check_writable(*paths: Path | None) -> None:
     """What is to be written after minutes of work can be."""
     for path in filter(None, paths):
         if not path.parent.is_dir():
             raise InputError(explain("file", str(path), "is in no folder", "a path in a folder that is there"))
+        is_new = not path.exists()
+        with path.open("a"):  # raises if it cannot be written
+            pass
+        if is_new:
+            path.unlink()
 
 
 def _present(device: str | None) -> str:
@@ -357,7 +363,7 @@ def tune(
     from .op import local_target
     from .planner.backends import GENERATED
 
-    _check_folders(as_json, table)
+    _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):
         raise SpecError(explain("backend", unknown.pop(), "has no candidates", GENERATED))
     specs = [_spec(one, dim, causal=causal, dtype=dtype) for one in kernel for dim in head_dim]

@@ -62,14 +62,18 @@ class Config:
                 "TRITON_INTERPRET",
                 str(int(self.triton_interpret)),
                 "0",
-                "Triton's own switch: run its kernels in the CPU interpreter",
+                "Triton's own switch, read when it is imported: run its kernels in the CPU interpreter",
             ),
         ]
 
 
 def _cache_dir() -> Path:
     if configured := os.environ.get("MTAGEN_CACHE_DIR"):
-        return Path(configured).expanduser().absolute()
+        try:
+            return Path(configured).expanduser().absolute()
+        except RuntimeError:
+            rule = "names a home directory that is not known"
+            raise SpecError(explain("MTAGEN_CACHE_DIR", configured, rule, "e.g. an absolute path")) from None
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification says to ignore a relative path.
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mtagen"

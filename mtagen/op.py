@@ -163,9 +163,12 @@ def build(
         PlanError: it has no plan on this target; the message names the limit.
         BackendError: the backend cannot be used here; there is no GPU to tune on; what tuning chose is not accurate.
     """
+    if not isinstance(tune, bool):
+        raise SpecError(explain("tune", tune, "must be a bool", (True, False)))
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise SpecError(explain("deterministic", deterministic, "must be a bool, or None", (True, False, None)))
     interpreted = Config.from_env().triton_interpret
+    is_named = target not in (None, "cpu")
     if target is None:
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
     named = None if dtype is None else _dtype_name(dtype)
@@ -194,13 +197,14 @@ def build(
         available=("triton",) if interpreted else available_backends(),
         tables=None if table is None else (table, shipped(target)),
     )
-    return assemble(planned, backend, dtype=named, deterministic=deterministic)
+    torch_on_cpu = backend == "torch" or (backend == "auto" and not is_named)
+    return assemble(planned, torch_on_cpu=torch_on_cpu, dtype=named, deterministic=deterministic)
 
 
 def assemble(
-    planned: Plan, backend: str = "auto", *, dtype: str | None = None, deterministic: bool | None = None
+    planned: Plan, *, torch_on_cpu: bool = True, dtype: str | None = None, deterministic: bool | None = None
 ) -> MultiTokenAttention:
-    """The op of a plan: :func:`build`'s second half, whose arguments these are.
+    """The op of a plan: :func:`build`'s second half; ``torch_on_cpu`` is whether PyTorch serves tensors on the CPU.
 
     Raises:
         BackendError: the plan's backend cannot be used here.
@@ -217,12 +221,10 @@ def assemble(
         spec,
         kernels,
         kernels_on_cpu=generated and interpreted,
-        torch_on_cpu=backend in ("auto", "torch"),
+        torch_on_cpu=torch_on_cpu,
         deterministic=deterministic,
     )
-    key = "-".join(
-        (plan_key(planned), backend, *([] if deterministic is None else [f"deterministic{deterministic:d}"]))
-    )
+    key = f"{plan_key(planned)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))

@@ -225,7 +225,7 @@ def test_plot_refuses_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         report.check_plot(tmp_path / "run.txt")
     with pytest.raises(InputError, match="no measurement"):
         report.plot(make_run([]), tmp_path / "run.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=r"pip install 'mtagen\[bench\]'"):
         report.check_plot(tmp_path / "run.png")
 
@@ -282,6 +282,10 @@ def test_load_inverts_the_file(tmp_path: Path) -> None:
         (lambda run: run["results"][0].pop("tflops"), r"no 'tflops'"),
         (lambda run: run["results"].insert(0, "row"), "an object is expected"),
         (lambda run: run.update(results=3), "'results' is no list"),
+        (lambda run: run["results"][0].update(ms="1"), r"a value of a wrong type in results\[0\]"),
+        (lambda run: run["results"][0].update(ms=0), "a value of a wrong type"),
+        (lambda run: run["results"][0].update(kernel=3), "a value of a wrong type"),
+        (lambda run: run["results"][0].update(head_dim=[1]), "a value of a wrong type"),
     ],
 )
 def test_what_is_no_run_is_refused(change: Any, message: str, tmp_path: Path) -> None:

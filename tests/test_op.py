@@ -251,6 +251,30 @@ def test_compile_fullgraph(op: MultiTokenAttention, dynamic: bool) -> None:
     assert counter.frame_count == 1
 
 
+def test_compile_with_a_scale_that_changes(op: MultiTokenAttention) -> None:
+    torch._dynamo.reset()
+    tensors = leaves()
+    compiled = torch.compile(lambda scale: op(*tensors, scale=scale), fullgraph=True, backend="eager")
+    for scale in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(compiled(scale), op(*tensors, scale=scale))
+    by_shape = torch.compile(
+        lambda q, *rest: op(q, *rest, scale=q.shape[-1] ** -0.5), fullgraph=True, dynamic=True, backend="eager"
+    )
+    torch.testing.assert_close(by_shape(*tensors), op(*tensors))
+
+
+def test_named_gpu_target_never_runs_on_the_cpu() -> None:
+    op = mtagen.build((2, 3), 16, target="sm_90a", dtype="fp32")
+    with pytest.raises(BackendError, match="the kernels of this op run on GPUs"):
+        op(*(torch.zeros(1, 1, 4, 16) for _ in "qkv"), torch.zeros(1, 2, 3))
+
+
+def test_decode_without_heads(op: MultiTokenAttention) -> None:
+    q, k, v, weight = leaves()
+    out = op.decode(q[:, :0], k, v, weight[:0])
+    assert out.numel() == 0
+
+
 def test_compile_with_every_argument(op: MultiTokenAttention) -> None:
     torch._dynamo.reset()
 

@@ -7,10 +7,11 @@ A run is the dict that ``mtagen bench --json`` writes: ``command``, ``environmen
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ LENGTH = 8192  # of the tables and panels that show one
 _RUN_KEYS = ("command", "environment", "commit", "rates", "results")
 _CASE_KEYS = ("kernel", "head_dim", "causal", "dtype", "batch", "heads", "kv_heads", "nq", "nk", "pass")
 _EXTRA = {"peak_MiB": "peak MiB", "cpu_us": "CPU time of a call, us", "graph_ms": "in a CUDA graph, ms"}
+_PLOT_SUFFIXES = (".png", ".svg")
 _TIME_KEYS = ("ms", "low_ms", "high_ms")
 _PAPER_WIDTH = 120  # columns, where the output is no terminal
 _VERSIONS = {"torch": "torch", "triton": "triton", "nvrtc": "NVRTC", "cuda_driver": "driver"}
@@ -94,6 +96,8 @@ def load(path: Path) -> Run:
         rate = "gbps" if row["pass"] == "decode" else "tflops"
         if "skipped" not in row and (missing := _missing(row, (*_TIME_KEYS, rate))):
             raise _no_run(path, f"neither 'skipped' nor a measurement ({missing}) in results[{index}]")
+        if not _is_case(row) or not all(_is_time(row[key]) for key in _TIME_KEYS if key in row):
+            raise _no_run(path, f"a value of a wrong type in results[{index}]")
     return dict(run)
 
 
@@ -102,6 +106,22 @@ def _missing(found: object, keys: Iterable[str]) -> str | None:
         return "an object is expected"
     absent = [key for key in keys if key not in found]
     return f"no {', '.join(map(repr, absent))}" if absent else None
+
+
+def _is_case(row: Row) -> bool:
+    sizes = [row[key] for key in ("head_dim", "batch", "heads", "kv_heads", "nq", "nk")]
+    kernel = row["kernel"]
+    return (
+        isinstance(kernel, list)
+        and len(kernel) == len(("cq", "ck"))
+        and all(type(size) is int and size > 0 for size in (*kernel, *sizes))
+        and isinstance(row["causal"], bool)
+        and all(isinstance(row[key], str) for key in ("dtype", "pass", "contender"))
+    )
+
+
+def _is_time(ms: object) -> bool:
+    return isinstance(ms, (int, float)) and 0 < ms < math.inf
 
 
 def _no_run(path: Path, fault: str) -> InputError:
@@ -292,6 +312,22 @@ def check_device(here: str, before: Run) -> None:
         raise InputError(explain("against", device(before), rule, here))
 
 
+def check_shared(cases: Iterable[Case], names: Collection[str], before: Run) -> None:
+    """Refuse to compare a run to be made of ``cases`` by the contenders ``names`` with one that has none of them.
+
+    Raises:
+        InputError: nothing of mtagen is in both.
+    """
+    earlier = measurements(before)
+    if not any(name.startswith(OURS) and name in earlier.get(case, {}) for case in cases for name in names):
+        raise _nothing_shared(before)
+
+
+def _nothing_shared(before: Run) -> InputError:
+    rule = "has no measurement of mtagen in common with this run"
+    return InputError(explain("against", before["command"], rule, "a run with some of the same cases"))
+
+
 def pairs(run: Run, before: Run) -> list[Pair]:
     """What mtagen's contenders were measured at in both runs.
 
@@ -307,8 +343,7 @@ def pairs(run: Run, before: Run) -> list[Pair]:
         if name.startswith(OURS) and name in earlier.get(case, {})
     ]
     if not found:
-        rule = "has no measurement of mtagen in common with this run"
-        raise InputError(explain("against", before["command"], rule, "a run with some of the same cases"))
+        raise _nothing_shared(before)
     return found
 
 
@@ -380,16 +415,15 @@ def check_plot(path: Path) -> None:
     """Whether :func:`plot` can write this file: to be called before a long run.
 
     Raises:
-        InputError: matplotlib is not installed, or does not know the suffix.
+        InputError: matplotlib is not installed; the suffix is another format's.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        import matplotlib  # noqa: F401
     except ImportError:
         rule = "needs matplotlib, which is not installed"
         raise InputError(explain("plot", str(path), rule, "pip install 'mtagen[bench]'")) from None
-    suffixes = sorted(f".{name}" for name in FigureCanvasAgg.filetypes)
-    if path.suffix not in suffixes:
-        raise InputError(explain("plot", str(path), "has a suffix of no known image format", ", ".join(suffixes)))
+    if path.suffix not in _PLOT_SUFFIXES:
+        raise InputError(explain("plot", str(path), "has the suffix of another format", ", ".join(_PLOT_SUFFIXES)))
 
 
 def plot(run: Run, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..spec import MAX_NEW_TOKENS, Spec
+
+MAX_SPLITS = 2**16 - 1  # each takes a partial result
+_LARGEST = sys.float_info.max
 
 
 def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
@@ -51,8 +54,11 @@ def check_decode(
         legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
         if got != ((q_tail.shape[0],), torch.int32, q_tail.device):
             raise InputError(explain("cache_seqlens", got, "one length per batch entry, on q_tail's device", legal))
-    if num_splits is not None and (isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1):
-        raise InputError(explain("num_splits", num_splits, "must be a positive int", "1, 2, ... or None to plan it"))
+    if num_splits is not None:
+        is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+        if not (is_int and 1 <= num_splits <= MAX_SPLITS):
+            legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
+            raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -63,7 +69,8 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return float(head_dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    # torch.compile traces no math.isfinite of a symbol.
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -_LARGEST <= scale <= _LARGEST:
         raise InputError(explain("scale", scale, "must be a finite number", "e.g. head_dim ** -0.5 (the default)"))
     return float(scale)
 
@@ -71,6 +78,9 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 def _check_is_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
+    if x.layout is not torch.strided or x.is_nested:
+        got = "a nested tensor" if x.is_nested else x.layout
+        raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

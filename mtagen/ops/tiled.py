@@ -158,6 +158,8 @@ def decode(
     n_new = tail - (spec.cq - 1)
     out = q_tail.new_zeros(q_tail.shape[0], heads, n_new, v_cache.shape[3])
     lse = q_tail.new_full(out.shape[:3], -torch.inf, dtype=dtype)
+    if not out.numel():
+        return out, lse
     capacity = k_cache.shape[2]
     lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
     for entry, length in enumerate(lengths):

@@ -77,8 +77,9 @@ class Plan:
     @cached_property
     def fused(self) -> Mapping[str, FusedPass]:
         """The plans of the passes that CUDA computes, by pass."""
-        target = get_target(self.target)
-        return {name: fused_pass(name, self.spec, target, variant) for name, variant, _ in self.variants}
+        return {
+            name: fused_pass(name, self.spec, get_target(self.target), variant) for name, variant, _ in self.variants
+        }
 
     @cached_property
     def lift(self) -> Lift:
@@ -269,7 +270,7 @@ def plan(
             raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
         reason = "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for"
         return Plan(spec, "cpu", tuple(Choice(name, "torch", reason) for name in PASSES))
-    target = get_target(target) if isinstance(target, str) else target
+    target = target if isinstance(target, Target) else get_target(target)
     tables = (shipped(target.name),) if tables is None else tables
     if backend == "auto":
         choices = choose_backends(spec, target, available, tables)

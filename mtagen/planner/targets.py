@@ -170,7 +170,7 @@ def get_target(name: str) -> Target:
     Raises:
         SpecError: there is none; the message lists the names.
     """
-    if name not in TARGETS:
+    if not isinstance(name, str) or name not in TARGETS:
         raise SpecError(explain("target", name, "is not known", tuple(TARGETS)))
     return TARGETS[name]
 
