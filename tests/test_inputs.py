@@ -171,7 +171,13 @@ CALLS = {
     "v stride": ({"v": last_stride_2(B, HKV, NK, DV)}, "v.stride()", "(", "must be 1", "v.contiguous()"),
     "NaN scale": ({"scale": math.nan}, "scale", "nan", "finite", "head_dim ** -0.5"),
     "huge scale": ({"scale": 10**400}, "scale", "1000", "finite", "head_dim ** -0.5"),
-    "sparse weight": ({"weight": torch.zeros(H, CQ, CK).to_sparse()}, "weight.layout", "torch.sparse_coo", "dense", "strided"),
+    "sparse weight": (
+        {"weight": torch.zeros(H, CQ, CK).to_sparse()},
+        "weight.layout",
+        "torch.sparse_coo",
+        "dense",
+        "strided",
+    ),
     "inf scale": ({"scale": -math.inf}, "scale", "-inf", "finite", "head_dim ** -0.5"),
     "bool scale": ({"scale": True}, "scale", "True", "finite", "head_dim ** -0.5"),
 }
