@@ -42,6 +42,7 @@ _DECODE_STEP = 340  # instructions of a warp for a tile
 _DECODE_ISSUE = 4.1  # instructions for a tap of a score that a thread holds
 _DECODE_CHAIN = 4.6  # cycles of dependent work for such a tap
 _DECODE_LATENCY = 1600  # of a load from memory
+_DECODE_REGISTERS = 7  # of a thread, for a score
 
 
 @dataclass(frozen=True)
@@ -324,12 +325,16 @@ def _decode_resources(tile: Tile, spec: Spec) -> Resources:
 def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
     """Modelled cycles per key and pair: traffic, instructions issued, or latency of a tile's chain."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
-    rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
+    rows, n, threads = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n, 32 * tile.num_warps
     # As in chained products every warp holds whole rows, and warps beyond the rows repeat the work of others.
-    gathered = spec.ck * max(rows, 16 * tile.num_warps) * n / (32 * tile.num_warps)
+    gathered = spec.ck * max(rows, 16 * tile.num_warps) * n / threads
     traffic = n * (d + dv) * spec.itemsize / target.dram_bytes_per_cycle
     issue = (_DECODE_STEP + _DECODE_ISSUE * gathered) * tile.num_warps / 4
     chain = _DECODE_CHAIN * gathered + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
+    # wgmma reads K and V from shared memory. A tile that does not fit registers spills: the last resort.
+    fragments = 0 if target.wgmma and rows >= 64 else n * (d + dv) * spec.itemsize // 2 // threads
+    if _DECODE_REGISTERS * rows * n // threads + fragments > target.registers_per_thread:
+        chain, issue = 10 * chain, 10 * issue
     resident = resident_ctas(_decode_resources(tile, spec), tile, target)
     return _combined(max(traffic, issue), chain / resident) / (n * tile.block_m)
 
