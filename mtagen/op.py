@@ -168,7 +168,8 @@ def build(
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise SpecError(explain("deterministic", deterministic, "must be a bool, or None", (True, False, None)))
     interpreted = Config.from_env().triton_interpret
-    is_named = target not in (None, "cpu")
+    # A GPU that is named is never replaced.
+    torch_on_cpu = backend == "torch" or (backend == "auto" and target in (None, "cpu"))
     if target is None:
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
     named = None if dtype is None else _dtype_name(dtype)
@@ -197,7 +198,6 @@ def build(
         available=("triton",) if interpreted else available_backends(),
         tables=None if table is None else (table, shipped(target)),
     )
-    torch_on_cpu = backend == "torch" or (backend == "auto" and not is_named)
     return assemble(planned, torch_on_cpu=torch_on_cpu, dtype=named, deterministic=deterministic)
 
 

@@ -144,8 +144,8 @@ def tune(
         except Exception as error:  # a candidate that the compiler or the driver refuses loses, which the report says
             failed.append((one.key, one.name, f"{type(error).__name__}: {str(error)[:200]}"))
     progress(len(candidates), len(candidates))
-    fastest = {key: _winner(group).name for key, group in _by_key(timings).items()}
-    winners = [one for one in candidates if fastest.get(one.key) == one.name]
+    won = {key: _winner(group).name for key, group in _by_key(timings).items()}
+    winners = [one for one in candidates if won.get(one.key) == one.name]
     tiles = {one.key: one.plan.tile(one.role) for one in winners if one.role}
     table = Table(TUNED, tiles, {one.key: one.name for one in winners if not one.role})
     for spec in specs:
@@ -174,15 +174,16 @@ def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Ta
         PlanError: none can; the message is the first one's.
     """
     made, refusals = [], []
+    followed = (*tables, shipped(target))
     for backend in backends:
         try:
-            made.append(plan(spec, target, backend, tables=(*tables, shipped(target))))
+            made.append(plan(spec, target, backend, tables=followed))
         except PlanError as refusal:  # the other backend's candidates remain
             refusals.append(refusal)
     if not made:
         raise refusals[0]
     if refusals:
-        made.append(plan(spec, target, "auto", backends, (*tables, shipped(target))))
+        made.append(plan(spec, target, "auto", backends, followed))
     return made
 
 

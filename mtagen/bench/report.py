@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,7 +114,7 @@ def _is_case(row: Row) -> bool:
     kernel = row["kernel"]
     return (
         isinstance(kernel, list)
-        and len(kernel) == len(("cq", "ck"))
+        and len(kernel) == 2
         and all(type(size) is int and size > 0 for size in (*kernel, *sizes))
         and isinstance(row["causal"], bool)
         and all(isinstance(row[key], str) for key in ("dtype", "pass", "contender"))
@@ -417,11 +418,9 @@ def check_plot(path: Path) -> None:
     Raises:
         InputError: matplotlib is not installed; the suffix is another format's.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if find_spec("matplotlib") is None:
         rule = "needs matplotlib, which is not installed"
-        raise InputError(explain("plot", str(path), rule, "pip install 'mtagen[bench]'")) from None
+        raise InputError(explain("plot", str(path), rule, "pip install 'mtagen[bench]'"))
     if path.suffix not in _PLOT_SUFFIXES:
         raise InputError(explain("plot", str(path), "has the suffix of another format", ", ".join(_PLOT_SUFFIXES)))
 
