@@ -26,8 +26,8 @@ from .errors import BackendError, PlanError, explain
 from .op import assemble
 from .planner import Plan, get_target, plan
 from .planner.backends import GENERATED, PASSES, fused_candidates
-from .planner.lifted.decode import DECODE_ROLES
-from .planner.lifted.tiling import TENSOR_ROLES, Tile, cost, proposals, table_key
+from .planner.lift.decode import DECODE_ROLES
+from .planner.lift.tiling import TENSOR_ROLES, Tile, cost, proposals, table_key
 from .planner.tables import TUNED, Shape, Table, shipped, variant_key
 from .runtime.load import Passes, available_backends, load, load_triton
 from .runtime.offline import recorded

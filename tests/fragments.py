@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tensor_cores import LANES, Addresses, G, SharedMemory, T, Words, mma
 
-from mtagen.planner.fused.band import Band
-from mtagen.planner.fused.forward import FusedForward
+from mtagen.planner.tile.band import Band
+from mtagen.planner.tile.forward import TileForward
 
 Taps = Callable[[int, int], float]
 
@@ -145,7 +145,7 @@ def convolve(
 class Strips:
     """The strips of a CTA of the forward pass, and their gathered columns, in its shared memory."""
 
-    def __init__(self, plan: FusedForward) -> None:
+    def __init__(self, plan: TileForward) -> None:
         self.plan = plan
         self.shared = SharedMemory(plan.shared.size)
         self.strips, self.strip = plan.shared["STRIP"].offset, 2 * plan.strip_parity

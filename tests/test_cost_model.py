@@ -11,8 +11,8 @@ import pytest
 
 from mtagen.planner import get_target
 from mtagen.planner.backends import fused_pass
-from mtagen.planner.lifted.lift import lift
-from mtagen.planner.lifted.tiling import Tile, cost, table_key
+from mtagen.planner.lift.operands import lift
+from mtagen.planner.lift.tiling import Tile, cost, table_key
 from mtagen.planner.tables import variant_key
 from mtagen.spec import Spec
 from mtagen.tuning import Timed, mean_rank_correlation, rank_correlation

@@ -10,9 +10,9 @@ import pytest
 
 from mtagen.codegen.cuda import render
 from mtagen.planner.backends import fused_pass
-from mtagen.planner.fused.forward import FusedForward
-from mtagen.planner.fused.kernel import Kernel
+from mtagen.planner.kernel import Kernel
 from mtagen.planner.targets import TARGETS
+from mtagen.planner.tile.forward import TileForward
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import Usage, sass_opcodes, usage_of_cubin
 from mtagen.spec import Spec
@@ -91,7 +91,7 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: io.StringIO) -> 
     assert set(usage) == {kernel.name for kernel in plan.kernels}
     for kernel in plan.kernels:
         check_resources(kernel, target, usage[kernel.name], STACK[pass_name] + STACK_AT_EDGES * spec.masks_by_output)
-    if isinstance(plan, FusedForward):
+    if isinstance(plan, TileForward):
         printed = dict(re.findall(r"constexpr int SHARED_(\w+) = (\d+);", source))
         assert printed == {region.name: str(region.offset) for region in plan.shared.regions}
         check_forward(plan, usage[plan.name], sass_opcodes(cubin, plan.name))
@@ -107,7 +107,7 @@ def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> Non
         assert used.shared == SYSTEM_SHARED[target]  # all of the plan's is dynamic
 
 
-def check_forward(plan: FusedForward, used: Usage, opcodes: dict[str, int]) -> None:
+def check_forward(plan: TileForward, used: Usage, opcodes: dict[str, int]) -> None:
     scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
     products = plan.row_tiles * plan.tiles * plan.band.mma_of_scores
     if plan.hopper:

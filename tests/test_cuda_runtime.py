@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mtagen
 from mtagen import BackendError, PlanError, Spec, plan
-from mtagen.planner.fused.kernel import Kernel, strides
+from mtagen.planner.kernel import Kernel, strides
 from mtagen.runtime.cache import Cache
 from mtagen.runtime.cuda import compiler
 from mtagen.runtime.cuda.compiler import cached_cubin, compile_cubin, cuda_is_installed, toolchain

@@ -7,8 +7,8 @@ import pytest
 import sympy
 
 from mtagen.codegen.printers import python_code
-from mtagen.planner.lifted.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
-from mtagen.planner.stencil import band
+from mtagen.planner.geometry.stencil import band
+from mtagen.planner.lift.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
 from mtagen.spec import Spec
 
 SPECS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtagen.planner import Plan, get_target, plan
-from mtagen.planner.lifted.tiling import TENSOR_ROLES, resources
+from mtagen.planner.lift.tiling import TENSOR_ROLES, resources
 from mtagen.runtime.load import load_triton
 from mtagen.runtime.offline import Usage, compile_offline
 from mtagen.spec import Spec

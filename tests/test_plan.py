@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from mtagen import TARGETS, Plan, PlanError, Spec, Target, plan
 from mtagen.codegen.printers import python_code
-from mtagen.planner.lifted.lift import T, lift
-from mtagen.planner.lifted.loops import StreamBounds
-from mtagen.planner.lifted.tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, resources
+from mtagen.planner.lift.loops import StreamBounds
+from mtagen.planner.lift.operands import T, lift
+from mtagen.planner.lift.tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, resources
 
 Array = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ import sympy
 from sympy import Max, Min, ceiling, floor
 
 from mtagen.codegen.printers import python_code, triton_code
-from mtagen.planner.lifted.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
+from mtagen.planner.lift.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
 
 X, Y = sympy.symbols("x y", integer=True)
 N, M = sympy.symbols("n m", integer=True, nonnegative=True)

@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from mtagen.errors import PlanError
-from mtagen.planner.stencil import BandGeometry, Stencil, band
+from mtagen.planner.geometry.stencil import BandGeometry, Stencil, band
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
 KERNELS = [(1, 1), (1, 4), (3, 1), (2, 2), (3, 5), (6, 11), (4, 2)]

@@ -13,8 +13,8 @@ import mtagen
 from mtagen import TARGETS, PlanError, Spec, plan
 from mtagen.bench.cases import HEAD_DIMS, KERNELS
 from mtagen.planner.backends import CUDA_UP_TO, PASSES, fused_candidates, fused_pass
-from mtagen.planner.lifted.decode import DECODE_ROLES
-from mtagen.planner.lifted.tiling import Tile, proposals, table_key
+from mtagen.planner.lift.decode import DECODE_ROLES
+from mtagen.planner.lift.tiling import Tile, proposals, table_key
 from mtagen.planner.plan import Plan
 from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped, variant_key
 

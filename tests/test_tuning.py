@@ -16,8 +16,8 @@ import mtagen
 from mtagen import BackendError, Plan, PlanError, Spec, plan, tuning
 from mtagen.cli import app
 from mtagen.planner.backends import COST_MODEL
-from mtagen.planner.lifted.decode import DECODE_ROLES
-from mtagen.planner.lifted.tiling import TENSOR_ROLES, Tile
+from mtagen.planner.lift.decode import DECODE_ROLES
+from mtagen.planner.lift.tiling import TENSOR_ROLES, Tile
 from mtagen.planner.tables import TUNED, Shape, Table, variant_key
 from mtagen.runtime import tuned
 from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from ..planner.backends import FusedPass
-from ..planner.fused.kernel import Kernel
+from ..planner.kernel import Kernel
 from ..planner.plan import Plan
 
 _INTRODUCTION = """\

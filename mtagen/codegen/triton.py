@@ -15,8 +15,8 @@ import sympy
 from sympy import Expr
 
 from ..errors import PlanError, explain
-from ..planner.lifted.lift import Contraction, Lift, T
-from ..planner.lifted.tiling import Tile
+from ..planner.lift.operands import Contraction, Lift, T
+from ..planner.lift.tiling import Tile
 from ..planner.plan import Plan
 from ..planner.targets import get_target
 from ..spec import Spec

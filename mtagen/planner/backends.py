@@ -1,6 +1,6 @@
 """Which backend serves which pass, and which of a backend's candidates.
 
-``triton`` is the lowering "lift" (:mod:`.lifted`), ``cuda`` the lowering "tile" (:mod:`.fused`), ``torch`` tiled
+``triton`` is the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile" (:mod:`.tile`), ``torch`` tiled
 PyTorch ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA
 where they are close: measured, where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured
 shape by planned work. Of the tiles of a Triton kernel and the variants of a CUDA pass, a table's is taken, else the
@@ -16,16 +16,16 @@ from typing import NamedTuple, Protocol
 
 from ..errors import PlanError, explain
 from ..spec import Spec
-from .fused.backward import backward_candidates
-from .fused.band import band
-from .fused.decode import decode_candidates
-from .fused.forward import forward_candidates
-from .fused.kernel import Kernel
-from .lifted.decode import decode_geometry
-from .lifted.lift import lift
-from .lifted.tiling import VECTOR_ROLES, Tile, proposals, table_key
+from .kernel import Kernel
+from .lift.decode import decode_geometry
+from .lift.operands import lift
+from .lift.tiling import VECTOR_ROLES, Tile, proposals, table_key
 from .tables import Shape, Table, variant_key
 from .targets import Target
+from .tile.backward import backward_candidates
+from .tile.band import band
+from .tile.decode import decode_candidates
+from .tile.forward import forward_candidates
 
 BACKENDS = ("auto", "cuda", "triton", "torch")
 GENERATED = ("cuda", "triton")

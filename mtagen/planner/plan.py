@@ -22,12 +22,12 @@ from .backends import (
     fused_pass,
     triton_tiles,
 )
-from .lifted.decode import DECODE_ROLES, Decode, decode_geometry
-from .lifted.lift import Lift, lift
-from .lifted.tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
+from .geometry.stencil import Stencil
+from .lift.decode import DECODE_ROLES, Decode, decode_geometry
+from .lift.operands import Lift, lift
+from .lift.tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
 from .names import kernel_name, suffix
 from .splits import SplitRule, split_rule
-from .stencil import Stencil
 from .tables import Table, shipped
 from .targets import Target, get_target
 

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..spec import Spec
-from .lifted.tiling import Tile
+from .lift.tiling import Tile
 
 SHIPPED, TUNED = "measured", "tuned here"
 
@@ -41,7 +41,7 @@ class Table:
 
     Attributes:
         source: what a plan says of decisions that come from here.
-        tiles: Triton's tiles, by :func:`mtagen.planner.lifted.tiling.table_key`.
+        tiles: Triton's tiles, by :func:`mtagen.planner.lift.tiling.table_key`.
         variants: of the CUDA passes, by :func:`variant_key`.
         cuda_over_triton: pass -> shape -> time of CUDA's kernels over Triton's.
     """

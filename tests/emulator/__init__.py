@@ -13,7 +13,7 @@ import pytest
 
 from mtagen.codegen.cuda import render
 from mtagen.planner.backends import FusedPass
-from mtagen.planner.fused.kernel import Kernel
+from mtagen.planner.kernel import Kernel
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")

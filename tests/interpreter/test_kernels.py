@@ -14,7 +14,7 @@ from mtagen.errors import BackendError
 from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
 from mtagen.ops.executor import Executor
-from mtagen.planner.lifted.tiling import Tile
+from mtagen.planner.lift.tiling import Tile
 from mtagen.runtime.load import load, plan_key
 
 TINY = (Case(4, 2, 1, 1, 1), Case(2, 2, 1, 9, 13))

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.fused.backward import FusedBackward
+from ...planner.tile.backward import TileBackward
 from .kernel import LoadedKernel
 
 
 def backward(
     kernels: Mapping[str, LoadedKernel],
-    plan: FusedBackward,
+    plan: TileBackward,
     grad_out: Tensor,
     grad_lse: Tensor,
     q: Tensor,

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...planner.fused.decode import FusedDecode
+from ...planner.tile.decode import TileDecode
 from .kernel import LoadedKernel
 
 
 def decode(
     kernels: Mapping[str, LoadedKernel],
-    plan: FusedDecode,
+    plan: TileDecode,
     q_tail: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...planner.fused.forward import FusedForward
+from ...planner.tile.forward import TileForward
 from .kernel import LoadedKernel
 
 
 def forward(
     kernels: Mapping[str, LoadedKernel],
-    plan: FusedForward,
+    plan: TileForward,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -12,7 +12,7 @@ import torch
 from cuda.bindings import driver
 
 from ...errors import BackendError
-from ...planner.fused.kernel import Kernel
+from ...planner.kernel import Kernel
 
 _CODES = {"pointer": "P", "int": "i", "long long": "q", "float": "f"}  # C types -> struct's codes
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import sympy
 from sympy import Expr, Max, Min
 
-from ..affine import interval_over, root
-from ..stencil import Size
+from ..geometry.affine import interval_over, root
+from ..geometry.stencil import Size
 
 I0, J0 = sympy.symbols("i0 j0", integer=True, nonnegative=True)  # first row or key of the owned block
 N_Q, N_K = sympy.symbols("n_q n_k", integer=True, nonnegative=True)

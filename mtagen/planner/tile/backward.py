@@ -21,10 +21,10 @@ from typing import NamedTuple, TypeAlias
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..kernel import Kernel, strides
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
-from .kernel import Kernel, strides
 from .memory import SharedMap
 from .supported import check_supported
 from .wgmma import Wgmma
@@ -95,7 +95,7 @@ def weight_gradient(cq: int, chunks: int, splits: int = 1) -> WeightGradient:
 
 
 @dataclass(frozen=True)
-class FusedBackward:
+class TileBackward:
     """The backward kernels of one spec on one target.
 
     Attributes:
@@ -436,7 +436,7 @@ class FusedBackward:
         yield "backward", "shared memory", f"{self.shared.size} bytes"
 
 
-def backward_candidates(spec: Spec, target: Target) -> list[FusedBackward]:
+def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
     """The fused backward kernels that fit registers and shared memory.
 
     Raises:
@@ -460,13 +460,13 @@ def backward_candidates(spec: Spec, target: Target) -> list[FusedBackward]:
     raise PlanError(explain("head_dim", spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))
 
 
-def _candidates(spec: Spec, target: Target) -> Iterator[FusedBackward]:
+def _candidates(spec: Spec, target: Target) -> Iterator[TileBackward]:
     """From most to least work a CTA, the last one the smallest there is."""
     if target.wgmma:
         for groups in (3, 2):
-            yield FusedBackward(spec, target.name, True, 4 * groups, 64, PANEL * groups)
+            yield TileBackward(spec, target.name, True, 4 * groups, 64, PANEL * groups)
         return
     for warps, rows, keys in ((8, 64, 128), (8, 32, 128), (8, 32, 64), (4, 32, 64)):
-        plan = FusedBackward(spec, target.name, False, warps, rows, keys)
+        plan = TileBackward(spec, target.name, False, warps, rows, keys)
         if plan.dim_warps:
             yield plan

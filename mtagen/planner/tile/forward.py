@@ -17,10 +17,10 @@ from itertools import product
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..kernel import Kernel, strides
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
-from .kernel import Kernel, strides
 from .memory import SharedMap
 from .supported import check_supported
 from .wgmma import Wgmma
@@ -32,7 +32,7 @@ _STEP_LATENCY = 1200  # of a step, that other warps do not hide
 
 
 @dataclass(frozen=True)
-class FusedForward:
+class TileForward:
     """The forward kernel of one spec on one target.
 
     Attributes:
@@ -262,7 +262,7 @@ class FusedForward:
         yield "forward", "shared memory", f"{self.shared.size} bytes"
 
 
-def forward_candidates(spec: Spec, target: Target) -> list[FusedForward]:
+def forward_candidates(spec: Spec, target: Target) -> list[TileForward]:
     """The fused forward kernels that fit registers and shared memory.
 
     Raises:
@@ -284,18 +284,18 @@ def forward_candidates(spec: Spec, target: Target) -> list[FusedForward]:
     raise PlanError(explain("head_dim", spec.head_dim, rule, "a smaller head_dim, or backend='triton'"))
 
 
-def _candidates(spec: Spec, target: Target) -> Iterator[FusedForward]:
+def _candidates(spec: Spec, target: Target) -> Iterator[TileForward]:
     """From most to least work a CTA, the last one the smallest there is."""
     fragments = spec.head_dim // 16
     if target.wgmma:
         wide = (128,) if band(spec.cq, spec.ck).pointwise else ()  # without a strip there is room for them
         for groups, keys in product((3, 2, 1), (*wide, 64, 32)):
             for in_registers in (fragments, 0) if fragments <= 4 else (0,):
-                yield FusedForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
+                yield TileForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
     else:
         # Two tiles a warp halve the reads of K and V; a second CTA hides what the first one waits for.
         two_tiles = [(4, keys, 2, 2) for keys in (64, 48, 32)]
         one_tile = [(warps, keys, 1, 1) for warps in (8, 4) for keys in (64, 48, 32)]
         for warps, keys, row_tiles, blocks in (*two_tiles, *one_tile):
             in_registers = fragments if fragments * row_tiles <= 8 and spec.value_head_dim <= 128 else 0
-            yield FusedForward(spec, target.name, False, warps, keys, 1, in_registers, row_tiles, blocks)
+            yield TileForward(spec, target.name, False, warps, keys, 1, in_registers, row_tiles, blocks)

@@ -15,7 +15,7 @@ import sympy
 from sympy import Expr
 
 from ...spec import Spec
-from ..stencil import Stencil, band
+from ..geometry.stencil import Stencil, band
 from .loops import I0, J0, StreamBounds, key_owner_bounds, row_owner_bounds
 
 T = sympy.Symbol("t", integer=True, nonnegative=True)  # a term of the lifted score

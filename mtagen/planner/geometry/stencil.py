@@ -9,8 +9,8 @@ from typing import TypeAlias
 import sympy
 from sympy import Expr
 
-from ..errors import PlanError, explain
-from ..spec import Spec
+from ...errors import PlanError, explain
+from ...spec import Spec
 from .affine import Interval, interval_over
 
 Size: TypeAlias = int | Expr

@@ -16,9 +16,9 @@ from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled
 
 from mtagen.errors import PlanError
 from mtagen.planner.backends import fused_pass
-from mtagen.planner.fused.band import MAX_COLUMNS, MAX_ROWS
-from mtagen.planner.fused.forward import FusedForward
 from mtagen.planner.targets import TARGETS
+from mtagen.planner.tile.band import MAX_COLUMNS, MAX_ROWS
+from mtagen.planner.tile.forward import TileForward
 from mtagen.spec import KEY_PADDINGS, Spec
 
 Array = NDArray[np.float64]
@@ -57,7 +57,7 @@ class Cta:
     ``convolved`` keeps, what the softmax takes of each row that is stored.
     """
 
-    def __init__(self, plan: FusedForward, scores: Array, taps: Array, block: int, seed: int) -> None:
+    def __init__(self, plan: TileForward, scores: Array, taps: Array, block: int, seed: int) -> None:
         self.plan, self.scores, self.chance = plan, scores, random.Random(seed)
         self.n_q, self.n_k = scores.shape
         self.first = block * plan.owned - plan.halo
@@ -286,7 +286,7 @@ def convolved(spec: Spec, scores: Array, taps: Array) -> tuple[Array, NDArray[np
     return np.einsum("injk,jk->in", windows, taps), allowed
 
 
-def assert_convolves(plan: FusedForward, n_q: int, n_k: int, seed: int = 0) -> None:
+def assert_convolves(plan: TileForward, n_q: int, n_k: int, seed: int = 0) -> None:
     """Every allowed score, convolved, is seen exactly once, by all CTAs together."""
     rng = np.random.default_rng(seed)
     scores = rng.integers(-9, 10, (n_q, n_k)).astype(float)
@@ -341,8 +341,8 @@ def test_every_score_once_whatever_the_shape(
     seed: int,
 ) -> None:
     spec = Spec(kernel, 16, value_dim, causal=masked[0], key_padding=padding, mask=masked[1])
-    hopper = FusedForward(spec, "sm_90a", True, 4 * groups, keys, 2, 1)
-    ampere = FusedForward(spec, "sm_80", False, 2, keys, 1, 1, row_tiles=1 + seed % 2)
+    hopper = TileForward(spec, "sm_90a", True, 4 * groups, keys, 2, 1)
+    ampere = TileForward(spec, "sm_80", False, 2, keys, 1, 1, row_tiles=1 + seed % 2)
     assert_convolves(hopper if groups else ampere, n_q, n_k, seed)
 
 
@@ -423,7 +423,7 @@ def test_products_of_tiles_by_mma(dim: int) -> None:
     assert shared.ways == 1
 
 
-def all_plans() -> Iterator[FusedForward]:
+def all_plans() -> Iterator[TileForward]:
     """Every forward plan of a grid of specs that there is."""
     kernels = [(1, 1), (6, 11), (2, 9), (16, 17), (9, 2)]
     dims = [(16, 16), (64, 64), (80, 48), (128, 128), (64, 256), (192, 192), (256, 256)]
@@ -454,7 +454,7 @@ def test_shared_memory_maps() -> None:
 def test_registers_that_warpgroups_trade() -> None:
     """setmaxnreg gives out what the launch has taken: the most registers that all threads can have."""
     for groups in (1, 2, 3):
-        plan = FusedForward(Spec((6, 11), 64), "sm_90a", True, 4 * groups, 64, 2, 4)
+        plan = TileForward(Spec((6, 11), 64), "sm_90a", True, 4 * groups, 64, 2, 4)
         computes, loads = plan.register_split
         launched = min(255, 65536 // plan.threads) // 8 * 8
         assert 128 * (groups * computes + loads) <= launched * plan.threads <= 65536

@@ -21,11 +21,11 @@ from functools import cached_property
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
+from ..kernel import Kernel, strides
 from ..names import kernel_name
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT
-from .kernel import Kernel, strides
 from .memory import SharedMap
 from .supported import check_supported
 
@@ -143,7 +143,7 @@ class DecodeTile:
 
 
 @dataclass(frozen=True)
-class FusedDecode:
+class TileDecode:
     """The decode kernels of one spec on one target.
 
     Attributes:
@@ -282,7 +282,7 @@ def convolution_steps(spec: Spec) -> int:
     return -(-spec.cq * window_chunks(spec) // 2)
 
 
-def decode_candidates(spec: Spec, target: Target) -> tuple[FusedDecode]:
+def decode_candidates(spec: Spec, target: Target) -> tuple[TileDecode]:
     """The decode kernels: one candidate, for reading keys and values bounds them all.
 
     Raises:
@@ -290,7 +290,7 @@ def decode_candidates(spec: Spec, target: Target) -> tuple[FusedDecode]:
     """
     check_supported(spec, target)
     tiles = (_fit(spec, target, *kernel) for kernel in _KERNELS)
-    return (FusedDecode(spec, target.name, tuple({tile.heads: tile for tile in tiles}.values())),)
+    return (TileDecode(spec, target.name, tuple({tile.heads: tile for tile in tiles}.values())),)
 
 
 def _fit(spec: Spec, target: Target, heads: int, pairs: int, warps: int) -> DecodeTile:

@@ -17,7 +17,7 @@ from ...errors import PlanError
 from ...spec import Spec
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
 from .decode import DECODE_ROLES, decode_geometry
-from .lift import Lift
+from .operands import Lift
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")

@@ -18,7 +18,7 @@ from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
 from mtagen.planner.backends import fused_pass
-from mtagen.planner.fused.decode import DecodeTile, FusedDecode
+from mtagen.planner.tile.decode import DecodeTile, TileDecode
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
@@ -30,7 +30,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 7, 8, 32)
 
 
-def plans() -> Iterator[FusedDecode]:
+def plans() -> Iterator[TileDecode]:
     for target, kernel, dim in itertools.product(TARGETS, KERNELS, HEAD_DIMS):
         yield fused_pass("decode", Spec(kernel, dim), get_target(target))
 
@@ -115,7 +115,7 @@ def ldmatrix(memory: np.ndarray, address: np.ndarray) -> np.ndarray:
     return np.stack([rows[:, lane // 4, 2 * (lane % 4) + e].T for e in range(2)], axis=-1)
 
 
-def convolved(plan: FusedDecode, tile: DecodeTile, strip: np.ndarray, weight: np.ndarray, n_new: int) -> np.ndarray:
+def convolved(plan: TileDecode, tile: DecodeTile, strip: np.ndarray, weight: np.ndarray, n_new: int) -> np.ndarray:
     """What decode.cu.j2 computes of one head's strip: (n_new, keys)."""
     cq, ck = plan.spec.kernel
     window, lane = plan.window_chunks, np.arange(32)
@@ -205,7 +205,7 @@ def test_compiles_without_spills(
 # ---- On a GPU ----
 
 
-def gpu_plan(spec: Spec) -> FusedDecode:
+def gpu_plan(spec: Spec) -> TileDecode:
     return fused_pass("decode", spec, target_for_capability(torch.cuda.get_device_capability()))
 
 

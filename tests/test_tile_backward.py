@@ -23,8 +23,8 @@ from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target
 from mtagen.planner.backends import fused_pass
-from mtagen.planner.fused.backward import GROUP, FusedBackward
 from mtagen.planner.targets import Target
+from mtagen.planner.tile.backward import GROUP, TileBackward
 from mtagen.runtime.cuda import cuda_pass
 from mtagen.runtime.cuda.backward import backward as on_host
 from mtagen.runtime.cuda.compiler import compile_cubin
@@ -42,7 +42,7 @@ def case_id(value: object) -> str:
     return value.name if isinstance(value, Target) else str(value)
 
 
-def plans() -> Iterator[FusedBackward]:
+def plans() -> Iterator[TileBackward]:
     for kernel, dim, target in itertools.product(KERNELS, HEAD_DIMS, TARGETS):
         yield fused_pass("backward", Spec(kernel, dim), target)
 
@@ -131,7 +131,7 @@ def direct(spec: Spec, q: Array, k: Array, v: Array, w: Array, grad_out: Array) 
 
 
 def modelled(
-    plan: FusedBackward, q: Array, k: Array, v: Array, w: Array, grad_out: Array, lse: Array, dot: Array
+    plan: TileBackward, q: Array, k: Array, v: Array, w: Array, grad_out: Array, lse: Array, dot: Array
 ) -> Gradients:
     """As the kernel goes: CTA by CTA, tile by tile, through strips whose columns and rows are the plan's."""
     spec = plan.spec

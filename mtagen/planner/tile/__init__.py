@@ -1,0 +1,1 @@
+"""The lowering "tile": tiles of scores are made and convolved on chip, by the tensor cores. For CUDA."""
