@@ -164,7 +164,9 @@ def test_arguments_as_the_driver_gets_them(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
     monkeypatch.setattr(driver, "cuLaunchKernel", launch)
-    kernel = Kernel("main", "any", tuple((kind, f"x{i}") for i, kind in enumerate(kinds)), "", 96, 4096, 32)
+    types_of = {"pointer": "float"}
+    arguments = tuple(Argument(f"x{i}", types_of.get(kind, kind), kind == "pointer") for i, kind in enumerate(kinds))
+    kernel = Kernel("main", "any", arguments, (), 96, 4096, 32)
     LoadedKernel(kernel, 7, None, 2)((5, 4, 3), *values)
     ((how, got),) = calls
     assert how == (7, 5, 4, 3, 96, 1, 1, 4096, 1002)

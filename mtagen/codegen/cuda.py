@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+import textwrap
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import jinja2
 
+from ..planner.geometry.mask import Mask
+from ..planner.geometry.sequence import SEQUENCE
+from ..planner.kernel import Argument
 from ..version import __version__
+from .printers import c_code, opaque, python_code
 from .templates import environment
 
 # At the left margin: a comment, a template's parameters, a function to its end.
@@ -23,7 +29,19 @@ def render(plan: Any) -> str:
     Args:
         plan: a fused pass plan; ``plan.template`` names its template.
     """
-    text = _environment().get_template(plan.template).render(plan=plan, spec=plan.spec, version=__version__)
+    mask = Mask.of(plan.spec)
+    text = (
+        _environment()
+        .get_template(plan.template)
+        .render(
+            plan=plan,
+            spec=plan.spec,
+            mask=mask,
+            hidden=partial(_hidden, mask),
+            sequence=SEQUENCE,
+            version=__version__,
+        )
+    )
     text = _without_unused(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
@@ -43,8 +61,25 @@ def _without_unused(source: str) -> str:
 @cache
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
+    templates.filters |= {"parameters": _parameters, "host": python_code, "c": c_code}
     templates.globals |= {"asm_operands": _asm_operands, "asm_outputs": _asm_outputs}
     return templates
+
+
+def _parameters(arguments: Sequence[Argument]) -> str:
+    """The parameter list of a kernel, on lines of its own."""
+    whole = (argument.declaration.replace(" ", "\0") for argument in arguments)  # none is broken across lines
+    return textwrap.fill(", ".join(whole), 118, initial_indent="    ", subsequent_indent="    ").replace("\0", " ")
+
+
+def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, str]) -> str:
+    """The condition that a key is hidden from the query at a position, or does not exist.
+
+    Of tiles, given by the first and the last position or key: that some key is hidden from some query.
+    """
+    positions, keys = ([*map(opaque, (x, x) if isinstance(x, str) else x)] for x in (position, key))
+    comparisons = mask.hidden((positions[0], positions[1]), (keys[0], keys[1]))
+    return " || ".join(f"{c_code(left)} {operator} {c_code(right)}" for left, operator, right in comparisons)
 
 
 def _asm_operands(first: int, count: int) -> str:

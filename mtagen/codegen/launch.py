@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 
 from ..planner.backends import FusedPass
 from ..planner.kernel import Kernel
 from ..planner.plan import Plan
+from .printers import python_code
 
 _INTRODUCTION = """\
 # {name}: how to launch it
@@ -43,10 +44,10 @@ def _lines(fused: FusedPass) -> Iterator[str]:
 
 
 def _facts(kernel: Kernel) -> Iterator[str]:
-    yield f"- grid: {kernel.grid}"
+    yield f"- grid: {', '.join(map(python_code, kernel.grid))}"
     yield f"- block: {kernel.threads} threads"
     yield f"- dynamic shared memory: {kernel.shared} bytes"
     yield f"- registers: at most {kernel.registers} a thread"
     yield "- arguments:"
-    for kind, arguments in groupby(kernel.arguments, key=itemgetter(0)):
-        yield f"  - {kind}: " + ", ".join(f"`{name}`" for _, name in arguments)
+    for kind, arguments in groupby(kernel.arguments, key=attrgetter("kind")):
+        yield f"  - {kind}: " + ", ".join(f"`{argument.name}`" for argument in arguments)

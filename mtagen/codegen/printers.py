@@ -1,4 +1,4 @@
-"""Prints exact integer sympy expressions as Triton or Python source that reads as if written by hand.
+"""Prints exact integer sympy expressions as Triton, Python or C source that reads as if written by hand.
 
 Only integers, integer symbols, sums, products, Min, Max and floor or ceiling of a quotient can be printed;
 anything else (a float, a true division) raises. Terms come in a fixed order, so the same expression always
@@ -7,10 +7,11 @@ gives the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import sympy
-from sympy import Expr, Max, Min, ceiling, floor
+from sympy import Expr, Max, Min, Symbol, ceiling, floor
 
 from ..errors import explain
 
@@ -38,6 +39,22 @@ def python_code(expr: Expr | int) -> str:
     return _PythonPrinter().text(sympy.sympify(expr))
 
 
+def c_code(expr: Expr | int) -> str:
+    """``expr`` as a C expression over ints: ``min``, ``max``, ``a / b`` and ``(a + b - 1) / b``.
+
+    C divides toward zero, so a numerator must be provably non-negative.
+
+    Raises:
+        ValueError: a part of ``expr`` has no exact C form.
+    """
+    return _CPrinter().text(sympy.sympify(expr))
+
+
+def opaque(text: str) -> Symbol:
+    """A symbol that is printed as ``text``, a piece of source that binds as tightly as a sum does."""
+    return Symbol(text, integer=True)
+
+
 class _PythonPrinter:
     def text(self, expr: Expr, binding: int = _SUM) -> str:
         """``expr`` printed, in parentheses if it binds less tightly than its place demands."""
@@ -47,8 +64,8 @@ class _PythonPrinter:
     def _visit(self, expr: Expr) -> tuple[str, int]:
         if expr.is_Integer:
             return str(expr), _ATOM if expr >= 0 else _SUM
-        if expr.is_Symbol and expr.is_integer and expr.name.isidentifier():
-            return str(expr.name), _ATOM
+        if expr.is_Symbol and expr.is_integer:
+            return str(expr.name), _ATOM if expr.name.isidentifier() else _SUM
         if isinstance(expr, Min):
             return self._extremum("min", self._sorted(expr.args)), _ATOM
         if isinstance(expr, Max):
@@ -112,20 +129,37 @@ class _PythonPrinter:
         return [self.text(arg) for arg in ordered]
 
 
-class _TritonPrinter(_PythonPrinter):
-    def _extremum(self, name: str, args: Sequence[str]) -> str:
-        call = {"min": "tl.minimum", "max": "tl.maximum"}[name]
-        first, *rest = args
-        return f"{call}({first}, {self._extremum(name, rest)})" if rest else first
+class _TruncatingPrinter(_PythonPrinter):
+    """Of languages that divide toward zero, and whose extrema take two arguments."""
 
-    def _ceiling(self, numerator: Expr, denominator: Expr) -> tuple[str, int]:
-        return f"tl.cdiv({self.text(numerator)}, {self.text(denominator)})", _ATOM
+    _calls: Mapping[str, str]
+
+    def _extremum(self, name: str, args: Sequence[str]) -> str:
+        first, *rest = args
+        return f"{self._calls[name]}({first}, {self._extremum(name, rest)})" if rest else first
 
     def _quotient(self, rounded: Expr) -> tuple[Expr, Expr]:
         numerator, denominator = super()._quotient(rounded)
         if not numerator.is_nonnegative:
-            raise _unprintable(rounded, "may have a negative numerator, which Triton rounds toward zero")
+            raise _unprintable(rounded, "may have a negative numerator, which is rounded toward zero")
         return numerator, denominator
+
+
+class _TritonPrinter(_TruncatingPrinter):
+    _calls: ClassVar = {"min": "tl.minimum", "max": "tl.maximum"}
+
+    def _ceiling(self, numerator: Expr, denominator: Expr) -> tuple[str, int]:
+        return f"tl.cdiv({self.text(numerator)}, {self.text(denominator)})", _ATOM
+
+
+class _CPrinter(_TruncatingPrinter):
+    _calls: ClassVar = {"min": "min", "max": "max"}
+
+    def _floor(self, numerator: Expr, denominator: Expr) -> str:
+        return f"{self.text(numerator, _PRODUCT)} / {self.text(denominator, _ATOM)}"
+
+    def _ceiling(self, numerator: Expr, denominator: Expr) -> tuple[str, int]:
+        return self._floor(numerator + denominator - 1, denominator), _PRODUCT
 
 
 def _is_negative(term: Expr) -> bool:

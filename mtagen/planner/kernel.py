@@ -1,19 +1,86 @@
-"""What launching and describing a CUDA kernel needs to know of it."""
+"""Kernels, their arguments, buffers and launches: values that sources, host code and notes are printed from.
+
+Sizes are sympy expressions in the symbols below, which host code has under the same names.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import sympy
+
+from .geometry.affine import Size
+
+BATCH, HEADS, KV_HEADS = sympy.symbols("batch heads kv_heads", integer=True, positive=True)
+GROUP = sympy.Symbol("group", integer=True, positive=True)  # heads of queries for each head of keys
+
+Values: TypeAlias = Mapping[str, Size]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of a kernel.
+
+    Attributes:
+        name: its name in the kernel, and of what the host passes.
+        type: C type of the value, or of what it points to; ``Element`` is that of q, k and v.
+        pointer: whether it points to memory of the device.
+        written: whether the kernel writes there.
+        restrict: whether the kernel is promised that nothing else leads to what it points to.
+        optional: whether it may be null.
+    """
+
+    name: str
+    type: str
+    pointer: bool = False
+    written: bool = False
+    restrict: bool = True
+    optional: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What a launcher passes: ``pointer``, or the type of a number."""
+        return "pointer" if self.pointer else self.type
+
+    @property
+    def declaration(self) -> str:
+        """In C."""
+        if not self.pointer:
+            return f"{self.type} {self.name}"
+        return f"{'' if self.written else 'const '}{self.type}* {'__restrict__ ' if self.restrict else ''}{self.name}"
+
+
+def reads(type: str, *names: str, restrict: bool = True, optional: bool = False) -> tuple[Argument, ...]:
+    """Pointers to what a kernel reads."""
+    return tuple(Argument(name, type, pointer=True, restrict=restrict, optional=optional) for name in names)
+
+
+def writes(type: str, *names: str, restrict: bool = True) -> tuple[Argument, ...]:
+    """Pointers to what a kernel writes."""
+    return tuple(Argument(name, type, pointer=True, written=True, restrict=restrict) for name in names)
+
+
+def strides(*tensors: str) -> tuple[Argument, ...]:
+    """The strides, in elements, of tensors laid out (B, H, N, D), less the last, which is 1."""
+    return tuple(Argument(f"{tensor}_stride_{axis}", "long long") for tensor in tensors for axis in "bhn")
+
+
+def numbers(type: str, *names: str) -> tuple[Argument, ...]:
+    """Numbers passed by value."""
+    return tuple(Argument(name, type) for name in names)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One CUDA kernel of a pass.
+    """One kernel of a pass.
 
     Attributes:
         role: what it does in its pass, e.g. ``forward`` or ``backward_rows``.
-        name: its entry point, ``extern "C"``.
-        arguments: (C type, name) in order; types: ``pointer``, ``int``, ``long long``, ``float``.
-        grid: the launch grid (x, y) in words and formulas, for readers.
+        name: its entry point.
+        arguments: in order.
+        grid: blocks along x, and y if there are two.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
         registers: registers a thread is expected to take at most.
@@ -21,13 +88,40 @@ class Kernel:
 
     role: str
     name: str
-    arguments: tuple[tuple[str, str], ...]
-    grid: str
+    arguments: tuple[Argument, ...]
+    grid: tuple[Size, ...]
     threads: int
     shared: int
     registers: int
 
 
-def strides(*tensors: str) -> tuple[tuple[str, str], ...]:
-    """Arguments for the strides, in elements, of tensors laid out (B, H, N, D)."""
-    return tuple(("long long", f"{tensor}_stride_{axis}") for tensor in tensors for axis in "bhn")
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that the host allocates for a pass.
+
+    Attributes:
+        name: its name in the host's code, and of the argument it is passed as.
+        shape: its extents.
+        dtype: ``fp32``, ``int32``, or the name of the argument whose dtype it has.
+        like: the argument whose shape it has; ``shape`` is then empty.
+        zeroed: whether it starts as zeros; else it may hold anything.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...] = ()
+    like: str = ""
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: what is launched.
+        values: arguments that the host has under no name of its own.
+    """
+
+    kernel: Kernel
+    values: Values = field(default_factory=dict)

@@ -15,6 +15,6 @@ def suffix(spec: Spec, target: str) -> str:
     return "_".join([*parts, target.replace("_", "")])
 
 
-def kernel_name(role: str, spec: Spec, target: str) -> str:
-    """Name of one kernel, e.g. ``mta_fwd_cq6_ck11_d128_bf16_causal_sm90a``."""
-    return f"mta_{role}_{suffix(spec, target)}"
+def kernel_name(lowering: str, role: str, spec: Spec, target: str) -> str:
+    """Name of one kernel, e.g. ``mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a``: a profiler tells lowerings apart."""
+    return f"mta_{lowering}_{role}_{suffix(spec, target)}"

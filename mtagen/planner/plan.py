@@ -108,8 +108,8 @@ class Plan:
         return f"mta_{self.suffix}"
 
     def kernel_name(self, role: str) -> str:
-        """Name of one Triton kernel, e.g. ``mta_fwd_cq6_ck11_d128_bf16_causal_sm90a``."""
-        return kernel_name(role, self.spec, self.target)
+        """Name of one Triton kernel, e.g. ``mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a``."""
+        return kernel_name("lift", role, self.spec, self.target)
 
     def tile(self, role: str) -> Tile:
         """The tile of one Triton kernel."""

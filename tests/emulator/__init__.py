@@ -51,7 +51,7 @@ class EmulatedKernel:
         Raises:
             AssertionError: a deadlock, an access out of bounds or not aligned, a race, a misuse of an instruction.
         """
-        kinds = [_TYPES[kind] for kind, _ in self.kernel.arguments]
+        kinds = [_TYPES[argument.kind] for argument in self.kernel.arguments]
         values = [kind(value) for kind, value in zip(kinds, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         error = self._function((ctypes.c_uint * 3)(*grid), self._seed, self._checked, pointers)

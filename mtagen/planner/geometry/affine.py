@@ -8,7 +8,10 @@ from typing import TypeAlias
 import sympy
 from sympy import Expr, Symbol
 
+Size: TypeAlias = int | Expr
 Interval: TypeAlias = tuple[Expr, Expr]  # both ends included
+
+N_Q, N_K = sympy.symbols("n_q n_k", integer=True, nonnegative=True)  # queries and keys of a sequence
 
 
 def interval_over(affine: Expr, box: Mapping[Symbol, Interval]) -> Interval:

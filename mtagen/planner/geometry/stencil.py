@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
 
 import sympy
 from sympy import Expr
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from .affine import Interval, interval_over
-
-Size: TypeAlias = int | Expr
+from .affine import Interval, Size, interval_over
 
 
 @dataclass(frozen=True)

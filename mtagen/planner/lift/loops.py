@@ -21,11 +21,9 @@ from typing import NamedTuple
 import sympy
 from sympy import Expr, Max, Min
 
-from ..geometry.affine import interval_over, root
-from ..geometry.stencil import Size
+from ..geometry.affine import N_K, N_Q, Size, interval_over, root
 
 I0, J0 = sympy.symbols("i0 j0", integer=True, nonnegative=True)  # first row or key of the owned block
-N_Q, N_K = sympy.symbols("n_q n_k", integer=True, nonnegative=True)
 OFF = sympy.Symbol("off", integer=True)  # n_k - n_q, negative when there are more queries than keys
 BLOCK_M, BLOCK_N = sympy.symbols("BLOCK_M BLOCK_N", integer=True, positive=True)
 

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from sympy import Expr, ceiling
+
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..kernel import Kernel, strides
+from ..geometry.affine import N_K, N_Q
+from ..kernel import BATCH, HEADS, KV_HEADS, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
@@ -117,7 +120,7 @@ class TileBackward:
     @property
     def name(self) -> str:
         """Name of the source file and of its main kernel."""
-        return kernel_name("bwd", self.spec, self.target)
+        return kernel_name("tile", "bwd", self.spec, self.target)
 
     @property
     def template(self) -> str:
@@ -356,9 +359,20 @@ class TileBackward:
         """Threads that share a row of 16-byte columns: a power of two."""
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
 
-    def row_pitch(self, n_q: int) -> int:
+    @property
+    def row_pitch(self) -> Expr:
         """Rows of a head's statistics: a CTA may load the tile past the one that holds the row after the last."""
-        return n_q + GROUP + 2 * self.rows
+        return N_Q + GROUP + 2 * self.rows
+
+    @property
+    def key_blocks(self) -> Expr:
+        """CTAs along the keys."""
+        return ceiling(N_K / self.owned)
+
+    @property
+    def dq_pieces(self) -> Expr:
+        """Sums of dQ, 16 at a time."""
+        return BATCH * HEADS * N_Q * (self.spec.head_dim // 16)
 
     @property
     def masks_scores(self) -> bool:
@@ -375,34 +389,37 @@ class TileBackward:
         """D and zeroes first, then the gradients, then dQ and dW out of their fp32 sums."""
         spec = self.spec
 
-        def pointers(*names: str) -> tuple[tuple[str, str], ...]:
-            return tuple(("pointer", name) for name in names)
-
-        def integers(*names: str) -> tuple[tuple[str, str], ...]:
-            return tuple(("int", name) for name in names)
-
         rows = (
-            *pointers("out", "grad_out", "lse", "grad_lse", "row_lse", "row_dot", "dq_sum"),
+            *reads("Element", "out", "grad_out"),
+            *reads("float", "lse", "grad_lse"),
+            *writes("float", "row_lse", "row_dot", "dq_sum"),
             *strides("grad_out"),
-            *integers("heads", "n_q", "row_pitch"),
+            *numbers("int", "heads", "n_q", "row_pitch"),
         )
         main = (
-            *pointers("q", "k", "v", "grad_out", "weight", "row_lse", "row_dot"),
-            *pointers("dq_sum", "dk", "dv", "dw_sums", "progress"),
+            *reads("Element", "q", "k", "v", "grad_out"),
+            *reads("float", "weight", "row_lse", "row_dot"),
+            *writes("float", "dq_sum"),
+            *writes("Element", "dk", "dv"),
+            *writes("float", "dw_sums"),
+            *writes("int", "progress", restrict=False),
             *strides("q", "k", "v", "grad_out"),
-            *integers("n_q", "n_k", "heads", "group", "row_pitch"),
-            ("float", "scale"),
+            *numbers("int", "n_q", "n_k", "heads", "group", "row_pitch"),
+            *numbers("float", "scale"),
         )
         finish = (
-            *pointers("dq_sum", "dq", "dw_sums", "dw"),
-            ("long long", "dq_pieces"),
-            *integers("dw_terms", "heads"),
-            ("float", "scale"),
+            *reads("float", "dq_sum"),
+            *writes("Element", "dq"),
+            *reads("float", "dw_sums"),
+            *writes("float", "dweight"),
+            *numbers("long long", "dq_pieces"),
+            *numbers("int", "dw_terms", "heads"),
+            *numbers("float", "scale"),
         )
-        rows_grid = f"batch * heads * ceil(row_pitch / {256 // self.lanes})"
-        main_grid = f"batch * kv_heads, ceil(n_k / {self.owned})"
-        finish_grid = f"ceil(heads * {spec.cq * spec.ck} / 8) + ceil(dq_pieces / 256)"
-        rows_name, finish_name = (kernel_name(f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
+        rows_grid = (BATCH * HEADS * ceiling(self.row_pitch * self.lanes / 256),)
+        main_grid = (BATCH * KV_HEADS, self.key_blocks)
+        finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + ceiling(self.dq_pieces / 256),)
+        rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
         registers = max(self.register_split)
         return (
             Kernel("backward_rows", rows_name, rows, rows_grid, 256, 0, 64),
@@ -418,7 +435,7 @@ class TileBackward:
         yield f"Columns of key j in a strip from key c0: {lags}."
         yield f"For 16 x 8 scores, {self._convolutions}."
         yield "The kernels run in this order on one stream, and hand on, in fp32:"
-        yield f"row_lse and row_dot (batch * heads, row_pitch), row_pitch = n_q + {self.row_pitch(0)};"
+        yield f"row_lse and row_dot (batch * heads, row_pitch), row_pitch = {self.row_pitch};"
         yield "dq_sum, as large as q, contiguous, in dq_pieces of 16 elements;"
         taps = self.spec.cq * self.spec.ck
         yield f"dw_sums (heads * {taps}, dw_terms), dw_terms = batch * ceil(n_k / {self.owned})."

@@ -19,9 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import sympy
+from sympy import ceiling
+
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
-from ..kernel import Kernel, strides
+from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
@@ -37,6 +40,8 @@ _STAGES = (3, 2)
 _TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
 _COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
 _REGISTERS = 128  # that a thread is given at least
+
+N_NEW, CTA_HEADS, NUM_SPLITS = sympy.symbols("n_new cta_heads num_splits", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class TileDecode:
     @property
     def name(self) -> str:
         """Name of the source file."""
-        return kernel_name("decode", self.spec, self.target)
+        return kernel_name("tile", "decode", self.spec, self.target)
 
     @property
     def variant(self) -> str:
@@ -225,19 +230,20 @@ class TileDecode:
     def kernels(self) -> tuple[Kernel, ...]:
         """The decode kernels and the one that merges splits."""
         arguments = (
-            *(
-                ("pointer", name)
-                for name in ("q", "k", "v", "weight", "seqlens", "out", "lse", "partial", "partial_lse")
-            ),
+            *reads("Element", "q", "k", "v", restrict=False),
+            *reads("float", "weight", restrict=False),
+            *reads("int", "seqlens", restrict=False, optional=True),
+            *writes("Element", "out", restrict=False),
+            *writes("float", "lse", "partial", "partial_lse", restrict=False),  # of one split the same memory
             *strides("q", "k", "v"),
-            *(("int", name) for name in ("n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits")),
-            ("float", "scale"),
+            *numbers("int", "n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits"),
+            *numbers("float", "scale"),
         )
-        grid = "batch * kv_heads * num_splits * ceil(group / cta_heads)"
+        grid = (BATCH * KV_HEADS * ceiling(GROUP / CTA_HEADS) * NUM_SPLITS,)
         decode = (
             Kernel(
                 tile.role,
-                kernel_name(tile.role, self.spec, self.target),
+                kernel_name("tile", tile.role, self.spec, self.target),
                 arguments,
                 grid,
                 32 * tile.warps,
@@ -248,9 +254,14 @@ class TileDecode:
         )
         combine = Kernel(
             "combine",
-            kernel_name("decode_combine", self.spec, self.target),
-            (*(("pointer", name) for name in ("partial", "partial_lse", "out", "lse")), ("int", "num_splits")),
-            "batch * heads * n_new",
+            kernel_name("tile", "decode_combine", self.spec, self.target),
+            (
+                *reads("float", "partial", "partial_lse"),
+                *writes("Element", "out"),
+                *writes("float", "lse"),
+                *numbers("int", "num_splits"),
+            ),
+            (BATCH * HEADS * N_NEW,),
             32 * _COMBINE_WARPS,
             0,
             _COMBINE_REGISTERS,

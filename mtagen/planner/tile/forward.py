@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+from sympy import ceiling
+
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..kernel import Kernel, strides
+from ..geometry.affine import N_Q
+from ..kernel import BATCH, HEADS, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
@@ -76,7 +79,7 @@ class TileForward:
     @property
     def name(self) -> str:
         """Name of the source file and of its kernel."""
-        return kernel_name("fwd", self.spec, self.target)
+        return kernel_name("tile", "fwd", self.spec, self.target)
 
     @property
     def template(self) -> str:
@@ -227,12 +230,15 @@ class TileForward:
     def kernels(self) -> tuple[Kernel, ...]:
         """The one kernel."""
         arguments = (
-            *(("pointer", name) for name in ("q", "k", "v", "weight", "out", "lse")),
+            *reads("Element", "q", "k", "v"),
+            *reads("float", "weight"),
+            *writes("Element", "out"),
+            *writes("float", "lse"),
             *strides("q", "k", "v"),
-            *(("int", name) for name in ("n_q", "n_k", "heads", "group")),
-            ("float", "scale"),
+            *numbers("int", "n_q", "n_k", "heads", "group"),
+            *numbers("float", "scale"),
         )
-        grid = f"batch * heads, ceil(n_q / {self.owned})"
+        grid = (BATCH * HEADS, ceiling(N_Q / self.owned))
         registers = max(self.register_split)
         return (Kernel("forward", self.name, arguments, grid, self.threads, self.shared.size, registers),)
 

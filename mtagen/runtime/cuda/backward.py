@@ -37,7 +37,7 @@ def backward(
     f32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dweight = torch.empty(weight.shape, **f32)
-    pitch = plan.row_pitch(n_q)
+    pitch = int(plan.row_pitch.subs("n_q", n_q))
     row_lse, row_dot = (torch.empty(batch * heads * pitch, **f32) for _ in range(2))
     dq_sum = torch.empty(q.shape, **f32)
     dw_sums = torch.empty(weight.numel() * batch * blocks, **f32)

@@ -32,7 +32,7 @@ class LoadedKernel:
         self._function = function
         self._context = context
         self._device = device
-        codes = [_CODES[kind] for kind, _ in kernel.arguments]
+        codes = [_CODES[argument.kind] for argument in kernel.arguments]
         self._pack_into = struct.Struct("".join(codes)).pack_into
         # Written anew by every launch; the driver copies it before the launch returns.
         self._values = ctypes.create_string_buffer(max(1, struct.calcsize("".join(codes))))

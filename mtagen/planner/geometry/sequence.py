@@ -1,0 +1,33 @@
+"""Where queries stand among keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sympy import Expr
+
+from .affine import N_K, N_Q
+
+Length = TypeVar("Length", int, Expr)
+
+
+@dataclass(frozen=True)
+class Sequence(Generic[Length]):
+    """Queries that are aligned to the end of the keys: query i sits at position i + offset.
+
+    Attributes:
+        n_q: number of queries; as a symbol where it is printed into a kernel.
+        n_k: number of keys, likewise.
+    """
+
+    n_q: Length
+    n_k: Length
+
+    @property
+    def offset(self) -> Length:
+        """Position of the first query; negative when there are more queries than keys."""
+        return self.n_k - self.n_q
+
+
+SEQUENCE: Sequence[Expr] = Sequence(N_Q, N_K)  # of a kernel's call
