@@ -14,7 +14,7 @@ from ..planner.geometry.mask import Mask
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..version import __version__
-from .printers import c_code, opaque, python_code
+from .printers import Source, c_code, python_code
 from .templates import environment
 
 # At the left margin: a comment, a template's parameters, a function to its end.
@@ -77,7 +77,7 @@ def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, s
 
     Of tiles, given by the first and the last position or key: that some key is hidden from some query.
     """
-    positions, keys = ([*map(opaque, (x, x) if isinstance(x, str) else x)] for x in (position, key))
+    positions, keys = ([*map(Source, (x, x) if isinstance(x, str) else x)] for x in (position, key))
     comparisons = mask.hidden((positions[0], positions[1]), (keys[0], keys[1]))
     return " || ".join(f"{c_code(left)} {operator} {c_code(right)}" for left, operator, right in comparisons)
 

@@ -50,9 +50,12 @@ def c_code(expr: Expr | int) -> str:
     return _CPrinter().text(sympy.sympify(expr))
 
 
-def opaque(text: str) -> Symbol:
-    """A symbol that is printed as ``text``, a piece of source that binds as tightly as a sum does."""
-    return Symbol(text, integer=True)
+class Source(Symbol):  # type: ignore[misc]
+    """A symbol whose name is a piece of source, an integer expression that binds as tightly as a sum does."""
+
+    def __new__(cls, text: str) -> Source:
+        symbol: Source = super().__new__(cls, text, integer=True)
+        return symbol
 
 
 class _PythonPrinter:
@@ -64,8 +67,10 @@ class _PythonPrinter:
     def _visit(self, expr: Expr) -> tuple[str, int]:
         if expr.is_Integer:
             return str(expr), _ATOM if expr >= 0 else _SUM
-        if expr.is_Symbol and expr.is_integer:
-            return str(expr.name), _ATOM if expr.name.isidentifier() else _SUM
+        if expr.is_Symbol and expr.is_integer and expr.name.isidentifier():
+            return str(expr.name), _ATOM
+        if isinstance(expr, Source):
+            return str(expr.name), _SUM
         if isinstance(expr, Min):
             return self._extremum("min", self._sorted(expr.args)), _ATOM
         if isinstance(expr, Max):
@@ -132,7 +137,7 @@ class _PythonPrinter:
 class _TruncatingPrinter(_PythonPrinter):
     """Of languages that divide toward zero, and whose extrema take two arguments."""
 
-    _calls: Mapping[str, str]
+    _calls: ClassVar[Mapping[str, str]]
 
     def _extremum(self, name: str, args: Sequence[str]) -> str:
         first, *rest = args
@@ -146,14 +151,14 @@ class _TruncatingPrinter(_PythonPrinter):
 
 
 class _TritonPrinter(_TruncatingPrinter):
-    _calls: ClassVar = {"min": "tl.minimum", "max": "tl.maximum"}
+    _calls: ClassVar[Mapping[str, str]] = {"min": "tl.minimum", "max": "tl.maximum"}
 
     def _ceiling(self, numerator: Expr, denominator: Expr) -> tuple[str, int]:
         return f"tl.cdiv({self.text(numerator)}, {self.text(denominator)})", _ATOM
 
 
 class _CPrinter(_TruncatingPrinter):
-    _calls: ClassVar = {"min": "min", "max": "max"}
+    _calls: ClassVar[Mapping[str, str]] = {"min": "min", "max": "max"}
 
     def _floor(self, numerator: Expr, denominator: Expr) -> str:
         return f"{self.text(numerator, _PRODUCT)} / {self.text(denominator, _ATOM)}"
