@@ -14,7 +14,7 @@ from torch.utils import collect_env
 
 from .config import Config
 from .errors import BackendError
-from .runtime.cuda.compiler import toolchain
+from .runtime.nvrtc import toolchain
 from .version import __version__
 
 

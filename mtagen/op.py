@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .codegen import render
 from .config import Config
 from .dtypes import TORCH_DTYPES
 from .errors import BackendError, SpecError, explain
@@ -13,7 +14,7 @@ from .ops import library
 from .ops.executor import Executor
 from .ops.inputs import check_call, check_decode, resolve_scale
 from .planner import Plan, plan, target_for_capability
-from .planner.backends import GENERATED
+from .planner.choice import GENERATED
 from .planner.tables import shipped
 from .runtime.load import available_backends, compile_kernels, load, plan_key
 from .runtime.tuned import remembered
@@ -213,10 +214,11 @@ def assemble(
     if interpreted and spec.dtype == "bf16" and planned.served_by("triton"):
         rule = "Triton's interpreter computes bf16 wrongly"
         raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
-    kernels = load(planned) if generated else None
-    if kernels is not None and not interpreted:
+    sources = render(planned)
+    if generated and not interpreted:
         on_gpu = torch.cuda.is_available()
-        compile_kernels(planned, kernels, torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
+        compile_kernels(planned, sources, torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
+    kernels = load(planned, sources) if generated else None
     executor = Executor(
         spec,
         kernels,
@@ -224,7 +226,7 @@ def assemble(
         torch_on_cpu=torch_on_cpu,
         deterministic=deterministic,
     )
-    key = f"{plan_key(planned)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
+    key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))

@@ -139,8 +139,8 @@ class Auto(Built):
 
     def enters(self, case: Case) -> bool:
         try:
-            choices = self.plan(case).choices
-            return len({choice.backend for choice in choices if (choice.pass_name == "decode") == case.decodes}) > 1
+            passes = self.plan(case).passes
+            return len({one.backend for one in passes if (one.plan.pass_name == "decode") == case.decodes}) > 1
         except Exception:  # whatever it is, its row says so
             return True
 

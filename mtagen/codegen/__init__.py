@@ -2,41 +2,78 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ..errors import PlanError, explain
+from ..planner.lift.module import LiftModule
 from ..planner.plan import Plan
 from . import cuda, triton
-from .launch import launch_note
 
-__all__ = ["emit", "sources"]
+__all__ = ["Sources", "emit", "render"]
 
 
-def sources(plan: Plan) -> dict[str, str]:
-    """File name -> content: a CUDA source per pass that CUDA serves, a Python module if Triton serves any.
+@dataclass(frozen=True)
+class Sources:
+    """What a plan is rendered to, once.
+
+    Attributes:
+        kernels: CUDA source by pass, of the passes that CUDA serves.
+        host: the Python module that launches them, or None if there are none.
+        module: the Python module of the passes that Triton serves, or None if there are none.
+        files: all of them, text by file name.
+    """
+
+    kernels: Mapping[str, str]
+    host: str | None
+    module: str | None
+    files: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of names and texts, as 64 hex digits."""
+        digest = hashlib.sha256()
+        for name, text in sorted(self.files.items()):
+            for part in (name, text):
+                digest.update(f"{len(part)}:{part}".encode())
+        return digest.hexdigest()
+
+
+def render(plan: Plan) -> Sources:
+    """The sources of a plan: a CUDA source for each pass that CUDA serves and a Python module that launches them, and a
+    Python module of kernels and launches if Triton serves any pass. None for PyTorch ops.
+    """
+    files = {}
+    kernels = {name: cuda.render(one) for name, one in plan.tile.items()}
+    host = module = None
+    files |= {f"{plan.tile[name].name}.cu": text for name, text in kernels.items()}
+    if plan.tile:
+        host = cuda.render_host(plan)
+        files[f"{cuda.host_name(plan)}.py"] = host
+    if plan.lift:
+        lift = LiftModule.of(plan.lift.values())
+        module = triton.render(lift)
+        files[f"{lift.name}.py"] = module
+    return Sources(kernels, host, module, files)
+
+
+def emit(plan: Plan, directory: Path | str) -> list[Path]:
+    """Write the plan's sources into ``directory``, which is made if missing.
+
+    Returns:
+        The paths written.
 
     Raises:
         PlanError: the plan's backend has no source to render.
     """
-    made = {f"{fused.name}.cu": cuda.render(fused) for fused in plan.fused.values()}
-    if plan.tiles:
-        made[f"{plan.name}.py"] = triton.render(plan)
-    if not made:
+    sources = render(plan)
+    if not sources.files:
         raise PlanError(explain("backend", plan.backend, "has no generated source", ("auto", "cuda", "triton")))
-    return made
-
-
-def emit(plan: Plan, directory: Path | str) -> list[Path]:
-    """Write the plan's sources into ``directory`` (made if missing), with a note on how CUDA's kernels are launched.
-
-    Returns:
-        The paths written.
-    """
-    files = sources(plan)
-    if plan.fused:
-        files[f"{plan.name}.md"] = launch_note(plan)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
+    for name, content in sources.files.items():
         (folder / name).write_text(content, encoding="utf-8")
-    return [folder / name for name in files]
+    return [folder / name for name in sources.files]

@@ -13,7 +13,9 @@ import jinja2
 from ..planner.geometry.mask import Mask
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
+from ..planner.plan import Plan
 from ..version import __version__
+from .host import allocate, codes, launch
 from .printers import Source, c_code, python_code
 from .templates import environment
 
@@ -58,11 +60,28 @@ def _without_unused(source: str) -> str:
     return source
 
 
+def host_name(plan: Plan) -> str:
+    """Name of the module that launches a plan's CUDA kernels."""
+    return f"mta_tile_{plan.suffix}"
+
+
+def render_host(plan: Plan) -> str:
+    """The Python module that launches a plan's CUDA kernels."""
+    return (
+        _environment()
+        .get_template("host.py.j2")
+        .render(name=host_name(plan), spec=plan.spec, target=plan.target, passes=plan.tile, version=__version__)
+    )
+
+
 @cache
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
-    templates.filters |= {"parameters": _parameters, "host": python_code, "c": c_code}
-    templates.globals |= {"asm_operands": _asm_operands, "asm_outputs": _asm_outputs}
+    templates.filters |= {"parameters": _parameters, "host": python_code, "c": c_code, "codes": codes}
+    templates.globals |= {"allocate": allocate, "launch": launch} | {
+        "asm_operands": _asm_operands,
+        "asm_outputs": _asm_outputs,
+    }
     return templates
 
 

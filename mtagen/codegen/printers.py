@@ -39,6 +39,15 @@ def python_code(expr: Expr | int) -> str:
     return _PythonPrinter().text(sympy.sympify(expr))
 
 
+def triton_host_code(expr: Expr | int) -> str:
+    """``expr`` as a Python expression over ints in a module that has triton: ``triton.cdiv`` for ceilings.
+
+    Raises:
+        ValueError: a part of ``expr`` has no exact Python form.
+    """
+    return _TritonHostPrinter().text(sympy.sympify(expr))
+
+
 def c_code(expr: Expr | int) -> str:
     """``expr`` as a C expression over ints: ``min``, ``max``, ``a / b`` and ``(a + b - 1) / b``.
 
@@ -132,6 +141,11 @@ class _PythonPrinter:
         """Arguments as text: numbers, symbols, the rest; swapcase puts ``i0`` before ``BLOCK_M``."""
         ordered = sorted(args, key=lambda arg: (not arg.is_number, not arg.is_Symbol, self.text(arg).swapcase()))
         return [self.text(arg) for arg in ordered]
+
+
+class _TritonHostPrinter(_PythonPrinter):
+    def _ceiling(self, numerator: Expr, denominator: Expr) -> tuple[str, int]:
+        return f"triton.cdiv({self.text(numerator)}, {self.text(denominator)})", _ATOM
 
 
 class _TruncatingPrinter(_PythonPrinter):

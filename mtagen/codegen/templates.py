@@ -8,7 +8,7 @@ import jinja2
 def environment(folder: str) -> jinja2.Environment:
     """For source code: undefined names raise, blocks leave no lines, nothing is escaped."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("mtagen", f"templates/{folder}"),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader("mtagen", f"templates/{name}") for name in (folder, "host")]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

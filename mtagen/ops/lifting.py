@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..planner.geometry.stencil import band
+from ..planner.lift.band import band
 from ..spec import Spec
 
 

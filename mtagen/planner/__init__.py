@@ -3,7 +3,7 @@
 Pure: no torch, no GPU, no files written.
 """
 
-from .backends import BACKENDS
+from .choice import BACKENDS
 from .plan import Plan, plan
 from .targets import TARGETS, Target, get_target, target_for_capability
 

@@ -1,13 +1,11 @@
-"""Kernels, their arguments, buffers and launches: values that sources, host code and notes are printed from.
+"""Kernels with their arguments and grids, and buffers: values that sources, host code and notes are printed from.
 
 Sizes are sympy expressions in the symbols below, which host code has under the same names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import sympy
 
@@ -15,8 +13,6 @@ from .geometry.affine import Size
 
 BATCH, HEADS, KV_HEADS = sympy.symbols("batch heads kv_heads", integer=True, positive=True)
 GROUP = sympy.Symbol("group", integer=True, positive=True)  # heads of queries for each head of keys
-
-Values: TypeAlias = Mapping[str, Size]
 
 
 @dataclass(frozen=True)
@@ -26,6 +22,7 @@ class Argument:
     Attributes:
         name: its name in the kernel, and of what the host passes.
         type: C type of the value, or of what it points to; ``Element`` is that of q, k and v.
+            In Triton ``descriptor``, ``memory``, ``int64``, ``int32`` or ``float``.
         pointer: whether it points to memory of the device.
         written: whether the kernel writes there.
         restrict: whether the kernel is promised that nothing else leads to what it points to.
@@ -84,6 +81,8 @@ class Kernel:
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
         registers: registers a thread is expected to take at most.
+        constants: (name, value) of what Triton's compiler is told besides the source.
+        stages: depth of the pipeline that Triton's compiler makes of the main loop.
     """
 
     role: str
@@ -93,6 +92,8 @@ class Kernel:
     threads: int
     shared: int
     registers: int
+    constants: tuple[tuple[str, int], ...] = ()
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Buffer:
         dtype: ``fp32``, ``int32``, or the name of the argument whose dtype it has.
         like: the argument whose shape it has; ``shape`` is then empty.
         zeroed: whether it starts as zeros; else it may hold anything.
+        option: name of the host's option without which it is empty.
     """
 
     name: str
@@ -112,16 +114,4 @@ class Buffer:
     shape: tuple[Size, ...] = ()
     like: str = ""
     zeroed: bool = False
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a kernel.
-
-    Attributes:
-        kernel: what is launched.
-        values: arguments that the host has under no name of its own.
-    """
-
-    kernel: Kernel
-    values: Values = field(default_factory=dict)
+    option: str = ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..spec import Spec
+from .geometry.mask import Mask
 
 
 def suffix(spec: Spec, target: str) -> str:
     """The part of kernel names that tells plans apart, e.g. ``cq6_ck11_d128_bf16_causal_sm90a``."""
     parts = [f"cq{spec.cq}", f"ck{spec.ck}", f"d{spec.head_dim}"]
     parts += [f"dv{spec.value_head_dim}"] * (spec.value_head_dim != spec.head_dim)
-    parts += [spec.dtype, "causal" if spec.causal else "full"]
+    parts += [spec.dtype, Mask.of(spec).name]
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
     return "_".join([*parts, target.replace("_", "")])

@@ -1,4 +1,4 @@
-"""Measured decisions: which tiles and variants are the fastest on a GPU, and CUDA's time over Triton's.
+"""Measured decisions: which candidates are the fastest on a GPU, and CUDA's time over Triton's.
 
 A table for a target ships with the package (``tables/<target>.json``); ``mtagen tune`` makes one on the user's machine.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..spec import Spec
-from .lift.tiling import Tile
+from .geometry.mask import Mask
+from .passes import Fields
 
 SHIPPED, TUNED = "measured", "tuned here"
 
@@ -24,15 +25,15 @@ class Shape(NamedTuple):
     cq: int
     ck: int
     head_dim: int
-    causal: bool
+    mask: str
 
     @classmethod
     def of(cls, spec: Spec) -> Shape:
         """The shape of a request."""
-        return cls(spec.cq, spec.ck, spec.head_dim, spec.causal)
+        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name)
 
     def __str__(self) -> str:
-        return f"({self.cq}, {self.ck}), head dim {self.head_dim}, {'causal' if self.causal else 'full'}"
+        return f"({self.cq}, {self.ck}), head dim {self.head_dim}, {self.mask}"
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,18 @@ class Table:
 
     Attributes:
         source: what a plan says of decisions that come from here.
-        tiles: Triton's tiles, by :func:`mtagen.planner.lift.tiling.table_key`.
-        variants: of the CUDA passes, by :func:`variant_key`.
+        decisions: fields by key, see :class:`mtagen.planner.passes.PassPlan`.
         cuda_over_triton: pass -> shape -> time of CUDA's kernels over Triton's.
     """
 
     source: str
-    tiles: Mapping[str, Tile] = field(default_factory=dict)
-    variants: Mapping[str, str] = field(default_factory=dict)
+    decisions: Mapping[str, Fields] = field(default_factory=dict)
     cuda_over_triton: Mapping[str, Mapping[Shape, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_dict` inverts it."""
         return {
-            "tiles": {key: asdict(tile) for key, tile in sorted(self.tiles.items())},
-            "variants": dict(sorted(self.variants.items())),
+            "decisions": {key: dict(fields) for key, fields in sorted(self.decisions.items())},
             "cuda_over_triton": {
                 pass_name: {_write(shape): ratio for shape, ratio in sorted(shapes.items())}
                 for pass_name, shapes in sorted(self.cuda_over_triton.items())
@@ -69,8 +67,7 @@ class Table:
             pass_name: {_read(shape): ratio for shape, ratio in shapes.items()}
             for pass_name, shapes in fields["cuda_over_triton"].items()
         }
-        tiles = {key: Tile(**tile) for key, tile in fields["tiles"].items()}
-        return cls(source, tiles, fields["variants"], ratios)
+        return cls(source, fields["decisions"], ratios)
 
     def updated(self, newer: Table) -> Table:
         """This table, with ``newer``'s decisions where both have one."""
@@ -78,7 +75,7 @@ class Table:
         ratios = {
             name: {**self.cuda_over_triton.get(name, {}), **newer.cuda_over_triton.get(name, {})} for name in passes
         }
-        return Table(self.source, {**self.tiles, **newer.tiles}, {**self.variants, **newer.variants}, ratios)
+        return Table(self.source, {**self.decisions, **newer.decisions}, ratios)
 
 
 @cache
@@ -88,15 +85,10 @@ def shipped(target: str) -> Table:
     return Table.from_dict(json.loads(path.read_text()), SHIPPED) if path.is_file() else Table(SHIPPED)
 
 
-def variant_key(pass_name: str, spec: Spec) -> str:
-    """What the choice of a CUDA pass's variant depends on."""
-    return f"{pass_name} cq{spec.cq} ck{spec.ck} d{spec.head_dim} dv{spec.value_head_dim} {spec.dtype}"
-
-
 def _write(shape: Shape) -> str:
-    return f"{shape.cq},{shape.ck},{shape.head_dim},{'causal' if shape.causal else 'full'}"
+    return ",".join(map(str, shape))
 
 
 def _read(text: str) -> Shape:
     cq, ck, head_dim, mask = text.split(",")
-    return Shape(int(cq), int(ck), int(head_dim), mask == "causal")
+    return Shape(int(cq), int(ck), int(head_dim), mask)

@@ -1,10 +1,12 @@
-"""Plan -> callable passes: render, keep in the cache, compile, load."""
+"""Plan and sources -> callable passes: keep in the cache, compile, load."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,16 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ..codegen import sources
-from ..codegen.triton import render
+from ..codegen import Sources
 from ..dtypes import TORCH_DTYPES
+from ..errors import BackendError, explain
 from ..planner.plan import Plan
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
-from .cuda import compile_pass, cuda_is_installed, cuda_pass
 from .loader import load_module
-
-_FILE = "kernels.py"
+from .nvrtc import cached_cubin, cuda_is_installed
 
 
 @dataclass(frozen=True)
@@ -44,59 +44,94 @@ def available_backends() -> tuple[str, ...]:
     return ("cuda", "triton") if cuda_is_installed() else ("triton",)
 
 
-def plan_key(plan: Plan) -> str:
+def plan_key(plan: Plan, sources: Sources) -> str:
     """Content hash of a plan and its sources: the identity of a built op and of its cache entry."""
-    made = {} if plan.backend == "torch" else sources(plan)
-    return cache_key(made, plan.to_dict(), torch.__version__, triton.__version__)
+    return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton.__version__)
 
 
-def load(plan: Plan) -> Passes:
+def load(plan: Plan, sources: Sources) -> Passes:
     """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`."""
-    functions: dict[str, Callable[..., Any]] = {name: cuda_pass(name, fused) for name, fused in plan.fused.items()}
-    if served := plan.served_by("triton"):
-        module = load_triton(plan)
-        functions |= {name: getattr(module, name) for name in served}
-        if "backward" in served:
-            functions["backward"] = _reproducible(module.backward)
+    functions: dict[str, Callable[..., Any]] = {}
+    if plan.tile:
+        functions |= {name: getattr(load_cuda(plan, sources), name) for name in plan.tile}
+    if plan.lift:
+        functions |= {name: getattr(load_triton(plan, sources), name) for name in plan.lift}
     return Passes(**functions)
 
 
-def _reproducible(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's backward pass, which is deterministic whether asked to be or not."""
-
-    def run(*arguments: Any, deterministic: bool) -> Any:
-        return backward(*arguments)
-
-    return run
+def load_triton(plan: Plan, sources: Sources) -> ModuleType:
+    """The plan's module of Triton kernels, by way of the cache."""
+    return _module(plan, sources, "lift", sources.module)
 
 
-def load_triton(plan: Plan) -> ModuleType:
-    """The plan's Triton module, from the cache or rendered anew."""
-    source = render(plan).encode()
+def load_cuda(plan: Plan, sources: Sources) -> ModuleType:
+    """The plan's module that launches CUDA kernels, by way of the cache; so are the cubins that it loads."""
+    module = _module(plan, sources, "tile", sources.host)
+
+    def compile_source(source: Path, target: str, index: int) -> bytes:
+        arch = arch_for(target, torch.cuda.get_device_capability(index))
+        return cached_cubin(sources.files[source.name], arch, source.stem)
+
+    module.compile_source = compile_source  # type: ignore[attr-defined]
+    return module
+
+
+def _module(plan: Plan, sources: Sources, lowering: str, text: str | None) -> ModuleType:
+    assert text is not None, f"the plan has no passes of the lowering {lowering}"
+    (file,) = (name for name, content in sources.files.items() if content is text)
+    files = {name: content.encode() for name, content in sources.files.items()}
     entry = Cache().get_or_build(
-        plan.name, plan.target, plan_key(plan), lambda: {_FILE: source}, metadata={"plan": plan.to_dict()}
+        plan.name, plan.target, plan_key(plan, sources), lambda: files, metadata={"plan": plan.to_dict()}
     )
-    return load_module(entry.path / _FILE, entry.files[_FILE])
+    return load_module(entry.path / file, entry.files[file])
 
 
-def compile_kernels(plan: Plan, passes: Passes, device: torch.device | None) -> None:
+def compile_kernels(plan: Plan, sources: Sources, device: torch.device | None) -> None:
     """Compile every kernel for ``device``, and load it there; without a GPU, CUDA's kernels for the plan's target.
 
     Lengths, strides and head counts are run-time arguments, so nothing is left to compile in a later call.
 
     Raises:
-        BackendError: CUDA's compiler is missing, or cannot compile for ``device``.
+        BackendError: CUDA's compiler is missing, or cannot compile for ``device``; the driver refuses a kernel.
     """
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
         if device is None:
-            jobs = [pool.submit(compile_pass, fused) for fused in plan.fused.values()]
+            jobs = [
+                pool.submit(cached_cubin, text, plan.target, plan.tile[name].name)
+                for name, text in sources.kernels.items()
+            ]
         else:
-            jobs = [pool.submit(getattr(passes, name).load, device) for name in plan.fused]
+            jobs = [pool.submit(_load, load_cuda(plan, sources), name, device) for name in plan.tile]
     for job in jobs:
         job.result()
-    if device is not None and plan.tiles:
-        exercise(plan, load_triton(plan), device, plan.served_by("triton"))
+    if device is not None and plan.lift:
+        exercise(plan, load_triton(plan, sources), device, tuple(plan.lift))
         torch.cuda.synchronize(device)
+
+
+def _load(module: ModuleType, pass_name: str, device: torch.device) -> None:
+    try:
+        module.load(pass_name, device)
+    except BackendError:
+        raise
+    except RuntimeError as error:  # of emitted code, which knows no errors of mtagen's
+        raise BackendError(f"{module.__name__}: {error}") from error
+
+
+def arch_for(target: str, capability: tuple[int, int]) -> str:
+    """What sources planned for a target are compiled for on a GPU: its own architecture, for cubins run on no other.
+
+    Raises:
+        BackendError: the target's instructions are not those of the GPU.
+    """
+    version, specific = re.fullmatch(r"sm_(\d+)(a?)", target).groups()  # type: ignore[union-attr]
+    here = 10 * capability[0] + capability[1]
+    if here == int(version):
+        return target
+    if specific or here < int(version):
+        rule = f"the GPU has compute capability {capability[0]}.{capability[1]}, which does not run its instructions"
+        raise BackendError(explain("target", target, rule, "the target of this GPU, or backend='triton'"))
+    return f"sm_{here}"
 
 
 def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Collection[str]) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import torch
 
+from ..codegen import render
 from ..planner import Plan
 from .load import exercise, load_triton
 
@@ -41,7 +42,7 @@ def _main() -> None:
     for fields, pass_name in json.load(sys.stdin):
         plan = Plan.from_dict(fields)
         with suppress(Exception):
-            exercise(plan, load_triton(plan), torch.device("cuda"), (pass_name,))
+            exercise(plan, load_triton(plan, render(plan)), torch.device("cuda"), (pass_name,))
     torch.cuda.synchronize()
 
 

@@ -13,7 +13,7 @@ from ..errors import BackendError
 from ..planner.tables import TUNED, Table
 from ..spec import Spec
 from .cache import Cache, cache_key
-from .cuda.compiler import toolchain
+from .nvrtc import toolchain
 
 _FILE = "table.json"
 

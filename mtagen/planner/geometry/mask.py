@@ -40,6 +40,13 @@ class Mask:
         return cls(left=None, right=0 if spec.causal else None, terms=spec.mask if spec.cq > 1 else "source")
 
     @property
+    def name(self) -> str:
+        """In names of kernels and in tables."""
+        if not self.hides:
+            return "full"
+        return "causal" if (self.left, self.right) == (None, 0) else f"left{self.left}_right{self.right}"
+
+    @property
     def hides_later(self) -> bool:
         """Whether keys after a query are hidden from it."""
         return self.right is not None

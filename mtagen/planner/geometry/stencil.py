@@ -1,16 +1,14 @@
-"""Which scores a convolved score reads, and what follows: halos, outputs per tile, the causal band."""
+"""Which scores a convolved score reads, and what follows: halos, outputs per tile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import sympy
 from sympy import Expr
 
 from ...errors import PlanError, explain
-from ...spec import Spec
-from .affine import Interval, Size, interval_over
+from .affine import Interval, Size
 
 
 @dataclass(frozen=True)
@@ -62,39 +60,6 @@ class Stencil:
         """Tiles that cover ``rows`` x ``cols`` outputs, along each axis: ceil(n / effective)."""
         block_rows, block_cols = self.effective(tile_rows, tile_cols)
         return sympy.ceiling(rows / block_rows), sympy.ceiling(cols / block_cols)
-
-
-@dataclass(frozen=True)
-class BandGeometry:
-    """The diagonals delta = i + off - j near the causal edge, on which the lifted score Ct differs from C.
-
-    Attributes:
-        width: F; Ct[i, j] is corrected by E[i, delta] for 0 <= delta < F.
-        reach: E needs the scores A[i', f] = q[i'] . k[i' + off + f] for f = 1..reach.
-    """
-
-    width: int
-    reach: int
-
-
-@cache
-def band(spec: Spec) -> BandGeometry:
-    """The band of ``spec``, from its footprint and its mask rule (lift lowering, C = Ct - E).
-
-    The lifted sum keeps every term; the causal rule drops those past the diagonal of the term's own row (mask
-    "source") or of the output's row (mask "output"). A diagonal is in the band if some term on it is dropped.
-    """
-    if not spec.causal:
-        return BandGeometry(width=0, reach=0)
-    r, c = sympy.symbols("r c", integer=True)
-    stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
-    box = {r: stencil.rows, c: stencil.cols}
-    term = r - c  # the term at offset (r, c) lies on diagonal delta + term
-    tested = {"source": term, "output": -c}[spec.mask]  # dropped when delta + tested < 0
-    width = -int(interval_over(tested, box)[0])
-    # A dropped term lies f = -(delta + term) above the diagonal, most at delta = 0; no band needs no scores.
-    reach = -int(interval_over(term, box)[0]) if width else 0
-    return BandGeometry(width=width, reach=reach)
 
 
 def _negated(interval: Interval) -> Interval:

@@ -13,6 +13,7 @@ import sympy
 from sympy import Expr
 
 from ...spec import Spec
+from ..geometry.mask import Mask
 
 DECODE_ROLES = ("decode", "decode_wide")
 LENGTH, N_NEW = sympy.symbols("length n_new", integer=True)
@@ -25,12 +26,14 @@ class Decode:
     """The geometry of decode for one spec.
 
     Attributes:
+        mask: which keys a query sees.
         taps: ck padded to a power of two: rows of the product per pair.
         masks_terms: whether the causal rule drops some query rows' terms at a key and keeps others'.
         first_edge: the first key that some query must not see.
         narrow, wide: pairs per CTA of the two kernels; the same if one kernel does.
     """
 
+    mask: Mask
     taps: int
     masks_terms: bool
     first_edge: Expr
@@ -46,8 +49,12 @@ class Decode:
 def decode_geometry(spec: Spec) -> Decode:
     """Narrow is for one new token without grouped heads; wide takes what one product holds."""
     taps = 1 << (spec.ck - 1).bit_length()
-    masks_terms = spec.causal and spec.mask == "source" and spec.cq > 1
+    mask = Mask.of(spec)
+    masks_terms = mask.zeroes_scores and spec.cq > 1
+    first_position = LENGTH - N_NEW - (spec.cq - 1 if masks_terms else 0)
     first_edge = LENGTH
-    if spec.causal:
-        first_edge = LENGTH - N_NEW + 1 - (spec.cq - 1 if masks_terms else 0)
-    return Decode(taps, masks_terms, first_edge, narrow=1, wide=max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps)))
+    if (last := mask.last_key(first_position)) is not None:
+        first_edge = last + 1
+    return Decode(
+        mask, taps, masks_terms, first_edge, narrow=1, wide=max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps))
+    )

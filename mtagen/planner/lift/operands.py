@@ -3,7 +3,7 @@
 With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j],
 Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
 with queries lifted, the same with the axes exchanged: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL],
-Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Only the causal band needs a correction (see ``stencil.band``).
+Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Only the causal band needs a correction (see :mod:`.band`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import sympy
 from sympy import Expr
 
 from ...spec import Spec
-from ..geometry.stencil import Stencil, band
-from .loops import I0, J0, StreamBounds, key_owner_bounds, row_owner_bounds
+from ..geometry.affine import N_K, N_Q
+from ..geometry.loops import I0, J0, Loop, key_loop, row_loop
+from ..geometry.mask import Mask
+from ..geometry.stencil import Stencil
+from .band import Band, band
 
 T = sympy.Symbol("t", integer=True, nonnegative=True)  # a term of the lifted score
 
@@ -33,7 +36,7 @@ class Contraction:
     sums_terms: bool
     g_row_shift: Expr
     g_key_shift: Expr
-    bounds: StreamBounds
+    loop: Loop
 
     @property
     def role(self) -> str:
@@ -51,8 +54,11 @@ class Lift:
         taps: kernel entries summed into one lifted vector, max(cq, ck).
         pad: lifted vector x reads source vectors x + s - pad, 0 <= s < taps.
         row_shift, key_shift: term t pairs row i + row_shift with key j + key_shift.
-        carry: rows of g that a strip of rows needs from the strip before it.
-        band_width, reach: see ``stencil.BandGeometry``.
+        kept_rows: rows of g that a strip of rows needs from the strip before it.
+        mask: which keys a query sees.
+        band: where the lifted score must be corrected.
+        forward, scores: loops of the kernels of these names.
+        contractions: the gradients of both operands.
     """
 
     lifts_keys: bool
@@ -61,11 +67,11 @@ class Lift:
     pad: int
     row_shift: Expr
     key_shift: Expr
-    carry: int
-    band_width: int
-    reach: int
-    forward: StreamBounds
-    scores: StreamBounds
+    kept_rows: int
+    mask: Mask
+    band: Band
+    forward: Loop
+    scores: Loop
     contractions: tuple[Contraction, Contraction]
 
 
@@ -75,7 +81,7 @@ def lift(spec: Spec) -> Lift:
     lifts_keys = spec.cq <= spec.ck
     stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
     above, _, left, right = (int(extent) for extent in stencil.halo)
-    geometry = band(spec)
+    mask, width = Mask.of(spec), band(spec).width
     row_shift = T - above if lifts_keys else sympy.S.Zero
     key_shift = sympy.S.Zero if lifts_keys else T - left
     shifted = (0, above) if lifts_keys else (-right, left)  # where the shifted operand's gradient reads g
@@ -85,14 +91,14 @@ def lift(spec: Spec) -> Lift:
         sums_terms=False,
         g_row_shift=zero,
         g_key_shift=zero,
-        bounds=_contraction_bounds(spec.causal, "keys" if lifts_keys else "rows", (0, 0)),
+        loop=_contraction_loop(mask, "keys" if lifts_keys else "rows", (0, 0)),
     )
     shifted_gradient = Contraction(
         owner="rows" if lifts_keys else "keys",
         sums_terms=True,
         g_row_shift=-row_shift,
         g_key_shift=-key_shift,
-        bounds=_contraction_bounds(spec.causal, "rows" if lifts_keys else "keys", shifted),
+        loop=_contraction_loop(mask, "rows" if lifts_keys else "keys", shifted),
     )
     return Lift(
         lifts_keys=lifts_keys,
@@ -101,27 +107,28 @@ def lift(spec: Spec) -> Lift:
         pad=left if lifts_keys else above,
         row_shift=row_shift,
         key_shift=key_shift,
-        carry=above if lifts_keys else 0,
-        band_width=geometry.width,
-        reach=geometry.reach,
-        forward=row_owner_bounds(spec.causal, band=geometry.width),
-        scores=key_owner_bounds(spec.causal, band=geometry.width),
+        kept_rows=above if lifts_keys else 0,
+        mask=mask,
+        band=band(spec),
+        forward=key_loop(mask, band=width),
+        scores=row_loop(mask, band=width),
         contractions=(lifted_gradient, shifted_gradient),
     )
 
 
-def _contraction_bounds(causal: bool, owner: str, reads: tuple[int, int]) -> StreamBounds:
-    """Bounds for a CTA that reads g at offsets ``reads`` (first, last) of its own block.
+def _contraction_loop(mask: Mask, owner: str, reads: tuple[int, int]) -> Loop:
+    """The loop of a CTA that reads g at offsets ``reads`` (first, last) of its own block.
 
-    A tile is visited if any of the reads may be allowed, and interior if all of them are: the extreme blocks decide.
+    A tile is visited if any of the reads may be visible, and interior if all of them are: the extreme blocks decide.
     """
+    if not mask.hides:  # then nothing is checked: the operand that g meets is zero past its end
+        length = N_K if owner == "rows" else N_Q
+        return Loop(sympy.S.Zero, sympy.S.Zero, length, length)
     first, last = reads
-    if owner == "rows":
-        bounds = row_owner_bounds(causal)
-        return bounds._replace(
-            interior_end=bounds.interior_end.subs(I0, I0 + first), end=bounds.end.subs(I0, I0 + last)
-        )
-    bounds = key_owner_bounds(causal)
-    return bounds._replace(
-        begin=bounds.begin.subs(J0, J0 + first), interior_begin=bounds.interior_begin.subs(J0, J0 + last)
+    own, loop = (I0, key_loop(mask)) if owner == "rows" else (J0, row_loop(mask))
+    return Loop(
+        begin=loop.begin.subs(own, own + first),
+        interior_begin=loop.interior_begin.subs(own, own + last),
+        interior_end=loop.interior_end.subs(own, own + first),
+        end=loop.end.subs(own, own + last),
     )

@@ -20,7 +20,7 @@ from .decode import DECODE_ROLES, decode_geometry
 from .operands import Lift
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
-VECTOR_ROLES = ("lift", "band_scores", "band", "finish", "combine")
+VECTOR_ROLES = ("lift", "band_scores", "band", "rows", "finish", "combine")
 _UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was seen to take besides the operands of unrolled terms
 
 # The cost model's constants, fitted to benchmarks/results/h200_tune_*.json. Times are cycles of a multiprocessor.
@@ -164,7 +164,7 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
     vector += 2 * 4 * spilled * threads / SHARED_BYTES_PER_CYCLE  # written and read
     steps = terms // tile.unroll if by_terms else 1
     chain = tensor + vector + steps * _STEP + _TILE + (_LATENCY if by_terms else 0)  # a tile starts its own pipeline
-    edges = _edges(tile, spec)
+    edges = _edges(tile, lift)
     bounds = _Bounds(max(tensor, vector), moved * size, chain, steps, _LATENCY, terms + 1, steps / 2, edges)
     return bounds.cycles(tile, resident_ctas(need, tile, target), target) / (m * n)
 
@@ -175,15 +175,15 @@ def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Tar
     own, streamed = (m, n) if role.startswith("dq") else (n, m)
     tensor = _product_cycles(own, d, streamed, tile, size, target)
     moved = (m * n + streamed * d) * size
-    bounds = _Bounds(tensor, moved, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1, _edges(tile, spec))
+    bounds = _Bounds(tensor, moved, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1, _edges(tile, lift))
     resident = resident_ctas(resources(role, tile, spec, lift), tile, target)
     memory = _STRIP_READ * m * n * size / target.dram_bytes_per_cycle
     return _combined(lift.terms * bounds.cycles(tile, resident, target), memory) / (m * n)
 
 
-def _edges(tile: Tile, spec: Spec) -> float:
-    """The share of tiles that the diagonal crosses, which are not pipelined."""
-    return (tile.block_m + tile.block_n) / _MEAN_ROW if spec.causal else 0
+def _edges(tile: Tile, lift: Lift) -> float:
+    """The share of tiles that an edge of the mask crosses, which are not pipelined."""
+    return (tile.block_m + tile.block_n) / _MEAN_ROW if lift.mask.hides else 0
 
 
 class _Bounds(NamedTuple):
@@ -293,8 +293,8 @@ def table_key(role: str, spec: Spec, lift: Lift) -> str:
     """What a measured choice depends on: role, padded head dims, terms, element size."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     if role in DECODE_ROLES:
-        return f"{role} d{d} dv{dv} taps{decode_geometry(spec).taps} bytes{spec.itemsize}"
-    return f"{role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize}"
+        return f"lift {role} d{d} dv{dv} taps{decode_geometry(spec).taps} bytes{spec.itemsize}"
+    return f"lift {role} d{d} dv{dv} terms{lift.terms} bytes{spec.itemsize}"
 
 
 def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
@@ -346,11 +346,11 @@ def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
     needs no barrier. ``band_scores`` is one product of a block of rows with the window of keys its diagonals meet.
     """
     d = block_dim(spec.head_dim)
-    if role == "band":
+    if role in ("band", "rows"):
         return Tile(block_m=16, num_warps=1)
     if role == "band_scores":
         rows = 64 if spec.itemsize == 2 else 16
-        return Tile(block_m=rows, block_n=1 << (rows + lift.reach - 1).bit_length())
+        return Tile(block_m=rows, block_n=1 << (rows + lift.band.reach - 1).bit_length())
     if role == "finish":
         return Tile(block_m=max(1, 1024 // d), num_warps=1)
     held = lift.terms if role == "lift" else 2

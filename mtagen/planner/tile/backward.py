@@ -14,21 +14,23 @@ i of dS rows i .. i+(cq-1) of G: dS lags a tile by a group, and its product with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import sympy
 from sympy import Expr, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q
-from ..kernel import BATCH, HEADS, KV_HEADS, Kernel, numbers, reads, strides, writes
+from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .memory import SharedMap
+from .passes import TilePass
 from .supported import check_supported
 from .wgmma import Wgmma
 
@@ -39,6 +41,10 @@ _HELPER_REGISTERS = 56
 # The cost model; fitted to benchmarks/results/h200_tune_*.json.
 _STEP_LATENCY = 4000  # cycles of a step that nothing hides
 _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
+
+ROW_PITCH, KEY_BLOCKS, DQ_PIECES, DW_TERMS = sympy.symbols(
+    "row_pitch key_blocks dq_pieces dw_terms", integer=True, positive=True
+)
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
 
@@ -98,7 +104,7 @@ def weight_gradient(cq: int, chunks: int, splits: int = 1) -> WeightGradient:
 
 
 @dataclass(frozen=True)
-class TileBackward:
+class TileBackward(TilePass):
     """The backward kernels of one spec on one target.
 
     Attributes:
@@ -117,20 +123,21 @@ class TileBackward:
     rows: int
     keys: int
 
+    pass_name = "backward"
+
+    @classmethod
+    def fitting(cls, spec: Spec, target: Target) -> Sequence[TileBackward]:
+        return backward_candidates(spec, target)
+
     @property
     def name(self) -> str:
         """Name of the source file and of its main kernel."""
         return kernel_name("tile", "bwd", self.spec, self.target)
 
     @property
-    def template(self) -> str:
+    def template(self) -> str:  # type: ignore[override]
         """The kernels' template."""
         return "backward_sm90.cu.j2" if self.hopper else "backward_sm80.cu.j2"
-
-    @property
-    def variant(self) -> str:
-        """What tells it from the other candidates."""
-        return f"{self.warps} warps, {self.rows} rows, {self.keys} keys"
 
     @property
     def cost(self) -> float:
@@ -360,19 +367,32 @@ class TileBackward:
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
 
     @property
-    def row_pitch(self) -> Expr:
-        """Rows of a head's statistics: a CTA may load the tile past the one that holds the row after the last."""
-        return N_Q + GROUP + 2 * self.rows
+    def sizes(self) -> Mapping[str, Expr]:
+        """What grids, buffers and arguments are counted in.
+
+        A head's statistics have ``row_pitch`` rows: a CTA may load the tile past the one that holds the row after the
+        last. Sums of dQ are finished in ``dq_pieces`` of 16.
+        """
+        return {
+            "row_pitch": N_Q + GROUP + 2 * self.rows,
+            "key_blocks": ceiling(N_K / self.owned),
+            "dq_pieces": BATCH * HEADS * N_Q * (self.spec.head_dim // 16),
+            "dw_terms": BATCH * KEY_BLOCKS,
+        }
 
     @property
-    def key_blocks(self) -> Expr:
-        """CTAs along the keys."""
-        return ceiling(N_K / self.owned)
-
-    @property
-    def dq_pieces(self) -> Expr:
-        """Sums of dQ, 16 at a time."""
-        return BATCH * HEADS * N_Q * (self.spec.head_dim // 16)
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What the host allocates: results, then what the kernels hand on."""
+        taps = self.spec.cq * self.spec.ck
+        return (
+            *(Buffer(f"d{name}", "q", like=name) for name in "qkv"),
+            Buffer("dweight", "fp32", like="weight"),
+            Buffer("row_lse", "fp32", (BATCH * HEADS, ROW_PITCH)),
+            Buffer("row_dot", "fp32", (BATCH * HEADS, ROW_PITCH)),
+            Buffer("dq_sum", "fp32", like="q"),
+            Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS)),
+            Buffer("progress", "int32", (BATCH * HEADS * KEY_BLOCKS,), zeroed=True, option="deterministic"),
+        )
 
     @property
     def masks_scores(self) -> bool:
@@ -416,9 +436,9 @@ class TileBackward:
             *numbers("int", "dw_terms", "heads"),
             *numbers("float", "scale"),
         )
-        rows_grid = (BATCH * HEADS * ceiling(self.row_pitch * self.lanes / 256),)
-        main_grid = (BATCH * KV_HEADS, self.key_blocks)
-        finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + ceiling(self.dq_pieces / 256),)
+        rows_grid = (BATCH * HEADS * ceiling(ROW_PITCH / (256 // self.lanes)),)
+        main_grid = (BATCH * KV_HEADS, KEY_BLOCKS)
+        finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + ceiling(DQ_PIECES / 256),)
         rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
         registers = max(self.register_split)
         return (
@@ -435,7 +455,7 @@ class TileBackward:
         yield f"Columns of key j in a strip from key c0: {lags}."
         yield f"For 16 x 8 scores, {self._convolutions}."
         yield "The kernels run in this order on one stream, and hand on, in fp32:"
-        yield f"row_lse and row_dot (batch * heads, row_pitch), row_pitch = {self.row_pitch};"
+        yield f"row_lse and row_dot (batch * heads, row_pitch), row_pitch = {self.sizes['row_pitch']};"
         yield "dq_sum, as large as q, contiguous, in dq_pieces of 16 elements;"
         taps = self.spec.cq * self.spec.ck
         yield f"dw_sums (heads * {taps}, dw_terms), dw_terms = batch * ceil(n_k / {self.owned})."

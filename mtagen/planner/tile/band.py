@@ -26,6 +26,7 @@ from ...errors import PlanError, explain
 MAX_ROWS = 16  # cq - 1 halo rows come from one neighbouring warp of 16 rows
 MAX_COLUMNS = 17  # a window of ck + 7 <= 24 columns is 3 chunks
 CHUNK = 8  # columns in 16 bytes
+FLOP_OF_MMA = 2 * 16  # flop of an mma.m16n8k16 for each of its 16 x 8 outputs
 SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
 
 Tap: TypeAlias = "tuple[int, int] | None"  # (u, d): row shift and place of the chunk in the window; None: zeros

@@ -15,7 +15,7 @@ the keys by ``pad_right`` columns, so that a tile's windows end inside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,12 +24,14 @@ from sympy import ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
-from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Kernel, numbers, reads, strides, writes
+from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
+from ..passes import Fields
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT
 from .memory import SharedMap
+from .passes import TilePass
 from .supported import check_supported
 
 # Of each kernel: query heads and pairs (query head, new token) of a CTA, at most, and its warps.
@@ -41,7 +43,7 @@ _TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
 _COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
 _REGISTERS = 128  # that a thread is given at least
 
-N_NEW, CTA_HEADS, NUM_SPLITS = sympy.symbols("n_new cta_heads num_splits", integer=True, positive=True)
+N_NEW, CTA_HEADS, SPLITS = sympy.symbols("n_new cta_heads splits", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class DecodeTile:
 
 
 @dataclass(frozen=True)
-class TileDecode:
+class TileDecode(TilePass):
     """The decode kernels of one spec on one target.
 
     Attributes:
@@ -160,7 +162,13 @@ class TileDecode:
     spec: Spec
     target: str
     tiles: tuple[DecodeTile, ...]
-    template: str = "decode.cu.j2"
+
+    pass_name = "decode"
+    template = "decode.cu.j2"
+
+    @classmethod
+    def fitting(cls, spec: Spec, target: Target) -> Sequence[TileDecode]:
+        return decode_candidates(spec, target)
 
     @property
     def name(self) -> str:
@@ -168,9 +176,10 @@ class TileDecode:
         return kernel_name("tile", "decode", self.spec, self.target)
 
     @property
-    def variant(self) -> str:
-        """Its tiles."""
-        return "; ".join(f"{tile.heads} heads: {tile.keys} keys, {tile.stages} stages" for tile in self.tiles)
+    def fields(self) -> Fields:
+        """The tiles."""
+        names = ("heads", "pairs", "warps", "keys", "stages")
+        return {"tiles": [{name: getattr(tile, name) for name in names} for tile in self.tiles]}
 
     @property
     def cost(self) -> float:
@@ -214,17 +223,26 @@ class TileDecode:
         """Whether a score counts for some new tokens and not for others."""
         return self.spec.causal and self.spec.mask == "output" and self.spec.pad_right > 0
 
-    def tile_for(self, group: int, n_new: int) -> DecodeTile:
-        """The kernel for one call: the smallest that takes all of a group."""
-        return next((tile for tile in self.tiles if tile.heads_for(group, n_new) == group), self.tiles[-1])
-
     def resident(self, tile: DecodeTile) -> int:
         """CTAs of a kernel that a multiprocessor is to hold."""
         return tile.resident(get_target(self.target))
 
-    def splits_for(self, tile: DecodeTile, owners: int, keys: int) -> int:
-        """Splits of each of ``owners`` sequences of at most ``keys`` keys."""
-        return tile.rule(get_target(self.target)).splits(owners, keys)
+    def rule(self, tile: DecodeTile) -> SplitRule:
+        """How a kernel's calls are split."""
+        return tile.rule(get_target(self.target))
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The results, which the host allocates."""
+        out = Buffer("out", "q", (BATCH, HEADS, N_NEW, self.spec.value_head_dim))
+        return (out, Buffer("lse", "fp32", (BATCH, HEADS, N_NEW)))
+
+    @property
+    def partials(self) -> tuple[Buffer, ...]:
+        """The results of splits, where there are several."""
+        rows = (BATCH, HEADS, N_NEW, SPLITS)
+        partial = Buffer("partial", "fp32", (*rows, self.spec.value_head_dim))
+        return (partial, Buffer("partial_lse", "fp32", rows))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -239,7 +257,7 @@ class TileDecode:
             *numbers("int", "n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits"),
             *numbers("float", "scale"),
         )
-        grid = (BATCH * KV_HEADS * ceiling(GROUP / CTA_HEADS) * NUM_SPLITS,)
+        grid = (BATCH * KV_HEADS * ceiling(GROUP / CTA_HEADS) * SPLITS,)
         decode = (
             Kernel(
                 tile.role,

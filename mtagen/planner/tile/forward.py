@@ -10,7 +10,7 @@ Scores that one tap convolves stay in their registers; then there is no strip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -20,11 +20,12 @@ from sympy import ceiling
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_Q
-from ..kernel import BATCH, HEADS, Kernel, numbers, reads, strides, writes
+from ..kernel import BATCH, HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
 from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .memory import SharedMap
+from .passes import TilePass
 from .supported import check_supported
 from .wgmma import Wgmma
 
@@ -35,7 +36,7 @@ _STEP_LATENCY = 1200  # of a step, that other warps do not hide
 
 
 @dataclass(frozen=True)
-class TileForward:
+class TileForward(TilePass):
     """The forward kernel of one spec on one target.
 
     Attributes:
@@ -60,11 +61,11 @@ class TileForward:
     row_tiles: int = 1
     blocks: int = 1
 
-    @property
-    def variant(self) -> str:
-        """What tells it from the other candidates."""
-        rows = f"{self.warps} warps of {16 * self.row_tiles} rows"
-        return f"{rows}, {self.keys} keys, {self.query_fragments} fragments of Q in registers"
+    pass_name = "forward"
+
+    @classmethod
+    def fitting(cls, spec: Spec, target: Target) -> Sequence[TileForward]:
+        return forward_candidates(spec, target)
 
     @property
     def cost(self) -> float:
@@ -82,7 +83,7 @@ class TileForward:
         return kernel_name("tile", "fwd", self.spec, self.target)
 
     @property
-    def template(self) -> str:
+    def template(self) -> str:  # type: ignore[override]
         """The kernel's template."""
         return "forward_sm90.cu.j2" if self.hopper else "forward_sm80.cu.j2"
 
@@ -241,6 +242,12 @@ class TileForward:
         grid = (BATCH * HEADS, ceiling(N_Q / self.owned))
         registers = max(self.register_split)
         return (Kernel("forward", self.name, arguments, grid, self.threads, self.shared.size, registers),)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What the host allocates."""
+        out = Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim))
+        return (out, Buffer("lse", "fp32", (BATCH, HEADS, N_Q)))
 
     @property
     def legend(self) -> Iterator[str]:

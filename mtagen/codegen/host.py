@@ -1,0 +1,79 @@
+"""Lines of host code: allocations and launches, printed from buffers and kernels."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from ..planner.kernel import Buffer, Kernel
+from .printers import python_code
+
+WIDTH = 118  # of lines that are filled
+_CODES = {"pointer": "P", "int": "i", "long long": "q", "float": "f"}  # kinds of arguments -> codes of struct
+
+
+def filled(items: Iterable[str], indent: int) -> list[str]:
+    """Items, each followed by a comma, on as many lines as they need; none is broken."""
+    space = " " * indent
+    whole = " ".join(f"{item},".replace(" ", "\0") for item in items)
+    lines = textwrap.wrap(
+        whole,
+        WIDTH,
+        initial_indent=space,
+        subsequent_indent=space,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines]
+
+
+def codes(kernel: Kernel) -> str:
+    """The types of a CUDA kernel's arguments, in the codes of :mod:`struct`."""
+    return "".join(_CODES[argument.kind] for argument in kernel.arguments)
+
+
+def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str:
+    """Assignments that allocate buffers on the device of the tensor ``like``."""
+    lines = []
+    for buffer in buffers:
+        shape = f"{buffer.like}.shape" if buffer.like else ", ".join(map(python_code, buffer.shape))
+        if buffer.option:
+            shape = f"{shape} if {buffer.option} else 0"
+        dtype = {"fp32": ", dtype=torch.float32", "int32": ", dtype=torch.int32"}.get(buffer.dtype, "")
+        shape = f"({shape})" if dtype and not buffer.like else shape
+        shape = f"{shape[:-1]},)" if len(buffer.shape) == 1 and shape.endswith(")") else shape
+        made = "new_zeros" if buffer.zeroed else "new_empty"
+        lines.append(f"{' ' * indent}{buffer.name} = {like}.{made}({shape}{dtype})")
+    return "\n".join(lines)
+
+
+def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
+    """A launch of a CUDA kernel.
+
+    Args:
+        kernel: what is launched.
+        indent: columns before it.
+        role: source of the role, where it is chosen at run time.
+        values: what the host calls an argument, where that is something else.
+
+    Raises:
+        ValueError: a value is for no argument of the kernel.
+    """
+    texts, known = [], set()
+    for argument in kernel.arguments:
+        tensor, stride, axis = argument.name.partition("_stride_")
+        name = tensor if stride else argument.name
+        host = values.get(name, name)
+        known.add(name)
+        if stride:
+            texts += [f"*{host}.stride()[:3]"] if axis == "b" else []  # the first of three
+        elif not argument.pointer:
+            texts.append(host)
+        else:
+            texts.append(f"0 if {host} is None else {host}.data_ptr()" if argument.optional else f"{host}.data_ptr()")
+    if unknown := values.keys() - known:
+        raise ValueError(f"{kernel.name} has no argument {sorted(unknown)}")
+    grid = ", ".join(python_code(size) for size in kernel.grid)
+    space, comma = " " * indent, "," if len(kernel.grid) == 1 else ""
+    lines = [f"{space}kernels[{role or repr(kernel.role)}](", f"{space}    ({grid}{comma}),"]
+    return "\n".join([*lines, *filled(texts, indent + 4), f"{space})"]).replace("'", '"')

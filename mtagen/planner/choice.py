@@ -1,0 +1,186 @@
+"""Which lowering makes which pass, and which of its candidates.
+
+Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile"
+(:mod:`.tile`), ``torch`` tiled PyTorch ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is
+expected to be faster, and CUDA where they are close: measured, where a table (:mod:`.tables`) has the shape, else
+scaled from the nearest measured shape by planned work. Of a pass's candidates the one that a table names is taken,
+decision by decision, else the cheapest by the cost model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import PlanError, explain
+from ..spec import Spec
+from . import torch_ops
+from .lift import passes as lift
+from .passes import PASSES, Fields, PassPlan
+from .tables import Shape, Table
+from .targets import Target
+from .tile import candidates as tile
+
+BACKENDS = ("auto", "cuda", "triton", "torch")
+GENERATED = ("cuda", "triton")
+COST_MODEL, ONLY_ONE = "cost model", "the only one"
+# CUDA's time over Triton's up to which auto takes CUDA: its calls take less than half of the CPU's time
+# (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
+CUDA_UP_TO = 1.15
+_INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
+
+
+class Lowering(Protocol):
+    """What the planner asks of a lowering's modules."""
+
+    def candidates(self, pass_name: str, spec: Spec, target: Target) -> Sequence[PassPlan]:
+        """The plans of a pass, the cheapest first; raises PlanError with the reason if there is none."""
+
+    def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> PassPlan:
+        """The plan with these decisions."""
+
+    def flop_per_score(self, pass_name: str, spec: Spec) -> int:
+        """Flop per (row, key) pair of a training pass."""
+
+
+LOWERINGS: Mapping[str, Lowering] = {"cuda": tile, "triton": lift, "torch": torch_ops}  # by backend
+
+
+class Choice(NamedTuple):
+    """Which backend computes a pass, and why."""
+
+    pass_name: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """One pass of a plan.
+
+    Attributes:
+        plan: how it is computed.
+        reason: why by this backend.
+        sources: (key, source) of each decision: where it comes from.
+    """
+
+    plan: PassPlan
+    reason: str
+    sources: tuple[tuple[str, str], ...]
+
+    @property
+    def backend(self) -> str:
+        """What computes it."""
+        return self.plan.backend
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict; :meth:`from_dict` inverts it."""
+        sources = dict(self.sources)
+        decisions = {
+            key: {"fields": dict(fields), "source": sources[key]} for key, fields in self.plan.decisions().items()
+        }
+        return {"backend": self.backend, "reason": self.reason, "decisions": decisions}
+
+    @classmethod
+    def from_dict(cls, pass_name: str, spec: Spec, target: str, fields: Mapping[str, Any]) -> PlannedPass:
+        """Inverse of :meth:`to_dict`."""
+        decisions = {key: decision["fields"] for key, decision in fields["decisions"].items()}
+        sources = tuple((key, decision["source"]) for key, decision in fields["decisions"].items())
+        made = LOWERINGS[fields["backend"]].from_fields(pass_name, spec, target, decisions)
+        return cls(made, fields["reason"], sources)
+
+
+def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table]) -> PlannedPass:
+    """The plan of a pass by the chosen backend: each decision as the first table that has it says, else the cheapest.
+
+    Raises:
+        PlanError: there is none; the message names the limit.
+    """
+    candidates = LOWERINGS[choice.backend].candidates(choice.pass_name, spec, target)
+    made, sources = candidates[0], {}
+    for key in made.decisions():
+        sources[key] = COST_MODEL if len(made.alternatives(key)) > 1 else ONLY_ONE
+        for table in tables:
+            if fields := table.decisions.get(key):
+                try:
+                    made = made.decided(key, fields)
+                except PlanError:  # a table may know candidates that this version no longer has
+                    continue
+                sources[key] = table.source
+                break
+    return PlannedPass(made, choice.reason, tuple(sources.items()))
+
+
+def choose_backends(
+    spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]
+) -> tuple[Choice, ...]:
+    """What ``auto`` means on a GPU, pass by pass.
+
+    Raises:
+        PlanError: no available backend can do a pass; the message is Triton's if that is one of them.
+    """
+    return tuple(_choose(pass_name, spec, target, available, tables) for pass_name in PASSES)
+
+
+def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]) -> Choice:
+    cuda, triton = (_refusal(backend, pass_name, spec, target, available) for backend in GENERATED)
+    if cuda and triton:
+        raise triton if "triton" in available else cuda
+    if cuda:
+        return Choice(pass_name, "triton", f"not cuda: {cuda}")
+    if triton:
+        return Choice(pass_name, "cuda", f"not triton: {triton}")
+    ratio, source = cuda_over_triton(pass_name, spec, tables)
+    if ratio <= CUDA_UP_TO:
+        return Choice(pass_name, "cuda", f"{ratio:.2f} of triton's time, {source}")
+    return Choice(pass_name, "triton", f"cuda takes {ratio:.2f} of its time, {source}")
+
+
+def _refusal(backend: str, pass_name: str, spec: Spec, target: Target, available: Collection[str]) -> PlanError | None:
+    """Why ``backend`` cannot do a pass, if so."""
+    if backend not in available:
+        return PlanError(explain("backend", backend, "is not installed", _INSTALL[backend]))
+    try:
+        LOWERINGS[backend].candidates(pass_name, spec, target)
+    except PlanError as error:
+        return error
+    return None
+
+
+def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tuple[float, str]:
+    """Expected time of CUDA's kernels over Triton's, and where the figure comes from.
+
+    A measured shape stands for itself; another's ratio is that of the nearest one, scaled by how the ratio of planned
+    work changes from there to here. Without measurements it is the ratio of planned work.
+    """
+    here = Shape.of(spec)
+    measured: dict[Shape, float] = {}
+    for table in tables:
+        shapes = table.cuda_over_triton.get(pass_name, {})
+        if here in shapes:
+            return shapes[here], table.source
+        measured = {**shapes, **measured}
+    work = _work_ratio(pass_name, spec.kernel, spec.head_dim, spec.value_head_dim)
+    if not measured:
+        return work, "by planned work"
+    nearest = min(measured, key=lambda shape: (shape.mask != here.mask, _distance(shape[:3], here[:3]), shape))
+    cq, ck, d, _ = nearest
+    ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
+    return ratio, f"scaled from {nearest}"
+
+    ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
+    return ratio, f"scaled from {nearest}"
+
+
+def _work_ratio(pass_name: str, kernel: tuple[int, int], d: int, dv: int) -> float:
+    """Flop of CUDA's kernels over Triton's; decode's time is that of reading keys and values, whoever does it."""
+    if pass_name == "decode":
+        return 1.0
+    spec = Spec(kernel, d, dv)
+    return tile.flop_per_score(pass_name, spec) / lift.flop_per_score(pass_name, spec)
+
+
+def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    return sum(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))

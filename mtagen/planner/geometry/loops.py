@@ -1,0 +1,112 @@
+"""Loops of a CTA over tiles, as sympy expressions to be printed into a kernel.
+
+A CTA owns a block of rows (queries) or of keys and streams tiles along the other axis. A tile is
+
+* skipped, when the mask hides every pair of it;
+* interior, when all its pairs are visible and at least ``band`` diagonals away from every edge of the mask;
+* edge otherwise: its pairs are checked one by one.
+
+Each class is a bound on the extreme of p - j over the tile, p being a row's position and j a key. It is affine in the
+tile's place along the stream; so the bounds are roots of linear equations, aligned to tiles and clipped to the grid.
+They are exact: for an owned block that starts inside the grid, a tile is visited if and only if it holds a visible
+pair. Divisions have non-negative numerators, because Triton's ``//`` truncates.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import sympy
+from sympy import Expr, Max, Min
+
+from .affine import N_K, N_Q, Size, interval_over, root
+from .mask import Mask
+
+I0, J0 = sympy.symbols("i0 j0", integer=True, nonnegative=True)  # first row or key of the owned block
+OFF = sympy.Symbol("off", integer=True)  # what ``Sequence.offset`` is called in a kernel
+BLOCK_M, BLOCK_N = sympy.symbols("BLOCK_M BLOCK_N", integer=True, positive=True)
+
+_i, _j = sympy.symbols("i j", integer=True)  # any pair of a tile
+_s = sympy.Symbol("s", integer=True)  # where the streamed tile starts
+_AHEAD = _i + OFF - _j  # keys by which a row is ahead of a key
+
+
+class Segment(NamedTuple):
+    """A part of a loop, [begin, end), whose tiles are all interior or all edge tiles."""
+
+    begin: Expr
+    end: Expr
+    edge: bool
+
+
+class Loop(NamedTuple):
+    """[begin, interior_begin) edge, [interior_begin, interior_end) interior, [interior_end, end) edge.
+
+    Positions along the streamed axis, never decreasing. A segment starts at a multiple of the tile size or is empty.
+    """
+
+    begin: Expr
+    interior_begin: Expr
+    interior_end: Expr
+    end: Expr
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, less those that are empty by construction."""
+        parts = zip(self[:-1], self[1:], (True, False, True), strict=True)
+        return tuple(Segment(begin, end, edge) for begin, end, edge in parts if begin != end)
+
+
+@cache  # solving takes sympy some 50 ms
+def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> Loop:
+    """The key tiles of the CTA that owns rows [i0, i0 + block_m), i0 < n_q.
+
+    A tile that reaches past n_k is an edge tile. Rows past n_q never matter: the loop ends at n_k once they appear.
+    """
+    rows, tile = (I0, I0 + block_m - 1), (_s, _s + block_n - 1)
+    least, most = interval_over(_AHEAD, {_i: rows, _j: tile})
+    begin = interior_begin = sympy.S.Zero
+    margins, end = [N_K - 1 - tile[1]], N_K  # an interior tile has no negative margin; these fall along the stream
+    if mask.right is not None:
+        margins.append(least + mask.right - band)
+        _, farthest = interval_over(_AHEAD + mask.right, {_i: rows})
+        end = Max(0, Min(N_K, root(farthest, _j) + 1))
+    interior_end = _align_down(Min(*(root(margin, _s) + block_n for margin in margins)), block_n)
+    if mask.left is not None:
+        # A tile is skipped while even its last key is too far from the first row.
+        begin = Min(end, _align_down(root(mask.left - least, _s), block_n))
+        interior_end = Max(begin, interior_end)
+        interior_begin = Min(Max(begin, _align_up(root(mask.left - band - most, _s), block_n)), interior_end)
+    return Loop(begin, interior_begin, interior_end, end)
+
+
+@cache
+def row_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> Loop:
+    """The row tiles of the CTA that owns keys [j0, j0 + block_n), j0 < n_k.
+
+    Rows past n_q and keys past n_k contribute nothing by construction, so they make no edge. (The last key block, if
+    partial, counts its missing keys too when it places the edge: some of its edge tiles hold no real pair of the band.)
+    """
+    tile, keys = (_s, _s + block_m - 1), (J0, J0 + block_n - 1)
+    least, most = interval_over(_AHEAD, {_i: tile, _j: keys})
+    begin = interior_begin = sympy.S.Zero
+    interior_end = end = N_Q
+    if mask.right is not None:
+        last_skipped = root(most + mask.right + 1, _s)  # a tile is skipped while its last row sees none of the keys
+        begin = _align_down(last_skipped + block_m, block_m)
+        interior_begin = Min(N_Q, _align_up(root(least + mask.right - band, _s), block_m))
+    if mask.left is not None:
+        end = Max(0, Min(N_Q, root(mask.left - least, _s) + 1))
+        begin = Min(begin, end)
+        interior_end = Max(begin, Min(end, _align_down(root(mask.left - band - most, _s) + block_m, block_m)))
+        interior_begin = Min(Max(begin, interior_begin), interior_end)
+    return Loop(begin, interior_begin, interior_end, end)
+
+
+def _align_down(position: Expr, block: Size) -> Expr:
+    return block * sympy.floor(Max(0, position) / block)
+
+
+def _align_up(position: Expr, block: Size) -> Expr:
+    return block * sympy.ceiling(Max(0, position) / block)

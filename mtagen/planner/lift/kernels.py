@@ -1,0 +1,241 @@
+"""The Triton kernels of the lowering "lift" as values: arguments, constants, grids. Templates hold their bodies.
+
+Sizes in grids are what the host code calls them, see ``templates/triton/host.j2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+from sympy import ceiling
+
+from ...spec import Spec
+from ..geometry.affine import N_K, N_Q, Size
+from ..kernel import BATCH, GROUP, Argument, Kernel, numbers
+from ..names import kernel_name
+from .decode import decode_geometry
+from .operands import Contraction, Lift
+from .tiling import Tile, block_dim, resources
+
+N_HEADS, ALL_HEADS, HEADS, KV_HEADS = sympy.symbols("n_heads all_heads heads kv_heads", integer=True, positive=True)
+N_X = sympy.Symbol("n_x", integer=True, nonnegative=True)  # rows of the lifted operand
+BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a strip
+N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
+
+
+def descriptors(*names: str) -> tuple[Argument, ...]:
+    """Descriptors of tiles of tensors."""
+    return tuple(Argument(f"{name}_desc", "descriptor") for name in names)
+
+
+def pointers(*names: str) -> tuple[Argument, ...]:
+    """Pointers to contiguous tensors."""
+    return tuple(Argument(f"{name}_ptr", "memory", pointer=True) for name in names)
+
+
+def strided(*names: str) -> tuple[Argument, ...]:
+    """Pointers to tensors (B, H, N, D), each with its strides in elements, less the last, which is 1."""
+    return tuple(
+        argument
+        for name in names
+        for argument in (*pointers(name), *(Argument(f"{name}_{axis}", "int64") for axis in "bhn"))
+    )
+
+
+def pass_kernels(
+    pass_name: str, spec: Spec, target: str, geometry: Lift, tiles: Mapping[str, Tile], heads_per_wave: int
+) -> tuple[Kernel, ...]:
+    """The kernels of one pass, in the order of their first launch."""
+    make = _Maker(spec, target, geometry, tiles)
+    if pass_name == "decode":
+        return (*(make.decode(role) for role in decode_geometry(spec).roles), make.combine())
+    band = geometry.band.width > 0
+    operands = (make.lifting(), *((make.band_scores(), make.band_correction()) if band else ()))
+    if pass_name == "forward":
+        return (*operands, make.forward(heads_per_wave))
+    return (
+        make.rows(),
+        *operands,
+        make.scores(),
+        *((make.band_gather(),) if band else ()),
+        *(make.contraction(contraction) for contraction in geometry.contractions),
+        *((make.band_gradient(),) if band else ()),
+        *(make.finish(owner) for owner in ("rows", "keys")),
+    )
+
+
+class _Maker:
+    """Makes the kernels of one pass."""
+
+    def __init__(self, spec: Spec, target: str, geometry: Lift, tiles: Mapping[str, Tile]) -> None:
+        self._spec = spec
+        self._target = target
+        self._lift = geometry
+        self._tiles = tiles
+        self._d = {"D": block_dim(spec.head_dim)}
+        self._dv = {"DV": block_dim(spec.value_head_dim)}
+        self._band = {"BAND": geometry.band.width} if geometry.band.width else {}
+        self._reach = {"REACH": geometry.band.reach} if geometry.band.width else {}
+
+    def lifting(self) -> Kernel:
+        own = (*strided("src"), *pointers("weight", "lifted"))
+        sizes = (*numbers("int32", "head0", "n_heads", "group", "n_x"), *numbers("float", "factor"))
+        block = self._tiles["lift"].block_m
+        return self._make("operand", "lift", own + sizes, ceiling(N_X / block) * HEADS, {"BLOCK": block, **self._d})
+
+    def band_scores(self) -> Kernel:
+        tile = self._tiles["band_scores"]
+        arguments = (
+            *descriptors("q", "k"),
+            *pointers("scores"),
+            *numbers("int32", "n_heads", "group", "n_q", "n_k"),
+        )
+        constants = {"BLOCK": tile.block_m, "WINDOW": tile.block_n, **self._d, **self._reach}
+        grid = ceiling(N_Q / tile.block_m) * BATCH * N_HEADS
+        return self._make("band_scores", "band_scores", arguments, grid, constants)
+
+    def band_correction(self) -> Kernel:
+        arguments = (
+            *pointers("scores", "weight", "correction"),
+            *numbers("int32", "n_heads", "n_q"),
+            *numbers("float", "factor"),
+        )
+        padded = {"BAND_POW2": _power_of_2(self._lift.band.width)}
+        constants = {"BLOCK": self._tiles["band"].block_m, **self._band, **padded, **self._reach}
+        return self._make("band_correction", "band", arguments, self._row_blocks("band") * HEADS, constants)
+
+    def forward(self, heads_per_wave: int) -> Kernel:
+        tile = self._tiles["forward"]
+        arguments = (
+            *descriptors("q", "k", "v"),
+            *(pointers("correction") if self._band else ()),
+            *descriptors("out"),
+            *pointers("lse"),
+            *numbers("int32", "n_heads", "group", "n_q", "n_k"),
+        )
+        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._band}
+        return self._make("fwd", "forward", arguments, self._row_blocks("forward") * BATCH * N_HEADS, constants)
+
+    def rows(self) -> Kernel:
+        arguments = (
+            *pointers("out"),
+            *strided("grad"),
+            *pointers("lse", "grad_lse", "row_lse", "row_dot"),
+            *numbers("int32", "n_heads", "n_q"),
+        )
+        constants = {"BLOCK": self._tiles["rows"].block_m, **self._dv}
+        return self._make("bwd_rows", "rows", arguments, self._row_blocks("rows") * ALL_HEADS, constants)
+
+    def scores(self) -> Kernel:
+        tile = self._tiles["scores"]
+        arguments = (
+            *descriptors("q", "k", "v", "grad", "g"),
+            *(pointers("correction") if self._band else ()),
+            *pointers("row_lse", "row_dot", "dv"),
+            *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"),
+        )
+        constants = {**_blocks(tile), **self._d, **self._dv, **self._band}
+        return self._make("bwd_scores", "scores", arguments, ceiling(N_K / tile.block_n) * HEADS, constants)
+
+    def band_gather(self) -> Kernel:
+        arguments = (
+            *pointers("g"),
+            *(Argument(f"g_{axis}", "int64") for axis in ("slot", "row", "key")),
+            *pointers("band"),
+            *numbers("int32", "head0", "n_q", "n_k", "strip_begin", "strip_end"),
+        )
+        block = self._tiles["band"].block_m
+        constants = {"BLOCK": block, **self._band, "BAND_POW2": _power_of_2(self._lift.band.width)}
+        grid = ceiling((END - BEGIN) / block) * HEADS
+        return self._make("bwd_band_gather", "band", arguments, grid, constants)
+
+    def contraction(self, contraction: Contraction) -> Kernel:
+        tile, rows = self._tiles[contraction.role], contraction.owner == "rows"
+        arguments = (
+            *descriptors("g", "k" if rows else "q"),
+            *pointers("grad"),
+            *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "row_begin", "row_end"),
+        )
+        grid_terms = 1 if contraction.sums_terms else self._lift.terms
+        terms = {"GRID_TERMS": grid_terms, "LOOP_TERMS": self._lift.terms // grid_terms}
+        blocks = ceiling((LAST - FIRST) / tile.block_m) if rows else ceiling(N_K / tile.block_n)
+        constants = {**_blocks(tile), **self._d, **terms}
+        role = contraction.role
+        return self._make(f"bwd_{role}", role, arguments, blocks * HEADS * grid_terms, constants)
+
+    def band_gradient(self) -> Kernel:
+        arguments = (
+            *pointers("scores", "band", "weight", "band_grad", "partial"),
+            *numbers("int32", "head0", "all_heads", "n_heads", "n_q"),
+            *numbers("float", "scale"),
+        )
+        padded = {"REACH_POW2": _power_of_2(self._lift.band.reach)}
+        constants = {"BLOCK": self._tiles["band"].block_m, **self._band, **self._reach, **padded}
+        return self._make("bwd_band", "band", arguments, self._row_blocks("band") * HEADS, constants)
+
+    def finish(self, owner: str) -> Kernel:
+        rows = owner == "rows"
+        lifted = rows != self._lift.lifts_keys
+        arguments = (
+            *pointers("grad"),
+            *((*pointers("weight", "partial"), *strided("x")) if lifted else ()),
+            *((*pointers("band_grad"), *strided("other")) if self._band else ()),
+            *pointers("out"),
+            *numbers("int32", "head0", "all_heads", "n_heads", "group", "n_q", "n_k"),
+            *numbers("float", "scale"),
+        )
+        block = self._tiles["finish"].block_m
+        constants = {"BLOCK": block, **self._d, **self._reach}
+        grid = ceiling(N_Q / block) * HEADS if rows else ceiling(N_K / block) * sympy.floor(HEADS / GROUP)
+        return self._make("bwd_dq" if rows else "bwd_dk", "finish", arguments, grid, constants)
+
+    def decode(self, role: str) -> Kernel:
+        tile = self._tiles[role]
+        arguments = (
+            *strided("q", "k", "v"),
+            *pointers("weight"),
+            Argument("seqlens_ptr", "memory", pointer=True, optional=True),
+            *pointers("partial", "partial_lse"),
+            *numbers("int32", "has_seqlens", "kv_heads", "group", "n_new", "n_max", "num_splits"),
+            *numbers("float", "factor"),
+        )
+        taps = {"TAPS": decode_geometry(self._spec).taps}
+        constants = {"PAIRS": tile.block_m, "BLOCK_N": tile.block_n, **taps, **self._d, **self._dv}
+        grid = BATCH * KV_HEADS * ceiling(GROUP * N_NEW / tile.block_m) * SPLITS
+        return self._make(role, role, arguments, grid, constants)
+
+    def combine(self) -> Kernel:
+        arguments = (*pointers("partial", "partial_lse", "out", "lse"), *numbers("int32", "num_splits"))
+        constants = {"BLOCK": self._tiles["combine"].block_m, **self._dv}
+        return self._make("decode_combine", "combine", arguments, BATCH * N_HEADS * N_NEW, constants)
+
+    def _row_blocks(self, role: str) -> Size:
+        return ceiling(N_Q / self._tiles[role].block_m)
+
+    def _make(
+        self, name: str, tile_role: str, arguments: tuple[Argument, ...], grid: Size, constants: Mapping[str, int]
+    ) -> Kernel:
+        """A kernel of which ``tile_role`` says what tile it has."""
+        tile = self._tiles[tile_role]
+        need = resources(tile_role, tile, self._spec, self._lift)
+        return Kernel(
+            role=name,
+            name=kernel_name("lift", name, self._spec, self._target),
+            arguments=arguments,
+            grid=(grid,),
+            threads=32 * tile.num_warps,
+            shared=need.shared,
+            registers=need.registers,
+            constants=tuple(constants.items()),
+            # A pipeline over terms has its own loop, so the loop over tiles is left alone.
+            stages=1 if tile.pipeline == "terms" else tile.num_stages,
+        )
+
+
+def _blocks(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,111 @@
+"""What one Triton module holds: the passes of a plan that Triton serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Kernel
+from ..names import suffix
+from ..splits import SplitRule
+from .decode import Decode
+from .operands import Lift
+from .passes import LiftPass
+from .tiling import TENSOR_ROLES, Tile, block_dim
+
+
+@dataclass(frozen=True)
+class LiftModule:
+    """The kernels and host functions of some passes of one plan.
+
+    Attributes:
+        passes: one or more, of one spec and target.
+    """
+
+    passes: tuple[LiftPass, ...]
+
+    @classmethod
+    def of(cls, passes: Iterable[LiftPass]) -> LiftModule:
+        """The module of these passes."""
+        return cls(tuple(passes))
+
+    @property
+    def spec(self) -> Spec:
+        """The request."""
+        return self.passes[0].spec
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self.passes[0].target
+
+    @property
+    def name(self) -> str:
+        """Name of the module."""
+        return f"mta_lift_{suffix(self.spec, self.target)}"
+
+    @property
+    def lift(self) -> Lift:
+        """Geometry of the lowering."""
+        return self.passes[0].lift
+
+    @property
+    def decode(self) -> Decode:
+        """Geometry of decode."""
+        return self.passes[0].decode
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return self.lift.mask
+
+    def has(self, pass_name: str) -> bool:
+        """Whether it computes a pass."""
+        return any(one.pass_name == pass_name for one in self.passes)
+
+    def __getitem__(self, pass_name: str) -> LiftPass:
+        """How it computes a pass."""
+        return next(one for one in self.passes if one.pass_name == pass_name)
+
+    @cached_property
+    def _tiles(self) -> dict[str, Tile]:
+        return {role: tile for one in self.passes for role, tile in one.tiles}
+
+    @cached_property
+    def _kernels(self) -> dict[str, Kernel]:
+        return {kernel.role: kernel for one in self.passes for kernel in one.kernels}
+
+    def tile(self, role: str) -> Tile:
+        """The tile of a kernel."""
+        return self._tiles[role]
+
+    def kernel(self, role: str) -> Kernel:
+        """A kernel; passes that share one agree on it."""
+        return self._kernels[role]
+
+    @property
+    def block_d(self) -> int:
+        """Head dim on chip."""
+        return block_dim(self.spec.head_dim)
+
+    @property
+    def block_dv(self) -> int:
+        """Value head dim on chip."""
+        return block_dim(self.spec.value_head_dim)
+
+    @property
+    def vector(self) -> int:
+        """Elements in 16 bytes: rows must start at multiples of it."""
+        return 16 // self.spec.itemsize
+
+    @property
+    def strip_multiple(self) -> int:
+        """Rows of a backward strip are a multiple of this, so that no tile crosses from one strip into the next."""
+        return max(128, *(tile.block_m for role, tile in self["backward"].tiles if role in TENSOR_ROLES))
+
+    def split_rule(self, role: str) -> SplitRule:
+        """How many splits a decode kernel makes."""
+        return self["decode"].split_rule(role)

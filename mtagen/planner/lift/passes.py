@@ -1,0 +1,182 @@
+"""The passes of the lowering "lift": which kernels there are, and a tile for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..kernel import Kernel
+from ..passes import Fields, PassPlan
+from ..splits import SplitRule, split_rule
+from ..targets import Target, get_target
+from .decode import DECODE_ROLES, Decode, decode_geometry
+from .kernels import pass_kernels
+from .operands import Lift, lift
+from .tiling import (
+    TENSOR_ROLES,
+    VECTOR_ROLES,
+    Tile,
+    cost,
+    proposals,
+    resident_ctas,
+    resources,
+    table_key,
+)
+
+MAX_TERMS = 16  # the kernel that lifts holds one vector per term
+# What backward may take for gradients of scores: eight heads of N = 8192, two of 16384. Each chunk of heads launches
+# all kernels anew.
+WORKSPACE_BYTES = 5 * 2**28
+HEADS_PER_WAVE = 8
+
+
+@dataclass(frozen=True)
+class LiftPass(PassPlan):
+    """One pass made of Triton kernels.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        pass_name: ``forward``, ``backward`` or ``decode``.
+        tiles: (role, tile) of each kernel.
+        workspace_bytes: what backward may take for the gradient of the scores and what is lifted; or for one strip of
+            one head of keys if that is more.
+        heads_per_wave: heads whose blocks the forward kernel interleaves, the longest first.
+    """
+
+    spec: Spec
+    target: str
+    pass_name: str
+    tiles: tuple[tuple[str, Tile], ...]
+    workspace_bytes: int = WORKSPACE_BYTES
+    heads_per_wave: int = HEADS_PER_WAVE
+
+    lowering = "lift"
+    backend = "triton"
+
+    @cached_property
+    def lift(self) -> Lift:
+        """Geometry of the lowering."""
+        return lift(self.spec)
+
+    @cached_property
+    def decode(self) -> Decode:
+        """Geometry of decode."""
+        return decode_geometry(self.spec)
+
+    def tile(self, role: str) -> Tile:
+        """The tile of one kernel."""
+        return dict(self.tiles)[role]
+
+    @property
+    def cost(self) -> float:
+        return sum(self.decision_cost(key) for key in self.decisions())
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return pass_kernels(self.pass_name, self.spec, self.target, self.lift, dict(self.tiles), self.heads_per_wave)
+
+    # ---- Decisions: the tiles of the kernels that multiply, one by one. The others follow a rule.
+
+    @cached_property
+    def _roles(self) -> Mapping[str, str]:
+        """Roles by the key of their decision."""
+        roles = (role for role, _ in self.tiles if role not in VECTOR_ROLES)
+        return {table_key(role, self.spec, self.lift): role for role in roles}
+
+    def decisions(self) -> Mapping[str, Fields]:
+        return {key: asdict(self.tile(role)) for key, role in self._roles.items()}
+
+    def role(self, key: str) -> str:
+        """The kernel that a decision is about."""
+        return self._roles[key]
+
+    def alternatives(self, key: str) -> Sequence[LiftPass]:
+        tiles = proposals(self.role(key), self.spec, self.lift, get_target(self.target))
+        return [self.decided(key, asdict(tile)) for tile in tiles]
+
+    def decided(self, key: str, fields: Fields) -> LiftPass:
+        chosen = self.role(key)
+        return replace(self, tiles=tuple((r, Tile(**fields) if r == chosen else tile) for r, tile in self.tiles))
+
+    def decision_cost(self, key: str) -> float:
+        role = self.role(key)
+        return cost(role, self.tile(role), self.spec, self.lift, get_target(self.target))
+
+    def split_rule(self, role: str) -> SplitRule:
+        """How many splits a decode kernel makes."""
+        tile, target = self.tile(role), get_target(self.target)
+        resident = resident_ctas(resources(role, tile, self.spec, self.lift), tile, target)
+        return split_rule(resident, tile.block_n, target.multiprocessors)
+
+    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        spec, geometry, section = self.spec, self.lift, self.pass_name
+        operand = "keys" if geometry.lifts_keys else "queries"
+        if section != "decode":
+            yield section, "lifted", f"{operand}, {geometry.terms} terms of {geometry.taps} taps"
+            yield section, "band", f"{geometry.band.width} diagonals corrected, {geometry.band.reach} needed"
+        if section == "backward":
+            yield section, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
+        loops = {"forward": geometry.forward, "scores": geometry.scores}
+        loops |= {contraction.role: contraction.loop for contraction in geometry.contractions}
+        for role, _ in self.tiles:
+            if role in loops:
+                begin, interior_begin, interior_end, end = loops[role]
+                yield section, f"{role} loop", f"[{begin}, {end}), interior [{interior_begin}, {interior_end})"
+        for role, tile in self.tiles:
+            shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
+            text = f"{shape}, {tile.num_warps} warps"
+            if role in TENSOR_ROLES + DECODE_ROLES:
+                need = resources(role, tile, spec, geometry)
+                text += f", {tile.num_stages} stages of {tile.pipeline}"
+                text += f", {need.shared // 1024} KiB shared, ~{need.registers} registers"
+            yield section, f"{role} tile", text
+
+
+def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]:
+    """The plan of a pass with the cheapest tile of each kernel; others follow from it by ``alternatives``.
+
+    Raises:
+        PlanError: one does not fit; the message names the limit.
+    """
+    if spec.dtype not in target.dtypes:
+        raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
+    geometry = lift(spec)
+    if geometry.terms > MAX_TERMS:
+        rule = f"min(cq, ck) is {geometry.terms}, {geometry.terms - MAX_TERMS} over the limit"
+        legal = f"min(cq, ck) <= {MAX_TERMS} for triton, any for backend='torch'"
+        raise PlanError(explain("kernel", spec.kernel, rule, legal))
+    tiles = tuple((role, proposals(role, spec, geometry, target)[0]) for role in _roles(pass_name, spec, geometry))
+    return [LiftPass(spec, target.name, pass_name, tiles)]
+
+
+def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> LiftPass:
+    """The plan with these decisions.
+
+    Raises:
+        PlanError: as :func:`candidates`.
+    """
+    (made,) = candidates(pass_name, spec, get_target(target))
+    for key, fields in decisions.items():
+        made = made.decided(key, fields)
+    return made
+
+
+def flop_per_score(pass_name: str, spec: Spec) -> int:
+    """Flop per (row, key) pair of a training pass, 2 per multiply-add: each of the lift's terms is a product."""
+    d, dv, terms = spec.head_dim, spec.value_head_dim, lift(spec).terms
+    return {"forward": 2 * (terms * d + dv), "backward": 2 * (3 * terms * d + 2 * dv)}[pass_name]
+
+
+def _roles(pass_name: str, spec: Spec, geometry: Lift) -> tuple[str, ...]:
+    """The kernels of a pass that have a tile of their own."""
+    operands = ("lift", *(("band_scores", "band") if geometry.band.width else ()))
+    if pass_name == "forward":
+        return (*operands, "forward")
+    if pass_name == "backward":
+        contractions = (contraction.role for contraction in geometry.contractions)
+        return (*operands, "rows", "scores", *contractions, "finish")
+    return (*decode_geometry(spec).roles, "combine")

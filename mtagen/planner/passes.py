@@ -1,0 +1,73 @@
+"""What every plan of a pass has, whatever lowering and backend make it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ..spec import Spec
+from .kernel import Kernel
+
+PASSES = ("forward", "backward", "decode")
+Fields: TypeAlias = Mapping[str, Any]  # JSON-ready
+
+
+class PassPlan(ABC):
+    """How one pass of a spec is computed on a target. Implementations are frozen dataclasses.
+
+    What is left open by spec and target is one or more decisions, each with a key that says what it depends on and
+    fields that say what was decided: tables hold them, tuning varies them, and they tell candidates from one another.
+
+    Attributes:
+        lowering: ``lift``, ``tile``, or ``tiled ops``.
+        backend: what runs it: ``triton``, ``cuda`` or ``torch``.
+        spec: the request.
+        target: name of the target.
+        pass_name: one of ``PASSES``.
+    """
+
+    lowering: str
+    backend: str
+    spec: Spec
+    target: str
+    pass_name: str
+
+    @property
+    @abstractmethod
+    def cost(self) -> float:
+        """Modelled multiprocessor cycles per score; of decode, per key."""
+
+    @property
+    @abstractmethod
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels that the pass launches."""
+
+    @abstractmethod
+    def decisions(self) -> Mapping[str, Fields]:
+        """What was decided, by key."""
+
+    @abstractmethod
+    def alternatives(self, key: str) -> Sequence[PassPlan]:
+        """Plans that fit the target and differ in this decision only, this one among them; the cheapest first."""
+
+    @abstractmethod
+    def decided(self, key: str, fields: Fields) -> PassPlan:
+        """The plan with this decision taken so.
+
+        Raises:
+            PlanError: it is not legal here.
+        """
+
+    @abstractmethod
+    def decision_cost(self, key: str) -> float:
+        """The part of the modelled cost that this decision changes."""
+
+    @abstractmethod
+    def rows_of_table(self) -> Iterable[tuple[str, str, str]]:
+        """Facts for the plan's table, as (section, name, value)."""
+
+
+def describe(fields: Fields) -> str:
+    """Fields as a line of text, such as ``warps=12 keys=64``."""
+    return " ".join(f"{name}={value}" for name, value in fields.items())

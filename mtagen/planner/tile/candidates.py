@@ -1,0 +1,48 @@
+"""The plans of each pass of the lowering "tile"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...spec import Spec
+from ..passes import Fields
+from ..targets import Target, get_target
+from .backward import TileBackward
+from .band import FLOP_OF_MMA, band
+from .decode import TileDecode
+from .forward import TileForward
+from .passes import TilePass, ranked
+
+_KINDS: Mapping[str, type[TilePass]] = {kind.pass_name: kind for kind in (TileForward, TileBackward, TileDecode)}
+
+
+def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[TilePass]:
+    """The plans of a pass that fit the target, the cheapest by the cost model first.
+
+    Raises:
+        PlanError: none fits; the message names the limit.
+    """
+    return ranked(_KINDS[pass_name], spec, target)
+
+
+def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> TilePass:
+    """The plan with these decisions.
+
+    Raises:
+        PlanError: it is no candidate.
+    """
+    made = candidates(pass_name, spec, get_target(target))[0]
+    for key, fields in decisions.items():
+        made = made.decided(key, fields)
+    return made
+
+
+def flop_per_score(pass_name: str, spec: Spec) -> int:
+    """Flop per (row, key) pair of a training pass, 2 per multiply-add.
+
+    Scores are convolved in the forward pass; in the backward pass scores, their gradients, and for the weight's.
+    """
+    d, dv, toeplitz = spec.head_dim, spec.value_head_dim, band(spec.cq, spec.ck)
+    if pass_name == "forward":
+        return 2 * (d + dv) + FLOP_OF_MMA * toeplitz.mma_of_scores
+    return 2 * (3 * d + 2 * dv) + FLOP_OF_MMA * (toeplitz.mma_of_scores + 2 * toeplitz.mma_per_tile)

@@ -1,0 +1,79 @@
+"""What the passes of the lowering "tile" have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..passes import Fields, PassPlan, describe
+from ..targets import Target, get_target
+
+
+class TilePass(PassPlan):
+    """One pass made of CUDA kernels that stand in one source file; all of it is one decision.
+
+    Attributes:
+        template: the template that prints the source.
+    """
+
+    lowering = "tile"
+    backend = "cuda"
+    template: str
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the source file."""
+
+    @classmethod
+    @abstractmethod
+    def fitting(cls, spec: Spec, target: Target) -> Sequence[TilePass]:
+        """The plans that fit the target.
+
+        Raises:
+            PlanError: none does; the message names the limit.
+        """
+
+    @property
+    def fields(self) -> Fields:
+        """What spec and target leave open."""
+        own = (field.name for field in fields(self) if field.name not in ("spec", "target"))  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in own}
+
+    @property
+    def key(self) -> str:
+        """What the decision depends on."""
+        spec = self.spec
+        shape = f"cq{spec.cq} ck{spec.ck} d{spec.head_dim} dv{spec.value_head_dim}"
+        return f"{self.lowering} {self.pass_name} {shape} {spec.dtype}"
+
+    def decisions(self) -> Mapping[str, Fields]:
+        return {self.key: self.fields}
+
+    def alternatives(self, key: str) -> Sequence[TilePass]:
+        return ranked(type(self), self.spec, get_target(self.target))
+
+    def decided(self, key: str, fields: Fields) -> TilePass:
+        candidates = self.alternatives(key)
+        for candidate in candidates:
+            if candidate.fields == fields:
+                return candidate
+        legal = [describe(candidate.fields) for candidate in candidates]
+        raise PlanError(explain(key, describe(fields), f"is no candidate on {self.target}", legal))
+
+    def decision_cost(self, key: str) -> float:
+        return self.cost
+
+
+@cache
+def ranked(kind: type[TilePass], spec: Spec, target: Target) -> tuple[TilePass, ...]:
+    """The plans that fit, the cheapest by the cost model first.
+
+    Raises:
+        PlanError: none fits; the message names the limit.
+    """
+    return tuple(sorted(kind.fitting(spec, target), key=lambda candidate: candidate.cost))

@@ -1,0 +1,109 @@
+import ctypes
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+
+class Kernel:
+    """A kernel on one device.
+
+    Args:
+        name: its entry point.
+        threads: threads of a block.
+        shared: bytes of dynamic shared memory.
+        codes: types of its arguments, in the codes of :mod:`struct`.
+        module: the loaded cubin that it is in.
+        context: the driver context that the cubin was loaded in.
+        device: index of the device.
+    """
+
+    def __init__(
+        self, name: str, threads: int, shared: int, codes: str, module: Any, context: Any, device: int
+    ) -> None:
+        self.name, self._threads, self._shared, self._context, self._device = name, threads, shared, context, device
+        function = checked(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}")
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
+        self._function = int(function)
+        self._pack_into = struct.Struct(codes).pack_into
+        # Written anew by every launch; the driver copies it before the launch returns.
+        self._values = ctypes.create_string_buffer(struct.calcsize(codes))
+        base = ctypes.addressof(self._values)
+        places = [struct.calcsize(codes[: n + 1]) - struct.calcsize(code) for n, code in enumerate(codes)]
+        self._pointers = (ctypes.c_void_p * len(codes))(*(base + place for place in places))
+        self._parameters = ctypes.addressof(self._pointers)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<{self.name} on cuda:{self._device}>"
+
+    def __call__(self, grid: Sequence[int], *arguments: float) -> None:
+        """Launch on PyTorch's current stream of the kernel's device, which must be the current device.
+
+        Args:
+            grid: blocks along x, and y if there are two.
+            arguments: numbers; a pointer is what ``Tensor.data_ptr()`` gives.
+
+        Raises:
+            struct.error: the arguments do not fit the kernel's.
+            RuntimeError: the driver refuses the launch.
+        """
+        status = self._launch(grid, arguments)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first use of the driver
+            driver.cuCtxSetCurrent(self._context)
+            status = self._launch(grid, arguments)
+        if status:
+            checked((status,), f"the launch of {self.name}, grid {grid},")
+
+    def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        with self._lock:
+            self._pack_into(self._values, 0, *arguments)
+            (status,) = driver.cuLaunchKernel(
+                self._function, x, y, 1, self._threads, 1, 1, self._shared, stream, self._parameters, 0
+            )
+        return status
+
+
+def load_kernels(cubin: bytes, kernels: Mapping[str, tuple[str, int, int, str]], index: int) -> dict[str, Kernel]:
+    """Load a cubin on a device: role -> kernel, out of role -> (name, threads, shared, codes).
+
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()  # PyTorch makes the device's context with its first call
+        context = checked(driver.cuCtxGetCurrent(), "finding the context")
+        module = checked(driver.cuModuleLoadData(cubin), "loading a cubin")
+        return {role: Kernel(*facts, module, context, index) for role, facts in kernels.items()}
+
+
+def compile_source(source: Path, target: str, index: int) -> bytes:
+    """The cubin of a file of kernels for a device, by NVRTC."""
+    from cuda.core import Program, ProgramOptions
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    major, minor = torch.cuda.get_device_capability(index)
+    arch = f"sm_{major}{minor}" + "a" * target.endswith("a")
+    include = find_nvidia_header_directory("cudart")
+    options = ProgramOptions(name=source.name, arch=arch, std="c++17", include_path=[str(include)])
+    return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
+
+
+def checked(result: Sequence[Any], what: str) -> Any:
+    """The value that a call of the driver returned.
+
+    Raises:
+        RuntimeError: it returned an error.
+    """
+    status, *values = result
+    if status:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"{what} failed: {status.name}, {text.decode() if text else 'no description'}")
+    return values[0] if values else None
