@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from .config import Config
@@ -235,7 +234,7 @@ def local_target() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     if torch.version.hip:
-        return str(triton.runtime.driver.active.get_current_target().arch)
+        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]  # without the features after it
     return target_for_capability(torch.cuda.get_device_capability()).name
 
 

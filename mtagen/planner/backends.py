@@ -35,7 +35,7 @@ COST_MODEL = "cost model"
 # CUDA's time over Triton's up to which auto takes CUDA: its calls take less than half of the CPU's time
 # (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
 CUDA_UP_TO = 1.15
-_INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
+INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
 
 
 class Choice(NamedTuple):
@@ -189,7 +189,7 @@ def _choose(
 def _refusal(backend: str, available: Collection[str], attempt: Callable[[], object]) -> PlanError | None:
     """Why ``backend`` cannot do it, if so."""
     if backend not in available:
-        return PlanError(explain("backend", backend, "is not installed", _INSTALL[backend]))
+        return PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
     try:
         attempt()
     except PlanError as error:

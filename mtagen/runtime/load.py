@@ -9,17 +9,18 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..codegen import sources
 from ..codegen.triton import render
 from ..dtypes import TORCH_DTYPES
+from ..planner.backends import GENERATED
 from ..planner.plan import Plan
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .cuda import compile_pass, cuda_is_installed, cuda_pass
 from .loader import load_module
+from .triton import require_triton, triton_is_installed, triton_version
 
 _FILE = "kernels.py"
 
@@ -41,17 +42,22 @@ class Passes:
 
 def available_backends() -> tuple[str, ...]:
     """The backends of generated kernels whose packages are installed."""
-    return ("cuda", "triton") if cuda_is_installed() else ("triton",)
+    installed = {"cuda": cuda_is_installed(), "triton": triton_is_installed()}
+    return tuple(backend for backend in GENERATED if installed[backend])
 
 
 def plan_key(plan: Plan) -> str:
-    """Content hash of a plan and its sources: the identity of a built op and of its cache entry."""
+    """Content hash of a plan, its sources and the packages that run them: an op's identity, and its cache entry's."""
     made = {} if plan.backend == "torch" else sources(plan)
-    return cache_key(made, plan.to_dict(), torch.__version__, triton.__version__)
+    return cache_key(made, plan.to_dict(), torch.__version__, triton_version() if plan.tiles else None)
 
 
 def load(plan: Plan) -> Passes:
-    """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`."""
+    """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`.
+
+    Raises:
+        BackendError: Triton serves a pass, and the triton package is missing.
+    """
     functions: dict[str, Callable[..., Any]] = {name: cuda_pass(name, fused) for name, fused in plan.fused.items()}
     if served := plan.served_by("triton"):
         module = load_triton(plan)
@@ -71,7 +77,12 @@ def _reproducible(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_triton(plan: Plan) -> ModuleType:
-    """The plan's Triton module, from the cache or rendered anew."""
+    """The plan's Triton module, from the cache or rendered anew.
+
+    Raises:
+        BackendError: the triton package is missing.
+    """
+    require_triton()
     source = render(plan).encode()
     entry = Cache().get_or_build(
         plan.name, plan.target, plan_key(plan), lambda: {_FILE: source}, metadata={"plan": plan.to_dict()}
