@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import PlanError, SpecError, explain
+from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from .backends import (
     BACKENDS,
@@ -29,7 +29,7 @@ from .lift.tiling import TENSOR_ROLES, Tile, block_dim, resident_ctas, resources
 from .names import kernel_name, suffix
 from .splits import SplitRule, split_rule
 from .tables import Table, shipped
-from .targets import Target, get_target
+from .targets import TARGETS, Target, get_target
 
 _WORKSPACE_BYTES = 5 * 2**28  # eight heads of N = 8192, two of 16384: each chunk of heads launches all kernels anew
 
@@ -260,11 +260,10 @@ def plan(
         tables: measured decisions, the first that has one is followed; by default the target's table in the package.
 
     Raises:
-        SpecError: unknown target or backend.
+        SpecError: an argument is of a wrong type; unknown target or backend.
         PlanError: the backend cannot do this spec on this target; the message names the limit.
     """
-    if backend not in BACKENDS:
-        raise SpecError(explain("backend", backend, "is not built", BACKENDS))
+    _check_arguments(spec, target, backend, available, tables)
     if target == "cpu":
         if backend in GENERATED:
             raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
@@ -281,3 +280,20 @@ def plan(
     )
     by_triton = any(choice.backend == "triton" for choice in choices)
     return Plan(spec, target.name, choices, triton_tiles(spec, target, tables) if by_triton else (), variants)
+
+
+def _check_arguments(spec: object, target: object, backend: object, available: object, tables: object) -> None:
+    """Refuse what :func:`plan` cannot take, before anything asks it a question that it cannot answer."""
+    if not isinstance(spec, Spec):
+        raise SpecError(explain("spec", spec, "must be a Spec", "such as mtagen.Spec(kernel=(6, 11), head_dim=64)"))
+    if not isinstance(target, (str, Target)):
+        raise SpecError(explain("target", target, "must be a target or its name", ("cpu", *TARGETS)))
+    check_choice("backend", backend, BACKENDS, "is not built")
+    if not isinstance(available, (tuple, list, set, frozenset)) or not all(
+        isinstance(one, str) and one in GENERATED for one in available
+    ):
+        raise SpecError(explain("available", available, "must hold backends that generate kernels", GENERATED))
+    if not (tables is None or (isinstance(tables, (tuple, list)) and all(isinstance(one, Table) for one in tables))):
+        raise SpecError(
+            explain("tables", tables, "must be a tuple or list of tables, or None", "mtagen.planner.tables.Table")
+        )
