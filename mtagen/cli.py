@@ -361,7 +361,7 @@ def tune(
 
     from . import tuning
     from .op import local_target
-    from .planner.backends import GENERATED
+    from .planner.choice import GENERATED
 
     _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from .codegen import render
 from .config import Config
 from .dtypes import TORCH_DTYPES
-from .errors import BackendError, SpecError, explain
+from .errors import BackendError, SpecError, check_choice, explain
 from .ops import library
 from .ops.executor import Executor
 from .ops.inputs import check_call, check_decode, resolve_scale
-from .planner import Plan, plan, target_for_capability
+from .planner import BACKENDS, TARGETS, Plan, plan, target_for_capability
 from .planner.choice import GENERATED
 from .planner.tables import shipped
 from .runtime.load import available_backends, compile_kernels, load, plan_key
@@ -160,10 +159,13 @@ def build(
             What it or ``mtagen tune`` finds for this spec is kept in the cache, and every build follows it.
 
     Raises:
-        SpecError: the request is not legal.
+        SpecError: the request is not legal, or an argument is of a wrong type.
         PlanError: it has no plan on this target; the message names the limit.
         BackendError: the backend cannot be used here; there is no GPU to tune on; what tuning chose is not accurate.
     """
+    check_choice("backend", backend, BACKENDS, "is not built")
+    if not (target is None or isinstance(target, str)):
+        raise SpecError(explain("target", target, "must be a target's name, or None", ("cpu", *TARGETS)))
     if not isinstance(tune, bool):
         raise SpecError(explain("tune", tune, "must be a bool", (True, False)))
     if not (deterministic is None or isinstance(deterministic, bool)):
@@ -237,7 +239,7 @@ def local_target() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     if torch.version.hip:
-        return str(triton.runtime.driver.active.get_current_target().arch)
+        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]  # without the features after it
     return target_for_capability(torch.cuda.get_device_capability()).name
 
 

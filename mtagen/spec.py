@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .errors import SpecError, explain
+from .errors import SpecError, check_choice, explain
 
 MAX_KERNEL = 64  # per axis; the lifted kernels have their own, tighter limit on min(cq, ck)
 HEAD_DIMS = range(16, 257, 8)
@@ -58,8 +58,7 @@ class Spec:
         if not isinstance(self.causal, bool):
             raise SpecError(explain("causal", self.causal, "must be a bool", (True, False)))
         for name, legal in (("key_padding", KEY_PADDINGS), ("mask", MASKS), ("dtype", tuple(DTYPES))):
-            if getattr(self, name) not in legal:
-                raise SpecError(explain(name, getattr(self, name), "is not supported", legal))
+            check_choice(name, getattr(self, name), legal)
 
     @property
     def cq(self) -> int:

@@ -30,7 +30,6 @@ from .planner.lift.decode import DECODE_ROLES
 from .planner.lift.tiling import TENSOR_ROLES, Tile, cost, proposals, table_key
 from .planner.tables import TUNED, Shape, Table, shipped, variant_key
 from .runtime.load import Passes, available_backends, load, load_triton
-from .runtime.offline import recorded
 from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
@@ -286,6 +285,8 @@ def _time(one: Candidate) -> float:
     module, spec = load_triton(one.plan), one.plan.spec
     if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
         return _ms(_call(module, "decode", spec, DECODING[DECODE_ROLES.index(one.role)]))
+    from .runtime.offline import recorded  # which needs triton
+
     with recorded(module) as launches:
         _call(module, one.pass_name, spec, TRAINING)()
     kernel = one.plan.kernel_name("fwd" if one.role == "forward" else f"bwd_{one.role}")

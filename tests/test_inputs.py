@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ import mtagen
 from mtagen import BackendError, InputError, MtagenError, PlanError, Spec, SpecError
 from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.planner.tables import Table
 
 B, H, HKV, NQ, NK, D, DV, CQ, CK = 2, 4, 2, 5, 7, 16, 24, 3, 4
 NEW = 2
@@ -317,6 +321,77 @@ def test_build(changed: dict[str, Any], name: str, got: str, rule: str, legal: s
     with pytest.raises(SpecError) as caught:
         mtagen.build(**{"kernel": (3, 3), "head_dim": 64, "target": "cpu"} | changed)
     assert_explains(caught.value, name, got, rule, legal)
+
+
+ARRAY, MATRIX = np.zeros(3), torch.zeros(2, 2)
+# Values that no argument takes, then those that others take: strings, bools, ints, floats, None, arrays and tensors.
+STRANGE = (object(), ARRAY, np.zeros((50, 50)), MATRIX, torch.tensor(True), b"both", {}, 1.5, math.nan, ("both",))
+NOT_TEXT = (*STRANGE, True, 1)
+NOT_A_BOOL = (*STRANGE, 0, 1, "yes", np.True_)
+NOT_A_SIZE = (*STRANGE, True, 64.0, "64", (64,), -64, np.int64(64), torch.tensor(64))
+WRONG_VALUES = {
+    "kernel": (
+        *STRANGE,
+        None,
+        "ab",
+        "6,11",
+        6,
+        (6,),
+        (6, "11"),
+        (6, None),
+        (True, 11),
+        (6, 11.0),
+        (ARRAY, ARRAY),
+        MATRIX,
+    ),
+    "head_dim": (*NOT_A_SIZE, None),
+    "value_head_dim": NOT_A_SIZE,
+    "causal": (*NOT_A_BOOL, None),
+    "key_padding": (*NOT_TEXT, None, "", "Both"),
+    "mask": (*NOT_TEXT, None, "none"),
+    "dtype": (*NOT_TEXT, "", "float32", torch.int8, np.float32, float),
+    "backend": (*NOT_TEXT, None, "", "gpu"),
+    "target": (*NOT_TEXT, "", "h100", (9, 0), mtagen.TARGETS["sm_90a"]),
+    "deterministic": NOT_A_BOOL,
+    "tune": (*NOT_A_BOOL, None),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_VALUES)
+def test_build_refuses_values_of_wrong_types(argument: str) -> None:
+    assert set(WRONG_VALUES) == set(inspect.signature(mtagen.build).parameters)
+    for value in WRONG_VALUES[argument]:
+        assert_refused(argument, value, lambda **wrong: mtagen.build(**{"kernel": (3, 3), "head_dim": 64} | wrong))
+
+
+SPEC = Spec((6, 11), 64)
+WRONG_VALUES_OF_PLAN = {
+    "spec": (*NOT_TEXT, None, "text", (6, 11), SPEC.to_dict()),
+    "target": (*NOT_TEXT, None, "", "h100", (9, 0)),
+    "backend": (*NOT_TEXT, None, "", "gpu"),
+    "available": (*STRANGE, None, True, 1, "cuda", "triton", ("auto",), ["cuda", None], (ARRAY,), np.array(["cuda"])),
+    "tables": (*STRANGE, True, 1, "text", Table("measured"), (None,), ["measured"], [MATRIX]),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_VALUES_OF_PLAN)
+def test_plan_refuses_values_of_wrong_types(argument: str) -> None:
+    assert set(WRONG_VALUES_OF_PLAN) == set(inspect.signature(mtagen.plan).parameters)
+    for value in WRONG_VALUES_OF_PLAN[argument]:
+        assert_refused(argument, value, lambda **wrong: mtagen.plan(**{"spec": SPEC} | wrong))
+
+
+def assert_refused(argument: str, value: object, call: Callable[..., object]) -> None:
+    """In one line, short enough to be read whatever the value."""
+    try:
+        call(**{argument: value})
+    except SpecError as error:
+        message = str(error)
+    else:
+        pytest.fail(f"{argument}={value!r} is taken")
+    assert re.match(rf"{argument}: got .+; .+; legal: .+", message), message
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 PLANS = {

@@ -46,7 +46,7 @@ def render(plan: Plan) -> Sources:
     """The sources of a plan: a CUDA source for each pass that CUDA serves and a Python module that launches them, and a
     Python module of kernels and launches if Triton serves any pass. None for PyTorch ops.
     """
-    files = {}
+    files: dict[str, str] = {}
     kernels = {name: cuda.render(one) for name, one in plan.tile.items()}
     host = module = None
     files |= {f"{plan.tile[name].name}.cu": text for name, text in kernels.items()}

@@ -90,7 +90,8 @@ class _LoopSource(NamedTuple):
 
 def _loop_source(loop: Loop, first: str = "", last: str = "") -> _LoopSource:
     """The parts of a loop that are in [first, last), a strip of rows; the whole loop by default."""
-    assignments, texts = [], {}
+    assignments: list[tuple[str, str]] = []
+    texts: dict[Expr, str] = {}
     for name, position in zip(Loop._fields, loop, strict=True):
         if position in texts:
             continue

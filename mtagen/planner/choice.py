@@ -29,7 +29,7 @@ COST_MODEL, ONLY_ONE = "cost model", "the only one"
 # CUDA's time over Triton's up to which auto takes CUDA: its calls take less than half of the CPU's time
 # (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
 CUDA_UP_TO = 1.15
-_INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
+INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
 
 
 class Lowering(Protocol):
@@ -141,7 +141,7 @@ def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[st
 def _refusal(backend: str, pass_name: str, spec: Spec, target: Target, available: Collection[str]) -> PlanError | None:
     """Why ``backend`` cannot do a pass, if so."""
     if backend not in available:
-        return PlanError(explain("backend", backend, "is not installed", _INSTALL[backend]))
+        return PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
     try:
         LOWERINGS[backend].candidates(pass_name, spec, target)
     except PlanError as error:

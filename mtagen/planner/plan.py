@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import PlanError, SpecError, explain
+from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from .choice import BACKENDS, GENERATED, LOWERINGS, Choice, PlannedPass, choose_backends, plan_pass
 from .geometry.mask import Mask
@@ -17,7 +17,7 @@ from .lift.passes import LiftPass
 from .names import suffix
 from .passes import PASSES, PassPlan, describe
 from .tables import Table, shipped
-from .targets import Target, get_target
+from .targets import TARGETS, Target, get_target
 from .tile.passes import TilePass
 
 
@@ -178,11 +178,10 @@ def plan(
         tables: measured decisions, the first that has one is followed; by default the target's table in the package.
 
     Raises:
-        SpecError: unknown target or backend.
+        SpecError: an argument is of a wrong type; unknown target or backend.
         PlanError: the backend cannot do this spec on this target; the message names the limit.
     """
-    if backend not in BACKENDS:
-        raise SpecError(explain("backend", backend, "is not built", BACKENDS))
+    _check_arguments(spec, target, backend, available, tables)
     if target == "cpu":
         if backend in GENERATED:
             raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
@@ -197,3 +196,19 @@ def plan(
     else:
         choices = tuple(Choice(name, backend, "asked for") for name in PASSES)
     return Plan(spec, target.name, tuple(plan_pass(choice, spec, target, tables) for choice in choices))
+
+
+def _check_arguments(spec: object, target: object, backend: object, available: object, tables: object) -> None:
+    """Refuse what :func:`plan` cannot take, before anything asks it a question that it cannot answer."""
+    if not isinstance(spec, Spec):
+        raise SpecError(explain("spec", spec, "must be a Spec", "such as mtagen.Spec(kernel=(6, 11), head_dim=64)"))
+    if not isinstance(target, (str, Target)):
+        raise SpecError(explain("target", target, "must be a target or its name", ("cpu", *TARGETS)))
+    check_choice("backend", backend, BACKENDS, "is not built")
+    if not isinstance(available, (tuple, list, set, frozenset)) or not all(
+        isinstance(one, str) and one in GENERATED for one in available
+    ):
+        raise SpecError(explain("available", available, "must hold backends that generate kernels", GENERATED))
+    if not (tables is None or (isinstance(tables, (tuple, list)) and all(isinstance(one, Table) for one in tables))):
+        rule = "must be a tuple or list of tables, or None"
+        raise SpecError(explain("tables", tables, rule, "mtagen.planner.tables.Table"))

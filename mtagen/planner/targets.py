@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import SpecError, explain
+from ..errors import check_choice
 
 SHARED_BYTES_PER_CYCLE = 128  # of an NVIDIA multiprocessor
 _KIB = 1024
@@ -170,8 +170,7 @@ def get_target(name: str) -> Target:
     Raises:
         SpecError: there is none; the message lists the names.
     """
-    if not isinstance(name, str) or name not in TARGETS:
-        raise SpecError(explain("target", name, "is not known", tuple(TARGETS)))
+    check_choice("target", name, tuple(TARGETS), "is not known")
     return TARGETS[name]
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..codegen import Sources
 from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
+from ..planner.choice import GENERATED
 from ..planner.plan import Plan
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .loader import load_module
 from .nvrtc import cached_cubin, cuda_is_installed
+from .triton import require_triton, triton_is_installed, triton_version
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,21 @@ class Passes:
 
 def available_backends() -> tuple[str, ...]:
     """The backends of generated kernels whose packages are installed."""
-    return ("cuda", "triton") if cuda_is_installed() else ("triton",)
+    installed = {"cuda": cuda_is_installed(), "triton": triton_is_installed()}
+    return tuple(backend for backend in GENERATED if installed[backend])
 
 
 def plan_key(plan: Plan, sources: Sources) -> str:
-    """Content hash of a plan and its sources: the identity of a built op and of its cache entry."""
-    return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton.__version__)
+    """Content hash of a plan, its sources and the packages that run them: an op's identity, and its cache entry's."""
+    return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton_version() if plan.lift else None)
 
 
 def load(plan: Plan, sources: Sources) -> Passes:
-    """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`."""
+    """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`.
+
+    Raises:
+        BackendError: Triton serves a pass, and the triton package is missing.
+    """
     functions: dict[str, Callable[..., Any]] = {}
     if plan.tile:
         functions |= {name: getattr(load_cuda(plan, sources), name) for name in plan.tile}
@@ -60,7 +66,12 @@ def load(plan: Plan, sources: Sources) -> Passes:
 
 
 def load_triton(plan: Plan, sources: Sources) -> ModuleType:
-    """The plan's module of Triton kernels, by way of the cache."""
+    """The plan's module of Triton kernels, by way of the cache.
+
+    Raises:
+        BackendError: the triton package is missing.
+    """
+    require_triton()
     return _module(plan, sources, "lift", sources.module)
 
 
@@ -95,6 +106,7 @@ def compile_kernels(plan: Plan, sources: Sources, device: torch.device | None) -
         BackendError: CUDA's compiler is missing, or cannot compile for ``device``; the driver refuses a kernel.
     """
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
+        jobs: list[Future[Any]]
         if device is None:
             jobs = [
                 pool.submit(cached_cubin, text, plan.target, plan.tile[name].name)

@@ -7,13 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import triton
 
 from ..errors import BackendError
 from ..planner.tables import TUNED, Table
 from ..spec import Spec
 from .cache import Cache, cache_key
 from .nvrtc import toolchain
+from .triton import triton_version
 
 _FILE = "table.json"
 
@@ -42,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
     nvrtc = None
     with suppress(BackendError):
         nvrtc = toolchain().nvrtc
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "nvrtc": nvrtc}
+    versions = {"torch": torch.__version__, "triton": triton_version(), "nvrtc": nvrtc}
     return {"device": torch.cuda.get_device_name(), "versions": versions}
 
 

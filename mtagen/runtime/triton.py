@@ -1,0 +1,36 @@
+"""The triton package, which is optional: only what loads or compiles a Triton kernel imports it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+
+from ..errors import BackendError, explain
+from ..planner.choice import INSTALL
+
+
+def triton_is_installed() -> bool:
+    """Whether the package is there; it is not imported to find out."""
+    return find_spec("triton") is not None
+
+
+def require_triton() -> None:
+    """Check that Triton kernels can be loaded.
+
+    Raises:
+        BackendError: the package is missing, or cannot be imported; the message says how to install it.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        rule = f"the triton package cannot be imported ({error})"
+        raise BackendError(explain("backend", "triton", rule, f"{INSTALL['triton']}, or another backend")) from None
+
+
+def triton_version() -> str | None:
+    """The version of the package, which is imported for it; None if that fails."""
+    with suppress(ImportError):
+        import triton
+
+        return str(triton.__version__)
+    return None
