@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cpu import attention as cpu
 from ..errors import BackendError, explain
 from ..runtime.load import Passes
 from ..spec import Spec
-from . import tiled
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Executor:
         """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64)."""
         kernels = self._kernels_for(q)
         if kernels is None:
-            return tiled.forward(self.spec, q, k, v, weight, scale)
+            return cpu.forward(self.spec, q, k, v, weight, scale)
         if q.numel() == 0 or k.numel() == 0:
             return _nothing_seen(q, q.shape[2], v)
         with _on(q):
@@ -59,7 +59,7 @@ class Executor:
         """(dq, dk, dv, dweight), each contiguous, in the dtype of its input."""
         kernels = self._kernels_for(q)
         if kernels is None:
-            dq, dk, dv, dw = tiled.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+            dq, dk, dv, dw = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
             return dq.contiguous(), dk.contiguous(), dv.contiguous(), dw.contiguous()
         if q.numel() == 0 or k.numel() == 0:
             dq, dk, dv, dw = (x.new_zeros(x.shape) for x in (q, k, v, weight))
@@ -94,7 +94,7 @@ class Executor:
         """out (B, H, n_new, DV) and lse (B, H, n_new); num_splits 0 means as planned."""
         kernels = self._kernels_for(q_tail)
         if kernels is None:
-            return tiled.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+            return cpu.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
         if q_tail.numel() == 0 or k_cache.numel() == 0:
             return _nothing_seen(q_tail, q_tail.shape[2] - (self.spec.cq - 1), v_cache)
         with _on(q_tail):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
+from mtagen.cpu import attention as cpu
 from mtagen.naive import reference
-from mtagen.ops import tiled
 from mtagen.spec import Spec
 
 F64 = torch.float64
@@ -50,8 +50,8 @@ def run_reference(spec, args, grad_out, grad_lse):
 
 
 def run_tiled(spec, args, grad_out, grad_lse, **tiling):
-    out, lse = tiled.forward(spec, *args, SCALE, **tiling)
-    return out, lse, *tiled.backward(spec, grad_out, grad_lse, *args, out, lse, SCALE, **tiling)
+    out, lse = cpu.forward(spec, *args, SCALE, **tiling)
+    return out, lse, *cpu.backward(spec, grad_out, grad_lse, *args, out, lse, SCALE, **tiling)
 
 
 def assert_same(got, expected):
@@ -164,17 +164,17 @@ def test_decode_equals_reference(kernel, causal, key_padding, mask):
     lengths = [0, 1, 3, 12, 40]
     for n_new in (1, 2, 5, 8):
         args, expected = decode_case(spec, lengths, n_new, capacity=43)
-        assert_same(tiled.decode(spec, *args, SCALE, torch.tensor(lengths)), expected)
+        assert_same(cpu.decode(spec, *args, SCALE, torch.tensor(lengths)), expected)
 
 
 def test_decode_of_a_full_cache():
     spec = make_spec((6, 11))
     args, expected = decode_case(spec, [30, 30], 3, capacity=30)
-    assert_same(tiled.decode(spec, *args, SCALE, None), expected)
+    assert_same(cpu.decode(spec, *args, SCALE, None), expected)
 
 
 def test_decode_dtypes():
     spec = make_spec((2, 3), dtype="bf16")
     args, _ = decode_case(spec, [30], 3, capacity=30)
-    out, lse = tiled.decode(spec, *(x.bfloat16() for x in args), SCALE, None)
+    out, lse = cpu.decode(spec, *(x.bfloat16() for x in args), SCALE, None)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
