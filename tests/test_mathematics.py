@@ -1,0 +1,651 @@
+"""The formulas of docs/mathematics.md, section by section as they stand there, in float64 against the reference.
+
+They are written anew here, with the page's names, and use none of mtagen's own code but the reference that they are
+compared with, and the plan's count of flop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from mtagen import Spec, plan
+from mtagen.naive import reference
+
+Array = npt.NDArray[np.float64]
+
+SMALL = [(1, 1), (1, 4), (3, 1), (2, 3), (3, 5), (4, 2)]
+LARGE = [(1, 1), (3, 1), (1, 4), (2, 3), (7, 2), (6, 11), (5, 10), (16, 3), (2, 17)]
+MASKS = [(True, "source"), (True, "output"), (False, "source")]
+PADDINGS = ["both", "left", "right"]
+CHUNK = 8  # columns in 16 bytes of fp16
+INTERLEAVED = np.r_[0:16:2, 1:16:2]  # fragment row g is row 2 g of a row tile, row g + 8 is row 2 g + 1
+
+small = pytest.mark.parametrize("kernel", SMALL, ids=str)
+large = pytest.mark.parametrize("kernel", LARGE, ids=str)
+padded = pytest.mark.parametrize("padding", PADDINGS)
+masked = pytest.mark.parametrize(("causal", "mask"), MASKS)
+
+
+def block(x: Array, i: int, j: int, n: int, m: int) -> Array:
+    """x[i : i + n, j : j + m], zeros outside."""
+    to = np.zeros((n, m))
+    top, bottom, left, right = max(i, 0), min(i + n, x.shape[0]), max(j, 0), min(j + m, x.shape[1])
+    if top < bottom and left < right:
+        to[top - i : bottom - i, left - j : right - j] = x[top:bottom, left:right]
+    return to
+
+
+def rows(x: Array, i: int, n: int) -> Array:
+    """x[i : i + n], zeros outside."""
+    return block(x, i, 0, n, x.shape[1])
+
+
+class Gradients(NamedTuple):
+    """Of the loss with respect to the inputs."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dw: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head: its inputs, the gradients of its two results, and what the reference makes of them."""
+
+    q: Array  # [Nq, d]
+    k: Array  # [Nk, d]
+    v: Array  # [Nk, dv]
+    w: Array  # [cq, ck]
+    d_out: Array  # [Nq, dv]
+    d_lse: Array  # [Nq]
+    causal: bool
+    mask: str
+    padding: str
+    alpha: float = 0.6
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Nq, Nk, cq, ck."""
+        return len(self.q), len(self.k), *self.w.shape
+
+    @property
+    def off(self) -> int:
+        return len(self.k) - len(self.q)
+
+    @property
+    def p_l(self) -> int:
+        ck = self.w.shape[1]
+        return {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[self.padding]
+
+    @property
+    def p_r(self) -> int:
+        return self.w.shape[1] - 1 - self.p_l
+
+    def taps(self) -> Iterator[tuple[int, int]]:
+        """All (u, v)."""
+        return itertools.product(*map(range, self.w.shape))
+
+    def sees(self, i: int, j: int, n: int, m: int) -> npt.NDArray[np.bool_]:
+        """Whether query i + r sees key j + c, for r < n and c < m; both may lie outside."""
+        r, c = np.ogrid[:n, :m]
+        return (j + c <= i + r + self.off) | np.full((n, m), not self.causal)
+
+    @cached_property
+    def s(self) -> Array:
+        """alpha q k^T; zeros where a score is hidden from every row of outputs, with mask="source"."""
+        scores = self.alpha * self.q @ self.k.T
+        return scores * self.sees(0, 0, *scores.shape) if self.mask == "source" else scores
+
+    @cached_property
+    def expected(self) -> tuple[Array, Array, Gradients]:
+        """out, lse and the gradients of sum(out d_out) + sum(lse d_lse), by the reference and its autograd."""
+        leaves = [torch.tensor(x, requires_grad=True) for x in (self.q, self.k, self.v, self.w)]
+        q, k, v, w = leaves
+        out, lse = reference(
+            *(x[None, None] for x in (q, k, v)),
+            w[None],
+            causal=self.causal,
+            key_padding=self.padding,
+            mask=self.mask,
+            scale=self.alpha,
+            return_lse=True,
+        )
+        seen = lse.isfinite()[0, 0]
+        loss = (out[0, 0] * torch.tensor(self.d_out)).sum() + (lse[0, 0] * torch.tensor(self.d_lse))[seen].sum()
+        gradients = torch.autograd.grad(loss, leaves)
+        return out[0, 0].detach().numpy(), lse[0, 0].detach().numpy(), Gradients(*(x.numpy() for x in gradients))
+
+
+@cache
+def head(kernel: tuple[int, int], n_q: int, n_k: int, causal: bool, mask: str, padding: str) -> Head:
+    random = np.random.default_rng(0)
+    shapes = (n_q, 3), (n_k, 3), (n_k, 2), kernel, (n_q, 2), (n_q,)
+    return Head(*map(random.standard_normal, shapes), causal, mask, padding)
+
+
+def heads(kernel: tuple[int, int], causal: bool, mask: str, padding: str) -> Iterator[Head]:
+    """As many queries as keys, fewer, and more, of which the first see no key if causal."""
+    for n_q, n_k in ((5, 5), (3, 6), (6, 3)):
+        yield head(kernel, n_q, n_k, causal, mask, padding)
+
+
+def assert_equal(ours: tuple[Array, ...], theirs: tuple[Array, ...]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
+
+
+# ---- 1. What is computed ----
+
+
+def term(x: Head, u: int, v: int) -> Array:
+    """Of every (i, j): the score S[i - (cq-1) + u, j - pL + v] if it counts, else 0."""
+    n_q, n_k, cq, _ = x.sizes
+    scores = block(x.s, -(cq - 1) + u, -x.p_l + v, n_q, n_k)
+    return scores * x.sees(0, -x.p_l + v, n_q, n_k) if x.mask == "output" else scores
+
+
+def convolved(x: Head) -> Array:
+    """C, and -inf where it is hidden."""
+    c = sum(x.w[u, v] * term(x, u, v) for u, v in x.taps())
+    return np.where(x.sees(0, 0, *x.s.shape), c, -np.inf)
+
+
+def softmax(c: Array) -> tuple[Array, Array]:
+    """P and LSE; zeros and -inf in rows that see no key."""
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(c).sum(1))
+    return np.exp(c - np.where(np.isinf(lse), 0, lse)[:, None]), lse
+
+
+@masked
+@padded
+@small
+def test_definition(kernel: tuple[int, int], padding: str, causal: bool, mask: str) -> None:
+    for x in heads(kernel, causal, mask, padding):
+        p, lse = softmax(convolved(x))
+        assert_equal((p @ x.v, lse), x.expected[:2])
+
+
+@padded
+@small
+def test_identity_kernel_is_plain_attention(kernel: tuple[int, int], padding: str) -> None:
+    for x in heads(kernel, True, "source", padding):
+        identity = np.zeros_like(x.w)
+        identity[-1, x.p_l] = 1
+        plain = np.where(x.sees(0, 0, *x.s.shape), x.alpha * x.q @ x.k.T, -np.inf)
+        assert_equal((convolved(replace(x, w=identity)),), (plain,))
+
+
+# ---- 2. Gradients ----
+
+
+def score_gradient(x: Head) -> tuple[Array, Array]:
+    """P, and G, the gradient of C."""
+    p, _ = softmax(convolved(x))
+    d = (x.d_out * (p @ x.v)).sum(1) - x.d_lse
+    return p, p * (x.d_out @ x.v.T - d[:, None])
+
+
+@masked
+@padded
+@small
+def test_gradients(kernel: tuple[int, int], padding: str, causal: bool, mask: str) -> None:
+    for x in heads(kernel, causal, mask, padding):
+        n_q, n_k, cq, _ = x.sizes
+        p, g = score_gradient(x)
+        ds, dw = np.zeros((n_q, n_k)), np.zeros_like(x.w)
+        for u, v in x.taps():
+            i, j = cq - 1 - u, x.p_l - v  # added to i', j'
+            counts = x.sees(i, 0, n_q, n_k) if x.mask == "output" else x.sees(0, 0, n_q, n_k)
+            ds += x.w[u, v] * counts * block(g, i, j, n_q, n_k)
+            dw[u, v] = (g * term(x, u, v)).sum()
+        assert_equal(Gradients(x.alpha * ds @ x.k, x.alpha * ds.T @ x.q, p.T @ x.d_out, dw), x.expected[2])
+
+
+# ---- 3. Lift ----
+
+
+def shifted_queries(x: Head, u: int) -> Array:
+    """Row i is Q[i - (cq-1) + u]."""
+    return rows(x.q, -(len(x.w) - 1) + u, len(x.q))
+
+
+def shifted_keys(x: Head, v: int) -> Array:
+    """Row j is K[j - pL + v]."""
+    return rows(x.k, -x.p_l + v, len(x.k))
+
+
+def lifted_keys(x: Head, u: int) -> Array:
+    return x.alpha * sum(x.w[u, v] * shifted_keys(x, v) for v in range(x.w.shape[1]))
+
+
+def lifted_queries(x: Head, v: int) -> Array:
+    return x.alpha * sum(x.w[u, v] * shifted_queries(x, u) for u in range(x.w.shape[0]))
+
+
+def band_width(x: Head) -> int:
+    """F."""
+    return 0 if not x.causal else x.p_r + (len(x.w) - 1 if x.mask == "source" else 0)
+
+
+def dropped_terms(x: Head) -> Iterator[tuple[int, int, int, int]]:
+    """(u, v, delta, f) of the terms of a lifted score on diagonal delta that do not count."""
+    for (u, v), delta in itertools.product(x.taps(), range(band_width(x))):
+        f = v - x.p_l + (len(x.w) - 1) - u - delta
+        if f >= 1 if x.mask == "source" else v - x.p_l > delta:
+            yield u, v, delta, f
+
+
+def scores_past_diagonal(x: Head) -> Array:
+    """A, column f - 1."""
+    a = np.zeros((len(x.q), len(x.w) - 1 + x.p_r))
+    for f in range(1, a.shape[1] + 1):
+        a[:, f - 1] = (x.q * rows(x.k, x.off + f, len(x.q))).sum(1)
+    return a
+
+
+def correction(x: Head) -> Array:
+    """E."""
+    a, e = scores_past_diagonal(x), np.zeros((len(x.q), band_width(x)))
+    for u, v, delta, f in dropped_terms(x):
+        e[:, delta] += x.alpha * x.w[u, v] * rows(a, -(len(x.w) - 1) + u, len(x.q))[:, f - 1]
+    return e
+
+
+@masked
+@padded
+@small
+@pytest.mark.parametrize("lifts", ["keys", "queries"])
+def test_lifted_scores(lifts: str, kernel: tuple[int, int], padding: str, causal: bool, mask: str) -> None:
+    for x in heads(kernel, causal, mask, padding):
+        n_q, n_k, cq, ck = x.sizes
+        if lifts == "keys":
+            c = sum(shifted_queries(x, u) @ lifted_keys(x, u).T for u in range(cq))
+        else:
+            c = sum(lifted_queries(x, v) @ shifted_keys(x, v).T for v in range(ck))
+        e = correction(x)
+        for i, delta in np.ndindex(e.shape):
+            if 0 <= i + x.off - delta < n_k:
+                c[i, i + x.off - delta] -= e[i, delta]
+        assert_equal((np.where(x.sees(0, 0, n_q, n_k), c, -np.inf),), (convolved(x),))
+
+
+@masked
+@padded
+@small
+@pytest.mark.parametrize("lifts", ["keys", "queries"])
+def test_lifted_gradients(lifts: str, kernel: tuple[int, int], padding: str, causal: bool, mask: str) -> None:
+    for x in heads(kernel, causal, mask, padding):
+        n_q, n_k, cq, ck = x.sizes
+        p, g = score_gradient(x)
+        dq, dk, dw = np.zeros_like(x.q), np.zeros_like(x.k), np.zeros_like(x.w)
+        if lifts == "keys":
+            lifted_gradient = [g.T @ shifted_queries(x, u) for u in range(cq)]
+            for u in range(cq):
+                dq += rows(g, cq - 1 - u, n_q) @ lifted_keys(x, u)
+            for u, v in x.taps():
+                dk += x.alpha * x.w[u, v] * rows(lifted_gradient[u], x.p_l - v, n_k)
+                dw[u, v] = x.alpha * (lifted_gradient[u] * shifted_keys(x, v)).sum()
+        else:
+            lifted_gradient = [g @ shifted_keys(x, v) for v in range(ck)]
+            for v in range(ck):
+                dk += rows(g.T, x.p_l - v, n_k) @ lifted_queries(x, v)
+            for u, v in x.taps():
+                dq += x.alpha * x.w[u, v] * rows(lifted_gradient[v], cq - 1 - u, n_q)
+                dw[u, v] = x.alpha * (lifted_gradient[v] * shifted_queries(x, u)).sum()
+
+        a = scores_past_diagonal(x)
+        g_band, da = np.zeros((n_q, band_width(x))), np.zeros_like(a)
+        for i, delta in np.ndindex(g_band.shape):
+            if 0 <= i + x.off - delta < n_k:
+                g_band[i, delta] = g[i, i + x.off - delta]
+        for u, v, delta, f in dropped_terms(x):
+            dw[u, v] -= x.alpha * (g_band[:, delta] * rows(a, -(cq - 1) + u, n_q)[:, f - 1]).sum()
+            da[:, f - 1] -= x.alpha * x.w[u, v] * rows(g_band, cq - 1 - u, n_q)[:, delta]
+        for f in range(1, a.shape[1] + 1):
+            dq += da[:, f - 1 : f] * rows(x.k, x.off + f, n_q)
+            dk += rows(da, -x.off - f, n_k)[:, f - 1 : f] * rows(x.q, -x.off - f, n_k)
+        assert_equal(Gradients(dq, dk, p.T @ x.d_out, dw), x.expected[2])
+
+
+# ---- 4. Tile ----
+
+
+def toeplitz(w: Array, u: int, d: int) -> Array:
+    """T[k, n] = W[u, 8 d + k - n], 0 outside the kernel."""
+    k, n = np.indices((CHUNK, CHUNK))
+    inside = (u < len(w)) & (0 <= CHUNK * d + k - n) & (CHUNK * d + k - n < w.shape[1])
+    return np.where(inside, w[u % len(w), (CHUNK * d + k - n) % w.shape[1]], 0.0)
+
+
+def chunks_of_window(ck: int) -> int:
+    """Chunks that 8 neighbouring output columns read."""
+    return math.ceil((ck + 7) / CHUNK)
+
+
+def carried_columns(ck: int) -> int:
+    return CHUNK * math.ceil((ck - 1) / CHUNK)
+
+
+def direct(slab: Array, w: Array, n: int, m: int) -> Array:
+    """[n, m]: what a convolution makes of a slab."""
+    return np.array([[(w * slab[r : r + w.shape[0], c : c + w.shape[1]]).sum() for c in range(m)] for r in range(n)])
+
+
+@large
+def test_interleaved_fragments(kernel: tuple[int, int]) -> None:
+    """An mma sums two taps, and all A operands of a chunk are made of cq + 1 matrices."""
+    cq, ck = kernel
+    random, taps = np.random.default_rng(0), list(itertools.product(range(cq), range(chunks_of_window(ck))))
+    slab, w = random.standard_normal((16 + cq, CHUNK * chunks_of_window(ck))), random.standard_normal(kernel)
+    used, out = set(), np.zeros((16, CHUNK))
+
+    def matrix(s: int, d: int) -> Array:
+        """M_s of chunk d: its rows 2 g + s."""
+        used.add(s)
+        return slab[s : s + 16 : 2, CHUNK * d : CHUNK * d + CHUNK]
+
+    for (u, d), (other, e) in itertools.zip_longest(taps[::2], taps[1::2], fillvalue=taps[0]):
+        a = np.block([[matrix(u, d), matrix(other, e)], [matrix(u + 1, d), matrix(other + 1, e)]])
+        alone = (u, d) == taps[-1] and len(taps) % 2  # the last of an odd number meets zeros
+        b = np.concatenate([toeplitz(w, u, d), toeplitz(w, cq if alone else other, e)])
+        out += a @ b
+    assert_equal((out,), (direct(slab, w, 16, CHUNK)[INTERLEAVED],))
+    assert used == set(range(cq + 1))
+
+
+@pytest.mark.parametrize("kernel", [(6, 11), (10, 2), (3, 3), (9, 10)], ids=str)
+def test_gathered_columns(kernel: tuple[int, int]) -> None:
+    """The one or two columns of a window's last chunk are summed over 8 row shifts at once: three words a lane."""
+    cq, ck = kernel
+    random, whole = np.random.default_rng(0), (ck + 7) // CHUNK
+    slab, w = random.standard_normal((32 + cq, CHUNK * whole + 2)), random.standard_normal(kernel)
+    out = np.zeros((16, CHUNK))
+    for u, d in itertools.product(range(cq), range(whole)):
+        out += slab[INTERLEAVED + u, CHUNK * d : CHUNK * d + CHUNK] @ toeplitz(w, u, d)
+    for first in range(0, cq, 8):
+        a, b = np.zeros((16, 16)), np.zeros((16, CHUNK))
+        for g, t in np.ndindex(8, 4):
+            words = slab[2 * g + first + 2 * t :][:3, CHUNK * whole :]
+            a[g, 2 * t : 2 * t + 2], a[g, 8 + 2 * t : 10 + 2 * t] = words[0], words[1]
+            a[g + 8, 2 * t : 2 * t + 2], a[g + 8, 8 + 2 * t : 10 + 2 * t] = words[1], words[2]
+        for t in range(4):
+            b[2 * t : 2 * t + 2] = toeplitz(w, first + 2 * t, whole)[:2]
+            b[8 + 2 * t : 10 + 2 * t] = toeplitz(w, first + 2 * t + 1, whole)[:2]
+        out += a @ b
+    assert not any(toeplitz(w, u, whole)[2:].any() for u in range(cq))
+    assert_equal((out,), (direct(slab, w, 16, CHUNK)[INTERLEAVED],))
+
+
+class RunningSoftmax:
+    """Softmax of some rows, relative to a reference that rises only when a tile exceeds it by too much."""
+
+    LIMIT = 256.0
+
+    def __init__(self, count: int, dim: int) -> None:
+        self.reference, self.total, self.out = np.full(count, -1e20), np.zeros(count), np.zeros((count, dim))
+        self.restarts = 0
+
+    def add(self, c: Array, v: Array) -> None:
+        x = c * math.log2(math.e)
+        with np.errstate(over="ignore"):
+            p = np.exp2(x - self.reference[:, None])
+        if (p.sum(1) > self.LIMIT).any():
+            self.restarts += 1
+            raised = np.maximum(self.reference, x.max(1))
+            rescale = np.exp2(self.reference - raised)
+            self.reference, self.total, self.out = raised, self.total * rescale, self.out * rescale[:, None]
+            p = np.exp2(x - raised[:, None])
+        self.total, self.out = self.total + p.sum(1), self.out + p @ v
+
+    def results(self) -> tuple[Array, Array]:
+        """out and lse."""
+        empty, total = self.total == 0, np.where(self.total == 0, 1, self.total)
+        return self.out / total[:, None], np.where(empty, -np.inf, (self.reference + np.log2(total)) * math.log(2))
+
+
+def tile_forward(x: Head, row_tiles: int, keys: int) -> tuple[Array, Array, int]:
+    """out, lse, and how often the softmax raised its reference."""
+    n_q, n_k, cq, ck = x.sizes
+    halo, count, carried = cq - 1, 16 * row_tiles, carried_columns(ck)
+    lag = carried - x.p_l
+    out, lse, restarts = np.zeros((n_q, x.v.shape[1])), np.zeros(n_q), 0
+    for first in range(-halo, n_q - halo, count - halo):
+        slab = np.zeros((halo + count, carried + keys + CHUNK))  # the rows above the CTA's first stay zeros
+        running = RunningSoftmax(count, x.v.shape[1])
+        last = min(n_k, first + count + x.off) if x.causal else n_k
+        for t in range(max(0, math.ceil((last + lag) / keys))):
+            slab[:, :carried] = slab[:, keys : keys + carried]
+            slab[halo:, carried : carried + keys] = block(x.s, first, t * keys, count, keys)
+            c = np.zeros((count, keys))
+            for n, u, d in itertools.product(range(0, keys, CHUNK), range(cq), range(chunks_of_window(ck))):
+                column = n + CHUNK * d
+                a = slab[u : u + count, column : column + CHUNK]
+                if x.mask == "output":
+                    a = a * x.sees(first, t * keys - carried + column, count, CHUNK)
+                c[:, n : n + CHUNK] += a @ toeplitz(x.w, u, d)
+            key = t * keys - lag + np.arange(keys)
+            seen = x.sees(first, t * keys - lag, count, keys) & (key >= 0) & (key < n_k)
+            running.add(np.where(seen, c, -np.inf), rows(x.v, t * keys - lag, keys))
+        restarts += running.restarts
+        end = min(first + count, n_q)
+        out[first + halo : end], lse[first + halo : end] = (y[halo : end - first] for y in running.results())
+    return out, lse, restarts
+
+
+@masked
+@padded
+@large
+def test_tile_forward(kernel: tuple[int, int], padding: str, causal: bool, mask: str) -> None:
+    for n_q, n_k in ((21, 37), (30, 19)):
+        x = head(kernel, n_q, n_k, causal, mask, padding)
+        assert_equal(tile_forward(x, 2, 24)[:2], x.expected[:2])
+
+
+@pytest.mark.parametrize(("growth", "restarts"), [(-3.0, 1), (0.0, 1), (3.0, 5)])
+def test_reference_of_the_softmax(growth: float, restarts: int) -> None:
+    """Scores that fall along the keys set the reference once; scores that grow raise it in every tile."""
+    scores = growth * np.arange(64) + np.random.default_rng(1).standard_normal((15, 64))
+    x = head((2, 3), 15, 64, False, "source", "both")
+    x = replace(x, q=np.eye(15), k=scores.T.copy(), w=np.abs(x.w))
+    out, lse, raised = tile_forward(x, 1, 16)
+    assert_equal((out, lse / 1e3), (x.expected[0], x.expected[1] / 1e3))
+    assert raised == restarts
+
+
+def tile_backward(x: Head, row_tiles: int, keys: int) -> Gradients:
+    """CTA by CTA, each with a range of keys, and one tile of rows after the other."""
+    n_q, n_k, cq, ck = x.sizes
+    lse, d = softmax(convolved(x))[1][:, None], ((x.d_out * x.expected[0]).sum(1) - x.d_lse)[:, None]
+    halo, count = (ck | 1) - 1, 16 * row_tiles
+    w = np.pad(x.w, ((0, 0), (0, halo + 1 - ck)))
+    w_adjoint = w[::-1, ::-1]
+    shift, owned = halo % CHUNK, keys - 2 * halo
+    lag = halo - shift
+    dq, dk, dv, dw = (np.zeros_like(tensor) for tensor in (x.q, x.k, x.v, w))
+    for c0 in range(-halo, n_k - halo, owned):
+        steps = math.ceil((n_q + 16) / count)
+        slab_s, slab_g = (np.zeros((cq - 1 + 16 + steps * count + cq, keys + CHUNK)) for _ in range(2))
+        above = cq - 1 + 16  # row i of the scores is row above + i of either slab
+        for t in range(steps):
+            first, columns = t * count, keys - halo
+            slab_s[above + first :][:count, :keys] = block(x.s, first, c0, count, keys)
+            # C, P and G have key j in column j - c0 - pL.
+            windows = {}
+            for u, v in np.ndindex(w.shape):
+                windows[u, v] = slab_s[above + first - (cq - 1) + u :][:count, v : v + columns]
+                if x.mask == "output":
+                    windows[u, v] = windows[u, v] * x.sees(first, c0 + v, count, columns)
+            c = sum(w[tap] * window for tap, window in windows.items())
+            i, j = first + np.arange(count)[:, None], c0 + x.p_l + np.arange(columns)
+            seen = x.sees(first, c0 + x.p_l, count, columns) & (i < n_q) & (j >= 0) & (j < n_k)
+            p = np.where(seen, np.exp(np.where(seen, c - rows(lse, first, count), 0)), 0)
+            d_out = rows(x.d_out, first, count)
+            g = p * (d_out @ rows(x.v, c0 + x.p_l, columns).T - rows(d, first, count))
+            slab_g[above + first :][:count, shift : shift + columns] = g
+            own = slice(halo - x.p_l, halo - x.p_l + owned)
+            for column in range(own.start, min(own.stop, n_k - c0 - x.p_l)):
+                dv[c0 + x.p_l + column] += p[:, column] @ d_out
+            for tap, window in windows.items():
+                dw[tap] += (g[:, own] * window[:, own]).sum()
+            # dS has key j in column j - c0 - lag, and lags by the 16 rows of a row tile.
+            first, key = first - 16, c0 + lag + shift  # of the owned columns
+            ds = np.zeros((count, owned))
+            for u, v in np.ndindex(w.shape):
+                gradients = slab_g[above + first + u :][:count, shift + v : shift + v + owned]
+                if x.mask == "output":
+                    gradients = gradients * x.sees(first + u, key, count, owned)
+                ds += w_adjoint[u, v] * gradients
+            if x.mask == "source":
+                ds *= x.sees(first, key, count, owned)
+            begin, end = max(first, 0), min(first + count, n_q)
+            stop = min(key + owned, n_k)
+            ds = x.alpha * ds[begin - first : end - first, : stop - key]
+            dq[begin:end] += ds @ x.k[key:stop]
+            dk[key:stop] += ds.T @ x.q[begin:end]
+    return Gradients(dq, dk, dv, dw[:, :ck])
+
+
+@masked
+@large
+def test_tile_backward(kernel: tuple[int, int], causal: bool, mask: str) -> None:
+    for (n_q, n_k), padding in zip(((21, 37), (40, 19), (25, 25)), PADDINGS, strict=True):
+        x = head(kernel, n_q, n_k, causal, mask, padding)
+        assert_equal(tile_backward(x, 2, 48), x.expected[2])
+
+
+@large
+def test_weight_gradient_lies_on_diagonals(kernel: tuple[int, int]) -> None:
+    """The sum over all chunks of 8 columns of S, transposed, times 8 columns of G has dW on its diagonals."""
+    cq, ck = kernel
+    random, halo = np.random.default_rng(0), (ck | 1) - 1
+    shift, columns = halo % CHUNK, 24
+    slab_s, g = random.standard_normal((cq - 1 + 16, columns + halo)), random.standard_normal((16, columns))
+    slab_g = np.pad(g, ((0, 0), (shift, CHUNK - shift)))
+    first = -1 if shift else 0  # chunk of S, relative to that of G, in which the windows start
+    chunks = (CHUNK - 1 - shift + halo) // CHUNK - first + 1
+    dw = np.zeros(kernel)
+    for u, e in itertools.product(range(cq), range(first, first + chunks)):
+        product = sum(
+            block(slab_s, u, CHUNK * (n + e), 16, CHUNK).T @ slab_g[:, CHUNK * n : CHUNK * n + CHUNK]
+            for n in range(slab_g.shape[1] // CHUNK)
+        )
+        for a, b in np.ndindex(CHUNK, CHUNK):
+            v = CHUNK * e + shift + a - b
+            if 0 <= v < ck:
+                dw[u, v] += product[a, b]
+    expected = [[(slab_s[u : u + 16, v : v + columns] * g).sum() for v in range(ck)] for u in range(cq)]
+    assert_equal((dw,), (np.array(expected),))
+
+
+# ---- 5. Decode ----
+
+
+@masked
+@padded
+@small
+def test_folded_decode(kernel: tuple[int, int], padding: str, causal: bool, mask: str) -> None:
+    """A new token's scores are sums along diagonals of one product; the results of the splits are merged."""
+    for length, n_new in ((9, 3), (3, 2)):
+        x = head(kernel, length, length, causal, mask, padding)
+        _, _, cq, ck = x.sizes
+        for position in range(length - n_new, length):
+            tail = rows(x.q, position - (cq - 1), cq)
+            folded = x.alpha * x.w.T @ tail
+            product = folded @ x.k.T
+            if causal and mask == "source":  # the edge: keys that fewer than all of the cq queries see
+                for j in range(max(0, position - (cq - 1) + 1), length):
+                    seeing = position - (cq - 1) + np.arange(cq) >= j
+                    product[:, j] = x.alpha * (x.w.T * seeing) @ tail @ x.k[j]
+            if causal and mask == "output":
+                product[:, position + 1 :] = 0
+            c = sum(block(product, v, -x.p_l + v, 1, length) for v in range(ck))
+            c = np.where(x.sees(position, 0, 1, length), c, -np.inf)
+            lses, outs = [], []
+            for split in np.array_split(np.arange(length), 3):
+                p, lse = softmax(c[:, split])
+                lses.append(lse), outs.append(p @ x.v[split])
+            lse = np.log(sum(np.exp(lse) for lse in lses))
+            out = sum(np.exp(part - lse) * split_out for part, split_out in zip(lses, outs, strict=True))
+            assert_equal((out[0], lse), (x.expected[0][position], x.expected[1][position : position + 1]))
+
+
+@large
+def test_convolution_of_one_row(kernel: tuple[int, int]) -> None:
+    """The 16 rows of an A operand are 16 chunks of a query's columns; a tap is a row and a chunk of the window."""
+    cq, ck = kernel
+    random, chunks = np.random.default_rng(0), chunks_of_window(ck)
+    slab, w = random.standard_normal((cq, CHUNK * (16 + chunks - 1))), random.standard_normal(kernel)
+    c = np.zeros((16, CHUNK))
+    for u, d in itertools.product(range(cq), range(chunks)):
+        c += slab[u].reshape(-1, CHUNK)[d : d + 16] @ toeplitz(w, u, d)
+    assert_equal((c.reshape(1, -1),), (direct(slab, w, 1, 16 * CHUNK),))
+
+
+@pytest.mark.parametrize("n_splits", [1, 2, 3, 7])
+def test_splits_own_every_key_once(n_splits: int) -> None:
+    ck, keys = 11, 32
+    for length in range(1, 300):
+        span = keys * math.ceil((math.ceil(length / n_splits) + ck - 1) / keys) - (ck - 1)
+        owned = [j for split in range(n_splits) for j in range(split * span, min((split + 1) * span, length))]
+        assert owned == list(range(length))
+        assert (span + ck - 1) % keys == 0
+
+
+# ---- 6. Numbers ----
+
+
+def test_range_of_scores() -> None:
+    """What a slab of fp16 makes of q.k 2^-8."""
+
+    def held(score: float) -> float:
+        with np.errstate(over="ignore"):
+            return float(np.float16(score * 2.0**-8)) * 2.0**8
+
+    assert 1.67e7 < held(65504 * 2.0**8) == 65504 * 2.0**8
+    assert math.isinf(held(65520 * 2.0**8))
+    assert math.isnan(math.inf * 0.0)  # what an infinite score makes of a zero of the Toeplitz operand
+    assert held(2.0**-17) == 0
+    assert held(1.01 * 2.0**-17) > 0
+    for score in np.exp2(np.random.default_rng(0).uniform(-6, 23, 1000)):  # 2^-6: the least normal number
+        assert abs(held(score) - score) <= 2.0**-11 * score
+
+
+# ---- 7. Cost ----
+
+
+def products(cq: int, ck: int, *, gathers: bool) -> int:
+    """mma's that convolve 16 x 8 scores."""
+    if cq == ck == 1:
+        return 0
+    chunks, gathered = chunks_of_window(ck), 0
+    if gathers and ck > 1 and (ck + 7) % CHUNK in (1, 2):
+        chunks, gathered = chunks - 1, math.ceil(cq / 8)
+    return cq // 2 * chunks + cq % 2 * math.ceil(chunks / 2) + gathered
+
+
+@large
+def test_cost(kernel: tuple[int, int]) -> None:
+    d, m = 64, min(kernel)
+    lift, tile = (plan(Spec(kernel, d), "sm_90a", backend).flops_per_score() for backend in ("triton", "cuda"))
+    fewest = min(products(*kernel, gathers=gathers) for gathers in (True, False))
+    assert lift["forward"] == 2 * m * d + 2 * d
+    assert lift["backward"] == 6 * m * d + 4 * d
+    assert tile["forward"] == 4 * d + 32 * fewest
+    assert tile["plain attention forward"] == 4 * d
+
+
+def test_cost_of_the_papers_kernel() -> None:
+    assert products(6, 11, gathers=True) == 7
+    assert products(6, 11, gathers=False) == 9
