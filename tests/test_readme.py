@@ -75,7 +75,15 @@ def test_every_target_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "generated/README.md", "benchmarks/README.md", "benchmarks/RESULTS.md", "CHANGELOG.md"]
+    "page",
+    [
+        "README.md",
+        "docs/mathematics.md",
+        "generated/README.md",
+        "benchmarks/README.md",
+        "benchmarks/RESULTS.md",
+        "CHANGELOG.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
