@@ -12,7 +12,8 @@ from .version import __version__
 if TYPE_CHECKING:
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
     from .naive import reference
-    from .op import MultiTokenAttention, build
+    from .op import build
+    from .ops.attention import MultiTokenAttention
     from .planner import TARGETS, Plan, Target, plan
     from .spec import Spec
 
@@ -21,7 +22,7 @@ _HOMES = {
     "BackendError": "errors",
     "InputError": "errors",
     "MtagenError": "errors",
-    "MultiTokenAttention": "op",
+    "MultiTokenAttention": "ops.attention",
     "Plan": "planner",
     "PlanError": "errors",
     "Spec": "spec",

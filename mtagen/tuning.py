@@ -23,7 +23,7 @@ from .bench.timing import measure
 from .check import failures
 from .dtypes import TORCH_DTYPES
 from .errors import BackendError, PlanError, explain
-from .op import assemble
+from .ops.attention import assemble
 from .planner import Plan, get_target, plan
 from .planner.backends import GENERATED, PASSES, fused_candidates
 from .planner.lift.decode import DECODE_ROLES

@@ -15,8 +15,8 @@ from torch import Tensor
 from mtagen import plan
 from mtagen.check import Case, failures
 from mtagen.dtypes import TORCH_DTYPES
-from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner import get_target
 from mtagen.planner.backends import PASSES, fused_pass

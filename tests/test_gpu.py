@@ -12,8 +12,8 @@ from torch import Tensor
 
 import mtagen
 from mtagen.check import Case, failures
-from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner import backends
 from mtagen.runtime.cuda import compiler

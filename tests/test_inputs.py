@@ -17,8 +17,8 @@ from torch import Tensor
 
 import mtagen
 from mtagen import BackendError, InputError, MtagenError, PlanError, Spec, SpecError
-from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.ops.attention import MultiTokenAttention
 from mtagen.planner.tables import Table
 
 B, H, HKV, NQ, NK, D, DV, CQ, CK = 2, 4, 2, 5, 7, 16, 24, 3, 4

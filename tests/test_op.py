@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 import mtagen
 from mtagen import BackendError, SpecError, reference
-from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 

@@ -11,8 +11,8 @@ import torch
 import mtagen
 from mtagen.check import Case, failures
 from mtagen.errors import BackendError
-from mtagen.op import MultiTokenAttention
 from mtagen.ops import library
+from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner.lift.tiling import Tile
 from mtagen.runtime.load import load, plan_key
