@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .accuracy import GRADIENT_FACTOR, Comparison, compare
+from .accuracy import Comparison
 from .dtypes import TORCH_DTYPES
 from .errors import SpecError, explain
-from .naive import reference
+from .measure.cases import Sizes
+from .measure.inputs import Source, weight_shapes
+from .measure.judge import eager_op, judge, judge_decode
 from .spec import Spec
+
+SIZES = (
+    Sizes(8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
+    Sizes(2, 2, 2, 67, 67),
+    Sizes(2, 4, 2, 113, 203),  # ragged, grouped queries
+    Sizes(1, 2, 1, 70, 9),  # when causal, most queries see no key
+    Sizes(1, 2, 1, 511, 515),  # many tiles
+)
+
+_MIN_ENTRIES = 16  # of a weight, whose gradients are compared, or eager's largest error may be small by luck
 
 
 class Op(Protocol):
@@ -34,49 +47,16 @@ class Op(Protocol):
     ) -> Any: ...
 
 
-class Case(NamedTuple):
-    """Sizes of one problem."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    nq: int
-    nk: int
-
-
-CASES = (
-    Case(8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
-    Case(2, 2, 2, 67, 67),
-    Case(2, 4, 2, 113, 203),  # ragged, grouped queries
-    Case(1, 2, 1, 70, 9),  # when causal, most queries see no key
-    Case(1, 2, 1, 511, 515),  # many tiles
-)
-
-
-_MIN_WEIGHTS = 16  # whose gradients are compared, or eager's largest error may be small by luck
-
-
 class Row(NamedTuple):
-    """One result of one case, judged."""
+    """One result at one size, judged."""
 
-    case: Case
+    sizes: Sizes
     result: str
     comparison: Comparison
 
 
-class Inputs(NamedTuple):
-    """Random tensors: an op's differentiable inputs, the gradient of its output, the queries to decode."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    weight: Tensor
-    grad_out: Tensor
-    q_tail: Tensor
-
-
-def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASES) -> Iterator[Row]:
-    """Forward, all gradients and decode of ``op`` on random inputs, case by case; for small kernels with more heads.
+def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> Iterator[Row]:
+    """Forward, all gradients and decode of ``op`` on random inputs, size by size; for small kernels with more heads.
 
     Raises:
         SpecError: the dtype is as wide as that of the float64 reference.
@@ -84,104 +64,31 @@ def check(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASE
     if spec.dtype == "fp64":
         legal = [name for name in TORCH_DTYPES if name != "fp64"]
         raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", legal))
-    eager = partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=True)
-    for case in cases:
-        more = math.ceil(_MIN_WEIGHTS / (case.heads * math.prod(spec.kernel)))
-        case = case._replace(heads=more * case.heads, kv_heads=more * case.kv_heads)
-        inputs = random_inputs(spec, case, device)
+    eager = eager_op(spec, return_lse=True)
+    for one in sizes:
+        enough = _with_enough_entries(spec, one)
+        source = Source.for_checks(spec, enough, device)
+        inputs, grad_out, new_tokens = source.inputs(), source.outputs(), min(2, one.nk)
+        to_decode = replace(inputs, q=source.queries(new_tokens, decode=True))
         # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            results = judge_training(partial(op, return_lse=True), eager, inputs) | _decode(op, eager, inputs)
+            results = judge(partial(op, return_lse=True), eager, inputs, grad_out)
+            results |= judge_decode(op.decode, eager, to_decode, new_tokens)
         for name, comparison in results.items():
-            yield Row(case, name, comparison)
+            yield Row(enough, name, comparison)
 
 
-def failures(op: Op, spec: Spec, device: torch.device, cases: Sequence[Case] = CASES) -> list[str]:
+def failures(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> list[str]:
     """The results of :func:`check` that break the accuracy rule, a line each."""
     return [
-        f"{row.case} {row.result}: {row.comparison.error:.3g} > {row.comparison.allowed:.3g}"
-        for row in check(op, spec, device, cases)
+        f"{row.sizes} {row.result}: {row.comparison.error:.3g} > {row.comparison.allowed:.3g}"
+        for row in check(op, spec, device, sizes)
         if not row.comparison.ok
     ]
 
 
-def random_inputs(spec: Spec, case: Case, device: torch.device) -> Inputs:
-    """Seeded inputs of one case in the dtype of ``spec``, the weight in fp32."""
-    random = torch.Generator().manual_seed(0)
-    batch, heads, kv_heads, nq, nk = case
-    new = min(2, nk)  # tokens to decode
-
-    def rows(n: int, heads: int, dim: int) -> Tensor:
-        # Laid out (B, N, H, D), as a projection leaves it.
-        x = torch.randn(batch, n, heads, dim, generator=random).transpose(1, 2)
-        return x.to(device, TORCH_DTYPES[spec.dtype])
-
-    return Inputs(
-        q=rows(nq, heads, spec.head_dim),
-        k=rows(nk, kv_heads, spec.head_dim),
-        v=rows(nk, kv_heads, spec.value_head_dim),
-        weight=torch.randn(heads, *spec.kernel, generator=random).to(device) * math.prod(spec.kernel) ** -0.5,
-        grad_out=rows(nq, heads, spec.value_head_dim),
-        q_tail=rows(spec.cq - 1 + new, heads, spec.head_dim),
-    )
-
-
-def judge_training(
-    function: Callable[..., Any], formula: Callable[..., Any], inputs: Inputs, leaves: int = 4
-) -> dict[str, Comparison]:
-    """The results of ``function`` and the gradients through its output, against ``formula`` in plain PyTorch.
-
-    Args:
-        function: of the first ``leaves`` inputs; returns out, or out and the log-sum-exp.
-        formula: the same, which also takes them in float64.
-        inputs: of one case.
-        leaves: 3 for attention that takes no weight.
-    """
-
-    def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        tensors = [x.to(dtype or x.dtype).detach().requires_grad_() for x in inputs[:leaves]]
-        results = function(*tensors)
-        out, lse = results if isinstance(results, tuple) else (results, None)
-        gradients = torch.autograd.grad(out, tensors, inputs.grad_out.to(out.dtype))
-        named = {f"d{name}": gradient for name, gradient in zip(inputs._fields[:leaves], gradients, strict=True)}
-        return {"out": out.detach(), **({} if lse is None else {"lse": lse.detach()}), **named}
-
-    ours, eager, exact = run(function), run(formula), run(formula, torch.float64)
-    # What cancels in a gradient through softmax is a dot product of unit-normal vectors; in dweight, times a score.
-    gradient = partial(compare, factor=GRADIENT_FACTOR, terms=inputs.grad_out.shape[-1] ** 0.5)
-    score = (inputs.q.norm(dim=-1).max() * inputs.k.norm(dim=-1).max()).item() * inputs.q.shape[-1] ** -0.5
-    rules: dict[str, Callable[..., Comparison]] = {
-        "out": partial(compare, terms=inputs.v.abs().max().item()),
-        "lse": compare,
-        "dq": gradient,
-        "dk": gradient,
-        "dv": partial(compare, factor=GRADIENT_FACTOR),
-        "dweight": partial(compare, factor=GRADIENT_FACTOR, terms=score * inputs.grad_out.shape[-1] ** 0.5),
-    }
-    return {name: rules[name](ours[name], eager[name], exact[name]) for name in exact}
-
-
-def _decode(op: Op, eager: Callable[..., Any], inputs: Inputs) -> dict[str, Comparison]:
-    q_tail, k, v, weight = inputs.q_tail, inputs.k, inputs.v, inputs.weight
-    batch, nk = k.shape[0], k.shape[2]
-    new = min(2, nk)
-    lengths = torch.tensor([max(new, nk // (i + 1)) for i in range(batch)], dtype=torch.int32)
-
-    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Each sequence alone; queries before its first key are left out, for they do not exist."""
-        parts = [
-            eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), weight)
-            for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
-        ]
-        out, lse = (torch.cat([x[:, :, -new:] for x in part]) for part in zip(*parts, strict=True))
-        return out, lse
-
-    # Whatever a cache holds past its length must not count.
-    stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
-    k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
-    ours = op.decode(q_tail, k_cache, v_cache, weight, cache_seqlens=lengths.to(k.device), return_lse=True)
-    out, lse = zip(ours, run(q_tail.dtype), run(torch.float64), strict=True)
-    return {
-        "decode out": compare(*out, terms=v.abs().max().item()),
-        "decode lse": compare(*lse),
-    }
+def _with_enough_entries(spec: Spec, sizes: Sizes) -> Sizes:
+    """The same with as many times the heads as the smallest weight needs."""
+    smallest = min(math.prod(shape) for shape in weight_shapes(spec, sizes.heads).values())
+    times = math.ceil(_MIN_ENTRIES / smallest)
+    return sizes._replace(heads=times * sizes.heads, kv_heads=times * sizes.kv_heads)

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from .bench.cases import MAX_MATERIALISED, PATIENCE, SUITES
+from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
 from .errors import InputError, MtagenError, SpecError, explain
 from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
 
@@ -209,12 +209,12 @@ def check(
         ("B H/Hkv Nq,Nk", "result", "max|op - ref64|", "max|eager - ref64|", "allowed", "verdict"),
         (
             (
-                f"{case.batch} {case.heads}/{case.kv_heads} {case.nq},{case.nk}",
+                f"{sizes.batch} {sizes.heads}/{sizes.kv_heads} {sizes.nq},{sizes.nk}",
                 result,
                 *(f"{x:.1e}" for x in (judged.error, judged.eager_error, judged.allowed)),
                 "ok" if judged.ok else "FAILED",
             )
-            for case, result, judged in rows
+            for sizes, result, judged in rows
         ),
     )
     failed = sum(not row.comparison.ok for row in rows)
@@ -265,21 +265,21 @@ def bench(
     """
     import torch
 
-    from .bench import cases, contenders, report
+    from .bench import compare, contenders, plots, report, runs, suites
     from .bench.run import faults, run
     from .environment import collect
 
     where = torch.empty(0, device=_present(device)).device  # with its index
-    chosen = cases.suite(suite, where.type, [*map(_extents, kernel or ())], head_dim or (), length or ())
+    chosen = suites.suite(suite, where.type, [*map(_extents, kernel or ())], head_dim or (), length or ())
     entrants = contenders.entrants(suite, where, contender or (), max_materialised)
     _check_writable(json_file, plot)
     if plot:
-        report.check_plot(plot)
-    before = report.load(against) if against else None
+        plots.check_path(plot)
+    before = runs.load(against) if against else None
     if before:
         here = torch.cuda.get_device_name(where) if where.type == "cuda" else str(collect()["cpu"])
-        report.check_device(here, before)
-        report.check_shared(chosen, [entrant.name for entrant in entrants], before)
+        compare.check_device(here, before)
+        compare.check_shared(chosen, [entrant.name for entrant in entrants], before)
     given = {"kernel": kernel, "head-dim": head_dim, "length": length, "contender": contender}
     options = [f"--{name}={value}" for name, values in given.items() for value in values or ()]
     options += [f"--max-materialised={max_materialised}", f"--patience={patience:g}", f"--device={where}"]
@@ -292,7 +292,7 @@ def bench(
         launches=suite == "overhead",
         patience=patience,
     )
-    report.print_table(made)
+    report.print_run(made)
     if json_file:
         json_file.write_text(json.dumps(made, indent=1) + "\n")
     for fault in faults(made):
@@ -301,11 +301,12 @@ def bench(
         typer.echo("mtagen: interrupted; what was measured before is kept, but neither plotted nor compared", err=True)
         raise typer.Exit(130)
     if plot:
-        report.plot(made, plot)
+        plots.plot_run(made, plot)
     slower = []
     if before:
-        slower = report.compare(made, before)
-        report.print_comparison(slower, len(report.pairs(made, before)))
+        compared = compare.pairs(made, before)
+        slower = compare.slower(compared)
+        report.print_comparison(slower, len(compared))
     if faults(made) or slower:
         raise typer.Exit(1)
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from .bench.timing import measure
 from .check import failures
-from .dtypes import TORCH_DTYPES
 from .errors import BackendError, PlanError, explain
+from .measure.cases import CACHE_LENGTH, LENGTH, SCALES, Sizes
+from .measure.inputs import Source
+from .measure.timing import time_call
 from .ops.attention import assemble
 from .planner import Plan, get_target, plan
 from .planner.backends import GENERATED, PASSES, fused_candidates
@@ -38,23 +38,13 @@ _ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of time
 _PASS_OF = {"forward": "forward", **dict.fromkeys(DECODE_ROLES, "decode")}  # of Triton's kernels; the others: backward
 
 
-class Sizes(NamedTuple):
-    """One problem that candidates are timed on; ``n_q`` is the number of new tokens of decode."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    n_q: int
-    n_k: int
-
-
-TRAINING = Sizes(1, 16, 16, 8192, 8192)
-BATCHED = Sizes(8, 16, 16, 1024, 1024)  # short sequences, where much of what a call does on the CPU counts
-# One token; grouped heads; several tokens (speculative decoding): a build does not know how decode will be called.
-DECODING = (Sizes(8, 16, 16, 1, 32768), Sizes(8, 16, 4, 1, 32768), Sizes(8, 16, 16, 4, 32768))
+_SCALE = SCALES["cuda"]
+_LONG = _SCALE.training(LENGTH)
+_BATCHED = _SCALE.training(1024)  # short sequences, where much of what a call does on the CPU counts
+_DECODE_STEPS = _SCALE.decode_steps(CACHE_LENGTH)  # a build does not know how decode will be called
 # What the candidates of each pass are timed on, and what the backends are compared on: geometric means.
-CANDIDATE_SIZES = {"forward": (TRAINING,), "backward": (TRAINING,), "decode": DECODING}
-BACKEND_SIZES = {**CANDIDATE_SIZES, **dict.fromkeys(("forward", "backward"), (TRAINING, BATCHED))}
+CANDIDATE_SIZES = {"forward": (_LONG,), "backward": (_LONG,), "decode": _DECODE_STEPS}
+BACKEND_SIZES = {**CANDIDATE_SIZES, **dict.fromkeys(("forward", "backward"), (_LONG, _BATCHED))}
 
 
 class Candidate(NamedTuple):
@@ -284,11 +274,11 @@ def _time(one: Candidate) -> float:
         return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, CANDIDATE_SIZES)
     module, spec = load_triton(one.plan), one.plan.spec
     if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
-        return _ms(_call(module, "decode", spec, DECODING[DECODE_ROLES.index(one.role)]))
+        return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(one.role)]))
     from .runtime.offline import recorded  # which needs triton
 
     with recorded(module) as launches:
-        _call(module, one.pass_name, spec, TRAINING)()
+        _call(module, one.pass_name, spec, _LONG)()
     kernel = one.plan.kernel_name("fwd" if one.role == "forward" else f"bwd_{one.role}")
     mine = [launch for launch in launches if launch.kernel.__name__ == kernel]
 
@@ -300,7 +290,7 @@ def _time(one: Candidate) -> float:
 
 
 def _ms(call: Callable[[], object]) -> float:
-    return measure(call, torch.device("cuda")).median
+    return time_call(call, torch.device("cuda")).median
 
 
 def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
@@ -320,24 +310,15 @@ def _pass_ms(passes: Passes, name: str, spec: Spec, sizes: Mapping[str, Sequence
 
 def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:
     """A pass on random inputs; ``passes`` is a module of Triton kernels or a plan's :class:`Passes`."""
-    random = torch.Generator("cuda").manual_seed(0)
-
-    def rows(heads: int, n: int, dim: int) -> Tensor:
-        shape, dtype = (sizes.batch, heads, n, dim), TORCH_DTYPES[spec.dtype]
-        return torch.randn(shape, generator=random, device="cuda", dtype=dtype)
-
-    n_q = sizes.n_q + (spec.cq - 1 if name == "decode" else 0)
-    q = rows(sizes.heads, n_q, spec.head_dim)
-    k, v = (rows(sizes.kv_heads, sizes.n_k, dim) for dim in (spec.head_dim, spec.value_head_dim))
-    weight = torch.randn(sizes.heads, *spec.kernel, generator=random, device="cuda") * math.prod(spec.kernel) ** -0.5
-    scale = spec.head_dim**-0.5
+    source = Source.for_timing(spec, sizes, torch.device("cuda"))
+    arguments, scale = source.inputs(decode=name == "decode").arguments, spec.head_dim**-0.5
     if name == "decode":
-        return partial(passes.decode, q, k, v, weight, scale, None, None)
+        return partial(passes.decode, *arguments, scale, None, None)
     if name == "forward":
-        return partial(passes.forward, q, k, v, weight, scale)
-    out, lse = rows(sizes.heads, n_q, spec.value_head_dim), torch.full(q.shape[:3], 20.0, device="cuda")
+        return partial(passes.forward, *arguments, scale)
+    out, lse = source.outputs(), torch.full((sizes.batch, sizes.heads, sizes.nq), 20.0, device="cuda")
     options = {"deterministic": False} if isinstance(passes, Passes) else {}
-    return partial(passes.backward, out, torch.zeros_like(lse), q, k, v, weight, out, lse, scale, **options)
+    return partial(passes.backward, out, torch.zeros_like(lse), *arguments, out, lse, scale, **options)
 
 
 def _ranks(values: Sequence[float], tolerance: float) -> list[float]:

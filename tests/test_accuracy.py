@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mtagen.accuracy import GRADIENT_FACTOR, Comparison, compare
-from mtagen.check import Case, check
+from mtagen.check import check
 from mtagen.errors import InputError, SpecError
+from mtagen.measure.cases import Sizes
 from mtagen.naive import reference
 from mtagen.spec import Spec
 
@@ -127,14 +128,14 @@ SPECS = [
     Spec((3, 4), 16, 24, mask="output", key_padding="right", dtype="fp16"),
     Spec((2, 3), 32, causal=False, dtype="fp32"),
 ]
-SMALL = (Case(1, 1, 1, 1, 1), Case(2, 4, 2, 20, 33), Case(1, 2, 1, 12, 5))
+SMALL = (Sizes(1, 1, 1, 1, 1), Sizes(2, 4, 2, 20, 33), Sizes(1, 2, 1, 12, 5))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_check_passes_a_sound_op(spec: Spec) -> None:
     rows = list(check(Sound(spec), spec, torch.device("cpu"), SMALL))
-    assert [(row.case._replace(heads=0, kv_heads=0), row.result) for row in rows] == [
-        (case._replace(heads=0, kv_heads=0), name) for case in SMALL for name in RESULTS
+    assert [(row.sizes._replace(heads=0, kv_heads=0), row.result) for row in rows] == [
+        (sizes._replace(heads=0, kv_heads=0), name) for sizes in SMALL for name in RESULTS
     ]
     assert all(row.comparison.ok for row in rows), rows
 
@@ -143,8 +144,8 @@ def test_check_passes_a_sound_op(spec: Spec) -> None:
 def test_check_compares_enough_weights(kernel: tuple[int, int], heads: int) -> None:
     """At least 16, for of few the largest error of eager may be small by luck."""
     spec = Spec(kernel, 16, dtype="fp32")
-    (case,) = {row.case for row in check(Sound(spec), spec, torch.device("cpu"), [Case(1, 2, 1, 20, 20)])}
-    assert case == Case(1, heads, heads // 2, 20, 20)
+    (sizes,) = {row.sizes for row in check(Sound(spec), spec, torch.device("cpu"), [Sizes(1, 2, 1, 20, 20)])}
+    assert sizes == Sizes(1, heads, heads // 2, 20, 20)
 
 
 @pytest.mark.parametrize("fault", RESULTS)

@@ -17,23 +17,28 @@ from typer.testing import CliRunner, Result
 
 import mtagen
 from mtagen.accuracy import Comparison
-from mtagen.bench import contenders, run, timing
-from mtagen.bench.cases import KERNELS, PAPER, SUITES, TRAINING, Case, suite
+from mtagen.bench import contenders, run
 from mtagen.bench.contenders import Attention, Auto, Built, Compiled, Contender, Eager, Liger, Sdpa, entrants
 from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
-from mtagen.bench.timing import measure
+from mtagen.bench.suites import KERNELS, SUITES, suite
 from mtagen.cli import app
 from mtagen.errors import InputError, SpecError
+from mtagen.measure import timing
+from mtagen.measure.cases import PAPER, TRAINING_PASSES, Case, Sizes
+from mtagen.measure.timing import time_call
 from mtagen.planner.backends import Choice
+from mtagen.spec import Spec
 
 CPU = torch.device("cpu")
 RATES = Rates(tensor_tflops=0.1, dram_gbps=10.0)
 SMALL = ("--kernel", "2,3", "--head-dim", "16", "--length", "40")
 
 
-def case(pass_name: str = "forward", kernel: tuple[int, int] = (2, 3), n: int = 40, **fields: Any) -> Case:
-    sizes = {"causal": True, "dtype": "fp32", "batch": 1, "heads": 2, "kv_heads": 2, "nq": n, "nk": n} | fields
-    return Case(kernel=kernel, head_dim=16, pass_name=pass_name, **sizes)
+def case(
+    pass_name: str = "forward", kernel: tuple[int, int] = (2, 3), n: int = 40, causal: bool = True, **sizes: int
+) -> Case:
+    spec = Spec(kernel, 16, causal=causal, dtype="fp32")
+    return Case(spec, Sizes(**{"batch": 1, "heads": 2, "kv_heads": 2, "nq": n, "nk": n} | sizes), pass_name)
 
 
 class Fake(Contender):
@@ -96,21 +101,21 @@ def test_suites_have_no_case_twice_and_problems_together(name: str, device: str)
     assert len(cases) == len(set(cases)) > 0
     problems = [problem for problem, _ in groupby(cases, lambda case: case.problem)]
     assert len(problems) == len(set(problems))
-    assert {case.dtype for case in cases} == {"fp32" if device == "cpu" else "bf16"}
+    assert {case.spec.dtype for case in cases} == {"fp32" if device == "cpu" else "bf16"}
 
 
 def test_quick_suite() -> None:
     cases = suite("quick", "cuda")
-    assert {case.kernel for case in cases} == {PAPER}
-    assert {(c.head_dim, c.nk, c.pass_name) for c in cases if not c.decodes} == {
-        (d, n, pass_name) for d in (64, 128) for n in (2048, 8192) for pass_name in TRAINING
+    assert {case.spec.kernel for case in cases} == {PAPER}
+    assert {(c.spec.head_dim, c.sizes.nk, c.pass_name) for c in cases if not c.decodes} == {
+        (d, n, pass_name) for d in (64, 128) for n in (2048, 8192) for pass_name in TRAINING_PASSES
     }
-    assert [(c.head_dim, c.nq, c.nk) for c in cases if c.decodes] == [(64, 1, 32768), (128, 1, 32768)]
+    assert [(c.spec.head_dim, c.sizes.nq, c.sizes.nk) for c in cases if c.decodes] == [(64, 1, 32768), (128, 1, 32768)]
 
 
 def test_full_suite() -> None:
     cases = suite("full", "cuda")
-    grid = {(c.head_dim, c.causal, c.nk, c.kernel, c.pass_name) for c in cases}
+    grid = {(c.spec.head_dim, c.spec.causal, c.sizes.nk, c.spec.kernel, c.pass_name) for c in cases}
     lengths = [2**i for i in range(9, 17)]
     assert grid == {
         (d, causal, n, kernel, pass_name)
@@ -118,17 +123,17 @@ def test_full_suite() -> None:
         for causal in (True, False)
         for n in lengths
         for kernel in KERNELS
-        for pass_name in TRAINING
+        for pass_name in TRAINING_PASSES
     }
-    regular = [c for c in cases if c.batch == max(1, 8192 // c.nk)]
+    regular = [c for c in cases if c.sizes.batch == max(1, 8192 // c.sizes.nk)]
     assert len(regular) == len(grid)
-    others = {(c.kernel, c.head_dim, c.causal, c.batch, c.nk) for c in set(cases) - set(regular)}
-    assert others == {(PAPER, 128, True, 4, 4096), (PAPER, 128, True, 4, 8192)}
+    others = {(c.spec, c.sizes.batch, c.sizes.nk) for c in set(cases) - set(regular)}
+    assert others == {(Spec(PAPER, 128), 4, 4096), (Spec(PAPER, 128), 4, 8192)}
 
 
 def test_decode_suite() -> None:
     cases = suite("decode", "cuda", head_dims=[64])
-    sizes = [(c.batch, c.nk, c.kv_heads, c.nq) for c in cases]
+    sizes = [(c.sizes.batch, c.sizes.nk, c.sizes.kv_heads, c.sizes.nq) for c in cases]
     plain = [(8, 4096), (8, 16384), (8, 32768), (1, 65536), (1, 131072), (1, 262144)]
     assert [(b, n) for b, n, kv_heads, new in sizes if (kv_heads, new) == (16, 1)] == plain
     assert {size for size in sizes if size[2:] != (16, 1)} == {(8, 32768, 4, 1), (8, 32768, 16, 4)}
@@ -137,13 +142,13 @@ def test_decode_suite() -> None:
 def test_memory_suite() -> None:
     cases = suite("memory", "cuda")
     assert {case.pass_name for case in cases} == {"forward+backward"}
-    assert {case.nk for case in cases} == {8192, 16384, 32768, 65536}
+    assert {case.sizes.nk for case in cases} == {8192, 16384, 32768, 65536}
     assert [x.name for x in entrants("memory", CPU)] == ["mtagen torch", "eager"]
 
 
 def test_overhead_suite() -> None:
     cases = suite("overhead", "cuda", head_dims=[64])
-    assert {(c.kernel, c.batch, c.heads, c.nk) for c in cases} == {
+    assert {(c.spec.kernel, c.sizes.batch, c.sizes.heads, c.sizes.nk) for c in cases} == {
         (kernel, 8, 16, n) for kernel in (PAPER, (1, 1)) for n in (512, 1024, 2048)
     }
     assert [x.name for x in entrants("overhead", CPU)] == ["mtagen torch"]
@@ -151,7 +156,7 @@ def test_overhead_suite() -> None:
 
 def test_axes_replace_those_of_the_suite() -> None:
     cases = suite("full", "cpu", [(2, 3), (1, 1)], [16], [40])
-    assert {(c.kernel, c.head_dim, c.nk) for c in cases} == {((2, 3), 16, 40), ((1, 1), 16, 40)}
+    assert {(c.spec.kernel, c.spec.head_dim, c.sizes.nk) for c in cases} == {((2, 3), 16, 40), ((1, 1), 16, 40)}
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (5, 5), (3, 9), (9, 3), (1, 7)])
@@ -201,14 +206,14 @@ class Clock:
 
 def test_timing_is_of_the_warmed_up_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, 1000, 10, 30, 20, 40, 50)
-    found = measure(clock, CPU, budget_ms=105)
+    found = time_call(clock, CPU, budget_ms=105)
     assert clock.calls == 6
     assert found == pytest.approx((30, 18, 42, 5))
 
 
 @pytest.mark.parametrize(("ms", "repeats"), [(1000, 2), (10, 4), (0.1, 100)])
 def test_repetitions_follow_the_budget(monkeypatch: pytest.MonkeyPatch, ms: float, repeats: int) -> None:
-    assert measure(Clock(monkeypatch, ms), CPU, budget_ms=45) == pytest.approx((ms, ms, ms, repeats))
+    assert time_call(Clock(monkeypatch, ms), CPU, budget_ms=45) == pytest.approx((ms, ms, ms, repeats))
 
 
 # Contenders
@@ -285,14 +290,14 @@ def test_auto_enters_where_it_mixes_backends(
     served = {"forward": forward, "backward": backward, "decode": "triton"}
     choices = [Choice(name, backend, "a test") for name, backend in served.items()]
     built = SimpleNamespace(plan=SimpleNamespace(choices=choices))
-    monkeypatch.setattr(mtagen, "build", lambda *_, **__: built, raising=False)
+    monkeypatch.setattr(contenders, "build", lambda **_: built)
     auto = Auto("mtagen auto", CPU, backend="auto")
     assert auto.enters(case()) is enters
     assert not auto.enters(case("decode"))
 
 
 def test_auto_enters_where_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtagen, "build", lambda *_, **__: raising(RuntimeError("odd"))(), raising=False)
+    monkeypatch.setattr(contenders, "build", lambda **_: raising(RuntimeError("odd"))())
     assert Auto("mtagen auto", CPU, backend="auto").enters(case())
 
 
@@ -300,7 +305,7 @@ def test_auto_enters_where_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_follow_the_contract() -> None:
-    cases = [case(name) for name in TRAINING] + [case("decode", nq=1)]
+    cases = [case(name) for name in TRAINING_PASSES] + [case("decode", nq=1)]
     made = measured(cases, *entrants("quick", CPU, ["mtagen torch", "eager", "sdpa"]))
     assert json.loads(json.dumps(made)) == made
     assert made.keys() == {"command", "environment", "commit", "rates", "interrupted", "results"}
@@ -321,7 +326,7 @@ def test_rows_follow_the_contract() -> None:
             assert row["error"] <= row["allowed"]
         assert row.keys() == expected
     assert [(row["contender"], row["pass"]) for row in made["results"]] == [
-        *((name, pass_name) for name in ("mtagen torch", "eager", "sdpa") for pass_name in TRAINING),
+        *((name, pass_name) for name in ("mtagen torch", "eager", "sdpa") for pass_name in TRAINING_PASSES),
         *((name, "decode") for name in ("mtagen torch", "eager", "sdpa")),
     ]
 
@@ -422,7 +427,7 @@ def test_builds_beforehand_report_what_fails(capsys: pytest.CaptureFixture[str])
 
 def test_a_contender_enters_only_where_it_says() -> None:
     fake = Fake()
-    fake.enters = lambda case: case.nk > 40  # type: ignore[method-assign]
+    fake.enters = lambda case: case.sizes.nk > 40  # type: ignore[method-assign]
     assert [row["nk"] for row in measured([case(), case(n=41)], fake)["results"]] == [41]
 
 
@@ -431,7 +436,7 @@ def test_checks_are_shared_by_lengths() -> None:
     judge = fake.check
     fake.check = lambda case: seen.append(case) or judge(case)  # type: ignore[method-assign,func-returns-value]
     measured([case(n=40), case(n=50), case(n=40, causal=False), case("decode", nq=1)], fake)
-    assert [(c.causal, c.decodes) for c in seen] == [(True, False), (False, False), (True, True)]
+    assert [(c.spec.causal, c.decodes) for c in seen] == [(True, False), (False, False), (True, True)]
 
 
 # Command line
@@ -467,7 +472,7 @@ def test_interrupted_run_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch
     assert bench(*SMALL, "--json", tmp_path / "run.json").exit_code == 130
     made = json.loads((tmp_path / "run.json").read_text())
     assert made["interrupted"]
-    assert [(row["contender"], row["pass"]) for row in made["results"]] == [("first", name) for name in TRAINING]
+    assert [(row["contender"], row["pass"]) for row in made["results"]] == [("first", name) for name in TRAINING_PASSES]
 
 
 @pytest.mark.parametrize(
@@ -516,10 +521,10 @@ def test_gpu_measures_launches_and_memory(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_contenders_are_right() -> None:
     device = torch.device("cuda", 0)
-    sizes = Case((2, 3), 64, True, "bf16", 2, 4, 4, 300, 300, "forward")
-    decode = Case((2, 3), 64, True, "bf16", 2, 4, 2, 1, 300, "decode")
+    training = Case(Spec((2, 3), 64), Sizes(2, 4, 4, 300, 300), "forward")
+    decode = Case(Spec((2, 3), 64), Sizes(2, 4, 2, 1, 300), "decode")
     for contender in entrants("full", device):
-        for one in (sizes, decode):
+        for one in (training, decode):
             if contender.enters(one) and contender.refusal(one) is None:
                 judged = contender.check(one)
                 assert all(comparison.ok for comparison in judged.values()), (contender.name, judged)

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mtagen.bench import report
-from mtagen.bench.cases import PAPER, Case, suite
+from mtagen.bench import compare, plots, report, runs
+from mtagen.bench.columns import number
+from mtagen.bench.suites import suite
 from mtagen.errors import InputError
+from mtagen.measure.cases import PAPER, Case, Sizes
+from mtagen.spec import Spec
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "render.py"
@@ -38,9 +41,8 @@ NO_LIGER = "liger-kernel is not installed; pip install 'mtagen[bench]'"
 def measurement(case: Case, contender: str) -> dict[str, Any]:
     """A row whose figures follow from the case's sizes, with a spread of 2 %."""
     gib = case.cache_bytes / 2**30
-    bound = (
-        gib / 4 if case.decodes else case.seen_scores * case.head_dim * 1e-11 * (2 if "back" in case.pass_name else 1)
-    )
+    flop = case.seen_scores * case.spec.head_dim * (2 if "back" in case.pass_name else 1)
+    bound = gib / 4 if case.decodes else 1e-11 * flop
     ms = FACTORS[contender] * bound
     row = {**case.to_dict(), "contender": contender, "ms": ms, "low_ms": 0.99 * ms, "high_ms": 1.01 * ms, "repeats": 9}
     row |= {"gbps": case.cache_bytes / ms / 1e6} if case.decodes else {"tflops": case.seen_scores / ms / 1e6}
@@ -58,8 +60,8 @@ def make_run(cases: list[Case], command: str = "mtagen bench --suite full") -> d
         for contender in FACTORS:
             if contender.startswith("liger"):
                 rows.append({**case.to_dict(), "contender": contender, "skipped": NO_LIGER})
-            elif contender == "eager" and case.nk > 16384:
-                rows.append({**case.to_dict(), "contender": contender, "skipped": f"needs {case.nk} GiB"})
+            elif contender == "eager" and case.sizes.nk > 16384:
+                rows.append({**case.to_dict(), "contender": contender, "skipped": f"needs {case.sizes.nk} GiB"})
             elif not (case.decodes and contender == "torch.compile"):
                 rows.append(measurement(case, contender))
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sm_count": 132, "memory": 150109880320}
@@ -102,12 +104,19 @@ RUNS = {
     "overhead": overhead_run(),
     "cpu": on_cpu(make_run(suite("quick", "cpu"))),
 }
-ONE = Case(PAPER, 128, True, "bf16", 1, 16, 16, 8192, 8192, "forward")
+ONE = Case(Spec(PAPER, 128), Sizes(1, 16, 16, 8192, 8192), "forward")
+
+
+def altered(case: Case, pass_name: str | None = None, **fields: Any) -> Case:
+    """The case with other fields of its spec and sizes."""
+    sizes = {name: fields.pop(name) for name in Sizes._fields if name in fields}
+    spec = replace(case.spec, **{"value_head_dim": None} | fields)
+    return Case(spec, case.sizes._replace(**sizes), pass_name or case.pass_name)
 
 
 def printed(run: dict[str, Any], width: int = 120) -> str:
     console = Console(file=StringIO(), width=width)
-    report.print_table(run, console)
+    report.print_run(run, console)
     return console.file.getvalue()
 
 
@@ -116,13 +125,13 @@ def cells(text: str) -> str:
 
 
 def test_table_shows_times_ratios_rates_and_reasons() -> None:
-    run = make_run([ONE, replace(ONE, nq=32768, nk=32768)])
+    run = make_run([ONE, altered(ONE, nq=32768, nk=32768)])
     text = printed(run)
     assert "forward, causal, d = 128, 16 heads, bf16" in text
     ours, cudnn = (measurement(ONE, name) for name in ("mtagen cuda", "sdpa cudnn"))
-    assert f"{report.number(ours['ms'])} 2.00x" in text
-    assert f"{report.number(ours['tflops'])}   50%" in text
-    assert report.number(cudnn["ms"]) in text
+    assert f"{number(ours['ms'])} 2.00x" in text
+    assert f"{number(ours['tflops'])}   50%" in text
+    assert number(cudnn["ms"]) in text
     assert text.count("liger (post-softmax)") == 1
     assert f"skipped: liger (post-softmax): {NO_LIGER}\n" in text
     assert "skipped: eager: needs 32768 GiB (1 of 2 cases: 6,11 B=1 N=32768)\n" in text
@@ -139,10 +148,10 @@ def test_table_shows_a_wide_spread() -> None:
 
 
 def test_table_of_decode_shows_bandwidth() -> None:
-    case = replace(ONE, batch=8, nq=1, nk=32768, pass_name="decode")
+    case = altered(ONE, batch=8, nq=1, nk=32768, pass_name="decode")
     text = printed(make_run([case]))
     ours = measurement(case, "mtagen cuda")
-    assert f"{report.number(ours['gbps'])}   50%" in text
+    assert f"{number(ours['gbps'])}   50%" in text
     assert "decode, 1 new token, d = 128, 16 heads, bf16" in text
 
 
@@ -154,7 +163,7 @@ def test_tables_of_memory_and_overhead() -> None:
 
 
 def test_contender_of_few_cases_counts_its_own() -> None:
-    run = make_run([ONE, replace(ONE, kernel=(1, 1))])
+    run = make_run([ONE, altered(ONE, kernel=(1, 1))])
     run["results"].append({**ONE.to_dict(), "contender": "mtagen cuda sm_80", "skipped": "no room"})
     assert "skipped: mtagen cuda sm_80: no room\n" in printed(run)
 
@@ -169,26 +178,26 @@ def test_interrupted_run_says_so() -> None:
 def test_widest_table_is_readable_at_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = {"mtagen auto": 2.0, "mtagen cuda sm_80": 3.0, "mtagen cuda deterministic": 3.0}
     monkeypatch.setattr(sys.modules[__name__], "FACTORS", FACTORS | wide)
-    rows = [measurement(replace(ONE, kernel=(11, 11), nq=65536, nk=65536), name) for name in FACTORS]
+    rows = [measurement(altered(ONE, kernel=(11, 11), nq=65536, nk=65536), name) for name in FACTORS]
     text = printed(make_run([]) | {"results": rows})
     assert max(map(len, text.splitlines())) <= 120
     for row in rows:
-        assert re.search(rf"(^| ){re.escape(report.number(row['ms']))}( |$)", text, re.MULTILINE), row["contender"]
-        assert re.search(rf"(^| ){re.escape(report.number(row['tflops']))}( |$)", text, re.MULTILINE), row["contender"]
+        assert re.search(rf"(^| ){re.escape(number(row['ms']))}( |$)", text, re.MULTILINE), row["contender"]
+        assert re.search(rf"(^| ){re.escape(number(row['tflops']))}( |$)", text, re.MULTILINE), row["contender"]
     assert "…" not in text
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_plot_is_an_image(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.png"
-    report.plot(RUNS[name], path)
+    plots.plot_run(RUNS[name], path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
 
 
 def test_panels_show_what_was_measured() -> None:
-    sections = list(report._sections(report.measurements(RUNS["full"])))
+    sections = list(plots._sections(runs.measurements(RUNS["full"])))
     titles = [panel.title for section in sections for panel in section]
     assert len(titles) == len(set(titles)) + 2  # peak memory has the groups of forward+backward once more
     assert all("not causal" not in title for title in titles)
@@ -200,7 +209,7 @@ def test_panels_show_what_was_measured() -> None:
     assert ratios.lines["mtagen triton"] == pytest.approx(
         dict.fromkeys(("1,1", "3,3", "2,9", "6,11", "7,7", "11,11"), 4)
     )
-    (rates,) = report._sections(report.measurements(RUNS["decode"]))
+    (rates,) = plots._sections(runs.measurements(RUNS["decode"]))
     assert {panel.label for panel in rates} == {"GB/s"}
     assert [panel.title for panel in rates[:3]] == [
         "6,11: decode, 1 new token, d = 64, 16 heads, bf16",
@@ -212,22 +221,26 @@ def test_panels_show_what_was_measured() -> None:
 @pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("cpu", 8)])
 def test_plot_draws_what_has_several_points(name: str, panels: int, tmp_path: Path, monkeypatch: Any) -> None:
     drawn = []
-    monkeypatch.setattr(report, "_draw", lambda panel, ax: drawn.append(panel))
-    report.plot(RUNS[name], tmp_path / "run.png")
+    monkeypatch.setattr(plots, "_draw", lambda panel, ax: drawn.append(panel))
+    plots.plot_run(RUNS[name], tmp_path / "run.png")
     assert len(drawn) == panels
     drawn.clear()
-    report.plot(make_run([ONE]), tmp_path / "run.png")
+    plots.plot_run(make_run([ONE]), tmp_path / "run.png")
     assert [panel.label for panel in drawn] == ["ms", "time / sdpa cudnn"]
 
 
 def test_plot_refuses_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"plot: got .*run\.txt.*suffix.*\.png"):
-        report.check_plot(tmp_path / "run.txt")
+        plots.check_path(tmp_path / "run.txt")
     with pytest.raises(InputError, match="no measurement"):
-        report.plot(make_run([]), tmp_path / "run.png")
+        plots.plot_run(make_run([]), tmp_path / "run.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=r"pip install 'mtagen\[bench\]'"):
-        report.check_plot(tmp_path / "run.png")
+        plots.check_path(tmp_path / "run.png")
+
+
+def slower(run: dict[str, Any], before: dict[str, Any], *threshold: float) -> list[compare.Pair]:
+    return compare.slower(compare.pairs(run, before), *threshold)
 
 
 def slowed(run: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -235,15 +248,15 @@ def slowed(run: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def test_comparison_flags_what_is_slower_by_more_than_the_threshold() -> None:
-    before = make_run([ONE, replace(ONE, head_dim=64)])
-    assert report.compare(slowed(before, 1.069), before) == []
-    slower = report.compare(slowed(before, 1.071), before)
-    assert {row.contender for row in slower} == {"mtagen cuda", "mtagen triton"}  # not the peers
-    assert len(slower) == len(report.pairs(before, before)) == 4
-    assert all(row.ratio == pytest.approx(1.071) for row in slower)
-    assert report.compare(slowed(before, 1.071), before, threshold=0.08) == []
+    before = make_run([ONE, altered(ONE, head_dim=64)])
+    assert slower(slowed(before, 1.069), before) == []
+    found = slower(slowed(before, 1.071), before)
+    assert {row.contender for row in found} == {"mtagen cuda", "mtagen triton"}  # not the peers
+    assert len(found) == len(compare.pairs(before, before)) == 4
+    assert all(row.ratio == pytest.approx(1.071) for row in found)
+    assert slower(slowed(before, 1.071), before, 0.08) == []
     console = Console(file=StringIO(), width=120)
-    report.print_comparison(slower, 4, console)
+    report.print_comparison(found, 4, console)
     assert "4 of 4 measurements are slower" in console.file.getvalue()
     assert "1.07" in console.file.getvalue()
 
@@ -253,22 +266,22 @@ def test_comparison_puts_the_worst_first() -> None:
     run = copy.deepcopy(before)
     for row, factor in zip(run["results"], (1.2, 1.5), strict=False):
         row["ms"] *= factor
-    assert [row.contender for row in report.compare(run, before)] == ["mtagen triton", "mtagen cuda"]
+    assert [row.contender for row in slower(run, before)] == ["mtagen triton", "mtagen cuda"]
 
 
 def test_runs_that_do_not_compare_are_refused() -> None:
     run, other = make_run([ONE]), make_run([ONE])
     other["environment"]["gpus"][0]["name"] = "NVIDIA A100"
     with pytest.raises(InputError, match=r"against: got 'NVIDIA A100'; .*devices do not compare.*H200"):
-        report.compare(run, other)
+        slower(run, other)
     with pytest.raises(InputError, match="no measurement of mtagen in common"):
-        report.compare(run, make_run([replace(ONE, head_dim=64)]))
+        slower(run, make_run([altered(ONE, head_dim=64)]))
 
 
 def test_load_inverts_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RUNS["quick"]))
-    assert report.load(path) == RUNS["quick"]
+    assert runs.load(path) == RUNS["quick"]
 
 
 @pytest.mark.parametrize(
@@ -282,10 +295,10 @@ def test_load_inverts_the_file(tmp_path: Path) -> None:
         (lambda run: run["results"][0].pop("tflops"), r"no 'tflops'"),
         (lambda run: run["results"].insert(0, "row"), "an object is expected"),
         (lambda run: run.update(results=3), "'results' is no list"),
-        (lambda run: run["results"][0].update(ms="1"), r"a value of a wrong type in results\[0\]"),
-        (lambda run: run["results"][0].update(ms=0), "a value of a wrong type"),
-        (lambda run: run["results"][0].update(kernel=3), "a value of a wrong type"),
-        (lambda run: run["results"][0].update(head_dim=[1]), "a value of a wrong type"),
+        (lambda run: run["results"][0].update(ms="1"), r"a wrong value in results\[0\]"),
+        (lambda run: run["results"][0].update(ms=0), "a wrong value"),
+        (lambda run: run["results"][0].update(kernel=3), "a wrong value"),
+        (lambda run: run["results"][0].update(head_dim=[1]), "a wrong value"),
     ],
 )
 def test_what_is_no_run_is_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -294,7 +307,7 @@ def test_what_is_no_run_is_refused(change: Any, message: str, tmp_path: Path) ->
     path = tmp_path / "run.json"
     path.write_text(json.dumps(run))
     with pytest.raises(InputError, match=message):
-        report.load(path)
+        runs.load(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
@@ -302,7 +315,7 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(InputError, match="is no benchmark run"):
-        report.load(path)
+        runs.load(path)
 
 
 def load_script() -> Any:
@@ -364,18 +377,18 @@ def test_page_has_all_parts_of_all_devices() -> None:
 def test_paper_table_names_the_best_backend() -> None:
     run = make_run([ONE])
     run["results"] = [row for row in run["results"] if row["contender"] not in ("mtagen cuda", "sdpa flash")]
-    ours = report.number(measurement(ONE, "mtagen triton")["ms"])
+    ours = number(measurement(ONE, "mtagen triton")["ms"])
     text = rendered(run)
     assert lines(text, "| d |")[0] == "| d | pass | mtagen, ms | backend | / sdpa cudnn | of the roofline |"
     assert f"| 128 | forward | {ours} | triton | 4.00 | 25% |" in text.splitlines()
 
 
 def test_peers_table_is_of_the_run_with_most_of_them() -> None:
-    step = replace(ONE, pass_name="forward+backward")
+    step = altered(ONE, pass_name="forward+backward")
     fewer, run = make_run([step]), make_run([step])
     fewer["results"] = [row for row in fewer["results"] if row["contender"] != "torch.compile"]
     names = ("mtagen cuda", "eager", "torch.compile")
-    ms = " | ".join(report.number(measurement(step, name)["ms"]) for name in names)
+    ms = " | ".join(number(measurement(step, name)["ms"]) for name in names)
     text = rendered(fewer, run)
     assert "| d | N | B | mtagen, ms | eager, ms | torch.compile, ms | speed-up over the best of them |" in text
     assert f"| 128 | 8192 | 1 | {ms} | 20.0 |" in text.splitlines()
@@ -389,8 +402,8 @@ def test_other_targets_are_not_the_best_backend() -> None:
 
 
 def test_tables_leave_out_what_was_skipped() -> None:
-    step = replace(ONE, pass_name="forward+backward")
-    text = rendered(make_run([step, replace(step, nq=32768, nk=32768)]))
+    step = altered(ONE, pass_name="forward+backward")
+    text = rendered(make_run([step, altered(step, nq=32768, nk=32768)]))
     (short, long) = lines(text, "| 128 | 8192 | 1 |") + lines(text, "| 128 | 32768 | 1 |")
     assert short.endswith("| 20.0 |")
     assert long.split(" | ")[4] == "–"
@@ -399,7 +412,7 @@ def test_tables_leave_out_what_was_skipped() -> None:
 
 
 def test_a_run_without_memory_has_no_column_of_it() -> None:
-    run = on_cpu(make_run([replace(ONE, pass_name="forward+backward")]))
+    run = on_cpu(make_run([altered(ONE, pass_name="forward+backward")]))
     assert "peak MiB" in rendered(run)
     for row in run["results"]:
         row["peak_MiB"] = None
@@ -409,14 +422,14 @@ def test_a_run_without_memory_has_no_column_of_it() -> None:
 def test_a_case_of_two_runs_is_that_of_the_fuller_one() -> None:
     fuller, other = make_run([ONE], "fuller"), make_run([ONE], "other")
     other["results"] = other["results"][:2]
-    for index, runs in enumerate(((fuller, other), (other, fuller))):
-        assert f"(Run run{index}.)" in rendered(*runs)
-        assert f"(Run run{1 - index}.)" not in rendered(*runs)
-        assert "`fuller`" in rendered(*runs)
+    for index, both in enumerate(((fuller, other), (other, fuller))):
+        assert f"(Run run{index}.)" in rendered(*both)
+        assert f"(Run run{1 - index}.)" not in rendered(*both)
+        assert "`fuller`" in rendered(*both)
 
 
 def test_peak_memory_is_that_of_its_suite() -> None:
-    case = replace(ONE, pass_name="forward+backward")
+    case = altered(ONE, pass_name="forward+backward")
     other, memory = make_run([case]), make_run([case], "mtagen bench --suite=memory --head-dim=128")
     memory["results"] = memory["results"][:1]
     for row in memory["results"]:
@@ -432,19 +445,19 @@ def test_overhead_is_shown_although_another_run_has_the_case() -> None:
 
 
 def test_lines_are_in_order_whatever_the_order_of_runs() -> None:
-    long, short = (make_run([replace(ONE, pass_name="forward+backward", nq=n, nk=n)]) for n in (16384, 8192))
+    long, short = (make_run([altered(ONE, pass_name="forward+backward", nq=n, nk=n)]) for n in (16384, 8192))
     assert rendered(long, short).index("| 8192 | 1 |") < rendered(long, short).index("| 16384 | 1 |")
 
 
 def test_cpu_run_on_a_machine_with_a_gpu_is_of_the_cpu() -> None:
     run = RUNS["cpu"] | {"environment": RUNS["quick"]["environment"]}
-    assert report.device(run) == "Intel(R) Xeon(R)"
-    assert report.device(RUNS["quick"]) == "NVIDIA H200"
+    assert runs.device(run) == "Intel(R) Xeon(R)"
+    assert runs.device(RUNS["quick"]) == "NVIDIA H200"
 
 
 def test_decode_table_shows_both_backends() -> None:
-    case = replace(ONE, batch=8, nq=1, nk=32768, pass_name="decode")
-    ms = {name: report.number(measurement(case, name)["ms"]) for name in FACTORS}
+    case = altered(ONE, batch=8, nq=1, nk=32768, pass_name="decode")
+    ms = {name: number(measurement(case, name)["ms"]) for name in FACTORS}
     cuda = f"{ms['mtagen cuda']} | 2147 | 1.05"
     triton = f"{ms['mtagen triton']} | 1074 | 2.11"
     assert (
@@ -454,7 +467,7 @@ def test_decode_table_shows_both_backends() -> None:
 
 
 def test_goals_are_judged() -> None:
-    text = rendered(make_run([ONE, replace(ONE, head_dim=64)]))
+    text = rendered(make_run([ONE, altered(ONE, head_dim=64)]))
     cuda = "| mtagen cuda / sdpa cudnn | (6, 11) | forward"
     assert f"{cuda} | 128 | 1 | 8192 | 1.9 | 2.00 | **no** |" in text
     assert f"{cuda} | 64 | 1 | 8192 | 2.2 | 2.00 | yes |" in text
@@ -463,8 +476,8 @@ def test_goals_are_judged() -> None:
 
 
 def test_slower_steps_are_listed() -> None:
-    step = replace(ONE, pass_name="forward+backward")
-    run = make_run([step, replace(step, head_dim=64)])
+    step = altered(ONE, pass_name="forward+backward")
+    run = make_run([step, altered(step, head_dim=64)])
     assert "slower than eager or torch.compile in none of 2 cases." in rendered(run)
     eager = next(row for row in run["results"] if row["contender"] == "eager")
     eager["ms"] = 0.8 * next(row["ms"] for row in run["results"] if row["contender"] == "mtagen cuda")

@@ -13,8 +13,9 @@ from emulator import emulated, needs_compiler
 from torch import Tensor
 
 from mtagen import plan
-from mtagen.check import Case, failures
+from mtagen.check import failures
 from mtagen.dtypes import TORCH_DTYPES
+from mtagen.measure.cases import Sizes
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
@@ -31,11 +32,11 @@ HOSTS: dict[str, Callable[..., Any]] = {
     "backward": backward.backward,
     "decode": decode.decode,
 }
-CASES = (
-    Case(2, 2, 1, 1, 1),
-    Case(1, 2, 2, 9, 13),
-    Case(1, 4, 2, 133, 150),  # some tiles, grouped queries
-    Case(1, 1, 1, 70, 9),  # when causal, most queries see no key
+SIZES = (
+    Sizes(2, 2, 1, 1, 1),
+    Sizes(1, 2, 2, 9, 13),
+    Sizes(1, 4, 2, 133, 150),  # some tiles, grouped queries
+    Sizes(1, 1, 1, 70, 9),  # when causal, most queries see no key
 )
 SPECS = [
     ("sm_90a", Spec((6, 11), 64)),
@@ -126,8 +127,8 @@ def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int
 
 @pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)
 def test_accurate(target: str, spec: Spec, folder: Path) -> None:
-    for seed, cases in enumerate((CASES, CASES[-2:])):  # copies and products come early, then late
-        assert not failures(op_of(spec, target, folder, seed), spec, torch.device("cpu"), cases)
+    for seed, sizes in enumerate((SIZES, SIZES[-2:])):  # copies and products come early, then late
+        assert not failures(op_of(spec, target, folder, seed), spec, torch.device("cpu"), sizes)
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import mtagen
-from mtagen.check import Case, failures
+from mtagen.check import failures
+from mtagen.measure.cases import Sizes
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
@@ -27,13 +28,13 @@ pytestmark = [
 
 BACKENDS = ("cuda", "triton")
 DTYPES = ("bf16", "fp16", "fp32")
-CASES = (
-    Case(8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
-    Case(2, 8, 8, 67, 67),
-    Case(2, 4, 2, 113, 203),  # ragged, grouped queries
-    Case(1, 2, 1, 203, 113),  # when causal, most queries see no key
-    Case(4, 8, 4, 799, 3),
-    Case(1, 3, 1, 1023, 1024),  # many tiles
+SIZES = (
+    Sizes(8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
+    Sizes(2, 8, 8, 67, 67),
+    Sizes(2, 4, 2, 113, 203),  # ragged, grouped queries
+    Sizes(1, 2, 1, 203, 113),  # when causal, most queries see no key
+    Sizes(4, 8, 4, 799, 3),
+    Sizes(1, 3, 1, 1023, 1024),  # many tiles
 )
 GRID = [
     *itertools.product([(1, 1), (6, 11), (5, 2)], [16, 64, 80, 128, 256], DTYPES, [True, False], ["both"], ["source"]),
@@ -84,8 +85,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def assert_accurate(op: MultiTokenAttention, cases: tuple[Case, ...] = CASES) -> None:
-    assert not failures(op, op.plan.spec, torch.device("cuda"), cases)
+def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...] = SIZES) -> None:
+    assert not failures(op, op.plan.spec, torch.device("cuda"), sizes)
 
 
 @pytest.mark.parametrize(("kernel", "head_dim", "dtype", "causal", "key_padding", "mask"), GRID)
@@ -120,8 +121,8 @@ def test_lengths_around_the_edges_of_tiles(causal: bool, deterministic: bool) ->
     op = mtagen.build((6, 11), 64, causal=causal, deterministic=deterministic)
     rows, keys = op.plan.fused["forward"].owned, op.plan.fused["backward"].owned
     lengths = sorted({n + step for n in (64, 128, rows, 2 * rows, keys, 2 * keys) for step in (-1, 0, 1)})
-    assert_accurate(op, tuple(Case(1, 2, 1, n, n) for n in lengths))
-    assert_accurate(op, tuple(Case(1, 2, 1, rows, n) for n in lengths[::4]))
+    assert_accurate(op, tuple(Sizes(1, 2, 1, n, n) for n in lengths))
+    assert_accurate(op, tuple(Sizes(1, 2, 1, rows, n) for n in lengths[::4]))
 
 
 @pytest.mark.usefixtures("prefers_cuda")

@@ -11,7 +11,7 @@ from test_plan import assert_fits
 
 import mtagen
 from mtagen import TARGETS, PlanError, Spec, plan
-from mtagen.bench.cases import HEAD_DIMS, KERNELS
+from mtagen.bench.suites import HEAD_DIMS, KERNELS
 from mtagen.planner.backends import CUDA_UP_TO, PASSES, fused_candidates, fused_pass
 from mtagen.planner.lift.decode import DECODE_ROLES
 from mtagen.planner.lift.tiling import Tile, proposals, table_key

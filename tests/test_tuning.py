@@ -84,7 +84,7 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: compiled.extend(jobs))
     ms = {("cuda", 8192): 2.0, ("triton", 8192): 4.0, ("cuda", 1024): 1.0, ("triton", 1024): 8.0}
     ms |= {("cuda", 32768): 5.0, ("triton", 32768): 10.0}
-    monkeypatch.setattr(tuning, "_call", lambda passes, name, spec, sizes: (passes, sizes.n_k))
+    monkeypatch.setattr(tuning, "_call", lambda passes, name, spec, sizes: (passes, sizes.nk))
     monkeypatch.setattr(tuning, "_ms", ms.__getitem__)
     monkeypatch.setattr(tuning, "load", lambda made: made.backend)
     steps: list[tuple[int, int]] = []

@@ -1,5 +1,7 @@
 """``mtagen bench``: every contender at the same sizes in the same run, on this machine.
 
-:mod:`.cases` says what is measured, :mod:`.contenders` who competes, :mod:`.timing` and :mod:`.rates` how time and the
-machine's limits are taken; :mod:`.run` does it and :mod:`.report` shows it.
+:mod:`.suites` says what is measured, :mod:`.contenders` who competes and :mod:`.rates` what the machine can do;
+:mod:`.run` measures. What was measured is read by :mod:`.runs` and shown by :mod:`.report` on a console, by
+:mod:`.summary` on pages (both of them by way of :mod:`.columns` and :mod:`.tables`) and by :mod:`.plots`;
+:mod:`.compare` sets one run against another.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,17 +18,16 @@ from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import mtagen
-
-from ..accuracy import Comparison, compare
-from ..check import Case as Sizes
-from ..check import Inputs, judge_training, random_inputs
+from ..accuracy import Comparison
 from ..check import check as check_op
-from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, InputError, PlanError, explain
-from ..naive import reference
+from ..measure.cases import LENGTH, PAPER, Case, Sizes
+from ..measure.inputs import Inputs, Source
+from ..measure.judge import eager_op, judge
+from ..op import build
+from ..ops.attention import MultiTokenAttention
 from ..planner import Plan
-from .cases import MAX_MATERIALISED, PAPER, Case
+from .suites import MAX_MATERIALISED
 
 Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weight
 
@@ -95,7 +93,7 @@ class Built(Contender):
         super().__init__(name, device)
         self._only = only
         self._options = options
-        self._ops: dict[Hashable, mtagen.MultiTokenAttention] = {}
+        self._ops: dict[Hashable, MultiTokenAttention] = {}
 
     def enters(self, case: Case) -> bool:
         return self._only is None or self._only(case)
@@ -112,7 +110,8 @@ class Built(Contender):
         return op.decode if case.decodes else op  # type: ignore[return-value]  # no lse is asked for
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
-        sizes = Sizes(1, 2, 1 if case.kv_heads < case.heads else 2, _CHECKED_LENGTH, _CHECKED_LENGTH)
+        kv_heads = 1 if case.sizes.kv_heads < case.sizes.heads else 2
+        sizes = Sizes(1, 2, kv_heads, _CHECKED_LENGTH, _CHECKED_LENGTH)
         return {row.result: row.comparison for row in check_op(self._op(case), case.spec, self.device, [sizes])}
 
     def plan(self, case: Case) -> Plan:
@@ -125,12 +124,10 @@ class Built(Contender):
     def warm(self, case: Case) -> None:
         self._op(case)
 
-    def _op(self, case: Case) -> mtagen.MultiTokenAttention:
+    def _op(self, case: Case) -> MultiTokenAttention:
         """Built once: lengths are run-time arguments."""
         if case.spec not in self._ops:
-            self._ops[case.spec] = mtagen.build(
-                case.kernel, case.head_dim, causal=case.causal, dtype=case.dtype, **self._options
-            )
+            self._ops[case.spec] = build(**case.spec.to_dict(), **self._options)
         return self._ops[case.spec]
 
 
@@ -156,18 +153,19 @@ class Peer(Contender):
         """The same in plain PyTorch, in any dtype."""
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
-        inputs, function, formula = self._small(case), self.prepare(case), self.formula(case)
-        leaves = 4 if self.convolves else 3
-        if not case.decodes:
-            return judge_training(function, formula, inputs, leaves)
-        tensors = inputs[:leaves]
-        exact = formula(*(x.double() for x in tensors))
-        return {"out": compare(function(*tensors), formula(*tensors), exact, terms=inputs.v.abs().max().item())}
+        source = self._small(case)
+        grad_out = None if case.decodes else source.outputs()
+        return judge(self.prepare(case), self.formula(case), self._inputs(source), grad_out)
 
-    def _small(self, case: Case) -> Inputs:
-        rows = case.nq if case.decodes else _CHECKED_LENGTH
-        sizes = Sizes(1, 2 * case.heads // case.kv_heads, 2, rows, _CHECKED_LENGTH)
-        return random_inputs(case.spec, sizes, self.device)
+    def _small(self, case: Case) -> Source:
+        """Few heads, grouped like those of ``case``, of a short sequence, or of few rows at the end of one."""
+        rows = case.sizes.nq if case.decodes else _CHECKED_LENGTH
+        sizes = Sizes(1, 2 * case.sizes.heads // case.sizes.kv_heads, 2, rows, _CHECKED_LENGTH)
+        return Source.for_checks(case.spec, sizes, self.device)
+
+    def _inputs(self, source: Source) -> Inputs:
+        inputs = source.inputs()
+        return inputs if self.convolves else replace(inputs, weights={})
 
 
 class Materialising(Peer):
@@ -186,7 +184,7 @@ class Materialising(Peer):
     def refusal(self, case: Case) -> str | None:
         if case.decodes:
             return "has no decode: it would compute the scores of all rows anew"
-        if case.nk > self._max_length:
+        if case.sizes.nk > self._max_length:
             return f"scores of N > {self._max_length} are materialised only on request (--max-materialised)"
         need, free = _SCORE_TENSORS * case.score_bytes, self._free_bytes()
         if need > free:
@@ -206,7 +204,7 @@ class Eager(Materialising):
         return self.formula(case)
 
     def formula(self, case: Case) -> Attention:
-        return partial(reference, causal=case.causal)  # type: ignore[return-value]  # no lse is asked for
+        return eager_op(case.spec)
 
 
 class Compiled(Eager):
@@ -224,7 +222,7 @@ class Compiled(Eager):
 
     def warm(self, case: Case) -> None:
         inductor_config.compile_threads = 1  # there are many such processes
-        function, tensors = self.prepare(case), make_inputs(case, self.device)
+        function, tensors = self.prepare(case), make_inputs(case, self.device).arguments
         function(*tensors)
         function(*(x.requires_grad_() for x in tensors)).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -240,20 +238,23 @@ class Liger(Materialising):
             return "liger-kernel is not installed; pip install liger-kernel"
         if not case.causal:
             return "is causal only"
-        if case.nk > _LIGER_MAX_LENGTH:
+        if case.sizes.nk > _LIGER_MAX_LENGTH:
             return (
                 f"a block of its mask's kernel takes all of N x N scores, and Triton's limit is N = {_LIGER_MAX_LENGTH}"
             )
         return super().refusal(case)
 
     def warm_key(self, case: Case) -> Hashable | None:
-        return None if self.refusal(case) else max(case.nk, _CHECKED_LENGTH).bit_length()  # what its blocks depend on
+        return (
+            None if self.refusal(case) else max(case.sizes.nk, _CHECKED_LENGTH).bit_length()
+        )  # what its blocks depend on
 
     def warm(self, case: Case) -> None:
-        few = replace(case, batch=1, heads=1, kv_heads=1)
-        for sizes in (few, replace(few, nq=_CHECKED_LENGTH, nk=_CHECKED_LENGTH)):
-            leaves = [x.requires_grad_() for x in make_inputs(sizes, self.device)]
-            self.prepare(sizes)(*leaves).sum().backward()  # type: ignore[no-untyped-call]
+        few = case.sizes._replace(batch=1, heads=1, kv_heads=1)
+        for sizes in (few, few._replace(nq=_CHECKED_LENGTH, nk=_CHECKED_LENGTH)):
+            small = replace(case, sizes=sizes)
+            leaves = [x.requires_grad_() for x in make_inputs(small, self.device).arguments]
+            self.prepare(small)(*leaves).sum().backward()  # type: ignore[no-untyped-call]
 
     def prepare(self, case: Case) -> Attention:
         from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction
@@ -301,7 +302,8 @@ class Sdpa(Peer):
 
     def refusal(self, case: Case) -> str | None:
         try:
-            self.prepare(case)(*(x.requires_grad_(not case.decodes) for x in self._small(case)[:3]))
+            inputs = self._inputs(self._small(case))
+            self.prepare(case)(*(x.requires_grad_(not case.decodes) for x in inputs.arguments))
         except RuntimeError as error:
             return f"PyTorch has no such kernel: {str(error).splitlines()[0]}"
         return None
@@ -310,7 +312,7 @@ class Sdpa(Peer):
         attend: Attention = partial(
             scaled_dot_product_attention,
             is_causal=case.causal and not case.decodes,
-            enable_gqa=case.heads != case.kv_heads,
+            enable_gqa=case.sizes.heads != case.sizes.kv_heads,
         )
         if self._backend is None:
             return attend
@@ -370,14 +372,9 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
 
 
 def _is_the_papers(case: Case) -> bool:
-    return case.kernel == PAPER and case.nk == 8192 and not case.decodes
+    return case.spec.kernel == PAPER and case.sizes.nk == LENGTH and not case.decodes
 
 
-def make_inputs(case: Case, device: torch.device) -> list[Tensor]:
-    """q (for decode with the cq - 1 rows before the new ones), k, v and the weight, all random."""
-    random = torch.Generator(device).manual_seed(0)
-    make = partial(torch.randn, generator=random, device=device)
-    dtype, before = TORCH_DTYPES[case.dtype], case.kernel[0] - 1 if case.decodes else 0
-    q = make(case.batch, case.heads, before + case.nq, case.head_dim, dtype=dtype)
-    k, v = (make(case.batch, case.kv_heads, case.nk, case.head_dim, dtype=dtype) for _ in range(2))
-    return [q, k, v, make(case.heads, *case.kernel) * math.prod(case.kernel) ** -0.5]
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """What a case is timed on."""
+    return Source.for_timing(case.spec, case.sizes, device).inputs(decode=case.decodes)

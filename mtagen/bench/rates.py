@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..measure.cases import Case
+from ..measure.timing import time_call
 from ..planner import Plan
-from .cases import Case
-from .timing import measure
 
 _SIDES = {"cuda": (4096, 8192, 16384), "cpu": (1024, 2048)}  # of square matrices
 _COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes
@@ -29,18 +29,22 @@ def measure_rates(device: torch.device) -> Rates:
     for side in _SIDES[device.type]:
         a, b = torch.randn(2, side, side, device=device, dtype=dtype)
         out = torch.empty_like(a)
-        product = measure(partial(torch.mm, a, b, out=out), device)
+        product = time_call(partial(torch.mm, a, b, out=out), device)
         tflops.append(2 * side**3 / product.median / 1e9)
     source = torch.ones(_COPIED[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copy = measure(partial(target.copy_, source), device)
+    copy = time_call(partial(target.copy_, source), device)
     return Rates(max(tflops), 2 * source.nbytes / copy.median / 1e6)
 
 
 def useful_flop(case: Case) -> int:
-    """Flop of a training pass of plain attention, so that nobody profits from extra work: 2 per multiply-add."""
-    per_score = {"forward": 4, "backward": 10, "forward+backward": 14}[case.pass_name] * case.head_dim
-    return per_score * case.seen_scores
+    """Flop of a training pass of plain attention, so that nobody profits from extra work: 2 per multiply-add.
+
+    Forward computes scores and outputs; backward the scores again, and the gradients of q, k, v and the probabilities.
+    """
+    d, dv = case.spec.head_dim, case.spec.value_head_dim
+    per_score = {"forward": 2 * (d + dv), "backward": 2 * (3 * d + 2 * dv)}
+    return case.seen_scores * sum(per_score[name] for name in case.pass_name.split("+"))
 
 
 def roofline_ms(case: Case, plan: Plan, rates: Rates) -> float:
@@ -48,9 +52,9 @@ def roofline_ms(case: Case, plan: Plan, rates: Rates) -> float:
 
     Every input is read once and every output written once. Decode is bounded by its bytes.
     """
-    forward = 2 * case.row_bytes + case.cache_bytes  # q and out; k and v
-    backward = 4 * case.row_bytes + 2 * case.cache_bytes  # q, out, both gradients; k, v and their gradients
-    moved = {"backward": backward, "forward+backward": forward + backward}.get(case.pass_name, forward)
-    per_score = plan.flops_per_score()
-    flop = 0 if case.decodes else case.seen_scores * sum(per_score[name] for name in case.pass_name.split("+"))
+    forward = case.row_bytes + case.cache_bytes  # q and out; k and v
+    moved_by = {"forward": forward, "backward": 2 * forward, "decode": forward}  # backward: the same and its gradients
+    flop_by = {**plan.flops_per_score(), "decode": 0}
+    passes = case.pass_name.split("+")
+    moved, flop = sum(moved_by[name] for name in passes), case.seen_scores * sum(flop_by[name] for name in passes)
     return max(flop / rates.tensor_tflops / 1e9, moved / rates.dram_gbps / 1e6)

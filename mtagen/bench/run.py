@@ -22,10 +22,12 @@ from torch import Tensor
 
 from ..accuracy import Comparison
 from ..environment import collect
-from .cases import PATIENCE, Case
+from ..measure.cases import Case
+from ..measure.inputs import Inputs
+from ..measure.timing import BUDGET_MS, graph_ms, issuing_us, peak_mib, time_call
 from .contenders import Built, Contender, entrants, make_inputs
 from .rates import Rates, measure_rates, roofline_ms, useful_flop
-from .timing import BUDGET_MS, graph_ms, issuing_us, measure, peak_mib
+from .suites import PATIENCE
 
 _WRONG, _FAILED = "wrong: ", "failed: "
 _ISSUING_ROUNDS = 10
@@ -109,9 +111,9 @@ class _Session:
         self._shared: dict[Hashable, list[_Measured]] = {}
         self._issued: list[tuple[dict[str, Any], Call, list[float]]] = []  # rows, calls, the CPU's times
 
-    def rows(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[dict[str, Any]]:
+    def rows(self, contender: Contender, group: Sequence[Case], inputs: Inputs) -> list[dict[str, Any]]:
         """The results of one contender for the passes of one problem."""
-        key = (contender.name, *(replace(case, kernel=(1, 1)) for case in group))
+        key = (contender.name, *map(_without_convolution, group))
         found = self._shared.get(key) or self._figures(contender, group, inputs)
         if not contender.convolves:
             self._shared[key] = found
@@ -134,14 +136,15 @@ class _Session:
         times += issuing_us(call, self._device)
         return {"cpu_us": statistics.median(times)}
 
-    def _figures(self, contender: Contender, group: Sequence[Case], inputs: list[Tensor]) -> list[_Measured]:
+    def _figures(self, contender: Contender, group: Sequence[Case], inputs: Inputs) -> list[_Measured]:
         """The part of each row that is measured, and the calls that can be made again."""
         verdict = _attempt(lambda: self._admit(contender, group[0]))
         if "skipped" in verdict:
             return [(verdict, None)] * len(group)
         function = contender.prepare(group[0])
-        q, k, v, _ = inputs
-        tensors = inputs if contender.convolves else [q[:, :, -group[0].nq :], k, v]
+        rows = group[0].sizes.nq
+        plain = [inputs.q[:, :, -rows:], inputs.k, inputs.v]
+        tensors = inputs.arguments if contender.convolves else plain
         found: list[_Measured] = []
         for case in group:
             figures = _attempt(partial(self._time, contender, case, function, tensors, verdict))
@@ -153,9 +156,9 @@ class _Session:
         """The worst result of the check before timing, which lengths do not change."""
         if reason := contender.refusal(case):
             return {"skipped": reason}
-        spec = case.spec if contender.convolves else replace(case.spec, kernel=(1, 1))
-        grouped = case.heads // case.kv_heads
-        key = (contender.name, spec, grouped, case.nq if case.decodes else None)
+        alike = case if contender.convolves else _without_convolution(case)
+        grouped = case.sizes.heads // case.sizes.kv_heads
+        key = (contender.name, alike.spec, grouped, case.sizes.nq if case.decodes else None)
         if key not in self._verdicts:
             self._verdicts[key] = _attempt(lambda: _check(contender, case))
         return self._verdicts[key]
@@ -169,15 +172,15 @@ class _Session:
         verdict: dict[str, Any],
     ) -> dict[str, Any]:
         device, on_gpu = self._device, self._device.type == "cuda"
-        series = (contender.name, replace(case, batch=1, nq=1, nk=1))
+        series = (contender.name, replace(case, sizes=case.sizes._replace(batch=1, nq=1, nk=1)))
         most, why = self._slow.get(series, (case.seen_scores, ""))
         if case.seen_scores > most:
             return {"skipped": why}
         call = _call(case.pass_name, function, tensors)
         peak = peak_mib(call, device) if on_gpu and "forward" in case.pass_name else None  # which warms it up
-        timing = measure(call, device, self._budget_ms, warmed=peak is not None)
+        timing = time_call(call, device, self._budget_ms, warmed=peak is not None)
         if timing.median > 1e3 * self._patience:
-            took = f"took {timing.median / 1e3:.2g} s at N = {case.nk}"
+            took = f"took {timing.median / 1e3:.2g} s at N = {case.sizes.nk}"
             self._slow[series] = case.seen_scores, f"{took}: more only with more --patience than {self._patience} s"
         seconds = timing.median / 1e3
         row = {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats, **verdict}
@@ -196,6 +199,11 @@ class _Session:
                 times = [us for _ in range(_ISSUING_ROUNDS) for us in issuing_us(call, device)]
                 row["cpu_us"] = statistics.median(times)
         return row
+
+
+def _without_convolution(case: Case) -> Case:
+    """What is the same for kernels of all sizes to contenders that do not convolve."""
+    return replace(case, spec=replace(case.spec, kernel=(1, 1)))
 
 
 def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -280,7 +288,7 @@ def _progress() -> Progress:
 
 
 def _title(case: Case) -> str:
-    return f"{case.kernel[0]} x {case.kernel[1]}, d = {case.head_dim}, N = {case.nk}"
+    return f"{case.spec.cq} x {case.spec.ck}, d = {case.spec.head_dim}, N = {case.sizes.nk}"
 
 
 def _commit() -> str | None:

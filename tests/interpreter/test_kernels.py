@@ -9,16 +9,17 @@ import pytest
 import torch
 
 import mtagen
-from mtagen.check import Case, failures
+from mtagen.check import failures
 from mtagen.errors import BackendError
+from mtagen.measure.cases import Sizes
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner.lift.tiling import Tile
 from mtagen.runtime.load import load, plan_key
 
-TINY = (Case(4, 2, 1, 1, 1), Case(2, 2, 1, 9, 13))
-RAGGED = (Case(1, 2, 1, 41, 58), Case(1, 1, 1, 50, 7))
+TINY = (Sizes(4, 2, 1, 1, 1), Sizes(2, 2, 1, 9, 13))
+RAGGED = (Sizes(1, 2, 1, 41, 58), Sizes(1, 1, 1, 50, 7))
 KERNELS = [(1, 1), (3, 3), (6, 11), (2, 9), (5, 2), (4, 1), (1, 7)]
 VARIANTS = [
     *((kernel, 16, "fp32", True, "both", "source") for kernel in KERNELS),
@@ -48,8 +49,8 @@ def retiled(op: MultiTokenAttention, tile: Tile, workspace_bytes: int) -> MultiT
     return MultiTokenAttention(plan, key, op._dtypes)
 
 
-def assert_accurate(op: MultiTokenAttention, cases: tuple[Case, ...]) -> None:
-    assert not failures(op, op.plan.spec, torch.device("cpu"), cases)
+def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...]) -> None:
+    assert not failures(op, op.plan.spec, torch.device("cpu"), sizes)
 
 
 @pytest.mark.parametrize(("kernel", "head_dim", "dtype", "causal", "key_padding", "mask"), VARIANTS)
@@ -67,12 +68,12 @@ def test_as_planned(
 def test_many_tiles_and_strips(kernel: tuple[int, int], pipeline: str) -> None:
     op = mtagen.build(kernel, 16, dtype="fp32", value_head_dim=32, backend="triton")
     op = retiled(op, Tile(16, 32, pipeline=pipeline), workspace_bytes=2**10)
-    assert_accurate(op, (Case(1, 2, 1, 150, 161),))
+    assert_accurate(op, (Sizes(1, 2, 1, 150, 161),))
 
 
 def test_largest_kernel() -> None:
     op = mtagen.build((16, 17), 16, dtype="fp32", backend="triton")
-    assert_accurate(op, (*TINY, Case(1, 1, 1, 35, 38)))
+    assert_accurate(op, (*TINY, Sizes(1, 1, 1, 35, 38)))
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -27,7 +27,7 @@ class Timing(NamedTuple):
     repeats: int
 
 
-def measure(
+def time_call(
     call: Callable[[], object], device: torch.device, budget_ms: float = BUDGET_MS, *, warmed: bool = False
 ) -> Timing:
     """How long ``call`` takes, warmed up; on a GPU by events, with nothing of its inputs left in the L2 cache.
@@ -86,7 +86,7 @@ def graph_ms(call: Callable[[], object], device: torch.device) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return measure(graph.replay, device).median
+    return time_call(graph.replay, device).median
 
 
 def peak_mib(call: Callable[[], Tensor | Iterable[Tensor]], device: torch.device) -> float:

@@ -1,0 +1,73 @@
+"""How contenders and cases are called in results, tables and plots, and which contenders belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..measure.cases import Case
+
+BACKENDS = ("mtagen cuda", "mtagen triton", "mtagen torch")
+OURS = (*BACKENDS, "mtagen auto")  # without those that only some cases ask for: other targets, deterministic
+SAME_MATH = ("eager", "torch.compile")
+PEERS = (*SAME_MATH, "liger (post-softmax)")
+SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
+ONLY_ON_CPU = ("mtagen torch", "sdpa")
+
+# In the order of tables and legends. Okabe and Ito's colours, which the colour-blind can tell apart; plain attention,
+# the lower bound, is dashed.
+STYLES: dict[str, dict[str, Any]] = {
+    "mtagen cuda": {"color": "#0072B2", "marker": "o"},
+    "mtagen cuda sm_80": {"color": "#0072B2", "marker": "^"},
+    "mtagen cuda deterministic": {"color": "#0072B2", "marker": "x"},
+    "mtagen triton": {"color": "#009E73", "marker": "s"},
+    "mtagen auto": {"color": "#56B4E9", "marker": "*"},
+    "mtagen torch": {"color": "#0072B2", "marker": "o"},
+    "eager": {"color": "#000000", "marker": "."},
+    "torch.compile": {"color": "#E69F00", "marker": "."},
+    "liger (post-softmax)": {"color": "#CC79A7", "marker": "."},
+    "sdpa flash": {"color": "#D55E00", "marker": "_", "linestyle": ":"},
+    "sdpa cudnn": {"color": "#D55E00", "marker": "_", "linestyle": "--"},
+    "sdpa": {"color": "#D55E00", "marker": "_", "linestyle": "--"},
+}
+
+_PREFIX = "mtagen "
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contender is one of mtagen's."""
+    return name.startswith(_PREFIX)
+
+
+def backend_of(name: str) -> str:
+    """The name of one of mtagen's contenders where it is clear whose it is."""
+    return name.removeprefix(_PREFIX)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Each once, ours first; those unknown to this version last."""
+    places = {name: place for place, name in enumerate(STYLES)}
+    return sorted(set(names), key=lambda name: (places.get(name, len(places)), name))
+
+
+def name_kernel(case: Case) -> str:
+    """``cq,ck``, as on the command line."""
+    return f"{case.spec.cq},{case.spec.ck}"
+
+
+def name_size(case: Case) -> str:
+    """What tells a case from the others of its group."""
+    return f"{name_kernel(case)} B={case.sizes.batch} N={case.sizes.nk}"
+
+
+def name_mask(case: Case) -> str:
+    """Whether later keys are hidden."""
+    return "causal" if case.causal else "not causal"
+
+
+def name_group(case: Case) -> str:
+    """What a table of cases has in common."""
+    sizes = case.sizes
+    which = f"{sizes.nq} new token{'s' * (sizes.nq > 1)}" if case.decodes else name_mask(case)
+    heads = f"{sizes.heads} heads" + (f", {sizes.kv_heads} of keys" if sizes.kv_heads != sizes.heads else "")
+    return f"{case.pass_name}, {which}, d = {case.spec.head_dim}, {heads}, {case.spec.dtype}"

@@ -1,0 +1,228 @@
+"""Benchmark runs as values: read from files, asked what they hold, merged.
+
+A run is the dict that ``mtagen bench --json`` writes: ``command``, ``environment``, ``commit``, ``rates`` and
+``results``, one row for each case and contender that holds either a measurement or the reason why it was skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import InputError, SpecError, explain
+from ..measure.cases import LENGTH, PAPER, ROW_KEYS, TRAINING_PASSES, Case
+from .names import ONLY_ON_CPU, name_group, name_size
+
+Run = dict[str, Any]
+Row = dict[str, Any]
+Rows = Mapping[str, Row]  # the measurements of one case by contender
+Cases = dict[Case, Rows]
+
+_RUN_KEYS = ("command", "environment", "commit", "rates", "results")
+_TIME_KEYS = ("ms", "low_ms", "high_ms")
+_VERSIONS = {"torch": "torch", "triton": "triton", "nvrtc": "NVRTC", "cuda_driver": "driver"}
+
+_Found = TypeVar("_Found")
+
+
+class Measured(NamedTuple):
+    """A case's measurements by contender, all of one run."""
+
+    rows: Rows
+    run: Run
+
+
+Results = dict[Case, Measured]  # of one device
+
+
+def load(path: Path) -> Run:
+    """Read a run.
+
+    Raises:
+        InputError: the file is not a run; the message names what it lacks.
+        OSError: it cannot be read.
+    """
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _no_run(path, f"{error}") from None
+    if missing := _missing(run, _RUN_KEYS):
+        raise _no_run(path, missing)
+    if missing := _missing(run["environment"], ("cpu", "gpus")):
+        raise _no_run(path, f"{missing} in 'environment'")
+    if not isinstance(run["results"], list):
+        raise _no_run(path, "'results' is no list")
+    for index, row in enumerate(run["results"]):
+        if missing := _missing(row, (*ROW_KEYS, "contender")):
+            raise _no_run(path, f"{missing} in results[{index}]")
+        rate = "gbps" if row["pass"] == "decode" else "tflops"
+        if "skipped" not in row and (missing := _missing(row, (*_TIME_KEYS, rate))):
+            raise _no_run(path, f"neither 'skipped' nor a measurement ({missing}) in results[{index}]")
+        if not _is_case(row) or not all(_is_time(row[key]) for key in _TIME_KEYS if key in row):
+            raise _no_run(path, f"a wrong value in results[{index}]")
+    return dict(run)
+
+
+def _missing(found: object, keys: Iterable[str]) -> str | None:
+    if not isinstance(found, dict):
+        return "an object is expected"
+    absent = [key for key in keys if key not in found]
+    return f"no {', '.join(map(repr, absent))}" if absent else None
+
+
+def _is_case(row: Row) -> bool:
+    try:
+        case = Case.from_dict(row)
+    except (SpecError, TypeError):
+        return False
+    return (
+        all(type(size) is int and size > 0 for size in case.sizes)
+        and isinstance(row["contender"], str)
+        and case.pass_name in (*TRAINING_PASSES, "decode")
+    )
+
+
+def _is_time(ms: object) -> bool:
+    return isinstance(ms, (int, float)) and 0 < ms < math.inf
+
+
+def _no_run(path: Path, fault: str) -> InputError:
+    return InputError(explain("run", str(path), f"is no benchmark run: {fault}", "a file of mtagen bench --json"))
+
+
+def load_folder(folder: Path) -> dict[Path, Run]:
+    """The runs in a folder; other JSON files there have no ``results`` or no ``rates``.
+
+    Raises:
+        InputError: as :func:`load`.
+    """
+    paths = sorted(folder.glob("*.json"))
+    return {path: load(path) for path in paths if {"results", "rates"} <= json.loads(path.read_text()).keys()}
+
+
+def by_device(runs: Mapping[Path, Run]) -> dict[str, dict[Path, Run]]:
+    """The runs of each device under its name, GPUs first; each run has its file's name."""
+    devices: dict[str, dict[Path, Run]] = {}
+    for path, run in sorted(runs.items(), key=lambda item: on_cpu(item[1])):
+        devices.setdefault(device(run), {})[path] = {**run, "name": path.stem}
+    return devices
+
+
+def on_cpu(run: Run) -> bool:
+    """Whether a run is of the CPU: there is no GPU, or contenders ran that only the CPU has."""
+    return not run["environment"]["gpus"] or any(row["contender"] in ONLY_ON_CPU for row in run["results"])
+
+
+def device(run: Run) -> str:
+    """Name of the GPU or CPU."""
+    environment = run["environment"]
+    return str(environment["cpu"] if on_cpu(run) else environment["gpus"][0]["name"])
+
+
+def suite_of(run: Run) -> str:
+    """The suite that a run is of, maybe a part of it."""
+    found = re.search(r"--suite[= ](\w+)", run["command"])
+    return found.group(1) if found else ""
+
+
+def source(run: Run) -> str:
+    """Where figures come from: device, versions, driver, commit, and whether the run is incomplete."""
+    environment = run["environment"]
+    versions = [f"{name} {environment[key]}" for key, name in _VERSIONS.items() if environment.get(key)]
+    notes = ["interrupted"] if run.get("interrupted") else []
+    return ", ".join([device(run), *versions, f"commit {run['commit'] or 'unknown'}", *notes])
+
+
+def measurements(run: Run) -> Cases:
+    """All cases of a run in its order, each with what was measured; empty where every contender was skipped."""
+    cases: dict[Case, dict[str, Row]] = {}
+    for row in run["results"]:
+        rows = cases.setdefault(Case.from_dict(row), {})
+        if "ms" in row:
+            rows[row["contender"]] = row
+    return {**cases}
+
+
+def skipped(rows: Iterable[Row]) -> list[str]:
+    """One line for each contender and reason among rows, with the cases where these are not all of its own."""
+    rows = list(rows)
+    totals = Counter(row["contender"] for row in rows)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "skipped" in row:
+            reasons.setdefault((row["contender"], row["skipped"]), []).append(name_size(Case.from_dict(row)))
+    return [
+        f"{name}: {reason}"
+        + ("" if len(sizes) == totals[name] else f" ({len(sizes)} of {totals[name]} cases: {_abridged(sizes)})")
+        for (name, reason), sizes in reasons.items()
+    ]
+
+
+def _abridged(names: Iterable[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names if len(names) <= 3 else (names[0], f"{len(names) - 2} more", names[-1]))
+
+
+def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), suite: str = "") -> Results:
+    """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it.
+
+    Only ``names`` count, if there are any. Runs of ``suite`` go before all others. Ties go to the first.
+    """
+
+    def rank(found: Measured) -> tuple[bool, int]:
+        count = sum(name in names for name in found.rows) if names else len(found.rows)
+        return suite_of(found.run) == suite, count
+
+    results: Results = {}
+    for run in runs:
+        for case, measured in measurements(run).items():
+            found = Measured({name: row for name, row in measured.items() if row.get(key) is not None}, run)
+            if case not in results or rank(found) > rank(results[case]):
+                results[case] = found
+    return dict(sorted(results.items(), key=lambda item: _place(item[0])))
+
+
+def _place(case: Case) -> tuple[object, ...]:
+    """Orders the lines of tables."""
+    spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
+    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, spec.kernel, -sizes.kv_heads, sizes.nq, step
+
+
+def fastest(rows: Rows, names: Iterable[str]) -> Row | None:
+    """The measurement of the fastest of some contenders; None where none was measured."""
+    return min((rows[name] for name in names if name in rows), key=lambda row: row["ms"], default=None)
+
+
+def smallest_batches(cases: Mapping[Case, _Found]) -> dict[Case, _Found]:
+    """Without the cases that are there with fewer sequences, too."""
+    kept: dict[Case, Case] = {}
+    for case in sorted(cases, key=lambda case: case.sizes.batch):
+        kept.setdefault(replace(case, sizes=case.sizes._replace(batch=1)), case)
+    smallest = set(kept.values())
+    return {case: found for case, found in cases.items() if case in smallest}
+
+
+def typical_length(cases: Iterable[Case]) -> int:
+    """N of the tables and panels that show one: ``LENGTH``, or the largest there is."""
+    lengths = {case.sizes.nk for case in cases}
+    return LENGTH if LENGTH in lengths else max(lengths)
+
+
+def typical_kernel(cases: Iterable[Case]) -> tuple[int, int]:
+    """The kernel of those that show one: the paper's, or the first there is."""
+    kernels = [case.spec.kernel for case in cases]
+    return PAPER if PAPER in kernels else kernels[0]
+
+
+def groups(cases: Cases) -> dict[str, Cases]:
+    """The cases that one table or panel shows, by :func:`name_group`."""
+    found: dict[str, Cases] = {}
+    for case, rows in cases.items():
+        found.setdefault(name_group(case), {})[case] = rows
+    return found

@@ -1,0 +1,305 @@
+"""What runs on one device add up to: the tables of pages, each as text in Markdown, or empty if nothing was measured.
+
+Which pages there are, and the goals that they state, is ``benchmarks/render.py``'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..measure.cases import LENGTH, PAPER, SCALES, Case, Sizes
+from ..spec import Spec
+from . import columns
+from .columns import NOTHING, Column, figure, figures_of, number, ratio, table_of_cases
+from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, backend_of, name_mask, name_size
+from .runs import Results, Row, Rows, Run, fastest, merge, skipped, smallest_batches, source, typical_length
+from .tables import Table, to_markdown
+
+
+class Part(NamedTuple):
+    """A part of a device's section.
+
+    Attributes:
+        write: makes it of the merged runs.
+        key: the measurement that it is about.
+        names: the contenders that it wants from one run; () for all.
+        suite: whose runs it prefers.
+    """
+
+    write: Callable[[Results], str]
+    key: str = "ms"
+    names: Collection[str] = ()
+    suite: str = ""
+
+
+def written(runs: Collection[Run], parts: Iterable[Part]) -> list[str]:
+    """Those parts of a device's section that its runs have something for."""
+    return [text for part in parts if (text := part.write(merge(runs, part.key, part.names, part.suite)))]
+
+
+def paper_table(results: Results) -> str:
+    """Each pass of the paper's kernel against plain attention, and against what the machine could do."""
+    cases = _select(results, lambda case: _is_the_papers(case) and case.sizes.batch == 1 and not case.decodes)
+    cases = _of_typical_length(cases)
+    sdpa = _present(cases, SDPA)
+    shown = [
+        columns.HEAD_DIM,
+        columns.PASS,
+        Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
+        Column("backend", lambda case, rows: backend_of(_ours(rows)["contender"])),
+        *(_ours_over(name) for name in sdpa),
+        Column("of the roofline", lambda case, rows: _percent(_ours(rows).get("fraction"))),
+    ]
+    title = f"(6, 11), causal, {_of_length(cases)}, B = 1, {_common(cases)}; medians, multiples of plain attention's "
+    title += "time, and the share of the speed at which the plan's flop and bytes would keep this machine busy"
+    return _write_cases(title, shown, cases, (*OURS, *SDPA))
+
+
+def peers_table(results: Results) -> str:
+    """Training steps of the paper's kernel against those who materialise scores."""
+    cases = {case: found for case, found in _training_steps(results).items() if fastest(found.rows, PEERS)}
+    peers = _present(cases, PEERS)
+    shown = [
+        columns.HEAD_DIM,
+        columns.LENGTH,
+        columns.BATCH,
+        Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
+        *(figures_of(name, f"{name}, ms") for name in peers),
+        Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, PEERS), _ours(rows), digits=1)),
+    ]
+    title = f"Forward + backward against PyTorch, (6, 11), causal, {_common(cases)}"
+    title += ". Liger-Kernel's op is another, its convolution follows the softmax" if PEERS[-1] in peers else ""
+    return _write_cases(title, shown, cases, PEERS)
+
+
+def slow_cases(results: Results) -> str:
+    """Where a training step is slower than in plain PyTorch."""
+    steps = _select(results, lambda case: case.pass_name == "forward+backward")
+    compared = {case: found for case, found in steps.items() if fastest(found.rows, SAME_MATH)}
+    if not compared:
+        return ""
+    slow = [
+        f"{name_mask(case)} {name_size(case)} d={case.spec.head_dim} ({ratio(_ours(rows), plain)})"
+        for case, (rows, _) in compared.items()
+        if (plain := fastest(rows, SAME_MATH)) and _ours(rows)["ms"] > plain["ms"]
+    ]
+    verdict = f"{len(slow) or 'none'} of {len(compared)} cases"
+    listed = ":\n" + ",\n".join(slow) if slow else ""
+    return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{_sources(compared)}"
+
+
+def kernels_table(results: Results) -> str:
+    """Forward and backward of all kernels on each backend."""
+    steps = ("forward", "backward")
+    cases = _select(results, lambda case: case.pass_name in steps and case.sizes.batch == 1)
+    cases = _of_typical_length(cases)
+    backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa cudnn", "sdpa"))[:1]
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for case, (rows, _) in cases.items():
+        line = lines.setdefault((str(case.spec.kernel), name_mask(case), str(case.spec.head_dim)), {})
+        for name in backends:
+            ours = rows.get(name)
+            line[f"{case.pass_name}, {backend_of(name)}"] = " ".join(
+                [figure(ours), *(f"({ratio(ours, rows.get(plain))})" for plain in peer if ours)]
+            )
+    pivoted = [f"{step}, {backend_of(name)}" for step in steps for name in backends]
+    title = f"All kernels, {_of_length(cases)}, B = 1, {_common(cases)}; ms" + "".join(f" (/ {name})" for name in peer)
+    body = [[*key, *(line.get(column, NOTHING) for column in pivoted)] for key, line in lines.items()]
+    return _write(Table(title, ["kernel", "mask", "d", *pivoted], body), cases, backends)
+
+
+def lengths_table(results: Results) -> str:
+    """Time and memory of training steps of the paper's kernel over N."""
+    cases = _training_steps(results)
+    d = max((case.spec.head_dim for case in cases), default=0)
+    cases = _select(cases, lambda case: case.spec.head_dim == d)
+    plain = _present(cases, ("sdpa cudnn", "sdpa"))
+    has_memory = any(_ours(rows).get("peak_MiB") is not None for rows, _ in cases.values())  # on a GPU
+    memory = Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))
+    shown = [
+        columns.LENGTH,
+        columns.BATCH,
+        Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
+        *(figures_of(name, f"{name}, ms") for name in plain),
+        *([memory] if has_memory else []),
+    ]
+    title = f"Forward + backward over N, (6, 11), causal, d = {d}, {_common(cases)}"
+    return _write_cases(title, shown, cases, plain)
+
+
+def memory_table(results: Results) -> str:
+    """Peak memory of one sequence."""
+    cases = _select(_training_steps(results), lambda case: case.sizes.batch == 1)
+    names = _present(cases, (*OURS, *PEERS, *SDPA))
+    shown = [columns.LENGTH, columns.HEAD_DIM, *(figures_of(name, name, "peak_MiB") for name in names)]
+    title = "Peak MiB of forward + backward beyond inputs, output and gradients, (6, 11), causal, B = 1, "
+    return _write_cases(title + _common(cases), shown, cases, names)
+
+
+def decode_table(results: Results) -> str:
+    """Decode on each backend against plain attention's."""
+    cases = _select(results, lambda case: case.spec.kernel == PAPER and case.decodes)
+    backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa flash", "sdpa"))[:1]
+    shown = [columns.BATCH, columns.CACHE_LENGTH, columns.HEAD_DIM, columns.KV_HEADS, columns.NEW_TOKENS]
+    for name in backends:
+        shown += [figures_of(name, f"{backend_of(name)}, ms"), figures_of(name, "GB/s", "gbps")]
+        shown += [_over(name, plain) for plain in peer]
+    shown += [figures_of(plain, f"{plain}, ms") for plain in peer]
+    return _write_cases(f"Decode, (6, 11), {_common(cases)}", shown, cases, (*backends, *peer))
+
+
+def overhead_table(results: Results, max_cpu_us: float) -> str:
+    """What a forward call costs where sequences are short: CPU time, of which there is a goal, and the time without."""
+    cases = _select(results, lambda case: case.pass_name == "forward")
+    if not cases:
+        return ""
+    lines = [
+        [
+            *(str(case.spec.kernel), str(case.spec.head_dim), str(case.sizes.nk), str(case.sizes.batch)),
+            backend_of(name),
+            *(figure(rows[name], key) for key in ("ms", "graph_ms", "cpu_us")),
+        ]
+        for case, (rows, _) in cases.items()
+        for name in OURS
+        if name in rows
+    ]
+    header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "us to issue a call"]
+    served = ("mtagen auto", *BACKENDS)  # where auto is all of one backend it is no contender; on an H200, CUDA
+    longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, _ in cases.values())
+    verdict = f"{'met' if longest <= max_cpu_us else '**not met**'}, up to {number(longest)} us"
+    limit = f"the goal is that the CPU issues a call of auto in {max_cpu_us:g} us: {verdict}"
+    return _write(Table(f"Forward of short sequences, {_common(cases)}; {limit}", header, lines), cases, ())
+
+
+class Goal(NamedTuple):
+    """A contender's time over a peer's that is not to be exceeded, at the heads and dtype that suit a GPU."""
+
+    contender: str
+    step: str
+    head_dim: int
+    limit: float
+    batch: int = 1
+    n: int = LENGTH
+    causal: bool = True
+    kernel: tuple[int, int] = PAPER
+    peer: str = "sdpa cudnn"
+
+    @property
+    def case(self) -> Case:
+        """Where both are timed; decode of one new token."""
+        scale, rows = SCALES["cuda"], 1 if self.step == "decode" else self.n
+        sizes = Sizes(self.batch, scale.heads, scale.heads, rows, self.n)
+        return Case(Spec(self.kernel, self.head_dim, causal=self.causal, dtype=scale.dtype), sizes, self.step)
+
+
+def goals_table(results: Results, goals: Iterable[Goal]) -> str:
+    """Each goal and whether it is met."""
+    lines, cases = [], {}
+    for goal in goals:
+        found = results.get(goal.case)
+        rows = found.rows if found else {}
+        ours, peer = rows.get(goal.contender), rows.get(goal.peer)
+        measured, verdict = "not measured", NOTHING
+        if found and ours and peer:
+            cases[goal.case] = found
+            measured = ratio(ours, peer)
+            verdict = "yes" if ours["ms"] <= goal.limit * peer["ms"] else "**no**"
+        step = goal.step if goal.causal else f"{goal.step}, not causal"
+        sizes = [str(size) for size in (goal.head_dim, goal.batch, goal.n)]
+        what = f"{goal.contender} / {goal.peer}"
+        lines.append([what, str(goal.kernel), step, *sizes, f"{goal.limit:g}", measured, verdict])
+    header = ["times", "kernel", "pass", "d", "B", "N", "at most", "measured", "met"]
+    return _write(Table("Goals, as multiples of plain attention's time; causal, bf16", header, lines), cases, ())
+
+
+def runs_table(runs: Mapping[Path, Run], link: Callable[[Path], str]) -> str:
+    """What each run was made with; ``link`` makes the address of its file."""
+    rows = [(f"[{run['name']}]({link(path)})", source(run), f"`{run['command']}`") for path, run in runs.items()]
+    return to_markdown(Table("The runs", ("run", "device, versions, commit", "command"), rows)).rstrip()
+
+
+def _select(results: Results, keep: Callable[[Case], bool]) -> Results:
+    """The cases to keep, of those at which mtagen was measured."""
+    return {case: found for case, found in results.items() if keep(case) and fastest(found.rows, OURS)}
+
+
+def _of_typical_length(results: Results) -> Results:
+    """Those of one length."""
+    n = typical_length(results) if results else 0
+    return {case: found for case, found in results.items() if case.sizes.nk == n}
+
+
+def _training_steps(results: Results) -> Results:
+    """Forward + backward of the paper's kernel, causal, at the smallest batch of each length."""
+    return smallest_batches(
+        _select(results, lambda case: _is_the_papers(case) and case.pass_name == "forward+backward")
+    )
+
+
+def _is_the_papers(case: Case) -> bool:
+    return case.spec.kernel == PAPER and case.causal
+
+
+def _present(results: Results, names: Iterable[str]) -> list[str]:
+    """Those of some contenders that were measured at any of the cases."""
+    return [name for name in names if any(name in found.rows for found in results.values())]
+
+
+def _ours(rows: Rows) -> Row:
+    """The fastest of mtagen's contenders at a selected case."""
+    ours = fastest(rows, OURS)
+    assert ours is not None
+    return ours
+
+
+def _ours_over(peer: str) -> Column:
+    return Column(f"/ {peer}", lambda case, rows: ratio(_ours(rows), rows.get(peer)))
+
+
+def _over(name: str, peer: str) -> Column:
+    return Column(f"/ {peer}", lambda case, rows: ratio(rows.get(name), rows.get(peer)))
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
+
+
+def _of_length(results: Results) -> str:
+    return "".join(f"N = {case.sizes.nk}" for case in list(results)[:1])
+
+
+def _common(results: Results) -> str:
+    """What all cases of a table share."""
+    return "".join(f"{case.sizes.heads} heads, {case.spec.dtype}" for case in list(results)[:1])
+
+
+def _write_cases(title: str, shown: Sequence[Column], results: Results, names: Iterable[str]) -> str:
+    cases = {case: found.rows for case, found in results.items()}
+    return _write(table_of_cases(title, shown, cases), results, names)
+
+
+def _write(table: Table, results: Results, names: Iterable[str]) -> str:
+    """A table, what was skipped of the contenders ``names``, and where its figures come from; empty without cases."""
+    if not results:
+        return ""
+    return to_markdown(table._replace(notes=[*_skipped(results, names), _sources(results)]))
+
+
+def _skipped(results: Results, names: Iterable[str]) -> list[str]:
+    names = set(names)
+    runs = {id(found.run): found.run for found in results.values()}.values()
+    rows = [
+        row
+        for run in runs
+        for row in run["results"]
+        if row["contender"] in names and (found := results.get(Case.from_dict(row))) and found.run is run
+    ]
+    return [f"Skipped: {line}." for line in skipped(rows)]
+
+
+def _sources(results: Results) -> str:
+    """The runs that some cases are from."""
+    names = dict.fromkeys(found.run["name"] for found in results.values())
+    return f"({'Runs' if len(names) > 1 else 'Run'} {', '.join(names)}.)"

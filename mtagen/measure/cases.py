@@ -1,0 +1,155 @@
+"""What is measured, as values: one pass of one operator at one size. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..spec import Spec
+
+PAPER = (6, 11)  # the kernel of the paper
+TRAINING_PASSES = ("forward", "backward", "forward+backward")
+LENGTH = 8192  # of sequences, where one length stands for all
+CACHE_LENGTH = 32768  # of decode's caches, where one length stands for all
+
+_ROW_SPEC = ("kernel", "head_dim", "causal", "dtype")  # fields of the spec that every row of results has
+
+
+class Sizes(NamedTuple):
+    """Sizes of one problem.
+
+    Attributes:
+        batch: sequences.
+        heads: of queries.
+        kv_heads: of keys and values.
+        nq: queries of a sequence; for decode its new tokens.
+        nk: keys of a sequence; for decode the length of its cache.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    nq: int
+    nk: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes that suit a kind of device.
+
+    Attributes:
+        dtype: of q, k and v.
+        heads: of queries, and of keys where they are not grouped.
+        tokens: sequences are batched up to so many tokens.
+        decode_batch: sequences of a decode step while their caches have at most ``CACHE_LENGTH`` tokens each, else 1.
+    """
+
+    dtype: str
+    heads: int
+    tokens: int
+    decode_batch: int
+
+    def training(self, n: int, batch: int | None = None) -> Sizes:
+        """Sequences of ``n`` tokens that attend to themselves."""
+        return Sizes(batch or max(1, self.tokens // n), self.heads, self.heads, n, n)
+
+    def decode(self, n: int, *, new_tokens: int = 1, kv_heads: int | None = None) -> Sizes:
+        """A decode step on caches of ``n`` tokens."""
+        batch = self.decode_batch if n <= CACHE_LENGTH else 1
+        return Sizes(batch, self.heads, kv_heads or self.heads, new_tokens, n)
+
+    def decode_steps(self, n: int) -> tuple[Sizes, Sizes, Sizes]:
+        """The ways in which decode is called: one new token; the same with grouped heads; several, to speculate."""
+        return self.decode(n), self.decode(n, kv_heads=self.heads // 4), self.decode(n, new_tokens=4)
+
+
+SCALES = {
+    "cuda": Scale("bf16", heads=16, tokens=8192, decode_batch=8),
+    "cpu": Scale("fp32", heads=8, tokens=1, decode_batch=1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass of one operator at one size.
+
+    Attributes:
+        spec: the operator.
+        sizes: of its arguments.
+        pass_name: one of ``TRAINING_PASSES``, or ``decode``.
+    """
+
+    spec: Spec
+    sizes: Sizes
+    pass_name: str
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the pass is decode."""
+        return self.pass_name == "decode"
+
+    @property
+    def causal(self) -> bool:
+        """Whether later keys are hidden."""
+        return self.spec.causal
+
+    @property
+    def problem(self) -> Case:
+        """What passes at the same sizes have in common."""
+        return self if self.decodes else replace(self, pass_name="forward")
+
+    @property
+    def seen_scores(self) -> int:
+        """(row, key) pairs over all heads and sequences whose key the row sees."""
+        batch, heads, _, nq, nk = self.sizes
+        if not self.causal:
+            return batch * heads * nq * nk
+        rows = min(nq, nk)  # earlier rows see no key
+        return batch * heads * (rows * (nk - rows) + rows * (rows + 1) // 2)
+
+    @property
+    def score_bytes(self) -> int:
+        """Size of one materialised tensor of scores."""
+        batch, heads, _, nq, nk = self.sizes
+        return batch * heads * nq * nk * self.spec.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of q and out together, or of both gradients."""
+        return self.sizes.batch * self.sizes.heads * self.sizes.nq * self._bytes_of_both_dims
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of k and v together, or of both gradients."""
+        return self.sizes.batch * self.sizes.kv_heads * self.sizes.nk * self._bytes_of_both_dims
+
+    @property
+    def _bytes_of_both_dims(self) -> int:
+        return (self.spec.head_dim + self.spec.value_head_dim) * self.spec.itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a result's row that tell which case it is of; :meth:`from_dict` inverts it.
+
+        Fields of the spec that not every row has are there only where they differ from their default, so that rows of
+        earlier versions, which lack a field, compare with rows of this one.
+        """
+        spec, plain = self.spec.to_dict(), Spec(self.spec.kernel, self.spec.head_dim).to_dict()
+        special = {name: value for name, value in spec.items() if name not in _ROW_SPEC and value != plain[name]}
+        return {name: spec[name] for name in _ROW_SPEC} | special | self.sizes._asdict() | {"pass": self.pass_name}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Case:
+        """The case of a row, whatever else the row holds.
+
+        Raises:
+            KeyError: a field is missing.
+            SpecError: the operator is not legal.
+            TypeError: the kernel is not a sequence.
+        """
+        special = {name: row[name] for name in Spec.__dataclass_fields__ if name in row}
+        spec = Spec.from_dict({name: row[name] for name in _ROW_SPEC} | special)
+        return cls(spec, Sizes(*(row[name] for name in Sizes._fields)), row["pass"])
+
+
+ROW_KEYS = (*_ROW_SPEC, *Sizes._fields, "pass")  # what tells the case in every row of results

@@ -1,0 +1,102 @@
+"""The results of a pass against eager PyTorch and float64, by the rule of :mod:`mtagen.accuracy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..accuracy import GRADIENT_FACTOR, Comparison, compare
+from ..naive import reference
+from ..spec import Spec
+from .inputs import Inputs
+
+
+def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
+    """An operator in plain PyTorch, :func:`mtagen.reference`: (q, k, v, weight) -> out, or (out, lse)."""
+    return partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=return_lse)
+
+
+def judge(
+    function: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs, grad_out: Tensor | None = None
+) -> dict[str, Comparison]:
+    """The results of ``function``, and the gradients of its inputs, against ``eager``.
+
+    Args:
+        function: of all ``inputs``; returns out, or out and the log-sum-exp.
+        eager: the same in plain PyTorch, which also takes them in float64.
+        inputs: of one call.
+        grad_out: the gradient of out; None: no gradients are taken.
+
+    Returns:
+        ``out``, ``lse`` if it is returned, and for each input its name with a ``d`` before it.
+    """
+
+    def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        leaves = [x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None) for x in inputs.arguments]
+        results = function(*leaves)
+        out, lse = results if isinstance(results, tuple) else (results, None)
+        named = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+        if grad_out is not None:
+            gradients = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+            named |= {f"d{name}": gradient for name, gradient in zip(inputs.named, gradients, strict=True)}
+        return named
+
+    ours, plain, exact = run(function), run(eager), run(eager, torch.float64)
+    rules = _rules(inputs)
+    return {name: rules[name](ours[name], plain[name], exact[name]) for name in exact}
+
+
+def _rules(inputs: Inputs) -> dict[str, Callable[..., Comparison]]:
+    """How each result is compared."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    # What cancels in a gradient through softmax is a dot product of unit-normal vectors; in a weight's, times a score.
+    product = v.shape[-1] ** 0.5
+    score = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item() * q.shape[-1] ** -0.5
+    gradient = partial(compare, factor=GRADIENT_FACTOR)
+    return {
+        "out": partial(compare, terms=v.abs().max().item()),
+        "lse": compare,
+        "dq": partial(gradient, terms=product),
+        "dk": partial(gradient, terms=product),
+        "dv": gradient,
+        **{f"d{name}": partial(gradient, terms=score * product) for name in inputs.weights},
+    }
+
+
+def judge_decode(
+    decode: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs, new_tokens: int
+) -> dict[str, Comparison]:
+    """The results of a decode step on caches of different lengths, against ``eager`` of each sequence alone.
+
+    Args:
+        decode: as :meth:`mtagen.MultiTokenAttention.decode`.
+        eager: as the op, in plain PyTorch; returns (out, lse).
+        inputs: of a decode step.
+        new_tokens: the last rows of its q, no more than there are keys.
+    """
+    q_tail, k, v, weights = inputs.q, inputs.k, inputs.v, inputs.weights.values()
+    batch, nk = k.shape[0], k.shape[2]
+    lengths = torch.tensor([max(new_tokens, nk // (i + 1)) for i in range(batch)], dtype=torch.int32)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Queries before a sequence's first key are left out, for they do not exist."""
+        parts = [
+            eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), *weights)
+            for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
+        ]
+        out, lse = (torch.cat([x[:, :, -new_tokens:] for x in part]) for part in zip(*parts, strict=True))
+        return out, lse
+
+    # Whatever a cache holds past its length must not count.
+    stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
+    k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
+    ours = decode(q_tail, k_cache, v_cache, *weights, cache_seqlens=lengths.to(k.device), return_lse=True)
+    out, lse = zip(ours, run(q_tail.dtype), run(torch.float64), strict=True)
+    return {
+        "decode out": compare(*out, terms=v.abs().max().item()),
+        "decode lse": compare(*lse),
+    }
