@@ -15,7 +15,7 @@ from .accuracy import Comparison
 from .dtypes import TORCH_DTYPES
 from .errors import SpecError, explain
 from .measure.cases import Sizes
-from .measure.inputs import Source, weight_shapes
+from .measure.inputs import Sampler, weight_shapes
 from .measure.judge import eager_op, judge, judge_decode
 from .spec import Spec
 
@@ -67,9 +67,9 @@ def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZ
     eager = eager_op(spec, return_lse=True)
     for one in sizes:
         enough = _with_enough_entries(spec, one)
-        source = Source.for_checks(spec, enough, device)
-        inputs, grad_out, new_tokens = source.inputs(), source.outputs(), min(2, one.nk)
-        to_decode = replace(inputs, q=source.queries(new_tokens, decode=True))
+        sampler = Sampler.for_checks(spec, enough, device)
+        inputs, grad_out, new_tokens = sampler.inputs(), sampler.outputs(), min(2, one.nk)
+        to_decode = replace(inputs, q=sampler.queries(new_tokens, decode=True))
         # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             results = judge(partial(op, return_lse=True), eager, inputs, grad_out)

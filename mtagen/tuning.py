@@ -21,7 +21,7 @@ import torch
 from .check import failures
 from .errors import BackendError, PlanError, explain
 from .measure.cases import CACHE_LENGTH, LENGTH, SCALES, Sizes
-from .measure.inputs import Source
+from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
 from .planner import Plan, get_target, plan
@@ -36,7 +36,6 @@ from .spec import Spec
 
 _ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of times that mean nothing
 _PASS_OF = {"forward": "forward", **dict.fromkeys(DECODE_ROLES, "decode")}  # of Triton's kernels; the others: backward
-
 
 _SCALE = SCALES["cuda"]
 _LONG = _SCALE.training(LENGTH)
@@ -310,13 +309,13 @@ def _pass_ms(passes: Passes, name: str, spec: Spec, sizes: Mapping[str, Sequence
 
 def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:
     """A pass on random inputs; ``passes`` is a module of Triton kernels or a plan's :class:`Passes`."""
-    source = Source.for_timing(spec, sizes, torch.device("cuda"))
-    arguments, scale = source.inputs(decode=name == "decode").arguments, spec.head_dim**-0.5
+    sampler = Sampler.for_timing(spec, sizes, torch.device("cuda"))
+    arguments, scale = sampler.inputs(decode=name == "decode").arguments, spec.head_dim**-0.5
     if name == "decode":
         return partial(passes.decode, *arguments, scale, None, None)
     if name == "forward":
         return partial(passes.forward, *arguments, scale)
-    out, lse = source.outputs(), torch.full((sizes.batch, sizes.heads, sizes.nq), 20.0, device="cuda")
+    out, lse = sampler.outputs(), torch.full((sizes.batch, sizes.heads, sizes.nq), 20.0, device="cuda")
     options = {"deterministic": False} if isinstance(passes, Passes) else {}
     return partial(passes.backward, out, torch.zeros_like(lse), *arguments, out, lse, scale, **options)
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from mtagen.bench import compare, plots, report, runs
 from mtagen.bench.columns import number
 from mtagen.bench.suites import suite
+from mtagen.bench.tables import Table, print_table, to_markdown
 from mtagen.errors import InputError
 from mtagen.measure.cases import PAPER, Case, Sizes
 from mtagen.spec import Spec
@@ -276,6 +277,34 @@ def test_runs_that_do_not_compare_are_refused() -> None:
         slower(run, other)
     with pytest.raises(InputError, match="no measurement of mtagen in common"):
         slower(run, make_run([altered(ONE, head_dim=64)]))
+
+
+def test_one_table_is_written_and_printed() -> None:
+    table = Table("Times", ["kernel", "mtagen cuda, ms"], [["6,11", "0.5"], ["3,3", ""]], keys=1, notes=["(Run one.)"])
+    assert to_markdown(table).splitlines() == [
+        "Times:",
+        "",
+        "| kernel | mtagen cuda, ms |",
+        "|---|---|",
+        "| 6,11 | 0.5 |",
+        "| 3,3 |  |",
+        "",
+        "(Run one.)",
+    ]
+    console = Console(file=StringIO(), width=30)
+    print_table(table, console)
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert printed == [
+        "",
+        "Times",
+        "        mtagen",
+        "         cuda,",
+        "kernel      ms",
+        "─" * 15,
+        "  6,11     0.5",
+        "   3,3",
+        "(Run one.)",
+    ]
 
 
 def test_load_inverts_the_file(tmp_path: Path) -> None:

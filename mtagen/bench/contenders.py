@@ -22,7 +22,7 @@ from ..accuracy import Comparison
 from ..check import check as check_op
 from ..errors import BackendError, InputError, PlanError, explain
 from ..measure.cases import LENGTH, PAPER, Case, Sizes
-from ..measure.inputs import Inputs, Source
+from ..measure.inputs import Inputs, Sampler
 from ..measure.judge import eager_op, judge
 from ..op import build
 from ..ops.attention import MultiTokenAttention
@@ -153,18 +153,18 @@ class Peer(Contender):
         """The same in plain PyTorch, in any dtype."""
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
-        source = self._small(case)
-        grad_out = None if case.decodes else source.outputs()
-        return judge(self.prepare(case), self.formula(case), self._inputs(source), grad_out)
+        sampler = self._small(case)
+        inputs, grad_out = self._inputs(sampler), None if case.decodes else sampler.outputs()
+        return judge(self.prepare(case), self.formula(case), inputs, grad_out)
 
-    def _small(self, case: Case) -> Source:
+    def _small(self, case: Case) -> Sampler:
         """Few heads, grouped like those of ``case``, of a short sequence, or of few rows at the end of one."""
         rows = case.sizes.nq if case.decodes else _CHECKED_LENGTH
         sizes = Sizes(1, 2 * case.sizes.heads // case.sizes.kv_heads, 2, rows, _CHECKED_LENGTH)
-        return Source.for_checks(case.spec, sizes, self.device)
+        return Sampler.for_checks(case.spec, sizes, self.device)
 
-    def _inputs(self, source: Source) -> Inputs:
-        inputs = source.inputs()
+    def _inputs(self, sampler: Sampler) -> Inputs:
+        inputs = sampler.inputs()
         return inputs if self.convolves else replace(inputs, weights={})
 
 
@@ -377,4 +377,4 @@ def _is_the_papers(case: Case) -> bool:
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """What a case is timed on."""
-    return Source.for_timing(case.spec, case.sizes, device).inputs(decode=case.decodes)
+    return Sampler.for_timing(case.spec, case.sizes, device).inputs(decode=case.decodes)

@@ -39,8 +39,8 @@ def is_ours(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def backend_of(name: str) -> str:
-    """The name of one of mtagen's contenders where it is clear whose it is."""
+def short_name(name: str) -> str:
+    """The name of one of mtagen's contenders without "mtagen", for where that is clear."""
     return name.removeprefix(_PREFIX)
 
 

@@ -13,7 +13,7 @@ from ..measure.cases import LENGTH, PAPER, SCALES, Case, Sizes
 from ..spec import Spec
 from . import columns
 from .columns import NOTHING, Column, figure, figures_of, number, ratio, table_of_cases
-from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, backend_of, name_mask, name_size
+from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, name_mask, name_size, short_name
 from .runs import Results, Row, Rows, Run, fastest, merge, skipped, smallest_batches, source, typical_length
 from .tables import Table, to_markdown
 
@@ -42,17 +42,17 @@ def written(runs: Collection[Run], parts: Iterable[Part]) -> list[str]:
 def paper_table(results: Results) -> str:
     """Each pass of the paper's kernel against plain attention, and against what the machine could do."""
     cases = _select(results, lambda case: _is_the_papers(case) and case.sizes.batch == 1 and not case.decodes)
-    cases = _of_typical_length(cases)
+    n, cases = _at_typical_length(cases)
     sdpa = _present(cases, SDPA)
     shown = [
         columns.HEAD_DIM,
         columns.PASS,
         Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
-        Column("backend", lambda case, rows: backend_of(_ours(rows)["contender"])),
+        Column("backend", lambda case, rows: short_name(_ours(rows)["contender"])),
         *(_ours_over(name) for name in sdpa),
         Column("of the roofline", lambda case, rows: _percent(_ours(rows).get("fraction"))),
     ]
-    title = f"(6, 11), causal, {_of_length(cases)}, B = 1, {_common(cases)}; medians, multiples of plain attention's "
+    title = f"(6, 11), causal, N = {n}, B = 1, {_common(cases)}; medians, multiples of plain attention's "
     title += "time, and the share of the speed at which the plan's flop and bytes would keep this machine busy"
     return _write_cases(title, shown, cases, (*OURS, *SDPA))
 
@@ -94,18 +94,18 @@ def kernels_table(results: Results) -> str:
     """Forward and backward of all kernels on each backend."""
     steps = ("forward", "backward")
     cases = _select(results, lambda case: case.pass_name in steps and case.sizes.batch == 1)
-    cases = _of_typical_length(cases)
+    n, cases = _at_typical_length(cases)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for case, (rows, _) in cases.items():
         line = lines.setdefault((str(case.spec.kernel), name_mask(case), str(case.spec.head_dim)), {})
         for name in backends:
             ours = rows.get(name)
-            line[f"{case.pass_name}, {backend_of(name)}"] = " ".join(
+            line[f"{case.pass_name}, {short_name(name)}"] = " ".join(
                 [figure(ours), *(f"({ratio(ours, rows.get(plain))})" for plain in peer if ours)]
             )
-    pivoted = [f"{step}, {backend_of(name)}" for step in steps for name in backends]
-    title = f"All kernels, {_of_length(cases)}, B = 1, {_common(cases)}; ms" + "".join(f" (/ {name})" for name in peer)
+    pivoted = [f"{step}, {short_name(name)}" for step in steps for name in backends]
+    title = f"All kernels, N = {n}, B = 1, {_common(cases)}; ms" + "".join(f" (/ {name})" for name in peer)
     body = [[*key, *(line.get(column, NOTHING) for column in pivoted)] for key, line in lines.items()]
     return _write(Table(title, ["kernel", "mask", "d", *pivoted], body), cases, backends)
 
@@ -144,7 +144,7 @@ def decode_table(results: Results) -> str:
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa flash", "sdpa"))[:1]
     shown = [columns.BATCH, columns.CACHE_LENGTH, columns.HEAD_DIM, columns.KV_HEADS, columns.NEW_TOKENS]
     for name in backends:
-        shown += [figures_of(name, f"{backend_of(name)}, ms"), figures_of(name, "GB/s", "gbps")]
+        shown += [figures_of(name, f"{short_name(name)}, ms"), figures_of(name, "GB/s", "gbps")]
         shown += [_over(name, plain) for plain in peer]
     shown += [figures_of(plain, f"{plain}, ms") for plain in peer]
     return _write_cases(f"Decode, (6, 11), {_common(cases)}", shown, cases, (*backends, *peer))
@@ -158,7 +158,7 @@ def overhead_table(results: Results, max_cpu_us: float) -> str:
     lines = [
         [
             *(str(case.spec.kernel), str(case.spec.head_dim), str(case.sizes.nk), str(case.sizes.batch)),
-            backend_of(name),
+            short_name(name),
             *(figure(rows[name], key) for key in ("ms", "graph_ms", "cpu_us")),
         ]
         for case, (rows, _) in cases.items()
@@ -225,10 +225,10 @@ def _select(results: Results, keep: Callable[[Case], bool]) -> Results:
     return {case: found for case, found in results.items() if keep(case) and fastest(found.rows, OURS)}
 
 
-def _of_typical_length(results: Results) -> Results:
-    """Those of one length."""
+def _at_typical_length(results: Results) -> tuple[int, Results]:
+    """One length, 0 without cases, and the cases that have it."""
     n = typical_length(results) if results else 0
-    return {case: found for case, found in results.items() if case.sizes.nk == n}
+    return n, {case: found for case, found in results.items() if case.sizes.nk == n}
 
 
 def _training_steps(results: Results) -> Results:
@@ -266,13 +266,10 @@ def _percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.0%}"
 
 
-def _of_length(results: Results) -> str:
-    return "".join(f"N = {case.sizes.nk}" for case in list(results)[:1])
-
-
 def _common(results: Results) -> str:
-    """What all cases of a table share."""
-    return "".join(f"{case.sizes.heads} heads, {case.spec.dtype}" for case in list(results)[:1])
+    """What all cases of a table share; empty without cases."""
+    case = next(iter(results), None)
+    return f"{case.sizes.heads} heads, {case.spec.dtype}" if case else ""
 
 
 def _write_cases(title: str, shown: Sequence[Column], results: Results, names: Iterable[str]) -> str:

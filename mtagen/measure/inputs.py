@@ -47,8 +47,8 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Draws standard normal tensors for one operator at one size; equal sources draw equal tensors.
+class Sampler:
+    """Draws standard normal tensors for one operator at one size; equal samplers draw equal tensors.
 
     Attributes:
         spec: the operator.
@@ -65,12 +65,12 @@ class Source:
     rows_outside_heads: bool
 
     @classmethod
-    def for_checks(cls, spec: Spec, sizes: Sizes, device: torch.device) -> Source:
+    def for_checks(cls, spec: Spec, sizes: Sizes, device: torch.device) -> Sampler:
         """Numbers that are the same on every device, laid out as a projection leaves them, ``(B, N, H, D)``."""
         return cls(spec, sizes, device, torch.Generator().manual_seed(0), rows_outside_heads=True)
 
     @classmethod
-    def for_timing(cls, spec: Spec, sizes: Sizes, device: torch.device) -> Source:
+    def for_timing(cls, spec: Spec, sizes: Sizes, device: torch.device) -> Sampler:
         """Numbers drawn where they are used, for they may be many, in dense tensors."""
         return cls(spec, sizes, device, torch.Generator(device).manual_seed(0), rows_outside_heads=False)
 
