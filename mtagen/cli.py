@@ -363,6 +363,7 @@ def tune(
     from . import tuning
     from .op import local_target
     from .planner.choice import GENERATED
+    from .planner.passes import describe
 
     _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):
@@ -380,8 +381,8 @@ def tune(
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     _print_table(("decision", "fastest", "ms", "planned first", "ms", "rank correlation"), tuning.report(found))
-    for key, name, error in found.failed:
-        typer.echo(f"did not run: {key}, {name}: {error}")
+    for failed in found.failed:
+        typer.echo(f"did not run: {failed.key}, {describe(failed.fields)}: {failed.error}")
     typer.echo(f"mean rank correlation {tuning.mean_rank_correlation(found.timings):.2f}")
     try:
         tuning.keep(specs, target, found.table)

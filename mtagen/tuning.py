@@ -1,8 +1,8 @@
 """Timing the planner's candidates on this machine's GPU, for ``mtagen tune`` and ``build(..., tune=True)``.
 
-The tiles of each Triton kernel and the variants of each CUDA pass are timed one by one, the others as planned; then the
-two backends, each with its fastest, pass by pass. What is found becomes a table (:mod:`mtagen.planner.tables`), which
-is kept in the cache (:mod:`mtagen.runtime.tuned`).
+The alternatives to each decision of each pass are timed one by one, the others as planned; then the two backends, each
+with its fastest, pass by pass. What is found becomes a table (:mod:`mtagen.planner.tables`), which is kept in the cache
+(:mod:`mtagen.runtime.tuned`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,23 +19,24 @@ from typing import Any, NamedTuple
 import torch
 
 from .check import failures
+from .codegen import render
 from .errors import BackendError, PlanError, explain
 from .measure.cases import CACHE_LENGTH, LENGTH, SCALES, Sizes
 from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
-from .planner import Plan, get_target, plan
-from .planner.backends import GENERATED, PASSES, fused_candidates
+from .planner import Plan, plan
+from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
-from .planner.lift.tiling import TENSOR_ROLES, Tile, cost, proposals, table_key
-from .planner.tables import TUNED, Shape, Table, shipped, variant_key
-from .runtime.load import Passes, available_backends, load, load_triton
+from .planner.lift.passes import LiftPass
+from .planner.passes import PASSES, Fields, PassPlan, describe
+from .planner.tables import TUNED, Shape, Table, shipped
+from .runtime.load import available_backends, load, load_triton
 from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
 
 _ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of times that mean nothing
-_PASS_OF = {"forward": "forward", **dict.fromkeys(DECODE_ROLES, "decode")}  # of Triton's kernels; the others: backward
 
 _SCALE = SCALES["cuda"]
 _LONG = _SCALE.training(LENGTH)
@@ -47,32 +48,49 @@ BACKEND_SIZES = {**CANDIDATE_SIZES, **dict.fromkeys(("forward", "backward"), (_L
 
 
 class Candidate(NamedTuple):
-    """One way to make one kernel or pass.
+    """One way to take one decision.
 
     Attributes:
-        key: what it competes for, as in a table.
-        name: what tells it from its rivals.
-        cost: the planner's model of it.
-        plan: a plan that has it.
-        pass_name: the pass it is timed in.
-        role: the Triton kernel to be timed; None: the whole pass.
+        key: the decision.
+        plan: a plan with it.
+        pass_name: the pass that it is about, which is timed.
     """
 
     key: str
-    name: str
-    cost: float
     plan: Plan
     pass_name: str
-    role: str | None = None
+
+    @property
+    def pass_plan(self) -> PassPlan:
+        """The plan of the pass."""
+        return self.plan[self.pass_name]
+
+    @property
+    def fields(self) -> Fields:
+        """What was decided, which tells it from its rivals."""
+        return self.pass_plan.decisions()[self.key]
+
+    @property
+    def cost(self) -> float:
+        """The planner's model of it."""
+        return self.pass_plan.decision_cost(self.key)
 
 
 class Timed(NamedTuple):
     """A candidate's modelled cost, in cycles of a multiprocessor per score, and its measured time."""
 
     key: str
-    name: str
+    fields: Fields
     cost: float
     ms: float
+
+
+class Failed(NamedTuple):
+    """A candidate that did not run, and why."""
+
+    key: str
+    fields: Fields
+    error: str
 
 
 @dataclass(frozen=True)
@@ -81,12 +99,12 @@ class Tuning:
 
     Attributes:
         timings: every candidate that ran.
-        failed: what did not: (key, name, error).
+        failed: what did not.
         table: the winners.
     """
 
     timings: tuple[Timed, ...]
-    failed: tuple[tuple[str, str, str], ...]
+    failed: tuple[Failed, ...]
     table: Table
 
 
@@ -121,21 +139,19 @@ def tune(
             raise BackendError(explain("backend", backend, "its packages are not installed", installed))
     backends = [backend for backend in GENERATED if backend in (backends or installed)]
     plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
-    candidates = {(one.key, one.name): one for base in plans for one in candidates_of(base, limit)}.values()
-    precompile([(base, name) for base in plans for name in base.served_by("triton")], jobs)
-    precompile([(one.plan, one.pass_name) for one in candidates if one.role], jobs)
+    every = [one for base in plans for one in candidates_of(base, limit)]
+    candidates = {(one.key, describe(one.fields)): one for one in every}.values()
+    precompile([(base, name) for base in plans for name in base.lift], jobs)
+    precompile([(one.plan, one.pass_name) for one in candidates if one.pass_name in one.plan.lift], jobs)
     timings, failed = [], []
     for done, one in enumerate(candidates):
         progress(done, len(candidates))
         try:
-            timings.append(Timed(one.key, one.name, one.cost, _time(one)))
+            timings.append(Timed(one.key, one.fields, one.cost, _time(one)))
         except Exception as error:  # a candidate that the compiler or the driver refuses loses, which the report says
-            failed.append((one.key, one.name, f"{type(error).__name__}: {str(error)[:200]}"))
+            failed.append(Failed(one.key, one.fields, f"{type(error).__name__}: {str(error)[:200]}"))
     progress(len(candidates), len(candidates))
-    won = {key: _winner(group).name for key, group in _by_key(timings).items()}
-    winners = [one for one in candidates if won.get(one.key) == one.name]
-    tiles = {one.key: one.plan.tile(one.role) for one in winners if one.role}
-    table = Table(TUNED, tiles, {one.key: one.name for one in winners if not one.role})
+    table = Table(TUNED, {key: _winner(group).fields for key, group in _by_key(timings).items()})
     for spec in specs:
         table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, backends, (table,)))))
     return Tuning(tuple(timings), tuple(failed), table)
@@ -175,32 +191,12 @@ def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Ta
     return made
 
 
-def candidates_of(base: Plan, limit: int) -> Iterable[Candidate]:
-    """Each decision of a plan, and what the planner proposes instead."""
-    spec, target = base.spec, get_target(base.target)
-    for pass_name, chosen, _ in base.variants:
-        costs = {fused.variant: fused.cost for fused in fused_candidates(pass_name, spec, target)}
-        for variant in dict.fromkeys([chosen, *list(costs)[:limit]]):
-            variants = tuple(
-                (name, variant if name == pass_name else other, source) for name, other, source in base.variants
-            )
-            made = replace(base, variants=variants)
-            yield Candidate(variant_key(pass_name, spec), variant, costs[variant], made, pass_name)
-    for role, planned, _ in base.tiles:
-        if role not in TENSOR_ROLES + DECODE_ROLES:
-            continue
-        key = table_key(role, spec, base.lift)
-        for tile in dict.fromkeys([planned, *proposals(role, spec, base.lift, target)[:limit]]):
-            tiles = tuple((name, tile if name == role else other, source) for name, other, source in base.tiles)
-            modelled = cost(role, tile, spec, base.lift, target)
-            yield Candidate(
-                key, tile_name(tile), modelled, replace(base, tiles=tiles), _PASS_OF.get(role, "backward"), role
-            )
-
-
-def tile_name(tile: Tile) -> str:
-    """The fields of a tile, as in ``block_m=128 block_n=64 ...``."""
-    return " ".join(f"{field}={value}" for field, value in asdict(tile).items())
+def candidates_of(base: Plan, limit: int) -> Iterator[Candidate]:
+    """Each decision of a plan, and the cheapest alternatives to it."""
+    for one in base.passes:
+        for key in one.plan.decisions():
+            for made in dict.fromkeys([one.plan, *one.plan.alternatives(key)[:limit]]):
+                yield Candidate(key, base.replaced(made), made.pass_name)
 
 
 def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:
@@ -229,7 +225,8 @@ def report(found: Tuning) -> list[tuple[str, ...]]:
     for key, group in _by_key(found.timings).items():
         fastest, first = min(group, key=lambda x: x.ms), min(group, key=lambda x: x.cost)
         coefficient = f"{coefficients[key]:.2f}" if key in coefficients else ""
-        rows.append((key, fastest.name, f"{fastest.ms:.4f}", first.name, f"{first.ms:.4f}", coefficient))
+        names = describe(fastest.fields), describe(first.fields)
+        rows.append((key, names[0], f"{fastest.ms:.4f}", names[1], f"{first.ms:.4f}", coefficient))
     return rows
 
 
@@ -239,7 +236,7 @@ def to_dict(found: Tuning) -> dict[str, Any]:
         **describe_machine(),
         "mean_rank_correlation": mean_rank_correlation(found.timings),
         "timings": [timed._asdict() for timed in found.timings],
-        "failed": found.failed,
+        "failed": [failed._asdict() for failed in found.failed],
     }
 
 
@@ -269,16 +266,17 @@ def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
 
 def _time(one: Candidate) -> float:
     """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
-    if one.role is None:
-        return _pass_ms(load(one.plan), one.pass_name, one.plan.spec, CANDIDATE_SIZES)
-    module, spec = load_triton(one.plan), one.plan.spec
-    if one.role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
-        return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(one.role)]))
+    made, spec = one.pass_plan, one.plan.spec
+    if not isinstance(made, LiftPass):  # all of a CUDA pass is one decision
+        return _pass_ms(load(one.plan, render(one.plan)), one.pass_name, spec, CANDIDATE_SIZES)
+    module, role = load_triton(one.plan, render(one.plan)), made.role(one.key)
+    if role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
+        return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(role)]))
     from .runtime.offline import recorded  # which needs triton
 
     with recorded(module) as launches:
         _call(module, one.pass_name, spec, _LONG)()
-    kernel = one.plan.kernel_name("fwd" if one.role == "forward" else f"bwd_{one.role}")
+    kernel = _kernel_name(made, role)
     mine = [launch for launch in launches if launch.kernel.__name__ == kernel]
 
     def launch_all() -> None:
@@ -286,6 +284,12 @@ def _time(one: Candidate) -> float:
             launch.run()
 
     return _ms(launch_all)
+
+
+def _kernel_name(made: LiftPass, role: str) -> str:
+    """The kernel of a training pass that has the tile of ``role``."""
+    wanted = "fwd" if role == "forward" else f"bwd_{role}"
+    return next(kernel.name for kernel in made.kernels if kernel.role == wanted)
 
 
 def _ms(call: Callable[[], object]) -> float:
@@ -298,17 +302,18 @@ def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
     for name in PASSES:
         serving = {backend: made for made in plans for backend in GENERATED if name in made.served_by(backend)}
         if len(serving) == len(GENERATED):
-            cuda, triton = (_pass_ms(load(serving[backend]), name, spec, BACKEND_SIZES) for backend in GENERATED)
+            loaded = (load(serving[backend], render(serving[backend])) for backend in GENERATED)
+            cuda, triton = (_pass_ms(passes, name, spec, BACKEND_SIZES) for passes in loaded)
             ratios[name] = {Shape.of(spec): round(cuda / triton, 3)}
     return ratios
 
 
-def _pass_ms(passes: Passes, name: str, spec: Spec, sizes: Mapping[str, Sequence[Sizes]]) -> float:
+def _pass_ms(passes: Any, name: str, spec: Spec, sizes: Mapping[str, Sequence[Sizes]]) -> float:
     return statistics.geometric_mean(_ms(_call(passes, name, spec, one)) for one in sizes[name])
 
 
 def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:
-    """A pass on random inputs; ``passes`` is a module of Triton kernels or a plan's :class:`Passes`."""
+    """A pass on random inputs; ``passes`` has the functions of :class:`mtagen.runtime.load.Passes`, or is a module."""
     sampler = Sampler.for_timing(spec, sizes, torch.device("cuda"))
     arguments, scale = sampler.inputs(decode=name == "decode").arguments, spec.head_dim**-0.5
     if name == "decode":
@@ -316,8 +321,7 @@ def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]
     if name == "forward":
         return partial(passes.forward, *arguments, scale)
     out, lse = sampler.outputs(), torch.full((sizes.batch, sizes.heads, sizes.nq), 20.0, device="cuda")
-    options = {"deterministic": False} if isinstance(passes, Passes) else {}
-    return partial(passes.backward, out, torch.zeros_like(lse), *arguments, out, lse, scale, **options)
+    return partial(passes.backward, out, torch.zeros_like(lse), *arguments, out, lse, scale, deterministic=False)
 
 
 def _ranks(values: Sequence[float], tolerance: float) -> list[float]:

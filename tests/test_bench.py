@@ -26,7 +26,7 @@ from mtagen.errors import InputError, SpecError
 from mtagen.measure import timing
 from mtagen.measure.cases import PAPER, TRAINING_PASSES, Case, Sizes
 from mtagen.measure.timing import time_call
-from mtagen.planner.backends import Choice
+from mtagen.planner.choice import LOWERINGS, PlannedPass
 from mtagen.spec import Spec
 
 CPU = torch.device("cpu")
@@ -288,8 +288,12 @@ def test_auto_enters_where_it_mixes_backends(
     monkeypatch: pytest.MonkeyPatch, forward: str, backward: str, enters: bool
 ) -> None:
     served = {"forward": forward, "backward": backward, "decode": "triton"}
-    choices = [Choice(name, backend, "a test") for name, backend in served.items()]
-    built = SimpleNamespace(plan=SimpleNamespace(choices=choices))
+    spec, target = Spec((2, 3), 64), mtagen.TARGETS["sm_90a"]
+    passes = [
+        PlannedPass(LOWERINGS[backend].candidates(name, spec, target)[0], "a test", ())
+        for name, backend in served.items()
+    ]
+    built = SimpleNamespace(plan=SimpleNamespace(passes=passes))
     monkeypatch.setattr(contenders, "build", lambda **_: built)
     auto = Auto("mtagen auto", CPU, backend="auto")
     assert auto.enters(case()) is enters

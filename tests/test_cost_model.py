@@ -9,54 +9,56 @@ from pathlib import Path
 
 import pytest
 
-from mtagen.planner import get_target
-from mtagen.planner.backends import fused_pass
-from mtagen.planner.lift.operands import lift
-from mtagen.planner.lift.tiling import Tile, cost, table_key
-from mtagen.planner.tables import variant_key
+from mtagen.planner.choice import LOWERINGS
+from mtagen.planner.passes import Fields, describe
 from mtagen.spec import Spec
 from mtagen.tuning import Timed, mean_rank_correlation, rank_correlation
 
 RUNS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("h200_tune_*.json"))
-HOPPER = get_target("sm_90a")
 DECODED_EXTENT = {1: 1, 4: 3, 8: 7, 16: 11}  # of the kernels that were timed, by their padded taps
+PASSES = {"forward": "forward", "decode": "decode", "decode_wide": "decode"}  # by role, the others: backward
 
 
-def modelled(key: str, name: str) -> float:
-    """Today's cost of a measured candidate: a Triton kernel's tile, or a CUDA pass's variant."""
-    if match := re.fullmatch(r"(\w+) d(\d+) dv(\d+) (?:terms|taps)(\d+) bytes2", key):
+def modelled(key: str, fields: Fields) -> float:
+    """Today's cost of a measured candidate: of one Triton kernel, or of a CUDA pass."""
+    if match := re.fullmatch(r"lift (\w+) d(\d+) dv(\d+) (?:terms|taps)(\d+) bytes2", key):
         role, d, dv, count = match[1], *map(int, match.groups()[1:])
         extent = DECODED_EXTENT[count] if role.startswith("decode") else count
-        spec = Spec((extent, extent), d, dv)
-        assert table_key(role, spec, lift(spec)) == key
-        fields = dict(field.split("=") for field in name.split())
-        tile = Tile(**{field: value if field == "pipeline" else int(value) for field, value in fields.items()})
-        return cost(role, tile, spec, lift(spec), HOPPER)
-    match = re.fullmatch(r"(\w+) cq(\d+) ck(\d+) d(\d+) dv(\d+) bf16", key)
-    assert match, key
-    cq, ck, d, dv = map(int, match.groups()[1:])
-    spec = Spec((cq, ck), d, dv)
-    assert variant_key(match[1], spec) == key
-    made = fused_pass(match[1], spec, HOPPER, name)
-    assert made.variant == name
-    return made.cost
+        backend, pass_name, spec = "triton", PASSES.get(role, "backward"), Spec((extent, extent), d, dv)
+    else:
+        match = re.fullmatch(r"tile (\w+) cq(\d+) ck(\d+) d(\d+) dv(\d+) bf16", key)
+        assert match, key
+        cq, ck, d, dv = map(int, match.groups()[1:])
+        backend, pass_name, spec = "cuda", match[1], Spec((cq, ck), d, dv)
+    made = LOWERINGS[backend].from_fields(pass_name, spec, "sm_90a", {key: fields})
+    assert made.decisions()[key] == fields
+    return made.decision_cost(key)
 
 
 @pytest.fixture(scope="module")
 def timings() -> list[Timed]:
     """Every candidate that was measured: its mean time over the runs that have it, with today's cost."""
     ms: dict[tuple[str, str], list[float]] = {}
+    fields: dict[tuple[str, str], Fields] = {}
     for run in RUNS:
         for row in json.loads(run.read_text())["timings"]:
-            ms.setdefault((row["key"], row["name"]), []).append(row["ms"])
-    return [Timed(key, name, modelled(key, name), statistics.fmean(times)) for (key, name), times in ms.items()]
+            candidate = (row["key"], describe(row["fields"]))
+            fields[candidate] = row["fields"]
+            ms.setdefault(candidate, []).append(row["ms"])
+    return [
+        Timed(key, fields[key, name], modelled(key, fields[key, name]), statistics.fmean(times))
+        for (key, name), times in ms.items()
+    ]
 
 
 def test_every_row_is_understood(timings: list[Timed]) -> None:
     assert len(timings) > 700
     assert all(timed.cost > 0 for timed in timings)
-    roles = {timed.key.split()[0] for timed in timings}
-    assert roles == {"forward", "backward", "scores", "dk_lifted", "dq_shifted", "decode", "decode_wide"}
+    decided = {tuple(timed.key.split()[:2]) for timed in timings}
+    assert decided == {
+        *(("tile", name) for name in ("forward", "backward", "decode")),
+        *(("lift", role) for role in ("forward", "scores", "dk_lifted", "dq_shifted", "decode", "decode_wide")),
+    }
 
 
 def test_candidates_are_ranked_as_measured(timings: list[Timed]) -> None:

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 import mtagen
 from mtagen import BackendError, Plan, PlanError, Spec, plan, tuning
 from mtagen.cli import app
-from mtagen.planner.backends import COST_MODEL
+from mtagen.planner.choice import COST_MODEL
 from mtagen.planner.lift.decode import DECODE_ROLES
-from mtagen.planner.lift.tiling import TENSOR_ROLES, Tile
-from mtagen.planner.tables import TUNED, Shape, Table, variant_key
+from mtagen.planner.lift.passes import LiftPass
+from mtagen.planner.passes import PASSES, describe
+from mtagen.planner.tables import TUNED, Shape, Table
 from mtagen.runtime import tuned
 from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation
 
@@ -36,25 +37,40 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_candidates_differ_from_the_plan_in_one_decision(backend: str) -> None:
     base = plan(SPEC, TARGET, backend)
-    found = list(candidates_of(base, 3))
     by_key: dict[str, list[Candidate]] = {}
-    for one in found:
+    for one in candidates_of(base, 3):
         by_key.setdefault(one.key, []).append(one)
-    decisions = len(base.variants) + sum(role in TENSOR_ROLES + DECODE_ROLES for role, _, _ in base.tiles)
-    assert len(by_key) == decisions
-    for group in by_key.values():
-        assert len({one.name for one in group}) == len(group) <= 4  # three proposals, and what is planned
-        assert base in [one.plan for one in group]
+    assert by_key.keys() == {key for name in PASSES for key in base[name].decisions()}
+    for key, group in by_key.items():
+        assert (
+            len({describe(one.fields) for one in group}) == len(group) <= 4
+        )  # three alternatives, and what is planned
+        assert group[0].plan == base
         for one in group:
-            changed = {*one.plan.tiles, *one.plan.variants} - {*base.tiles, *base.variants}
-            assert len(changed) <= 1
-            assert replace(one.plan, tiles=base.tiles, variants=base.variants) == base
+            assert key in base[one.pass_name].decisions()
+            others = [name for name in PASSES if name != one.pass_name]
+            assert [one.plan[name] for name in others] == [base[name] for name in others]
+            planned, decided = (made[one.pass_name].decisions() for made in (base, one.plan))
+            assert {**decided, key: planned[key]} == planned
             assert one.cost > 0
+
+
+def test_every_tile_of_training_has_its_kernel() -> None:
+    """What is timed of a Triton candidate is the kernel that its tile is of."""
+    base = plan(SPEC, TARGET, "triton")
+    for made in (base["forward"], base["backward"]):
+        assert isinstance(made, LiftPass)
+        for key in made.decisions():
+            role = made.role(key)
+            (kernel,) = (one for one in made.kernels if one.name == tuning._kernel_name(made, role))
+            tile = made.tile(role)
+            assert (kernel.threads, dict(kernel.constants)["BLOCK_M"]) == (32 * tile.num_warps, tile.block_m)
+    assert {made.role(key) for made in (base["decode"],) for key in made.decisions()} == set(DECODE_ROLES)
 
 
 def test_rank_correlation() -> None:
     def timings(key: str, *pairs: tuple[float, float]) -> list[Timed]:
-        return [Timed(key, str(i), cost, ms) for i, (cost, ms) in enumerate(pairs)]
+        return [Timed(key, {"i": i}, cost, ms) for i, (cost, ms) in enumerate(pairs)]
 
     found = rank_correlation(
         [
@@ -75,7 +91,7 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest by the cost model is the fastest here; what fails to run is reported and does not win."""
 
     def run(one: Candidate) -> float:
-        if one.role == "dk_lifted":
+        if one.key.startswith("lift dk_lifted"):
             raise RuntimeError("no room")
         return 1 / one.cost
 
@@ -86,32 +102,33 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     ms |= {("cuda", 32768): 5.0, ("triton", 32768): 10.0}
     monkeypatch.setattr(tuning, "_call", lambda passes, name, spec, sizes: (passes, sizes.nk))
     monkeypatch.setattr(tuning, "_ms", ms.__getitem__)
-    monkeypatch.setattr(tuning, "load", lambda made: made.backend)
+    monkeypatch.setattr(tuning, "load", lambda made, sources: made.backend)
     steps: list[tuple[int, int]] = []
     found = tuning.tune([SPEC], TARGET, limit=4, progress=lambda done, total: steps.append((done, total)))
     assert steps[-1][0] == steps[-1][1] == len(steps) - 1
-    assert {key.split()[0] for key, _, _ in found.failed} == {"dk_lifted"}
-    assert {error for _, _, error in found.failed} == {"RuntimeError: no room"}
+    assert {failed.key.split()[1] for failed in found.failed} == {"dk_lifted"}
+    assert {failed.error for failed in found.failed} == {"RuntimeError: no room"}
     assert {name for _, name in compiled} == {"forward", "backward", "decode"}
     fastest = {timed.key: timed.ms for timed in sorted(found.timings, key=lambda timed: -timed.ms)}
-    chosen = found.table.variants | {key: tuning.tile_name(tile) for key, tile in found.table.tiles.items()}
+    chosen = found.table.decisions
     assert set(chosen) == set(fastest)
     ties = 1 + tuning._ALIKE_MS  # what was planned stays where nothing beats it by more
-    assert all(timed.ms <= fastest[timed.key] * ties for timed in found.timings if timed.name == chosen[timed.key])
+    assert all(timed.ms <= fastest[timed.key] * ties for timed in found.timings if timed.fields == chosen[timed.key])
     assert found.table.cuda_over_triton == {
-        name: {Shape(6, 11, 64, True): 0.25 if name != "decode" else 0.5} for name in ("forward", "backward", "decode")
+        name: {Shape(6, 11, 64, "causal"): 0.25 if name != "decode" else 0.5}
+        for name in ("forward", "backward", "decode")
     }
     made = plan(SPEC, TARGET, "triton", tables=(found.table,))
-    sources = {role: source for role, _, source in made.tiles if role in TENSOR_ROLES}
+    sources = {made[one.plan.pass_name].role(key): source for one in made.passes for key, source in one.sources}
     assert sources == {**dict.fromkeys(sources, TUNED), "dk_lifted": COST_MODEL}
-    assert tuning.report(found)[0][0] == variant_key("forward", SPEC)
+    assert tuning.report(found)[0][0] == next(iter(plan(SPEC, TARGET, "cuda")["forward"].decisions()))
     assert json.loads(json.dumps(tuning.to_dict(found)))["device"] == "NVIDIA H200"
 
 
 def test_what_is_planned_stays_unless_beaten() -> None:
-    planned, other = Timed("key", "planned", 2.0, 1.0), Timed("key", "other", 1.0, 0.995)
+    planned, other = Timed("key", {"keys": 64}, 2.0, 1.0), Timed("key", {"keys": 128}, 1.0, 0.995)
     assert tuning._winner([planned, other]) == planned
-    assert tuning._winner([planned, other._replace(ms=0.98)]).name == "other"
+    assert tuning._winner([planned, other._replace(ms=0.98)]).fields == other.fields
 
 
 @pytest.mark.usefixtures("gpu")
@@ -121,20 +138,20 @@ def test_passes_that_one_backend_lacks_are_not_compared(monkeypatch: pytest.Monk
     monkeypatch.setattr(tuning, "_time", lambda one: 1.0)
     monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: None)
     monkeypatch.setattr(tuning, "_pass_ms", lambda *args: 1.0)
-    monkeypatch.setattr(tuning, "load", lambda made: None)
+    monkeypatch.setattr(tuning, "load", lambda made, sources: None)
     found = tuning.tune([spec], TARGET, backends=("triton", "cuda"), limit=2)
-    assert set(found.table.variants) == {variant_key(name, spec) for name in ("forward", "decode")}
+    assert {key.split()[1] for key in found.table.decisions if key.startswith("tile")} == {"forward", "decode"}
     assert set(found.table.cuda_over_triton) == {"forward", "decode"}
 
 
 @pytest.mark.usefixtures("gpu")
 def test_what_is_found_is_kept_for_the_same_spec_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(TUNED, {"a": Tile(16)}, {"b": "c"}, {"forward": {Shape(6, 11, 64, True): 0.5}})
+    table = Table(TUNED, {"a": {"rows": 16}, "b": {"keys": 64}}, {"forward": {Shape(6, 11, 64, "causal"): 0.5}})
     assert tuned.remembered(SPEC, TARGET) is None
     tuned.remember(SPEC, TARGET, table)
     assert tuned.remembered(SPEC, TARGET) == table
-    tuned.remember(SPEC, TARGET, Table(TUNED, variants={"b": "d"}))  # of one backend, say
-    assert tuned.remembered(SPEC, TARGET) == replace(table, variants={"b": "d"})
+    tuned.remember(SPEC, TARGET, Table(TUNED, {"b": {"keys": 128}}))  # of one backend, say
+    assert tuned.remembered(SPEC, TARGET) == replace(table, decisions={"a": {"rows": 16}, "b": {"keys": 128}})
     assert tuned.remembered(replace(SPEC, causal=False), TARGET) is None
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert tuned.remembered(SPEC, TARGET) is None
@@ -156,7 +173,7 @@ def test_plans_that_are_wrong_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_build_follows_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(TUNED, cuda_over_triton={"forward": {Shape(6, 11, 64, True): 3.0}})
+    table = Table(TUNED, cuda_over_triton={"forward": {Shape(6, 11, 64, "causal"): 3.0}})
     monkeypatch.setattr("mtagen.op.remembered", lambda spec, target: table)
     monkeypatch.setattr("mtagen.op.assemble", lambda planned, *_, **__: planned)
     made = mtagen.build((6, 11), 64, target=TARGET)
@@ -165,7 +182,7 @@ def test_build_follows_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_build_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Table] = []
-    table = Table(TUNED, cuda_over_triton={"forward": {Shape(6, 11, 64, True): 3.0}})
+    table = Table(TUNED, cuda_over_triton={"forward": {Shape(6, 11, 64, "causal"): 3.0}})
     monkeypatch.setattr("mtagen.op.remembered", lambda spec, target: kept[0] if kept else None)
     monkeypatch.setattr("mtagen.op.assemble", lambda planned, *_, **__: planned)
     monkeypatch.setattr(tuning, "tune", lambda specs, target: Tuning((), (), table))
@@ -213,8 +230,8 @@ def test_a_backend_without_candidates_is_refused() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_export_adds_to_a_table(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    tuning.export(Table(TUNED, {"a": Tile(16)}), path)
-    tuning.export(Table(TUNED, {"b": Tile(32)}, {"c": "d"}), path)
+    tuning.export(Table(TUNED, {"a": {"rows": 16}}), path)
+    tuning.export(Table(TUNED, {"b": {"rows": 32}}), path)
     content = json.loads(path.read_text())
     assert content["device"] == "NVIDIA H200"
-    assert Table.from_dict(content, TUNED) == Table(TUNED, {"a": Tile(16), "b": Tile(32)}, {"c": "d"})
+    assert Table.from_dict(content, TUNED) == Table(TUNED, {"a": {"rows": 16}, "b": {"rows": 32}})
