@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import cuda.pathfinder
 import pytest
 import torch
+from mtagen.runtime.cuda import compiler
+from mtagen.runtime.cuda.compiler import cached_cubin, compile_cubin, cuda_is_installed, toolchain
+from mtagen.runtime.cuda.kernel import LoadedKernel, driver, load_kernels
+from mtagen.runtime.cuda.passes import arch_for
 from torch import Tensor
 
 import mtagen
 from mtagen import BackendError, PlanError, Spec, plan
 from mtagen.planner.kernel import Kernel, strides
 from mtagen.runtime.cache import Cache
-from mtagen.runtime.cuda import compiler
-from mtagen.runtime.cuda.compiler import cached_cubin, compile_cubin, cuda_is_installed, toolchain
-from mtagen.runtime.cuda.kernel import LoadedKernel, driver, load_kernels
-from mtagen.runtime.cuda.passes import arch_for
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 
 # y[h, i] = factor * x[h, i], in a kernel that takes an argument of every type and much shared memory.

@@ -10,6 +10,8 @@ import emulator
 import pytest
 import torch
 from emulator import emulated, needs_compiler
+from mtagen.planner.backends import PASSES, fused_pass
+from mtagen.runtime.cuda import backward, decode, forward
 from torch import Tensor
 
 from mtagen import plan
@@ -20,8 +22,6 @@ from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner import get_target
-from mtagen.planner.backends import PASSES, fused_pass
-from mtagen.runtime.cuda import backward, decode, forward
 from mtagen.runtime.load import Passes, plan_key
 from mtagen.spec import Spec
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mtagen.runtime.cuda import compiler
 from torch import Tensor
 
 import mtagen
@@ -17,7 +18,6 @@ from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner import backends
-from mtagen.runtime.cuda import compiler
 from mtagen.runtime.load import load, load_triton, plan_key
 from mtagen.runtime.offline import launches
 

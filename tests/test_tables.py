@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from mtagen.planner.backends import CUDA_UP_TO, PASSES, fused_candidates, fused_pass
 from test_plan import assert_fits
 
 import mtagen
 from mtagen import TARGETS, PlanError, Spec, plan
 from mtagen.bench.suites import HEAD_DIMS, KERNELS
-from mtagen.planner.backends import CUDA_UP_TO, PASSES, fused_candidates, fused_pass
 from mtagen.planner.lift.decode import DECODE_ROLES
 from mtagen.planner.lift.tiling import Tile, proposals, table_key
 from mtagen.planner.plan import Plan
