@@ -1,37 +1,41 @@
-"""Loop bounds against the classes of all tiles, found by looking at every pair in them."""
+"""Loops over tiles against the classes of all tiles, found by looking at every pair in them."""
 
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sympy
 
 from mtagen.codegen.printers import python_code
-from mtagen.planner.geometry.stencil import band
-from mtagen.planner.lift.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
-from mtagen.spec import Spec
+from mtagen.planner.geometry.loops import BLOCK_M, BLOCK_N, key_loop, row_loop
+from mtagen.planner.geometry.mask import Mask
 
-SPECS = [
-    Spec((1, 1), 64, causal=False),
-    Spec((3, 4), 64, causal=False),
-    Spec((1, 1), 64),
-    Spec((1, 3), 64, key_padding="right"),
-    Spec((2, 5), 64, key_padding="left"),
-    Spec((3, 4), 64),
-    Spec((3, 5), 64, mask="output"),
-    Spec((6, 11), 64),
+FULL, CAUSAL = Mask(None, None), Mask(None, 0)
+WINDOWS = [
+    Mask(None, 3),
+    Mask(4, None),
+    Mask(0, 0),
+    Mask(2, 0),
+    Mask(7, 0),
+    Mask(0, 5),
+    Mask(3, 2),
+    Mask(11, 6),
+    Mask(30, 1),
 ]
-LENGTHS = (1, 2, 5, 8, 13, 17)
+MASKS = [FULL, CAUSAL, *WINDOWS]
+BANDS = (0, 1, 2, 4, 10)
+LENGTHS = (1, 2, 5, 8, 13, 17, 30)
 BLOCKS = [(1, 1), (2, 4), (4, 2), (3, 5), (4, 4), (16, 8)]
 
 
-def spec_id(spec):
-    return f"{spec.cq}x{spec.ck}-{spec.key_padding}-{spec.mask}-{'causal' if spec.causal else 'full'}"
+def name_of(mask):
+    return mask.name
 
 
-def compiled(bounds):
-    """The bounds as a function of their symbols."""
-    code = compile(f"({', '.join(map(python_code, bounds))},)", "<bounds>", "eval")
+def compiled(loop):
+    """The loop's positions as a function of their symbols."""
+    code = compile(f"({', '.join(map(python_code, loop))},)", "<loop>", "eval")
     return lambda **values: eval(code, values)
 
 
@@ -41,79 +45,120 @@ def grids():
         yield SimpleNamespace(n_q=n_q, n_k=n_k, off=n_k - n_q, BLOCK_M=block_m, BLOCK_N=block_n)
 
 
-def segments(bounds, block):
+def visited(positions, block):
     """The tiles a kernel visits, as (start, is_interior); checks that they are in order and aligned."""
-    begin, interior_begin, interior_end, end = bounds
+    begin, interior_begin, interior_end, end = positions
     assert 0 <= begin <= interior_begin <= interior_end <= end
-    visited = [
+    tiles = [
         *((start, False) for start in range(begin, interior_begin, block)),
         *((start, True) for start in range(interior_begin, interior_end, block)),
         *((start, False) for start in range(interior_end, end, block)),
     ]
-    starts = [start for start, _ in visited]
+    starts = [start for start, _ in tiles]
     assert all(start % block == 0 for start in starts)
     assert starts == sorted(set(starts))
-    return visited
+    return tiles
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_row_owner_visits_its_tiles_in_the_right_class(spec):
-    width = band(spec).width
-    bounds_at = compiled(row_owner_bounds(spec.causal, band=width))
+class Pairs:
+    """Every pair of a row and a key of a grid that is padded to whole tiles."""
+
+    def __init__(self, mask, band, grid):
+        rows, keys = (-(-n // block) * block for n, block in ((grid.n_q, grid.BLOCK_M), (grid.n_k, grid.BLOCK_N)))
+        i, j = np.indices((rows, keys), sparse=True)
+        later = j - (i + grid.off)  # keys by which j lies after the row's own position
+        self.is_row, self.is_key = i < grid.n_q, j < grid.n_k
+        self.visible = self.is_row & self.is_key & allowed(mask, later, margin=0)
+        self.clear = allowed(mask, later, margin=band)
+        self._shape = (rows // grid.BLOCK_M, grid.BLOCK_M, keys // grid.BLOCK_N, grid.BLOCK_N)
+
+    def tiles(self, pairs, reduced):
+        """Whether any, or all, of these pairs hold in each tile: (blocks of rows, blocks of keys)."""
+        whole = np.broadcast_to(pairs, self.visible.shape).reshape(self._shape)
+        return reduced(whole, axis=(1, 3))
+
+
+def allowed(mask, later, margin):
+    """Pairs that a mask shows, ``margin`` or more diagonals away from the first one that it hides on either side."""
+    left, right = (np.inf if limit is None else limit - margin for limit in (mask.left, mask.right))
+    return (-left <= later) & (later <= right)
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("mask", MASKS, ids=name_of)
+def test_the_owner_of_rows_visits_its_tiles_in_the_right_class(mask, band):
+    """Visits are exact. Before the window's left edge rows past n_q count too, where the last block is partial."""
+    positions_at = compiled(key_loop(mask, band=band))
     for grid in grids():
-        for i0 in range(0, grid.n_q, grid.BLOCK_M):
-            rows = range(i0, min(i0 + grid.BLOCK_M, grid.n_q))
-            expected = []
-            for start in range(0, grid.n_k, grid.BLOCK_N):
-                keys = range(start, start + grid.BLOCK_N)
-                cells = [(i + grid.off - j, j) for i in rows for j in keys]
-                if any(j < grid.n_k and (delta >= 0 or not spec.causal) for delta, j in cells):
-                    interior = all(j < grid.n_k and (delta >= width or not spec.causal) for delta, j in cells)
-                    expected.append((start, interior))
-            assert segments(bounds_at(i0=i0, **vars(grid)), grid.BLOCK_N) == expected
+        pairs = Pairs(mask, band, grid)
+        seen = pairs.tiles(pairs.visible, np.any)
+        interior = pairs.tiles(pairs.clear & pairs.is_key, np.all)
+        exact = pairs.tiles((pairs.clear & pairs.is_key) | ~pairs.is_row, np.all)
+        assert not (interior & ~exact).any()
+        for block, i0 in enumerate(range(0, grid.n_q, grid.BLOCK_M)):
+            if mask.left is None or i0 + grid.BLOCK_M <= grid.n_q:
+                assert (interior[block] == exact[block]).all()
+            expected = [(tile * grid.BLOCK_N, bool(interior[block, tile])) for tile in np.flatnonzero(seen[block])]
+            assert visited(positions_at(i0=i0, **vars(grid)), grid.BLOCK_N) == expected
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_key_owner_visits_its_tiles_in_the_right_class(spec):
-    """Visits are exact. The edge counts keys past n_k, so it is exact but for a partial last block."""
-    width = band(spec).width
-    bounds_at = compiled(key_owner_bounds(spec.causal, band=width))
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("mask", MASKS, ids=name_of)
+def test_the_owner_of_keys_visits_its_tiles_in_the_right_class(mask, band):
+    """Visits are exact. Edges count rows past n_q and keys past n_k, so they are exact but for partial blocks."""
+    positions_at = compiled(row_loop(mask, band=band))
     for grid in grids():
-        for j0 in range(0, grid.n_k, grid.BLOCK_N):
-            block = range(j0, j0 + grid.BLOCK_N)
-            expected = []
-            for start in range(0, grid.n_q, grid.BLOCK_M):
-                rows = range(start, start + grid.BLOCK_M)
-                cells = [(i, i + grid.off - j, j) for i in rows for j in block]
-                real = [delta for i, delta, j in cells if i < grid.n_q and j < grid.n_k]
-                if not spec.causal or any(delta >= 0 for delta in real):
-                    interior = not spec.causal or all(delta >= width for _, delta, _ in cells)
-                    expected.append((start, interior))
-                    if interior and spec.causal:
-                        assert all(delta >= width for delta in real)
-                    elif j0 + grid.BLOCK_N <= grid.n_k:
-                        assert not spec.causal or any(delta < width for delta in real)
-            assert segments(bounds_at(j0=j0, **vars(grid)), grid.BLOCK_M) == expected
+        pairs = Pairs(mask, band, grid)
+        seen = pairs.tiles(pairs.visible, np.any)
+        interior = pairs.tiles(pairs.clear, np.all)
+        exact = pairs.tiles(pairs.clear | ~pairs.is_row | ~pairs.is_key, np.all)
+        assert not (interior & ~exact).any()
+        rows, keys = grid.n_q // grid.BLOCK_M, grid.n_k // grid.BLOCK_N
+        assert (interior[:rows, :keys] == exact[:rows, :keys]).all()
+        for block, j0 in enumerate(range(0, grid.n_k, grid.BLOCK_N)):
+            tiles = np.flatnonzero(seen[:, block])
+            expected = [(tile * grid.BLOCK_M, bool(interior[tile, block])) for tile in tiles]
+            assert visited(positions_at(j0=j0, **vars(grid)), grid.BLOCK_M) == expected
 
 
-@pytest.mark.parametrize("bounds", [row_owner_bounds, key_owner_bounds])
-@pytest.mark.parametrize("causal", [True, False])
-def test_constants_may_be_given_early_or_late(bounds, causal):
+@pytest.mark.parametrize(
+    ("loop", "mask", "edges"),
+    [
+        (row_loop, FULL, [False]),
+        (row_loop, CAUSAL, [True, False]),
+        (row_loop, Mask(7, 0), [True, False, True]),
+        (key_loop, FULL, [False, True]),  # the last tile may reach past the keys
+        (key_loop, CAUSAL, [False, True]),
+        (key_loop, Mask(7, 0), [True, False, True]),
+    ],
+)
+def test_segments_are_the_parts_that_there_may_be(loop, mask, edges):
+    made = loop(mask)
+    assert [segment.edge for segment in made.segments] == edges
+    assert (made.segments[0].begin, made.segments[-1].end) == (made.begin, made.end)
+    for one, following in itertools.pairwise(made.segments):
+        assert one.end == following.begin
+
+
+@pytest.mark.parametrize("loop", [key_loop, row_loop])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(None, 3), Mask(20, 3)], ids=name_of)
+def test_constants_may_be_given_early_or_late(loop, mask):
     width = sympy.Symbol("BAND", integer=True, nonnegative=True)
-    early = compiled(bounds(causal, 4, 2, 7))
-    named = compiled(bounds(causal, band=7))
-    late = compiled(bounds(causal, BLOCK_M, BLOCK_N, width))
+    early = compiled(loop(mask, 4, 2, 7))
+    named = compiled(loop(mask, band=7))
+    late = compiled(loop(mask, BLOCK_M, BLOCK_N, width))
     for n_q, n_k, start in itertools.product((3, 16, 31), (5, 16, 40), (0, 8, 12)):
         values = {"n_q": n_q, "n_k": n_k, "off": n_k - n_q, "i0": start, "j0": start}
         blocks = {"BLOCK_M": 4, "BLOCK_N": 2}
         assert early(**values) == named(**values, **blocks) == late(**values, **blocks, BAND=7)
 
 
-@pytest.mark.parametrize("bounds", [row_owner_bounds, key_owner_bounds])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("loop", [key_loop, row_loop])
+@pytest.mark.parametrize("mask", MASKS, ids=name_of)
 @pytest.mark.parametrize("width", [0, 10])
-def test_divisions_have_non_negative_numerators(bounds, causal, width):
-    for position in bounds(causal, band=width):
+def test_divisions_have_non_negative_numerators(loop, mask, width):
+    """Triton divides toward zero."""
+    for position in loop(mask, band=width):
         for rounded in position.atoms(sympy.floor, sympy.ceiling):
             numerator, denominator = sympy.fraction(rounded.args[0])
             assert numerator.is_nonnegative

@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 
 from mtagen import TARGETS, Plan, PlanError, Spec, Target, plan
 from mtagen.codegen.printers import python_code
-from mtagen.planner.lift.loops import StreamBounds
+from mtagen.planner.choice import COST_MODEL, PlannedPass
+from mtagen.planner.geometry.loops import Loop
+from mtagen.planner.lift.module import LiftModule
 from mtagen.planner.lift.operands import T, lift
-from mtagen.planner.lift.tiling import TENSOR_ROLES, VECTOR_ROLES, Tile, resources
+from mtagen.planner.lift.passes import LiftPass
+from mtagen.planner.lift.tiling import TENSOR_ROLES, VECTOR_ROLES, resources, table_key
+from mtagen.planner.names import kernel_name
+from mtagen.planner.passes import PASSES
 
 Array = NDArray[np.float64]
 
@@ -52,6 +57,61 @@ def test_two_plans_of_one_spec_are_equal(spec: Spec) -> None:
     assert len({plan(spec, target) for target in TARGETS}) == len(TARGETS)
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_alternatives_differ_in_one_decision(backend: str) -> None:
+    """Those of the spec whose measured tile is none that the register model proposes, too."""
+    for one in plan(Spec((6, 11), 64), "sm_90a", backend).passes:
+        decisions = one.plan.decisions()
+        assert decisions
+        for key, fields in decisions.items():
+            rivals = one.plan.alternatives(key)
+            assert one.plan in rivals
+            assert len({str(rival.decisions()) for rival in rivals}) == len(rivals)
+            costs = [rival.decision_cost(key) for rival in rivals]
+            assert costs == sorted(costs)
+            assert min(costs) > 0
+            for rival in rivals:
+                assert {**rival.decisions(), key: fields} == decisions
+                assert one.plan.decided(key, rival.decisions()[key]) == rival
+                assert rival.decided(key, fields) == one.plan
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_the_cost_of_a_pass_is_that_of_its_decisions(backend: str) -> None:
+    for one in plan(Spec((3, 3), 64), "sm_90a", backend).passes:
+        assert one.plan.cost == pytest.approx(sum(map(one.plan.decision_cost, one.plan.decisions())))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton", "torch"])
+def test_decisions_that_there_are_not_are_refused(backend: str) -> None:
+    """A table or a stored plan may be older than the planner."""
+    made = plan(Spec((6, 11), 64), "sm_90a", backend)
+    for one in made.passes:
+        for ask in (one.plan.alternatives, one.plan.decision_cost, lambda key, one=one: one.plan.decided(key, {})):
+            message = f"decision: got 'colour'; is no decision of the {one.plan.pass_name} pass by {backend}"
+            with pytest.raises(PlanError, match=message):
+                ask("colour")
+        for key, fields in one.plan.decisions().items():
+            for wrong in ({**fields, "colour": 3}, {}):
+                with pytest.raises(PlanError, match=re.escape(f"{key}: got ")):
+                    one.plan.decided(key, wrong)
+                stored = made.to_dict()
+                stored["passes"][one.plan.pass_name]["decisions"][key]["fields"] = wrong
+                with pytest.raises(PlanError, match=re.escape(f"{key}: got ")):
+                    Plan.from_dict(stored)
+
+
+def test_a_pass_may_be_replaced() -> None:
+    made = plan(Spec((6, 11), 64), "sm_90a", "cuda")
+    (key,) = made["forward"].decisions()
+    other = made["forward"].alternatives(key)[-1]
+    assert other != made["forward"]
+    changed = made.replaced(other)
+    assert (changed["forward"], changed["backward"], changed["decode"]) == (other, made["backward"], made["decode"])
+    assert changed.replaced(made["forward"]) == made
+    assert Plan.from_json(changed.to_json()) == changed
+
+
 def test_text_shows_what_was_decided() -> None:
     made = plan(Spec((6, 11), 64, key_padding="left", dtype="fp16"), "sm_80", "triton")
     text = str(made)
@@ -68,11 +128,17 @@ def test_text_shows_what_was_decided() -> None:
     # rows: cq - 1 above, and its transpose below; keys: 10 on the left, and its transpose on the right
     assert re.search(r"forward halo +rows 5 \+ 0, keys 10 \+ 0", text)
     assert re.search(r"backward halo +rows 5 \+ 5, keys 10 \+ 10", text)
-    assert re.search(r"lift +keys, 6 terms of 11 taps", text)
-    assert re.search(r"backward workspace +at most about 1280 MiB", text)
-    for role, tile, source in made.tiles:
-        shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
-        assert re.search(rf"\b{role} +{shape}, {tile.num_warps} warps.*\({source}\)", text)
+    assert re.search(r"lifted +keys, 6 terms of 11 taps", text)
+    assert re.search(r"band +5 diagonals corrected, 5 needed", text)
+    assert re.search(r"workspace +at most about 1280 MiB", text)
+    for one in made.passes:
+        for key, fields in one.plan.decisions().items():
+            decided = " ".join(f"{name}={value}" for name, value in fields.items())
+            assert re.search(rf"{key} +{decided} \({dict(one.sources)[key]}\)", text)
+    for lifted in made.lift.values():
+        for role, tile in lifted.tiles:
+            shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
+            assert re.search(rf"\b{role} tile +{shape}, {tile.num_warps} warps", text)
 
 
 def test_text_of_the_torch_backend_has_no_tiles() -> None:
@@ -82,9 +148,21 @@ def test_text_of_the_torch_backend_has_no_tiles() -> None:
 
 
 def test_names() -> None:
-    made = plan(Spec((6, 11), 128), "sm_90a")
-    assert made.kernel_name("fwd") == "mta_fwd_cq6_ck11_d128_bf16_causal_sm90a"
-    assert made.name == "mta_cq6_ck11_d128_bf16_causal_sm90a"
+    spec = Spec((6, 11), 128)
+    assert plan(spec, "sm_90a").name == "mta_cq6_ck11_d128_bf16_causal_sm90a"
+    assert kernel_name("lift", "fwd", spec, "sm_90a") == "mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a"
+
+
+def test_kernels_of_the_lowerings_are_told_apart() -> None:
+    """A profiler shows names only."""
+    names = [
+        {kernel.name for name in PASSES for kernel in plan(Spec((6, 11), 128), "sm_90a", backend)[name].kernels}
+        for backend in ("cuda", "triton")
+    ]
+    assert all(len(each) > 5 for each in names)
+    assert not names[0] & names[1]
+    assert all(name.startswith("mta_tile_") for name in names[0])
+    assert all(name.startswith("mta_lift_") for name in names[1])
 
 
 def test_names_tell_variants_apart() -> None:
@@ -126,12 +204,17 @@ def test_fits_the_target_or_says_what_does_not(
         for need, what, over, limit in excesses:
             assert int(limit) == limits[what] == int(need) - int(over)
         return
-    assert {role for role, _, _ in made.tiles} >= {"forward", "scores", "decode", *VECTOR_ROLES}
-    for role, tile, source in made.tiles:
-        assert_fits(made, role, tile, source)
-        assert all(is_power_of_2(size) for size in (tile.block_m, tile.block_n or 1, tile.num_warps))
-        if role in TENSOR_ROLES:
-            assert made.strip_multiple % tile.block_m == 0
+    strip_multiple = LiftModule.of(made.lift.values()).strip_multiple
+    roles = set()
+    for one in made.passes:
+        for role, tile in made.lift[one.plan.pass_name].tiles:
+            roles.add(role)
+            assert_fits(made.lift[one.plan.pass_name], role, source_of(one, role))
+            assert all(is_power_of_2(size) for size in (tile.block_m, tile.block_n or 1, tile.num_warps))
+            if role in TENSOR_ROLES:
+                assert strip_multiple % tile.block_m == 0
+    band = {"band_scores", "band"} if made.lift["forward"].lift.band.width else set()
+    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_scores", "band"} | band
 
 
 def plan_or_refusal(spec: Spec, target: Target) -> Plan | str:
@@ -141,12 +224,18 @@ def plan_or_refusal(spec: Spec, target: Target) -> Plan | str:
         return str(error)
 
 
-def assert_fits(made: Plan, role: str, tile: Tile, source: str) -> None:
-    target, need = TARGETS[made.target], resources(role, tile, made.spec, made.lift)
+def source_of(one: PlannedPass, role: str) -> str:
+    """Where a tile comes from; those of kernels that move vectors follow a rule."""
+    assert isinstance(one.plan, LiftPass)
+    return "" if role in VECTOR_ROLES else dict(one.sources)[table_key(role, one.plan.spec, one.plan.lift)]
+
+
+def assert_fits(made: LiftPass, role: str, source: str) -> None:
+    target, need = TARGETS[made.target], resources(role, made.tile(role), made.spec, made.lift)
     assert need.shared <= target.shared_per_block
     # The register model estimates what a compiler will do: it rules on candidates, not on what was compiled
     # and timed, nor on the kernels that move vectors, whose tiles follow a rule.
-    if source == "cost model":
+    if source == COST_MODEL:
         assert need.registers <= target.registers_per_thread
 
 
@@ -208,11 +297,11 @@ def test_gradient_reads_are_the_transpose_of_the_terms(spec: Spec) -> None:
         shifts = (geometry.row_shift, geometry.key_shift) if not lifted else (0, 0)
         assert (contraction.g_row_shift + shifts[0], contraction.g_key_shift + shifts[1]) == (0, 0)
     reach_back = max(int((-geometry.row_shift).subs(T, t)) for t in range(geometry.terms))
-    assert geometry.carry == reach_back
+    assert geometry.kept_rows == reach_back
 
 
-def compiled(bounds: StreamBounds) -> Callable[..., tuple[int, int, int, int]]:
-    code = compile(f"({', '.join(map(python_code, bounds))},)", "<bounds>", "eval")
+def compiled(loop: Loop) -> Callable[..., tuple[int, int, int, int]]:
+    code = compile(f"({', '.join(map(python_code, loop))},)", "<loop>", "eval")
     return lambda **values: eval(code, dict(values))
 
 
@@ -237,13 +326,13 @@ def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
     contraction = geometry.contractions[index]
     row_shifts = set(at_term(contraction.g_row_shift, geometry.terms))
     key_shifts = set(at_term(contraction.g_key_shift, geometry.terms))
-    bounds_at = compiled(contraction.bounds)
+    positions_at = compiled(contraction.loop)
     by_rows = contraction.owner == "rows"
     for n_q, n_k, (m, n) in itertools.product((1, 5, 12), (1, 6, 11), ((1, 1), (4, 2), (2, 4), (8, 8))):
         off = n_k - n_q
         owned, streamed, size, step = (n_q, n_k, m, n) if by_rows else (n_k, n_q, n, m)
         for start, block in blocks(owned, size, aligned=not by_rows):
-            begin, interior_begin, interior_end, end = bounds_at(
+            begin, interior_begin, interior_end, end = positions_at(
                 n_q=n_q, n_k=n_k, off=off, i0=start, j0=start, BLOCK_M=m, BLOCK_N=n
             )
             for stream in range(streamed):

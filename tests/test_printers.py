@@ -8,12 +8,14 @@ import pytest
 import sympy
 from sympy import Max, Min, ceiling, floor
 
-from mtagen.codegen.printers import python_code, triton_code
-from mtagen.planner.lift.loops import BLOCK_M, BLOCK_N, key_owner_bounds, row_owner_bounds
+from mtagen.codegen.printers import Source, c_code, python_code, triton_code, triton_host_code
+from mtagen.planner.geometry.loops import BLOCK_M, BLOCK_N, key_loop, row_loop
+from mtagen.planner.geometry.mask import Mask
 
 X, Y = sympy.symbols("x y", integer=True)
 N, M = sympy.symbols("n m", integer=True, nonnegative=True)
 B = sympy.Symbol("BLOCK", integer=True, positive=True)
+CAUSAL = Mask(None, 0)
 
 EXPRESSIONS = [
     sympy.Integer(-3),
@@ -35,8 +37,8 @@ EXPRESSIONS = [
     2 * ceiling(N / B) * B,
     X - ceiling((N + M) / 16),
     ceiling(2 * B * floor(N / B) / (B + 2)),
-    *(bound for width in (0, 10) for bound in (*row_owner_bounds(True, band=width),)),
-    *(bound for width in (0, 10) for bound in (*key_owner_bounds(True, 64, BLOCK_N, width),)),
+    *(position for width in (0, 10) for position in key_loop(CAUSAL, band=width)),
+    *(position for width in (0, 10) for position in row_loop(CAUSAL, 64, BLOCK_N, width)),
 ]
 SIGNED_QUOTIENTS = [floor(X / B), ceiling(X / B), -floor((X - Y) / 3), ceiling(-X * Y / B) + 1]
 
@@ -64,6 +66,20 @@ def evaluate_as_triton(text, values):
     return eval(compile(tree, text, "eval"), {"tl": tl, "c_divide": c_divide} | values)
 
 
+class _Quotient(ast.NodeTransformer):
+    """C's ``/`` of ints, as Python parses it."""
+
+    def visit_Div(self, node):
+        return ast.copy_location(ast.FloorDiv(), node)
+
+
+def evaluate_as_c(text, values):
+    """C's operators and ``min`` and ``max`` of two, in Python's syntax but for ``/``, which truncates."""
+    tree = _TruncatingDivision().visit(_Quotient().visit(ast.parse(text, mode="eval")))
+    functions = {"min": lambda a, b: min(a, b), "max": lambda a, b: max(a, b), "c_divide": c_divide}
+    return eval(compile(ast.fix_missing_locations(tree), text, "eval"), functions | values)
+
+
 def samples(expr, count=25):
     rng = random.Random(str(expr))
     for _ in range(count):
@@ -81,36 +97,72 @@ def test_triton_text_has_the_value_of_the_expression(expr):
         assert evaluate_as_triton(text, values) == expr.subs(point)
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS + SIGNED_QUOTIENTS, ids=str)
-def test_python_text_has_the_value_of_the_expression(expr):
-    text = python_code(expr)
+@pytest.mark.parametrize("expr", EXPRESSIONS, ids=str)
+def test_c_text_has_the_value_of_the_expression(expr):
+    text = c_code(expr)
+    assert "//" not in text  # a comment
     for point in samples(expr):
-        assert eval(text, {symbol.name: value for symbol, value in point.items()}) == expr.subs(point)
+        values = {symbol.name: value for symbol, value in point.items()}
+        assert evaluate_as_c(text, values) == expr.subs(point)
+
+
+@pytest.mark.parametrize("printer", [python_code, triton_host_code])
+@pytest.mark.parametrize("expr", EXPRESSIONS + SIGNED_QUOTIENTS, ids=str)
+def test_python_text_has_the_value_of_the_expression(expr, printer):
+    text = printer(expr)
+    triton = SimpleNamespace(cdiv=lambda a, b: -(-a // b))
+    for point in samples(expr):
+        values = {symbol.name: value for symbol, value in point.items()}
+        assert eval(text, {"triton": triton} | values) == expr.subs(point)
 
 
 @pytest.mark.parametrize(
-    ("expr", "triton", "python"),
+    ("expr", "triton", "python", "c"),
     [
-        (B * floor(N / B), "n // BLOCK * BLOCK", "n // BLOCK * BLOCK"),
-        (ceiling(N / B), "tl.cdiv(n, BLOCK)", "-(-n // BLOCK)"),
-        (Max(0, X - B + 1), "tl.maximum(0, x + 1 - BLOCK)", "max(0, x + 1 - BLOCK)"),
-        (Min(X, Y, 3), "tl.minimum(3, tl.minimum(x, y))", "min(3, x, y)"),
-        (floor((N + 1) / (2 * B)), "(n + 1) // (2 * BLOCK)", "(n + 1) // (2 * BLOCK)"),
-        (-(X**2), "-(x * x)", "-(x * x)"),
-        (5, "5", "5"),
+        (B * floor(N / B), "n // BLOCK * BLOCK", "n // BLOCK * BLOCK", "n / BLOCK * BLOCK"),
+        (ceiling(N / B), "tl.cdiv(n, BLOCK)", "-(-n // BLOCK)", "(n + BLOCK - 1) / BLOCK"),
+        (
+            Max(0, X - B + 1),
+            "tl.maximum(0, x + 1 - BLOCK)",
+            "max(0, x + 1 - BLOCK)",
+            "max(0, x + 1 - BLOCK)",
+        ),
+        (Min(X, Y, 3), "tl.minimum(3, tl.minimum(x, y))", "min(3, x, y)", "min(3, min(x, y))"),
+        (floor((N + 1) / (2 * B)), *3 * ["(n + 1) // (2 * BLOCK)"]),
+        (-(X**2), *3 * ["-(x * x)"]),
+        (5, *3 * ["5"]),
     ],
 )
-def test_text_reads_as_written_by_hand(expr, triton, python):
+def test_text_reads_as_written_by_hand(expr, triton, python, c):
     assert triton_code(expr) == triton
     assert python_code(expr) == python
+    assert c_code(expr) == c.replace("//", "/")
 
 
-def test_loop_bounds_of_the_paper_setting():
-    rows, keys = row_owner_bounds(True, band=10), key_owner_bounds(True, band=10)
-    assert triton_code(rows.interior_end) == ("tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N")
-    assert triton_code(rows.end) == "tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))"
-    assert triton_code(keys.begin) == "tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M"
-    assert triton_code(keys.interior_begin) == (
+def test_ceilings_in_host_code_of_triton_modules():
+    assert triton_host_code(X * ceiling((N + 3) / B)) == "triton.cdiv(n + 3, BLOCK) * x"
+
+
+def test_source_is_printed_as_it_is():
+    """It may be a sum, so it stands in parentheses wherever something is done with it."""
+    row, limit = Source("warp * 16 + lane"), Source("n_k - 1")
+    for printer in (c_code, python_code, triton_code):
+        assert printer(row + 1) == "(warp * 16 + lane) + 1"
+        assert printer(3 * row) == "3 * (warp * 16 + lane)"
+        assert printer(X - limit) == "x - (n_k - 1)"
+        assert printer(row) == "warp * 16 + lane"
+        assert printer(1 + Source("lane")) == "lane + 1"
+    assert row == Source("warp * 16 + lane") != limit
+    values = {"warp": 3, "lane": 5, "n_k": 40, "x": 7}
+    assert eval(python_code(X - 2 * row - limit), values) == 7 - 2 * 53 - 39
+
+
+def test_loops_of_the_paper_setting():
+    keys, rows = key_loop(CAUSAL, band=10), row_loop(CAUSAL, band=10)
+    assert triton_code(keys.interior_end) == "tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N"
+    assert triton_code(keys.end) == "tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))"
+    assert triton_code(rows.begin) == "tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M"
+    assert triton_code(rows.interior_begin) == (
         "tl.minimum(n_q, tl.cdiv(tl.maximum(0, j0 + BLOCK_N + 9 - off), BLOCK_M) * BLOCK_M)"
     )
     assert triton_code(BLOCK_M) == "BLOCK_M"
@@ -135,13 +187,14 @@ def test_loop_bounds_of_the_paper_setting():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("printer", [triton_code, python_code])
+@pytest.mark.parametrize("printer", [triton_code, triton_host_code, python_code, c_code])
 def test_what_is_not_exact_is_refused(printer, expr):
     with pytest.raises(ValueError, match="legal: integers, integer symbols"):
         printer(expr)
 
 
+@pytest.mark.parametrize("printer", [triton_code, c_code])
 @pytest.mark.parametrize("expr", SIGNED_QUOTIENTS, ids=str)
-def test_triton_refuses_numerators_that_may_be_negative(expr):
+def test_numerators_that_may_be_negative_are_refused_where_division_truncates(expr, printer):
     with pytest.raises(ValueError, match="may have a negative numerator"):
-        triton_code(expr)
+        printer(expr)

@@ -7,7 +7,8 @@ import pytest
 import sympy
 
 from mtagen.errors import PlanError
-from mtagen.planner.geometry.stencil import BandGeometry, Stencil, band
+from mtagen.planner.geometry.stencil import Stencil
+from mtagen.planner.lift.band import DELTA, U, V, band
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
 KERNELS = [(1, 1), (1, 4), (3, 1), (2, 2), (3, 5), (6, 11), (4, 2)]
@@ -109,9 +110,15 @@ def test_band_covers_exactly_the_dropped_terms(spec):
 
 
 def test_band_of_the_paper_setting():
-    assert band(Spec((6, 11), 128)) == BandGeometry(width=10, reach=10)
-    assert band(Spec((6, 11), 128, mask="output")) == BandGeometry(width=5, reach=10)
-    assert band(Spec((6, 11), 128, mask="output", key_padding="left")) == BandGeometry(width=0, reach=0)
+    def sizes(**options):
+        made = band(Spec((6, 11), 128, **options))
+        return made.width, made.reach
+
+    assert sizes() == (10, 10)
+    assert sizes(mask="output") == (5, 10)
+    assert sizes(mask="output", key_padding="left") == (0, 0)
+    assert sizes(causal=False) == (0, 0)
+    assert band(Spec((6, 11), 128)).ahead == V - U
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(9, 9), (5, 13), (13, 8)])
@@ -121,6 +128,7 @@ def test_lifted_score_less_band_is_the_convolved_score(spec, n_q, n_k):
     rng, off = np.random.default_rng(0), n_k - n_q
     scores, weight = rng.standard_normal((n_q, n_k)), rng.standard_normal(spec.kernel)
     geometry = band(spec)
+    assert all(comparison.operator == ">" for comparison in geometry.dropped)
 
     def diagonal(i, f):
         inside = 0 <= i < n_q and 0 <= i + off + f < n_k
@@ -136,7 +144,8 @@ def test_lifted_score_less_band_is_the_convolved_score(spec, n_q, n_k):
             if 0 <= ii < n_q and 0 <= jj < n_k:
                 lifted += weight[u, v] * scores[ii, jj]
                 exact += 0.0 if dropped(spec, i, j, ii, jj, off) else weight[u, v] * scores[ii, jj]
-            f = v - spec.pad_left + (spec.cq - 1) - u - delta
-            if delta < geometry.width and (spec.mask == "source" or v - spec.pad_left > delta):
-                correction += weight[u, v] * diagonal(ii, f)
+            tap = {U: u, V: v, DELTA: delta}
+            drops = all(left.subs(tap) > right.subs(tap) for left, _, right in geometry.dropped)
+            if delta < geometry.width and drops:
+                correction += weight[u, v] * diagonal(ii, int(geometry.ahead.subs(tap)) - delta)
         assert exact == pytest.approx(lifted - correction, abs=1e-12)

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from mtagen.planner.backends import CUDA_UP_TO, PASSES, fused_candidates, fused_pass
+from mtagen.planner.backends import CUDA_UP_TO, PASSES
 from test_plan import assert_fits
 
 import mtagen
-from mtagen import TARGETS, PlanError, Spec, plan
+from mtagen import TARGETS, Plan, Spec, plan
 from mtagen.bench.suites import HEAD_DIMS, KERNELS
+from mtagen.planner.choice import COST_MODEL, CUDA_UP_TO, Choice, plan_pass
 from mtagen.planner.lift.decode import DECODE_ROLES
-from mtagen.planner.lift.tiling import Tile, proposals, table_key
-from mtagen.planner.plan import Plan
-from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped, variant_key
+from mtagen.planner.passes import PASSES, describe
+from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped
 
 HOPPER = TARGETS["sm_90a"]
 PATHS = sorted((Path(mtagen.__file__).parent / "planner/tables").iterdir())
+LIFT = re.compile(r"lift (\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)")
+TILE = re.compile(r"tile (\w+) cq(\d+) ck(\d+) d(\d+) dv(\d+) (\w+)")
+
+
+def decided(made: Plan) -> Mapping[str, tuple[Mapping[str, object], str]]:
+    """Of each decision of a plan: what was decided, and where that comes from."""
+    sources = {key: source for one in made.passes for key, source in one.sources}
+    return {key: (fields, sources[key]) for one in made.passes for key, fields in one.plan.decisions().items()}
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
@@ -33,26 +42,38 @@ def test_a_shipped_table_says_what_it_was_measured_on(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
-def test_shipped_tiles(path: Path) -> None:
+def test_shipped_decisions_are_of_both_lowerings(path: Path) -> None:
+    keys = shipped(path.stem).decisions
+    assert all(LIFT.fullmatch(key) or TILE.fullmatch(key) for key in keys)
+    assert {key.split()[0] for key in keys} == {"lift", "tile"}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
+def test_shipped_decisions_of_lift(path: Path) -> None:
     """Every tile is used by some plan, and fits."""
-    for key, tile in shipped(path.stem).tiles.items():
-        role, d, dv, name, count, size = re.fullmatch(r"(\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)", key).groups()
+    for key, fields in shipped(path.stem).decisions.items():
+        if not (match := LIFT.fullmatch(key)):
+            continue
+        role, d, dv, name, count, size = match.groups()
         n, dtype = int(count), {"2": "bf16", "4": "fp32"}[size]
         kernel = (n, n) if role not in ("dq_lifted", "dk_shifted") else (n + 1, n)  # those two lift queries
         assert (name == "taps") == (role in DECODE_ROLES)
         made = plan(Spec(kernel, int(d), int(dv), dtype=dtype), path.stem, "triton")
-        assert (role, tile, SHIPPED) in made.tiles
-        assert_fits(made, role, tile, SHIPPED)
+        assert decided(made)[key] == (fields, SHIPPED)
+        (lifted,) = (one for one in made.lift.values() if key in one.decisions())
+        assert_fits(lifted, role, SHIPPED)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
-def test_shipped_variants(path: Path) -> None:
-    """Every variant is a candidate, and planned."""
-    for key, variant in shipped(path.stem).variants.items():
-        name, cq, ck, d, dv, dtype = re.fullmatch(r"(\w+) cq(\d+) ck(\d+) d(\d+) dv(\d+) (\w+)", key).groups()
-        spec = Spec((int(cq), int(ck)), int(d), int(dv), dtype=dtype)
-        assert variant_key(name, spec) == key
-        assert (name, variant, SHIPPED) in plan(spec, path.stem, "cuda").variants
+def test_shipped_decisions_of_tile(path: Path) -> None:
+    """Every one is that of a candidate, and planned."""
+    for key, fields in shipped(path.stem).decisions.items():
+        if not (match := TILE.fullmatch(key)):
+            continue
+        name, cq, ck, d, dv, dtype = match.groups()
+        made = plan(Spec((int(cq), int(ck)), int(d), int(dv), dtype=dtype), path.stem, "cuda")
+        assert decided(made)[key] == (fields, SHIPPED)
+        assert made.tile[name].decisions() == {key: fields}
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
@@ -61,53 +82,77 @@ def test_shipped_ratios(path: Path) -> None:
     ratios = shipped(path.stem).cuda_over_triton
     assert set(ratios) <= set(PASSES)
     for pass_name, shapes in ratios.items():
-        for (cq, ck, d, causal), ratio in shapes.items():
-            chosen = next(
-                c for c in plan(Spec((cq, ck), d, causal=causal), path.stem).choices if c.pass_name == pass_name
-            )
+        for (cq, ck, d, mask), ratio in shapes.items():
+            made = plan(Spec((cq, ck), d, causal={"causal": True, "full": False}[mask]), path.stem)
+            chosen = next(one for one in made.passes if one.plan.pass_name == pass_name)
             assert chosen.backend == ("cuda" if ratio <= CUDA_UP_TO else "triton")
             assert chosen.reason.endswith(SHIPPED)
 
 
-def test_the_first_table_that_has_a_decision_wins() -> None:
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_the_first_table_that_has_a_decision_wins(backend: str) -> None:
     spec = Spec((6, 11), 64)
-    slower = fused_candidates("forward", spec, HOPPER)[-1].variant
-    base = plan(spec, HOPPER, "triton", tables=())
-    tile = proposals("forward", spec, base.lift, HOPPER)[-1]
-    key = table_key("forward", spec, base.lift)
-    mine = Table(TUNED, {key: tile}, {variant_key("forward", spec): slower}, {"forward": {Shape(6, 11, 64, True): 3.0}})
-    other = Table(SHIPPED, {key: Tile(16, 16)}, {}, {"forward": {Shape(6, 11, 64, True): 0.1}})
-    for tables, source in (((mine, other), TUNED), ((other, mine), SHIPPED)):
+    base = plan(spec, HOPPER, backend, tables=())
+    (key,) = base["forward"].decisions()
+    *_, other, slowest = base["forward"].alternatives(key)
+    mine, theirs = (
+        Table(source, {key: one.decisions()[key]}, {"forward": {Shape.of(spec): ratio}})
+        for source, one, ratio in ((TUNED, slowest, 3.0), (SHIPPED, other, 0.1))
+    )
+    for tables, source, winner in (((mine, theirs), TUNED, slowest), ((theirs, mine), SHIPPED, other)):
         made = plan(spec, HOPPER, tables=tables)
-        assert next(choice for choice in made.choices if choice.pass_name == "forward").reason.endswith(source)
-    made = plan(spec, HOPPER, "triton", tables=(mine, other))
-    assert ("forward", tile, TUNED) in made.tiles
-    made = plan(spec, HOPPER, "cuda", tables=(mine, other))
-    assert ("forward", slower, TUNED) in made.variants
-    assert made.fused["forward"].variant == slower
-    assert f"{slower} ({TUNED})" in str(made)
-    again = Plan.from_json(made.to_json())
-    assert (again, again.fused) == (made, made.fused)
+        assert next(one.reason for one in made.passes if one.plan.pass_name == "forward").endswith(source)
+        made = plan(spec, HOPPER, backend, tables=tables)
+        assert made["forward"] == winner
+        assert decided(made)[key] == (winner.decisions()[key], source)
+        assert f"{describe(winner.decisions()[key])} ({source})" in str(made)
+        assert made["backward"] == base["backward"]
+        assert Plan.from_json(made.to_json()) == made
+    empty = Table(TUNED, {"tile forward cq9 ck9 d64 dv64 bf16": {}})
+    assert plan(spec, HOPPER, backend, tables=(empty, mine)) == plan(spec, HOPPER, backend, tables=(mine,))
 
 
-def test_a_variant_that_is_no_candidate_is_passed_over() -> None:
-    """A table may be older than the planner."""
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("wrong", [{"warps": 100}, {"warps": 12, "colour": 3}])
+def test_a_decision_that_is_no_candidate_is_passed_over(backend: str, wrong: dict[str, int]) -> None:
+    """A table may be older than the planner; the next one may know better."""
     spec = Spec((6, 11), 64)
-    table = Table(SHIPPED, variants={variant_key("forward", spec): "100 warps"})
-    assert plan(spec, HOPPER, "cuda", tables=(table,)) == plan(spec, HOPPER, "cuda", tables=())
-    with pytest.raises(PlanError, match="forward variant: got '100 warps'; is no candidate on sm_90a"):
-        fused_pass("forward", spec, HOPPER, "100 warps")
+    base = plan(spec, HOPPER, backend, tables=())
+    (key,) = base["forward"].decisions()
+    assert decided(base)[key][1] == COST_MODEL
+    old = Table(TUNED, {key: wrong})
+    assert plan(spec, HOPPER, backend, tables=(old,)) == base
+    slowest = base["forward"].alternatives(key)[-1]
+    newer = Table(SHIPPED, slowest.decisions())
+    assert plan(spec, HOPPER, backend, tables=(old, newer))["forward"] == slowest
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_decision_serves_no_other_shape(backend: str) -> None:
+    """What was measured for one head dim of values says nothing of another, nor one kernel of another."""
+    spec = Spec((6, 11), 64)
+    base = plan(spec, HOPPER, backend, tables=())["forward"]
+    (key,) = base.decisions()
+    table = Table(TUNED, base.alternatives(key)[-1].decisions())
+
+    def source(spec: Spec) -> str:
+        ((_, found),) = plan_pass(Choice("forward", backend, "a test"), spec, HOPPER, (table,)).sources
+        return found
+
+    assert source(spec) == TUNED
+    for other in (Spec((6, 11), 64, 128), Spec((6, 11), 128, 64), Spec((5, 11), 64)):
+        assert source(other) == COST_MODEL
 
 
 def test_updated() -> None:
-    one, three = Shape(1, 1, 64, True), Shape(3, 3, 64, True)
-    old = Table(SHIPPED, {"a": Tile(16)}, {"x": "1", "y": "1"}, {"forward": {one: 1.0}})
-    new = Table(TUNED, {"b": Tile(32)}, {"y": "2"}, {"forward": {three: 0.5}, "decode": {one: 0.9}})
+    one, three = Shape(1, 1, 64, "causal"), Shape(3, 3, 64, "causal")
+    old = Table(SHIPPED, {"a": {"rows": 16}, "x": {"warps": 1}, "y": {"warps": 1}}, {"forward": {one: 1.0}})
+    new = Table(TUNED, {"b": {"rows": 32}, "y": {"warps": 2}}, {"forward": {three: 0.5}, "decode": {one: 0.9}})
     both = old.updated(new)
     assert both.source == SHIPPED
-    assert both.tiles == {"a": Tile(16), "b": Tile(32)}
-    assert both.variants == {"x": "1", "y": "2"}
+    assert both.decisions == {"a": {"rows": 16}, "b": {"rows": 32}, "x": {"warps": 1}, "y": {"warps": 2}}
     assert both.cuda_over_triton == {"forward": {one: 1.0, three: 0.5}, "decode": {one: 0.9}}
+    assert Table.from_dict(json.loads(json.dumps(both.to_dict())), SHIPPED) == both
 
 
 @pytest.mark.parametrize("causal", [True, False])

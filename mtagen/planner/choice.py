@@ -170,9 +170,6 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
     ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
     return ratio, f"scaled from {nearest}"
 
-    ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
-    return ratio, f"scaled from {nearest}"
-
 
 def _work_ratio(pass_name: str, kernel: tuple[int, int], d: int, dv: int) -> float:
     """Flop of CUDA's kernels over Triton's; decode's time is that of reading keys and values, whoever does it."""

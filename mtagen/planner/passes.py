@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ..errors import PlanError, explain
 from ..spec import Spec
 from .kernel import Kernel
 
@@ -47,21 +48,39 @@ class PassPlan(ABC):
     def decisions(self) -> Mapping[str, Fields]:
         """What was decided, by key."""
 
+    def check_key(self, key: str) -> None:
+        """Check that there is a decision of this key.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if key not in self.decisions():
+            rule = f"is no decision of the {self.pass_name} pass by {self.backend}"
+            raise PlanError(explain("decision", key, rule, tuple(self.decisions())))
+
     @abstractmethod
     def alternatives(self, key: str) -> Sequence[PassPlan]:
-        """Plans that fit the target and differ in this decision only, this one among them; the cheapest first."""
+        """Plans that fit the target and differ in this decision only, this one among them; the cheapest first.
+
+        Raises:
+            PlanError: there is no such decision.
+        """
 
     @abstractmethod
     def decided(self, key: str, fields: Fields) -> PassPlan:
         """The plan with this decision taken so.
 
         Raises:
-            PlanError: it is not legal here.
+            PlanError: it is not legal here, or there is no such decision.
         """
 
     @abstractmethod
     def decision_cost(self, key: str) -> float:
-        """The part of the modelled cost that this decision changes."""
+        """The part of the modelled cost that this decision changes.
+
+        Raises:
+            PlanError: there is no such decision.
+        """
 
     @abstractmethod
     def rows_of_table(self) -> Iterable[tuple[str, str, str]]:

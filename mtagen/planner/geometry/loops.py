@@ -62,7 +62,9 @@ class Loop(NamedTuple):
 def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> Loop:
     """The key tiles of the CTA that owns rows [i0, i0 + block_m), i0 < n_q.
 
-    A tile that reaches past n_k is an edge tile. Rows past n_q never matter: the loop ends at n_k once they appear.
+    A tile that reaches past n_k is an edge tile. Rows past n_q add no tile: the loop ends at n_k once they appear.
+    (They count where the interior begins: of the last row block, if partial, a tile before it may be an edge tile
+    though all its real pairs are interior.)
     """
     rows, tile = (I0, I0 + block_m - 1), (_s, _s + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: rows, _j: tile})
@@ -74,8 +76,8 @@ def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
         end = Max(0, Min(N_K, root(farthest, _j) + 1))
     interior_end = _align_down(Min(*(root(margin, _s) + block_n for margin in margins)), block_n)
     if mask.left is not None:
-        # A tile is skipped while even its last key is too far from the first row.
-        begin = Min(end, _align_down(root(mask.left - least, _s), block_n))
+        last_skipped = root(mask.left - least + 1, _s)  # a tile is skipped while the first row sees none of its keys
+        begin = Min(end, _align_down(last_skipped + block_n, block_n))
         interior_end = Max(begin, interior_end)
         interior_begin = Min(Max(begin, _align_up(root(mask.left - band - most, _s), block_n)), interior_end)
     return Loop(begin, interior_begin, interior_end, end)
@@ -85,8 +87,9 @@ def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
 def row_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> Loop:
     """The row tiles of the CTA that owns keys [j0, j0 + block_n), j0 < n_k.
 
-    Rows past n_q and keys past n_k contribute nothing by construction, so they make no edge. (The last key block, if
-    partial, counts its missing keys too when it places the edge: some of its edge tiles hold no real pair of the band.)
+    Rows past n_q and keys past n_k contribute nothing by construction, so they are not checked. (They count where the
+    interior is placed: of the last key block and of the last row tile, if partial, a tile may be an edge tile though
+    all its real pairs are interior.)
     """
     tile, keys = (_s, _s + block_m - 1), (J0, J0 + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: tile, _j: keys})

@@ -23,6 +23,8 @@ class Comparison(NamedTuple):
 class Mask:
     """The query at position p sees the keys p - left <= j <= p + right, of those that exist.
 
+    No limit is negative: a query sees the key at its own position.
+
     Attributes:
         left: keys before its own position that a query sees; None is no limit.
         right: keys after it; None is no limit. Causal attention has 0.

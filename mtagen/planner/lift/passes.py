@@ -9,7 +9,7 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan
+from ..passes import Fields, PassPlan, describe
 from ..splits import SplitRule, split_rule
 from ..targets import Target, get_target
 from .decode import DECODE_ROLES, Decode, decode_geometry
@@ -91,15 +91,25 @@ class LiftPass(PassPlan):
         return {key: asdict(self.tile(role)) for key, role in self._roles.items()}
 
     def role(self, key: str) -> str:
-        """The kernel that a decision is about."""
+        """The kernel that a decision is about.
+
+        Raises:
+            PlanError: it is none of this pass.
+        """
+        self.check_key(key)
         return self._roles[key]
 
     def alternatives(self, key: str) -> Sequence[LiftPass]:
         tiles = proposals(self.role(key), self.spec, self.lift, get_target(self.target))
-        return [self.decided(key, asdict(tile)) for tile in tiles]
+        made = [self.decided(key, asdict(tile)) for tile in tiles]
+        if self in made:
+            return made
+        return sorted([self, *made], key=lambda one: one.decision_cost(key))  # a measured tile that no model proposes
 
     def decided(self, key: str, fields: Fields) -> LiftPass:
         chosen = self.role(key)
+        if fields.keys() != Tile.__dataclass_fields__.keys():
+            raise PlanError(explain(key, describe(fields), "is no tile", tuple(Tile.__dataclass_fields__)))
         return replace(self, tiles=tuple((r, Tile(**fields) if r == chosen else tile) for r, tile in self.tiles))
 
     def decision_cost(self, key: str) -> float:

@@ -55,6 +55,7 @@ class TilePass(PassPlan):
         return {self.key: self.fields}
 
     def alternatives(self, key: str) -> Sequence[TilePass]:
+        self.check_key(key)
         return ranked(type(self), self.spec, get_target(self.target))
 
     def decided(self, key: str, fields: Fields) -> TilePass:
@@ -66,6 +67,7 @@ class TilePass(PassPlan):
         raise PlanError(explain(key, describe(fields), f"is no candidate on {self.target}", legal))
 
     def decision_cost(self, key: str) -> float:
+        self.check_key(key)
         return self.cost
 
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from mtagen import Plan, PlanError, Spec, SpecError, plan
-from mtagen.planner import backends
-from mtagen.planner.backends import PASSES, cuda_over_triton, flops_per_score
+from mtagen.planner.choice import COST_MODEL, LOWERINGS, ONLY_ONE, cuda_over_triton
+from mtagen.planner.lift import passes as lift
+from mtagen.planner.passes import PASSES
 from mtagen.planner.tables import Shape, Table
 
 
@@ -18,19 +19,24 @@ def measured(ratios: Mapping[str, Mapping[Shape, float]]) -> tuple[Table]:
 
 
 def backend_of(made: Plan) -> dict[str, str]:
-    return {choice.pass_name: choice.backend for choice in made.choices}
+    return {one.plan.pass_name: one.backend for one in made.passes}
+
+
+def flop(backend: str, pass_name: str, spec: Spec) -> int:
+    return LOWERINGS[backend].flop_per_score(pass_name, spec)
 
 
 def test_measured_shapes_decide() -> None:
     """CUDA, where it is faster or nearly as fast."""
-    shape = Shape(6, 11, 64, True)
+    shape = Shape(6, 11, 64, "causal")
     tables = measured({"forward": {shape: 0.4}, "backward": {shape: 1.25}, "decode": {shape: 1.1}})
     made = plan(Spec((6, 11), 64), "sm_90a", tables=tables)
     assert backend_of(made) == {"forward": "cuda", "backward": "triton", "decode": "cuda"}
     assert made.backend == "cuda+triton"
     assert "forward: 0.40 of triton's time, measured" in made.reason
     assert "backward: cuda takes 1.25 of its time, measured" in made.reason
-    assert (set(made.fused), bool(made.tiles)) == ({"forward", "decode"}, True)
+    assert (set(made.tile), set(made.lift)) == ({"forward", "decode"}, {"backward"})
+    assert (made.served_by("cuda"), made.served_by("triton")) == (("forward", "decode"), ("backward",))
     again = Plan.from_json(made.to_json())
     assert (again, hash(again), again.reason) == (made, hash(made), made.reason)
 
@@ -38,14 +44,14 @@ def test_measured_shapes_decide() -> None:
 def test_other_shapes_are_scaled_from_the_nearest() -> None:
     tables = measured(
         {
-            "forward": {Shape(6, 11, 128, True): 0.5, Shape(1, 1, 128, True): 2.0},
-            "decode": {Shape(6, 11, 64, True): 0.75},
+            "forward": {Shape(6, 11, 128, "causal"): 0.5, Shape(1, 1, 128, "causal"): 2.0},
+            "decode": {Shape(6, 11, 64, "causal"): 0.75},
         }
     )
 
     def work(kernel: tuple[int, int], d: int) -> float:
         spec = Spec(kernel, d)
-        return flops_per_score("cuda", spec)["forward"] / flops_per_score("triton", spec)["forward"]
+        return flop("cuda", "forward", spec) / flop("triton", "forward", spec)
 
     ratio, source = cuda_over_triton("forward", Spec((7, 7), 96), tables)
     assert source == "scaled from (6, 11), head dim 128, causal"
@@ -56,22 +62,36 @@ def test_other_shapes_are_scaled_from_the_nearest() -> None:
     assert cuda_over_triton("decode", Spec((3, 3), 128), tables)[0] == 0.75  # its time is that of reading the cache
 
 
+def test_the_nearest_shape_has_the_same_mask_if_any_has() -> None:
+    full, far = Shape(6, 11, 64, "full"), Shape(1, 1, 256, "causal")
+    tables = measured({"forward": {full: 3.0, far: 0.5}})
+    assert cuda_over_triton("forward", Spec((6, 11), 64), tables)[1] == f"scaled from {far}"
+    assert (
+        cuda_over_triton("forward", Spec((6, 11), 80), measured({"forward": {full: 3.0}}))[1] == f"scaled from {full}"
+    )
+
+
 def test_planned_work_decides_where_nothing_is_measured() -> None:
     for kernel, d in (((6, 11), 128), ((1, 1), 64), ((2, 2), 32)):
         spec = Spec(kernel, d)
         ratio, source = cuda_over_triton("backward", spec, ())
         assert source == "by planned work"
-        cheaper = min(("cuda", "triton"), key=lambda backend: flops_per_score(backend, spec)["backward"])
+        cheaper = min(("cuda", "triton"), key=lambda backend: flop(backend, "backward", spec))
         assert (ratio <= 1) == (cheaper == "cuda")
 
 
 def test_flop_per_score() -> None:
     """(6, 11): six terms; a convolution of 16 x 8 scores in at most nine mma's, which are 32 flop a score."""
     d, spec = 128, Spec((6, 11), 128)
-    assert flops_per_score("triton", spec) == {"forward": 14 * d, "backward": 40 * d}
-    mma = (flops_per_score("cuda", spec)["forward"] - 4 * d) / 32
+    assert (flop("triton", "forward", spec), flop("triton", "backward", spec)) == (14 * d, 40 * d)
+    mma = (flop("cuda", "forward", spec) - 4 * d) / 32
     assert mma <= 9
-    assert flops_per_score("cuda", spec)["backward"] == 10 * d + 3 * 32 * mma
+    assert flop("cuda", "backward", spec) == 10 * d + 3 * 32 * mma
+    assert plan(spec, "sm_90a", "triton").flops_per_score() == {
+        "forward": 14 * d,
+        "backward": 40 * d,
+        "plain attention forward": 4 * d,
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,9 +105,9 @@ def test_flop_per_score() -> None:
     ],
 )
 def test_what_cuda_cannot_do_falls_to_triton_and_the_plan_says_why(spec: Spec, target: str, cause: str) -> None:
-    for pass_name, backend, reason in plan(spec, target).choices[:2]:
-        assert backend == "triton", pass_name
-        assert reason.startswith(f"not cuda: {cause}; ")
+    for one in plan(spec, target).passes[:2]:
+        assert one.backend == "triton", one.plan.pass_name
+        assert one.reason.startswith(f"not cuda: {cause}; ")
     with pytest.raises(PlanError, match=re.escape(cause)):
         plan(spec, target, "cuda")
 
@@ -96,7 +116,7 @@ def test_what_triton_cannot_do_falls_to_cuda(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise PlanError("no tile fits")
 
-    monkeypatch.setattr(backends, "triton_tiles", refuse)
+    monkeypatch.setattr(lift, "candidates", refuse)
     made = plan(Spec((6, 11), 64), "sm_90a")
     assert (made.backend, made.reason) == ("cuda", "not triton: no tile fits")
     with pytest.raises(PlanError, match="no tile fits"):
@@ -118,8 +138,8 @@ def test_an_explicit_backend_serves_every_pass() -> None:
         made = plan(Spec((6, 11), 64), "sm_90a", backend)
         assert backend_of(made) == dict.fromkeys(PASSES, backend)
         assert (made.backend, made.reason) == (backend, "asked for")
-        assert bool(made.tiles) == (backend == "triton")
-        assert bool(made.fused) == (backend == "cuda")
+        assert set(made.lift) == set(PASSES if backend == "triton" else ())
+        assert set(made.tile) == set(PASSES if backend == "cuda" else ())
     with pytest.raises(SpecError, match="backend: got 'cudnn'"):
         plan(Spec((6, 11), 64), "sm_90a", "cudnn")
     with pytest.raises(PlanError, match="backend: got 'cuda'; compiles for GPUs only"):
@@ -127,11 +147,23 @@ def test_an_explicit_backend_serves_every_pass() -> None:
 
 
 def test_text_shows_the_choice_of_each_pass() -> None:
-    tables = measured({"forward": {Shape(6, 11, 64, True): 0.4}, "backward": {Shape(6, 11, 64, True): 1.25}})
+    tables = measured({"forward": {Shape(6, 11, 64, "causal"): 0.4}, "backward": {Shape(6, 11, 64, "causal"): 1.25}})
     text = str(plan(Spec((6, 11), 64), "sm_90a", tables=tables))
     assert re.search(r"forward backend +cuda: 0.40 of triton's time, measured", text)
     assert re.search(r"backward backend +triton: cuda takes 1.25 of its time, measured", text)
-    assert re.search(r"scores +\d+ x \d+, \d warps", text)  # a tile of Triton's backward pass
-    for fused in plan(Spec((6, 11), 64), "sm_90a", "cuda").fused.values():
-        for _, name, value in fused.rows_of_table():
-            assert re.search(rf"{re.escape(name)} +{re.escape(value)}", str(plan(Spec((6, 11), 64), "sm_90a", "cuda")))
+    assert re.search(r"scores tile +\d+ x \d+, \d warps", text)  # of Triton's backward pass
+    made = plan(Spec((6, 11), 64), "sm_90a", "cuda")
+    for name in PASSES:
+        for _, fact, value in made.tile[name].rows_of_table():
+            assert re.search(rf"{re.escape(fact)} +{re.escape(value)}", str(made))
+
+
+def test_text_says_where_a_decision_comes_from() -> None:
+    """Decode has one candidate in CUDA; elsewhere the cost model chooses."""
+    made = plan(Spec((6, 11), 64), "sm_90a", "cuda", tables=())
+    sources = {one.plan.pass_name: dict(one.sources).values() for one in made.passes}
+    assert {name: {*found} for name, found in sources.items()} == {
+        "forward": {COST_MODEL},
+        "backward": {COST_MODEL},
+        "decode": {ONLY_ONE},
+    }
