@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from mtagen.planner.backends import CUDA_UP_TO, PASSES
 from test_plan import assert_fits
 
 import mtagen
