@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
 from ..planner.choice import GENERATED
 from ..planner.plan import Plan
+from ..planner.targets import get_target
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .loader import load_module
@@ -109,7 +109,7 @@ def compile_kernels(plan: Plan, sources: Sources, device: torch.device | None) -
         jobs: list[Future[Any]]
         if device is None:
             jobs = [
-                pool.submit(cached_cubin, text, plan.target, plan.tile[name].name)
+                pool.submit(cached_cubin, text, get_target(plan.target).sm, plan.tile[name].name)
                 for name, text in sources.kernels.items()
             ]
         else:
@@ -136,11 +136,10 @@ def arch_for(target: str, capability: tuple[int, int]) -> str:
     Raises:
         BackendError: the target's instructions are not those of the GPU.
     """
-    version, specific = re.fullmatch(r"sm_(\d+)(a?)", target).groups()  # type: ignore[union-attr]
-    here = 10 * capability[0] + capability[1]
-    if here == int(version):
-        return target
-    if specific or here < int(version):
+    planned, here = get_target(target), 10 * capability[0] + capability[1]
+    if here == planned.arch:
+        return planned.sm
+    if planned.is_specific or here < int(planned.arch):
         rule = f"the GPU has compute capability {capability[0]}.{capability[1]}, which does not run its instructions"
         raise BackendError(explain("target", target, rule, "the target of this GPU, or backend='triton'"))
     return f"sm_{here}"
