@@ -360,8 +360,8 @@ def tune(
     from rich.progress import Progress
 
     from . import tuning
-    from .op import local_target
     from .planner.choice import GENERATED
+    from .runtime.devices import local_target
 
     _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):

@@ -12,9 +12,10 @@ from .errors import BackendError, SpecError, check_choice, explain
 from .ops import library
 from .ops.executor import Executor
 from .ops.inputs import check_call, check_decode, resolve_scale
-from .planner import BACKENDS, TARGETS, Plan, plan, target_for_capability
+from .planner import BACKENDS, TARGETS, Plan, plan
 from .planner.choice import GENERATED
 from .planner.tables import shipped
+from .runtime.devices import local_target
 from .runtime.load import available_backends, compile_kernels, load, plan_key
 from .runtime.tuned import remembered
 from .spec import Spec
@@ -139,6 +140,11 @@ def build(
 ) -> MultiTokenAttention:
     """Plan, render, compile and cache the op of one kernel shape and head dim. Everything is built here, not in calls.
 
+    Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's; on the current GPU alone if
+    there is none, and in a process of an initialised ``torch.distributed`` job, which leaves other GPUs to other
+    processes. On any other GPU the first call compiles and loads them, or raises a ``BackendError`` if that GPU cannot
+    run the target's instructions.
+
     Args:
         kernel: ``(cq, ck)``, extent of the convolution over queries and over keys.
         head_dim: D, 16..256 in multiples of 8.
@@ -218,8 +224,7 @@ def assemble(
         raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
     sources = render(planned)
     if generated and not interpreted:
-        on_gpu = torch.cuda.is_available()
-        compile_kernels(planned, sources, torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
+        compile_kernels(planned, sources)
     kernels = load(planned, sources) if generated else None
     executor = Executor(
         spec,
@@ -232,15 +237,6 @@ def assemble(
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))
-
-
-def local_target() -> str:
-    """The target of this machine's GPU, else ``cpu``."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]  # without the features after it
-    return target_for_capability(torch.cuda.get_device_capability()).name
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:
