@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
+import cuda.core
 import pytest
+import torch
 
 from mtagen import Spec, plan
+from mtagen.codegen import emit
 from mtagen.codegen.cuda import render
 from mtagen.errors import SpecError
 from mtagen.planner.passes import PASSES
 from mtagen.planner.targets import TARGETS, get_target, target_for_capability
 from mtagen.planner.tile.candidates import candidates
 from mtagen.runtime.load import arch_for
+from mtagen.runtime.loader import load_module
 from mtagen.spec import DTYPES
 
 
@@ -93,3 +97,25 @@ def test_other_gpus_get_kernels_that_run_there(capability):
     major, minor = capability
     assert arch_for(target.name, capability) == f"sm_{major}{minor}"
     assert plan(Spec((6, 11), 128), target, "cuda").backend == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("target", "capability", "arch"),
+    [("sm_90a", (9, 0), "sm_90a"), ("sm_90a", (10, 0), "sm_90a"), ("sm_80", (10, 0), "sm_100")],
+)
+def test_emitted_modules_compile_for_the_gpu(target, capability, arch, tmp_path, monkeypatch):
+    """What one architecture alone has is compiled for no other: there the driver says that it cannot load it."""
+
+    class Program:
+        def __init__(self, source, language, options):
+            self.code = options.arch.encode()
+
+        def compile(self, kind):
+            return self
+
+    monkeypatch.setattr(cuda.core, "Program", Program)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    made = plan(Spec((2, 3), 16), target, "cuda")
+    (host,) = (path for path in emit(made, tmp_path) if path.suffix == ".py")
+    module = load_module(host)
+    assert module.compile_source(tmp_path / module.SOURCES["forward"], module.TARGET, 0) == arch.encode()
