@@ -361,9 +361,9 @@ def tune(
     from rich.progress import Progress
 
     from . import tuning
-    from .op import local_target
     from .planner.choice import GENERATED
     from .planner.passes import describe
+    from .runtime.devices import local_target
 
     _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):

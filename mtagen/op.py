@@ -8,9 +8,10 @@ from .config import Config
 from .dtypes import TORCH_DTYPES
 from .errors import BackendError, SpecError, check_choice, explain
 from .ops.attention import MultiTokenAttention, assemble
-from .planner import BACKENDS, TARGETS, plan, target_for_capability
+from .planner import BACKENDS, TARGETS, plan
 from .planner.choice import GENERATED
 from .planner.tables import shipped
+from .runtime.devices import local_target
 from .runtime.load import available_backends
 from .runtime.tuned import remembered
 from .spec import Spec
@@ -33,6 +34,11 @@ def build(
     tune: bool = False,
 ) -> MultiTokenAttention:
     """Plan, render, compile and cache the op of one kernel shape and head dim. Everything is built here, not in calls.
+
+    Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's; on the current GPU alone if
+    there is none, and in a process of an initialised ``torch.distributed`` job, which leaves other GPUs to other
+    processes. On any other GPU the first call compiles and loads them, or raises a ``BackendError`` if that GPU cannot
+    run the target's instructions.
 
     Args:
         kernel: ``(cq, ck)``, extent of the convolution over queries and over keys.
@@ -97,15 +103,6 @@ def build(
         tables=None if table is None else (table, shipped(target)),
     )
     return assemble(planned, torch_on_cpu=torch_on_cpu, dtype=named, deterministic=deterministic)
-
-
-def local_target() -> str:
-    """The target of this machine's GPU, else ``cpu``."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]  # without the features after it
-    return target_for_capability(torch.cuda.get_device_capability()).name
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:

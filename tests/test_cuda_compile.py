@@ -9,7 +9,7 @@ import cuda.core
 import pytest
 
 from mtagen.codegen.cuda import render
-from mtagen.planner.backends import fused_pass
+from mtagen.planner.backends import PASSES, fused_pass
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
@@ -20,7 +20,8 @@ from mtagen.spec import Spec
 # Bytes of stack that a thread may use, for what its main loop touches seldom and for some B operands of large kernels.
 STACK = {"forward": 128, "backward": 160, "decode": 0}
 STACK_AT_EDGES = 64  # and what the tiles near the diagonal touch besides, where columns are cut from fragments
-SYSTEM_SHARED = {"sm_80": 0, "sm_89": 0, "sm_90a": 1024}  # bytes that every kernel has as static shared memory
+# Bytes that every kernel has as static shared memory.
+SYSTEM_SHARED = {"sm_80": 0, "sm_86": 0, "sm_89": 0, "sm_90a": 1024, "sm_120": 1024}
 
 FORWARD = [
     Spec((6, 11), 64),
@@ -49,6 +50,7 @@ CASES = [
     *(("backward", target, Spec((1, 1), d)) for target in ("sm_80", "sm_90a") for d in (64, 128)),
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
+    *((name, target, Spec((6, 11), d)) for target in ("sm_86", "sm_120") for name in PASSES for d in (64, 128)),
 ]
 
 

@@ -53,7 +53,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cache:
 # The compiler.
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_120"])
 def test_compiles_without_a_gpu(arch: str) -> None:
     cubin = compile_cubin(SOURCE, arch)
     usage = usage_of_cubin(cubin)
@@ -134,6 +134,9 @@ def test_auto_says_that_cuda_is_not_installed(missing: str) -> None:
         ("sm_80", (8, 0), "sm_80"),
         ("sm_80", (8, 6), "sm_86"),
         ("sm_80", (9, 0), "sm_90"),
+        ("sm_80", (10, 0), "sm_100"),
+        ("sm_120", (12, 0), "sm_120"),
+        ("sm_120", (12, 1), "sm_121"),
         ("sm_89", (8, 9), "sm_89"),
         ("sm_90a", (9, 0), "sm_90a"),
     ],
@@ -142,7 +145,10 @@ def test_architecture_of_a_gpu(target: str, capability: tuple[int, int], arch: s
     assert arch_for(target, capability) == arch
 
 
-@pytest.mark.parametrize(("target", "capability"), [("sm_90a", (8, 9)), ("sm_90a", (10, 0)), ("sm_89", (8, 0))])
+@pytest.mark.parametrize(
+    ("target", "capability"),
+    [("sm_90a", (8, 9)), ("sm_90a", (10, 0)), ("sm_90a", (12, 0)), ("sm_89", (8, 0)), ("sm_120", (10, 0))],
+)
 def test_architectures_that_do_not_run(target: str, capability: tuple[int, int]) -> None:
     with pytest.raises(BackendError, match=f"target: got '{target}'; .*capability {capability[0]}.{capability[1]}"):
         arch_for(target, capability)

@@ -14,7 +14,10 @@ from mtagen.runtime.offline import Usage, compile_offline
 from mtagen.spec import Spec
 
 HOPPER = [((6, 11), 64), ((6, 11), 128), ((1, 1), 128), ((5, 2), 64)]
-OTHERS = [("sm_80", (6, 11), 64), ("sm_89", (5, 2), 64), ("gfx942", (6, 11), 64)]
+OTHERS = [
+    *((target, (6, 11), 64) for target in ("sm_80", "sm_120", "gfx942")),
+    *((target, (5, 2), 64) for target in ("sm_86", "sm_89")),
+]
 MAIN_KERNELS = {"forward": "fwd", "scores": "bwd_scores"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -423,11 +422,7 @@ SIZES = (
     (1, 2, 1, 333, 333),
     (1, 2, 1, 1100, 1100),
 )
-# Without wgmma, and with as much shared memory as the GPUs that the kernel is for.
-PORTABLE, SMALL = (
-    dataclasses.replace(HOPPER, wgmma=False, shared_per_block=target.shared_per_block) for target in (AMPERE, ADA)
-)
-WAYS = pytest.mark.parametrize("target", [HOPPER, PORTABLE, SMALL], ids=["wgmma", "sm_80", "sm_89"])
+WAYS = pytest.mark.parametrize("target", TARGETS, ids=case_id)  # the portable kernels are compiled for the GPU here
 GRID = [
     *(Spec(kernel, 64, causal=causal) for kernel in KERNELS for causal in (True, False)),
     *(Spec((6, 11), dim) for dim in HEAD_DIMS),
@@ -439,12 +434,12 @@ GRID = [
 
 PORTABLE_GRID = [
     *(
-        (PORTABLE, spec)
+        (AMPERE, spec)
         for spec in (GRID[0], Spec((1, 1), 64), Spec((16, 17), 128, causal=False, dtype="fp16"), Spec((3, 3), 256))
     ),
-    *((PORTABLE, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in HEAD_DIMS),
-    *((SMALL, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in (64, 80, 128)),
-    (SMALL, Spec((7, 7), 112, key_padding="right", dtype="fp16")),
+    *((AMPERE, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in HEAD_DIMS),
+    *((ADA, Spec((6, 11), dim, causal=dim % 32 == 0)) for dim in (64, 80, 128)),
+    (ADA, Spec((7, 7), 112, key_padding="right", dtype="fp16")),
 ]
 
 

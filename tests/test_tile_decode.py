@@ -24,7 +24,7 @@ from mtagen.runtime.cuda.compiler import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 from mtagen.spec import MAX_NEW_TOKENS, Spec
 
-TARGETS = ("sm_80", "sm_89", "sm_90a")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 KERNELS = ((6, 11), (1, 1), (3, 3), (5, 2), (1, 7), (11, 1), (16, 17))
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 7, 8, 32)

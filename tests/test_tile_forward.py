@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 Waits = Iterator[Callable[[], bool]]  # a warp: yields what it waits for
 
 OUTSIDE, IN_FLIGHT = -1, -2  # what a tile may hold other than keys
-CUDA_TARGETS = [TARGETS[name] for name in ("sm_80", "sm_89", "sm_90a")]
+CUDA_TARGETS = [target for target in TARGETS.values() if "mma" in target.matrix]
 
 
 class Barrier:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mtagen import Spec, plan
+from mtagen.codegen import render
 from mtagen.runtime import triton as package
 from mtagen.runtime.load import available_backends, plan_key
 
@@ -45,7 +46,6 @@ for options in ({"backend": "triton"}, {"backend": "auto", "dtype": "fp32"}):  #
     except mtagen.MtagenError as error:
         print(type(error).__name__, error)
 print(mtagen.build((2, 3), 16, target="sm_90a").plan.reason)
-import mtagen.tuning
 """
 
 COMMANDS = """
@@ -90,7 +90,11 @@ def test_what_needs_it_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_line_works(tmp_path: Path) -> None:
     run(BLOCKED + COMMANDS, tmp_path)
-    assert {path.suffix for path in (tmp_path / "kernels").iterdir()} == {".cu", ".md", ".py"}
+    assert {path.suffix for path in (tmp_path / "kernels").iterdir()} == {".cu", ".py"}
+
+
+def test_cuda_kernels_can_be_tuned(tmp_path: Path) -> None:
+    run(BLOCKED + "import mtagen.tuning", tmp_path)
 
 
 def test_it_is_imported_for_its_kernels_only(tmp_path: Path) -> None:
@@ -109,12 +113,13 @@ def test_keys_hold_the_versions_of_what_runs_a_plan(
     import triton
 
     made = plan(Spec((2, 3), 16), "sm_90a", backend)
-    keys = [plan_key(made)]
+    sources = render(made)
+    keys = [plan_key(made, sources)]
     monkeypatch.setattr(triton, "__version__", "9.9")
-    keys.append(plan_key(made))
+    keys.append(plan_key(made, sources))
     monkeypatch.setitem(sys.modules, "triton", None)
     assert package.triton_version() is None
-    keys.append(plan_key(made))
+    keys.append(plan_key(made, sources))
     assert len(set(keys)) == (3 if depends else 1)
     monkeypatch.setattr(torch, "__version__", "9.9")
-    assert plan_key(made) not in keys
+    assert plan_key(made, sources) not in keys

@@ -137,8 +137,7 @@ def assemble(
         raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
     sources = render(planned)
     if generated and not interpreted:
-        on_gpu = torch.cuda.is_available()
-        compile_kernels(planned, sources, torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
+        compile_kernels(planned, sources)
     kernels = load(planned, sources) if generated else None
     executor = Executor(
         spec,

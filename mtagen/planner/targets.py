@@ -1,19 +1,27 @@
 """The GPUs that kernels are planned for: one row per target.
 
 Sizes are those a kernel may use, rates the vendor's peaks for dense work; L2 rates are estimates, to rank
-plans with. Sources: the CUDA C++ Programming Guide (technical specifications per compute capability) and
-NVIDIA's data sheets of the A100, L40S and H200; AMD's CDNA 3 white paper and the MI300X data sheet.
+plans with. Sources: the CUDA C++ Programming Guide (technical specifications per compute capability); NVIDIA's data
+sheets of the A100, L40S and H200, its GA102 white paper for the RTX 3090 and its RTX Blackwell white paper for the
+RTX 5090; AMD's CDNA 3 white paper and the MI300X data sheet.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from ..errors import check_choice
+from ..errors import SpecError, check_choice, explain
 
 SHARED_BYTES_PER_CYCLE = 128  # of an NVIDIA multiprocessor
 _KIB = 1024
 RESERVED_SHARED = _KIB  # bytes that the system takes of every CTA's share
+# Families of matrix instructions: those of a warp on NVIDIA GPUs since 8.0, of a warpgroup, of AMD's wavefronts. Where
+# one architecture alone has a family, which later ones do not keep, it stands here.
+_MATRIX: dict[str, int | None] = {"mma": None, "wgmma": 90, "mfma": None}
+# Shared memory that a block may take, in KiB, on GPUs that have no row here, and on those that are not known.
+_SHARED = {(8, 7): 163, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED = 99
 _CLOCK_GHZ = 1.7  # about an H200's under load, on which the cost models' cycles were measured
 
 
@@ -25,7 +33,7 @@ class Target:
         name: the target's name in plans, kernel names and cache paths.
         device: the product whose rates these are.
         backend: Triton's backend, ``cuda`` or ``hip``.
-        arch: Triton's architecture: 80, 89, 90 or a gfx name.
+        arch: the architecture: ten times the compute capability, such as 90, or a gfx name.
         warp_size: threads that run in lockstep.
         multiprocessors: SMs, or compute units on AMD.
         shared_per_block: bytes of shared memory one block may take.
@@ -35,8 +43,11 @@ class Target:
         tensor_tflops: dense bf16 matrix rate with fp32 accumulation, TFLOP/s.
         dram_gbps: memory bandwidth, GB/s.
         l2_gbps: estimated bandwidth of the last-level cache all multiprocessors share, GB/s.
-        wgmma: has warpgroup matrix products that read shared memory.
+        matrix: the families of matrix instructions that its kernels may use: ``mma``, ``wgmma``, ``mfma``.
         dtypes: element types its kernels may have.
+
+    Raises:
+        SpecError: its architecture lacks a family of matrix instructions; the name is that of another architecture.
     """
 
     name: str
@@ -52,8 +63,27 @@ class Target:
     tensor_tflops: float
     dram_gbps: float
     l2_gbps: float
-    wgmma: bool = False
+    matrix: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+
+    def __post_init__(self) -> None:
+        for family in self.matrix:
+            check_choice("matrix", family, tuple(_MATRIX), "is no family of matrix instructions")
+            if _MATRIX[family] not in (None, self.arch):
+                rule = f"architecture {self.arch} does not have it"
+                raise SpecError(explain("matrix", family, rule, f"architecture {_MATRIX[family]} alone"))
+        if re.match(r"sm_\d", self.name) and self.name != self.sm:
+            raise SpecError(explain("name", self.name, "is not that of the target's architecture", self.sm))
+
+    @property
+    def is_specific(self) -> bool:
+        """Whether its kernels may use what one architecture alone has."""
+        return any(_MATRIX[family] for family in self.matrix)
+
+    @property
+    def sm(self) -> str:
+        """What CUDA sources are compiled for; the ``a`` marks code that runs on one architecture alone."""
+        return f"sm_{self.arch}{'a' if self.is_specific else ''}"
 
     @property
     def tensor_flop_per_cycle(self) -> float:
@@ -63,7 +93,7 @@ class Target:
     @property
     def mma_flop_per_cycle(self) -> float:
         """The same of ``mma.sync``, which does not reach the rate of ``wgmma``: 0.62 of it, measured on an H200."""
-        return self.tensor_flop_per_cycle * (0.62 if self.wgmma else 1)
+        return self.tensor_flop_per_cycle * (0.62 if "wgmma" in self.matrix else 1)
 
     @property
     def l2_bytes_per_cycle(self) -> float:
@@ -94,6 +124,23 @@ _ROWS = (
         tensor_tflops=312,
         dram_gbps=2039,
         l2_gbps=5000,
+        matrix=("mma",),
+    ),
+    Target(
+        name="sm_86",
+        device="NVIDIA GeForce RTX 3090",
+        backend="cuda",
+        arch=86,
+        warp_size=32,
+        multiprocessors=82,
+        shared_per_block=99 * _KIB,
+        shared_per_multiprocessor=100 * _KIB,
+        registers_per_multiprocessor=65536,
+        registers_per_thread=255,
+        tensor_tflops=71,
+        dram_gbps=936,
+        l2_gbps=2500,
+        matrix=("mma",),
     ),
     Target(
         name="sm_89",
@@ -109,6 +156,7 @@ _ROWS = (
         tensor_tflops=362,
         dram_gbps=864,
         l2_gbps=4500,
+        matrix=("mma",),
     ),
     Target(
         name="sm_90a",
@@ -124,7 +172,23 @@ _ROWS = (
         tensor_tflops=989,
         dram_gbps=4800,
         l2_gbps=6000,
-        wgmma=True,
+        matrix=("mma", "wgmma"),
+    ),
+    Target(
+        name="sm_120",
+        device="NVIDIA GeForce RTX 5090",
+        backend="cuda",
+        arch=120,
+        warp_size=32,
+        multiprocessors=170,
+        shared_per_block=99 * _KIB,
+        shared_per_multiprocessor=100 * _KIB,
+        registers_per_multiprocessor=65536,
+        registers_per_thread=255,
+        tensor_tflops=209.5,
+        dram_gbps=1792,
+        l2_gbps=7000,
+        matrix=("mma",),
     ),
     Target(
         name="gfx942",
@@ -141,12 +205,13 @@ _ROWS = (
         tensor_tflops=1307,
         dram_gbps=5300,
         l2_gbps=17200,  # Infinity Cache: the L2s are private to the dies
+        matrix=("mfma",),
     ),
     Target(
         name="generic",
-        device="any NVIDIA GPU since compute capability 8.0, cautiously",
+        device="any GPU that Triton's CUDA backend serves, cautiously",
         backend="cuda",
-        arch=80,  # PTX for 8.0 runs on every later GPU
+        arch=80,  # what the tests compile for
         warp_size=32,
         multiprocessors=64,
         shared_per_block=48 * _KIB,  # what a block gets without opting in to more
@@ -156,12 +221,13 @@ _ROWS = (
         tensor_tflops=100,
         dram_gbps=600,
         l2_gbps=2000,
+        matrix=(),  # not known, and Triton does not ask
     ),
 )
 
 TARGETS = {target.name: target for target in _ROWS}
 
-_BY_CAPABILITY = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
+_BY_CAPABILITY = {divmod(target.arch, 10): target for target in _ROWS if isinstance(target.arch, int) and target.matrix}
 
 
 def get_target(name: str) -> Target:
@@ -175,5 +241,18 @@ def get_target(name: str) -> Target:
 
 
 def target_for_capability(capability: tuple[int, int]) -> Target:
-    """The target for a CUDA compute capability (major, minor): its own row, else ``generic``."""
-    return get_target(_BY_CAPABILITY.get(capability, "generic"))
+    """The target for a CUDA compute capability (major, minor).
+
+    A capability without a row of its own gets that of an earlier one whose kernels use ``mma`` alone, which every GPU
+    since 8.0 has, and no more shared memory than this GPU is known to have: the row with the most of it, and of those
+    the latest. GPUs before 8.0 get ``generic``.
+    """
+    if capability in _BY_CAPABILITY:
+        return _BY_CAPABILITY[capability]
+    shared = _SHARED.get(capability, _LEAST_SHARED) * _KIB
+    portable = [
+        (target.shared_per_block, since)
+        for since, target in _BY_CAPABILITY.items()
+        if target.matrix == ("mma",) and since <= capability and target.shared_per_block <= shared
+    ]
+    return _BY_CAPABILITY[max(portable)[1]] if portable else get_target("generic")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +18,10 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
 from ..planner.choice import GENERATED
 from ..planner.plan import Plan
+from ..planner.targets import get_target
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
+from .devices import devices_for
 from .loader import load_module
 from .nvrtc import cached_cubin, cuda_is_installed
 from .triton import require_triton, triton_is_installed, triton_version
@@ -97,31 +99,27 @@ def _module(plan: Plan, sources: Sources, lowering: str, text: str | None) -> Mo
     return load_module(entry.path / file, entry.files[file])
 
 
-def compile_kernels(plan: Plan, sources: Sources, device: torch.device | None) -> None:
-    """Compile every kernel for ``device``, and load it there; without a GPU, CUDA's kernels for the plan's target.
+def compile_kernels(plan: Plan, sources: Sources) -> None:
+    """Compile every kernel and load it on the GPUs for the plan; without a GPU, compile CUDA's for the plan's target.
 
     Lengths, strides and head counts are run-time arguments, so nothing is left to compile in a later call.
 
     Raises:
-        BackendError: CUDA's compiler is missing, or cannot compile for ``device``; the driver refuses a kernel.
+        BackendError: CUDA's compiler is missing, or cannot compile for a GPU; the driver refuses a kernel.
     """
+    devices, arch = devices_for(plan.target), get_target(plan.target).sm
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
-        jobs: list[Future[Any]]
-        if device is None:
-            jobs = [
-                pool.submit(cached_cubin, text, plan.target, plan.tile[name].name)
-                for name, text in sources.kernels.items()
-            ]
-        else:
-            jobs = [pool.submit(_load, load_cuda(plan, sources), name, device) for name in plan.tile]
-    for job in jobs:
-        job.result()
-    if device is not None and plan.lift:
-        exercise(plan, load_triton(plan, sources), device, tuple(plan.lift))
-        torch.cuda.synchronize(device)
+        if not devices:
+            list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.tile[name].name), plan.tile))
+        for device in devices if plan.tile else ():  # in turn: GPUs alike share what is compiled for the first
+            list(pool.map(partial(_load, load_cuda(plan, sources), device), plan.tile))
+    for device in devices if plan.lift else ():
+        with torch.cuda.device(device):  # Triton launches on the current device
+            exercise(plan, load_triton(plan, sources), device, tuple(plan.lift))
+            torch.cuda.synchronize()
 
 
-def _load(module: ModuleType, pass_name: str, device: torch.device) -> None:
+def _load(module: ModuleType, device: torch.device, pass_name: str) -> None:
     try:
         module.load(pass_name, device)
     except BackendError:
@@ -136,11 +134,10 @@ def arch_for(target: str, capability: tuple[int, int]) -> str:
     Raises:
         BackendError: the target's instructions are not those of the GPU.
     """
-    version, specific = re.fullmatch(r"sm_(\d+)(a?)", target).groups()  # type: ignore[union-attr]
-    here = 10 * capability[0] + capability[1]
-    if here == int(version):
-        return target
-    if specific or here < int(version):
+    planned, here = get_target(target), 10 * capability[0] + capability[1]
+    if here == planned.arch:
+        return planned.sm
+    if planned.is_specific or here < int(planned.arch):
         rule = f"the GPU has compute capability {capability[0]}.{capability[1]}, which does not run its instructions"
         raise BackendError(explain("target", target, rule, "the target of this GPU, or backend='triton'"))
     return f"sm_{here}"

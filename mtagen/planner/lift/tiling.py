@@ -242,7 +242,7 @@ def _product_cycles(
 
     A wgmma takes 64 rows of a warpgroup, an mma.sync 16 of a warp. Warps left over split the columns.
     """
-    wgmma = target.wgmma and rows >= 64
+    wgmma = "wgmma" in target.matrix and rows >= 64
     height = 64 if wgmma else max(16, rows // tile.num_warps)
     width = columns / max(1.0, 16 * tile.num_warps / rows) if splits else columns
     rate = (target.tensor_flop_per_cycle if wgmma else target.mma_flop_per_cycle) * 2 / size
@@ -332,7 +332,7 @@ def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
     issue = (_DECODE_STEP + _DECODE_ISSUE * gathered) * tile.num_warps / 4
     chain = _DECODE_CHAIN * gathered + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
     # wgmma reads K and V from shared memory. A tile that does not fit registers spills: the last resort.
-    fragments = 0 if target.wgmma and rows >= 64 else n * (d + dv) * spec.itemsize // 2 // threads
+    fragments = 0 if "wgmma" in target.matrix and rows >= 64 else n * (d + dv) * spec.itemsize // 2 // threads
     if _DECODE_REGISTERS * rows * n // threads + fragments > target.registers_per_thread:
         chain, issue = 10 * chain, 10 * issue
     resident = resident_ctas(_decode_resources(tile, spec), tile, target)

@@ -499,7 +499,7 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
 
 def _candidates(spec: Spec, target: Target) -> Iterator[TileBackward]:
     """From most to least work a CTA, the last one the smallest there is."""
-    if target.wgmma:
+    if "wgmma" in target.matrix:
         for groups in (3, 2):
             yield TileBackward(spec, target.name, True, 4 * groups, 64, PANEL * groups)
         return

@@ -300,7 +300,7 @@ def forward_candidates(spec: Spec, target: Target) -> list[TileForward]:
 def _candidates(spec: Spec, target: Target) -> Iterator[TileForward]:
     """From most to least work a CTA, the last one the smallest there is."""
     fragments = spec.head_dim // 16
-    if target.wgmma:
+    if "wgmma" in target.matrix:
         wide = (128,) if band(spec.cq, spec.ck).pointwise else ()  # without a strip there is room for them
         for groups, keys in product((3, 2, 1), (*wide, 64, 32)):
             for in_registers in (fragments, 0) if fragments <= 4 else (0,):

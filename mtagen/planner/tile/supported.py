@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..targets import Target
+from ..targets import TARGETS, Target
 from .band import band
-
-CUDA_TARGETS = ("sm_80", "sm_89", "sm_90a")
 
 
 def check_supported(spec: Spec, target: Target) -> None:
@@ -21,6 +19,9 @@ def check_supported(spec: Spec, target: Target) -> None:
     for name in ("head_dim", "value_head_dim"):
         if getattr(spec, name) % 16:
             raise PlanError(explain(name, getattr(spec, name), "must be a multiple of 16 for cuda", "16, 32, .. 256"))
-    if target.name not in CUDA_TARGETS:
-        raise PlanError(explain("target", target.name, "has no CUDA templates", CUDA_TARGETS))
+    if "mma" not in target.matrix:
+        legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
+        raise PlanError(
+            explain("target", target.name, "the cuda backend's kernels are made of mma instructions", legal)
+        )
     band(spec.cq, spec.ck)  # raises for kernels that are too large

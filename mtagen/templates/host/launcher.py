@@ -90,7 +90,7 @@ def compile_source(source: Path, target: str, index: int) -> bytes:
     from cuda.pathfinder import find_nvidia_header_directory
 
     major, minor = torch.cuda.get_device_capability(index)
-    arch = f"sm_{major}{minor}" + "a" * target.endswith("a")
+    arch = target if target.endswith("a") else f"sm_{major}{minor}"  # an "a" marks what one architecture alone has
     include = find_nvidia_header_directory("cudart")
     options = ProgramOptions(name=source.name, arch=arch, std="c++17", include_path=[str(include)])
     return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
