@@ -103,7 +103,7 @@ def emit(
 ) -> None:
     """Write the kernels: Triton's as a Python module that needs torch and triton only, CUDA's as .cu files.
 
-    Beside .cu files stands a note on how to launch their kernels.
+    Beside .cu files stands a Python module that launches their kernels, which needs torch and cuda-core only.
     """
     from . import codegen, planner
 

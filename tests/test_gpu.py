@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtagen.runtime.cuda import compiler
 from torch import Tensor
 
 import mtagen
 from mtagen.check import failures
+from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
-from mtagen.planner import backends
+from mtagen.planner import choice
+from mtagen.runtime import nvrtc
 from mtagen.runtime.load import load, load_triton, plan_key
 from mtagen.runtime.offline import launches
 
@@ -73,7 +74,7 @@ CUDA_GRID = [
 @pytest.fixture
 def prefers_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """``auto`` takes CUDA for every pass that it can do, not only where it is faster."""
-    monkeypatch.setattr(backends, "cuda_over_triton", lambda *_: (0.0, "a test"))
+    monkeypatch.setattr(choice, "cuda_over_triton", lambda *_: (0.0, "a test"))
 
 
 @pytest.fixture
@@ -108,8 +109,8 @@ def test_accuracy_of_cuda(
     op = mtagen.build(
         kernel, head_dim, dtype=dtype, causal=causal, key_padding=key_padding, mask=mask, deterministic=False
     )
-    assert "forward" in op.plan.fused
-    assert "backward" in op.plan.fused or head_dim > 128
+    assert "forward" in op.plan.tile
+    assert "backward" in op.plan.tile or head_dim > 128
     assert_accurate(op)
 
 
@@ -119,7 +120,7 @@ def test_accuracy_of_cuda(
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_around_the_edges_of_tiles(causal: bool, deterministic: bool) -> None:
     op = mtagen.build((6, 11), 64, causal=causal, deterministic=deterministic)
-    rows, keys = op.plan.fused["forward"].owned, op.plan.fused["backward"].owned
+    rows, keys = op.plan.tile["forward"].owned, op.plan.tile["backward"].owned
     lengths = sorted({n + step for n in (64, 128, rows, 2 * rows, keys, 2 * keys) for step in (-1, 0, 1)})
     assert_accurate(op, tuple(Sizes(1, 2, 1, n, n) for n in lengths))
     assert_accurate(op, tuple(Sizes(1, 2, 1, rows, n) for n in lengths[::4]))
@@ -139,9 +140,10 @@ def test_strips(kernel: tuple[int, int]) -> None:
 
 
 def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
-    plan = replace(op.plan, workspace_bytes=workspace_bytes)
-    key = plan_key(plan)
-    library.register(key, Executor(plan.spec, load(plan), kernels_on_cpu=False, torch_on_cpu=False))
+    plan = op.plan.replaced(replace(op.plan.lift["backward"], workspace_bytes=workspace_bytes))
+    sources = render(plan)
+    key = plan_key(plan, sources)
+    library.register(key, Executor(plan.spec, load(plan, sources), kernels_on_cpu=False, torch_on_cpu=False))
     return MultiTokenAttention(plan, key, (torch.bfloat16,))
 
 
@@ -274,8 +276,9 @@ def test_gradient_of_any_layout(op: MultiTokenAttention) -> None:
 
 def test_new_lengths_compile_nothing(op: MultiTokenAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel was compiled by build: later calls of other sizes and layouts must find it."""
-    monkeypatch.setattr(compiler, "compile_cubin", None)
-    kernels = [launch.kernel for launch in launches(op.plan, load_triton(op.plan))] if op.plan.tiles else []
+    monkeypatch.setattr(nvrtc, "compile_cubin", None)
+    plan = op.plan
+    kernels = [launch.kernel for launch in launches(plan, load_triton(plan, render(plan)))] if plan.lift else []
 
     def compiled() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]

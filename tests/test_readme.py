@@ -52,7 +52,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     assert result.stdout
     if " emit " in command:
         suffixes = sorted(path.suffix for path in (tmp_path / "kernels").iterdir())
-        assert suffixes == ([".cu", ".cu", ".cu", ".md"] if "--backend cuda" in command else [".py"])
+        assert suffixes == ([".cu", ".cu", ".cu", ".py"] if "--backend cuda" in command else [".py"])
 
 
 def test_every_command_is_shown() -> None:

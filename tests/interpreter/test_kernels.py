@@ -10,6 +10,7 @@ import torch
 
 import mtagen
 from mtagen.check import failures
+from mtagen.codegen import render
 from mtagen.errors import BackendError
 from mtagen.measure.cases import Sizes
 from mtagen.ops import library
@@ -39,13 +40,15 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def retiled(op: MultiTokenAttention, tile: Tile, workspace_bytes: int) -> MultiTokenAttention:
     """The op with small tiles of scores and a small workspace, so that small problems have many of both."""
-    tiles = tuple(
-        (role, tile if role.startswith(("forward", "scores", "dq_", "dk_")) else own, source)
-        for role, own, source in op.plan.tiles
-    )
-    plan = replace(op.plan, tiles=tiles, workspace_bytes=workspace_bytes)
-    key = plan_key(plan)
-    library.register(key, Executor(plan.spec, load(plan), kernels_on_cpu=True, torch_on_cpu=False))
+    plan = op.plan
+    for made in op.plan.lift.values():
+        tiles = tuple(
+            (role, tile if role.startswith(("forward", "scores", "dq_", "dk_")) else own) for role, own in made.tiles
+        )
+        plan = plan.replaced(replace(made, tiles=tiles, workspace_bytes=workspace_bytes))
+    sources = render(plan)
+    key = plan_key(plan, sources)
+    library.register(key, Executor(plan.spec, load(plan, sources), kernels_on_cpu=True, torch_on_cpu=False))
     return MultiTokenAttention(plan, key, op._dtypes)
 
 
