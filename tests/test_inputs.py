@@ -312,7 +312,7 @@ BUILDS = {
     "dtype": ({"dtype": "fp8"}, "dtype", "'fp8'", "not supported", "'bf16', 'fp16', 'fp32', 'fp64'"),
     "torch dtype": ({"dtype": torch.int8}, "dtype", "torch.int8", "not supported", "torch.bfloat16"),
     "backend": ({"backend": "cudnn"}, "backend", "'cudnn'", "is not built", "('auto', 'cuda', 'triton', 'torch')"),
-    "target": ({"target": "sm_42"}, "target", "'sm_42'", "is not known", "'sm_80', 'sm_89', 'sm_90a'"),
+    "target": ({"target": "sm_42"}, "target", "'sm_42'", "is not known", "'sm_80', 'sm_86', 'sm_89', 'sm_90a'"),
 }
 
 

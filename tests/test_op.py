@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import mtagen
 from mtagen import BackendError, SpecError, reference
@@ -344,6 +345,58 @@ def test_autocast_leaves_fp64_alone(op: MultiTokenAttention) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = op(*tensors)
     assert torch.equal(out, op(*tensors))
+
+
+# Flop.
+
+SCORES = BATCH * HEADS * 5 * 7  # of all heads, though two share their keys; none is left out as masked
+FORWARD, BACKWARD = SCORES * 2 * (16 + 24 + 12), SCORES * 2 * (3 * 16 + 2 * 24 + 2 * 12)
+
+
+def test_flop_of_hand_computed_sizes(op: MultiTokenAttention) -> None:
+    """Products with D = 16 and DV = 24, and a convolution of 3 x 4 taps; the masked half is counted as PyTorch does."""
+    assert (FORWARD, BACKWARD) == (29120, 67200)
+    tensors = leaves(5, 7)
+    with FlopCounterMode(display=False) as counter:
+        out = op(*tensors)
+        assert counter.get_total_flops() == FORWARD
+        out.square().sum().backward()
+    forward, backward = torch.ops.mtagen.forward, torch.ops.mtagen.backward
+    assert counter.get_flop_counts()["Global"] == {forward: FORWARD, backward: BACKWARD}
+
+
+def test_flop_without_the_convolution_is_that_of_attention(op: MultiTokenAttention) -> None:
+    shapes = [tuple(x.shape) for x in leaves(5, 7)[:3]]
+    assert sdpa_flop_count(*shapes) == FORWARD - SCORES * 2 * 12
+    grad_out = (*shapes[0][:3], DV)
+    assert sdpa_backward_flop_count(grad_out, *shapes) == BACKWARD - SCORES * 2 * 2 * 12
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"backend": "torch"}, {"mask": "output"}], ids=str)
+def test_flop_depends_on_shapes_alone(options: dict[str, Any]) -> None:
+    op = build(value_head_dim=DV, **options)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        op(*leaves(5, 7))
+        op(*leaves(5, 7), return_lse=True)
+        assert counter.get_total_flops() == 2 * FORWARD
+
+
+def test_flop_of_gradients_of_some_inputs(op: MultiTokenAttention) -> None:
+    """The op makes all gradients, whichever are asked for."""
+    q, k, v, weight = leaves(5, 7)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(op(q, k, v, weight).sum(), q)
+    assert counter.get_total_flops() == FORWARD + BACKWARD
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 2]])
+def test_flop_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> None:
+    """Three new queries, and two before them that the convolution reads; a cache of seven keys."""
+    q, k, v, weight = (x.detach() for x in leaves(5, 7))
+    seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        op.decode(q, k, v, weight, cache_seqlens=seqlens)
+    assert counter.get_flop_counts()["Global"] == {torch.ops.mtagen.decode: 2 * 2 * 4 * 7 * (5 * 16 + 3 * (24 + 12))}
 
 
 # Identity.

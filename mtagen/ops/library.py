@@ -1,4 +1,4 @@
-"""The registered ops ``mtagen::forward``, ``mtagen::backward``, ``mtagen::decode`` and their autograd.
+"""The registered ops ``mtagen::forward``, ``mtagen::backward``, ``mtagen::decode``, their autograd and flop formulas.
 
 Schemas hold tensors, numbers and the key of a built op; the key is the content hash of its plan, so graphs that mention
 it mean the same in every process that has built the same op.
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import BackendError, explain
+from . import flops
 from .executor import Executor
 
 _executors: dict[str, Executor] = {}
@@ -200,12 +202,14 @@ def _autograd(op: OpOverload, function: type[torch.autograd.Function], *argument
     return _below_autograd(op, *arguments)
 
 
-for _name, _kernel, _fake, _function in (
-    ("forward", _forward, _fake_forward, _Differentiable),
-    ("backward", _backward, _fake_backward, _DifferentiatedOnce),
-    ("decode", _decode, _fake_decode, _Generation),
+for _name, _kernel, _fake, _function, _flop in (
+    ("forward", _forward, _fake_forward, _Differentiable, flops.attention_forward_flop),
+    ("backward", _backward, _fake_backward, _DifferentiatedOnce, flops.attention_backward_flop),
+    ("decode", _decode, _fake_decode, _Generation, flops.attention_decode_flop),
 ):
-    _op = getattr(torch.ops.mtagen, _name).default
+    _packet = getattr(torch.ops.mtagen, _name)
+    _op = _packet.default
+    register_flop_formula(_packet)(_flop)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     _library.impl(_name, partial(_autograd, _op, _function), "Autograd")
     torch.library.register_fake(f"mtagen::{_name}", _fake, lib=_library)
