@@ -82,7 +82,7 @@ def _spoilt(x: Tensor) -> Tensor:
 def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:
     """The host functions of a spec's passes, with emulated kernels."""
     planned = plan(spec, target, "cuda")
-    return {name: host_function(planned, name, folder, seed, checked=checked) for name in PASSES}
+    return {name: host_function(planned.tile[name], folder, seed, checked=checked) for name in PASSES}
 
 
 def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttention:

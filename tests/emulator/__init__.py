@@ -8,13 +8,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from single_pass import host_module
 
-from mtagen.codegen.cuda import host_name, render, render_host
-from mtagen.planner import Plan
+from mtagen.codegen.cuda import render
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.tile.passes import TilePass
 
@@ -88,23 +87,21 @@ def emulated(plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = Fal
 
 
 def host_function(
-    plan: Plan, name: str, folder: Path, seed: int = 0, *, checked: bool = False
+    plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
-    """The host function of a pass, as it is emitted, with emulated kernels on CPU tensors.
+    """The emitted host function of a pass, with emulated kernels, which are compiled at the first call.
 
     Args:
-        plan: its plan by CUDA.
-        name: the pass, which is compiled at the first call.
+        plan: the pass.
         folder: see :func:`emulated`.
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
     """
-    module = ModuleType(host_name(plan))
-    exec(compile(render_host(plan), f"{module.__name__}.py", "exec"), vars(module))
+    module = host_module(plan)
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        module.LOADED[name][None] = emulated(plan.tile[name], folder, seed, checked=checked)  # the index of a CPU
-        return getattr(module, name)(*arguments, **options)
+        module.LOADED[plan.pass_name][None] = emulated(plan, folder, seed, checked=checked)  # the index of a CPU
+        return getattr(module, plan.pass_name)(*arguments, **options)
 
     return call
 
