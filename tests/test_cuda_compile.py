@@ -7,13 +7,14 @@ import re
 
 import cuda.core
 import pytest
+from single_pass import cheapest
 
 from mtagen.codegen.cuda import render
-from mtagen.planner.backends import PASSES, fused_pass
+from mtagen.planner.passes import PASSES
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
-from mtagen.runtime.cuda.compiler import compile_cubin
+from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import Usage, sass_opcodes, usage_of_cubin
 from mtagen.spec import Spec
 
@@ -84,7 +85,7 @@ def count(opcodes: dict[str, int], *prefixes: str) -> int:
 
 @pytest.mark.parametrize(("pass_name", "target", "spec"), CASES, ids=case_id)
 def test_compiles(pass_name: str, target: str, spec: Spec, log: io.StringIO) -> None:
-    plan = fused_pass(pass_name, spec, TARGETS[target])
+    plan = cheapest(pass_name, spec, TARGETS[target])
     source = render(plan)
     cubin = compile_cubin(source, target, plan.name)
     # Silence: ptxas reports products of warpgroups that it must serialise, NVRTC what is odd in the source.
@@ -135,6 +136,6 @@ def check_forward(plan: TileForward, used: Usage, opcodes: dict[str, int]) -> No
 
 def test_the_log_is_seen(log: io.StringIO) -> None:
     """The compiler's remarks reach the log with the options that kernels are compiled with."""
-    plan = fused_pass("forward", Spec((6, 11), 64), TARGETS["sm_90a"])
+    plan = cheapest("forward", Spec((6, 11), 64), TARGETS["sm_90a"])
     compile_cubin(render(plan).replace("wgmma_wait<1>();", ""), "sm_90a")
     assert "wgmma.mma_async instructions are serialized" in messages(log)

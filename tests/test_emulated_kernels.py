@@ -9,29 +9,23 @@ from typing import Any
 import emulator
 import pytest
 import torch
-from emulator import emulated, needs_compiler
-from mtagen.planner.backends import PASSES, fused_pass
-from mtagen.runtime.cuda import backward, decode, forward
+from emulator import host_function, needs_compiler
 from torch import Tensor
 
 from mtagen import plan
 from mtagen.check import failures
+from mtagen.codegen import render
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.cases import Sizes
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
-from mtagen.planner import get_target
+from mtagen.planner.passes import PASSES
 from mtagen.runtime.load import Passes, plan_key
 from mtagen.spec import Spec
 
 pytestmark = needs_compiler
 
-HOSTS: dict[str, Callable[..., Any]] = {
-    "forward": forward.forward,
-    "backward": backward.backward,
-    "decode": decode.decode,
-}
 SIZES = (
     Sizes(2, 2, 1, 1, 1),
     Sizes(1, 2, 2, 9, 13),
@@ -87,19 +81,14 @@ def _spoilt(x: Tensor) -> Tensor:
 
 def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:
     """The host functions of a spec's passes, with emulated kernels."""
-    plans = {name: fused_pass(name, spec, get_target(target)) for name in PASSES}
-    return {
-        name: lambda *arguments, name=name, **options: HOSTS[name](
-            emulated(plans[name], folder, seed, checked=checked), plans[name], *arguments, **options
-        )
-        for name in PASSES
-    }
+    planned = plan(spec, target, "cuda")
+    return {name: host_function(planned.tile[name], folder, seed, checked=checked) for name in PASSES}
 
 
 def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttention:
     """What ``build`` makes of a spec, with emulated kernels on CPU tensors."""
     planned = plan(spec, target, "cuda")
-    key = f"{plan_key(planned)}-emulated{seed}"
+    key = f"{plan_key(planned, render(planned))}-emulated{seed}"
     kernels = Passes(**passes(spec, target, folder, seed))
     library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False))
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[spec.dtype],))
@@ -180,7 +169,7 @@ def test_mistakes_are_seen(
 ) -> None:
     spec = Spec((6, 11), 32)
     host = passes(spec, target, tmp_path, 0)
-    source = emulator.render(fused_pass(name, spec, get_target(target)))
+    source = emulator.render(plan(spec, target, "cuda").tile[name])
     assert written in source
     if name != "forward":  # which precedes it, and makes no mistake
         results(spec, host, "forward", 250, 300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from emulator import emulated, needs_compiler
+from emulator import host_function, needs_compiler
+from single_pass import Recorder, cheapest, on_gpu
 from torch import Tensor
 
 from mtagen.accuracy import GRADIENT_FACTOR, compare
@@ -21,12 +22,9 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target
-from mtagen.planner.backends import fused_pass
 from mtagen.planner.targets import Target
 from mtagen.planner.tile.backward import GROUP, TileBackward
-from mtagen.runtime.cuda import cuda_pass
-from mtagen.runtime.cuda.backward import backward as on_host
-from mtagen.runtime.cuda.compiler import compile_cubin
+from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 from mtagen.spec import Spec
 
@@ -43,7 +41,7 @@ def case_id(value: object) -> str:
 
 def plans() -> Iterator[TileBackward]:
     for kernel, dim, target in itertools.product(KERNELS, HEAD_DIMS, TARGETS):
-        yield fused_pass("backward", Spec(kernel, dim), target)
+        yield cheapest("backward", Spec(kernel, dim), target)
 
 
 # ---- The plan ----
@@ -102,7 +100,7 @@ def test_every_row_shift_has_its_block() -> None:
 )
 def test_refusals_name_the_limit(spec: Spec, target: str, limit: str) -> None:
     with pytest.raises(PlanError, match=limit):
-        fused_pass("backward", spec, get_target(target))
+        cheapest("backward", spec, get_target(target))
 
 
 # ---- The kernel's index arithmetic, in NumPy ----
@@ -222,7 +220,7 @@ def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: s
     """Every pair of row and key in exactly one CTA, every window in its strip: the sums equal the definition's."""
     rng = np.random.default_rng(0)
     spec = Spec(kernel, 128, causal=causal, key_padding=padding)
-    plan = fused_pass("backward", spec, target)
+    plan = cheapest("backward", spec, target)
     for n_q, n_k in ((100, 230), (140, 97)):
         q, k, v, grad_out = (rng.standard_normal((n, 4)) / 2 for n in (n_q, n_k, n_k, n_q))
         w = rng.standard_normal(kernel) / 4
@@ -260,7 +258,7 @@ def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: s
 )
 def test_compiled(target: Target, spec: Spec, spilled: int) -> None:
     """Products on the tensor cores, registers as planned, and a bounded stack."""
-    plan = fused_pass("backward", spec, target)
+    plan = cheapest("backward", spec, target)
     cubin = compile_cubin(render(plan), plan.target)
     usage = usage_of_cubin(cubin)
     for kernel in plan.kernels:
@@ -332,7 +330,7 @@ def problem(
 
 @cache
 def loaded(name: str, spec: Spec, target: Target) -> Callable[..., tuple[Tensor, ...]]:
-    return cuda_pass(name, fused_pass(name, spec, target))
+    return on_gpu(cheapest(name, spec, target))
 
 
 def run(
@@ -343,9 +341,9 @@ def run(
     deterministic: bool = False,
 ) -> tuple[Tensor, ...]:
     """The gradients, written over NaN."""
-    empty = torch.empty
+    empty = Tensor.new_empty
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+        patch.setattr(Tensor, "new_empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
         return backward(*given[:8], given.q.shape[-1] ** -0.5, deterministic=deterministic)
 
 
@@ -365,15 +363,13 @@ def assert_accurate(
 
 
 def test_grids_are_legal_at_any_length() -> None:
-    plan = fused_pass("backward", Spec((6, 11), 128), HOPPER)
-    grids = []
-    kernels = {kernel.role: lambda grid, *_: grids.append(grid) for kernel in plan.kernels}
+    backward, grids = Recorder(cheapest("backward", Spec((6, 11), 128), HOPPER)), []
     for batch, n in ((1, 2**21), (8192, 16)):
         q = torch.empty(batch, 16, n, 128, dtype=torch.bfloat16, device="meta")
         weight, lse = torch.empty(16, 6, 11, device="meta"), torch.empty(batch, 16, n, device="meta")
-        on_host(kernels, plan, q, lse, q, q, q, weight, q, lse, 1.0)
+        grids += [launch.grid for launch in backward(q, lse, q, q, q, weight, q, lse, 1.0)]
     assert len(grids) == 6
-    assert all(x < 2**31 and y <= 65535 and z == 1 for x, y, z in grids)
+    assert all(0 < grid[0] < 2**31 and all(0 < y <= 65535 for y in grid[1:]) and len(grid) <= 2 for grid in grids)
 
 
 @needs_compiler
@@ -396,9 +392,9 @@ def test_grids_are_legal_at_any_length() -> None:
 )
 def test_emulated(target: Target, spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emitted kernels themselves, on a CPU that plays the GPU; copies come early, then late."""
-    plan = fused_pass("backward", spec, target)
+    plan = cheapest("backward", spec, target)
     for seed, size in enumerate([(1, 2, 1, 150, 150), (1, 2, 2, 70, 100)]):
-        backward = partial(on_host, emulated(plan, tmp_path, seed), plan)
+        backward = host_function(plan, tmp_path, seed)
         given = problem(spec, *size, strided=seed == 0, device="cpu")
         assert_accurate(backward, given, monkeypatch, deterministic=seed == 1)
 
@@ -406,7 +402,7 @@ def test_emulated(target: Target, spec: Spec, tmp_path: Path, monkeypatch: pytes
 # ---- On a GPU ----
 
 
-on_gpu = [
+GPU_MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -444,7 +440,7 @@ PORTABLE_GRID = [
 
 
 class TestOnGpu:
-    pytestmark = on_gpu
+    pytestmark = GPU_MARKS
 
     @pytest.mark.parametrize("spec", GRID, ids=str)
     def test_accuracy(self, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from single_pass import Recorder, cheapest, on_gpu
 from torch import Tensor
 
 from mtagen.accuracy import compare
@@ -17,10 +19,8 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
-from mtagen.planner.backends import fused_pass
 from mtagen.planner.tile.decode import DecodeTile, TileDecode
-from mtagen.runtime.cuda import cuda_pass
-from mtagen.runtime.cuda.compiler import compile_cubin
+from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 from mtagen.spec import MAX_NEW_TOKENS, Spec
 
@@ -32,7 +32,7 @@ GROUPS = (1, 2, 3, 4, 7, 8, 32)
 
 def plans() -> Iterator[TileDecode]:
     for target, kernel, dim in itertools.product(TARGETS, KERNELS, HEAD_DIMS):
-        yield fused_pass("decode", Spec(kernel, dim), get_target(target))
+        yield cheapest("decode", Spec(kernel, dim), get_target(target))
 
 
 # ---- The plan ----
@@ -48,33 +48,71 @@ def test_tiles_fit_their_target() -> None:
             assert 16 % tile.chunks == 0
 
 
+class Call(NamedTuple):
+    """How the emitted host function decodes: the kernel and its tile, heads of a CTA, splits, and the blocks."""
+
+    tile: DecodeTile
+    heads: int
+    splits: int
+    blocks: int
+
+
+class Caller:
+    """Calls the emitted host function of a plan on tensors without data; no kernel runs."""
+
+    def __init__(self, plan: TileDecode) -> None:
+        self._plan, self._decode = plan, Recorder(plan)
+
+    def __call__(self, group: int, n_new: int, *, owners: int = 1, n: int = 100, splits: int | None = None) -> Call:
+        """Of ``owners`` heads of keys, each with ``group`` heads of queries, against ``n`` keys."""
+        spec = self._plan.spec
+
+        def rows(heads: int, n: int) -> Tensor:
+            return torch.empty(1, heads, n, spec.head_dim, dtype=torch.bfloat16, device="meta")
+
+        q, k = rows(owners * group, spec.cq - 1 + n_new), rows(owners, n)
+        weight = torch.empty(owners * group, *spec.kernel, device="meta")
+        first, *merges = self._decode(q, k, k, weight, 1.0, None, splits)
+        tile = next(tile for tile in self._plan.tiles if tile.role == first.kernel.role)
+        call = Call(tile, first.arguments["cta_heads"], first.arguments["num_splits"], *first.grid)
+        assert [merge.kernel.role for merge in merges] == ["combine"] * (call.splits > 1)
+        assert all(merge.grid == (owners * group * n_new,) for merge in merges)
+        assert all(merge.arguments["num_splits"] == call.splits for merge in merges)
+        return call
+
+
 def test_every_call_has_a_kernel() -> None:
     for plan in plans():
+        decode = Caller(plan)
         for group, n_new in itertools.product(GROUPS, range(1, MAX_NEW_TOKENS + 1)):
-            tile = plan.tile_for(group, n_new)
-            heads = tile.heads_for(group, n_new)
+            tile, heads, splits, blocks = decode(group, n_new, owners=3)
             assert 1 <= heads <= tile.heads
             assert heads * (plan.spec.cq - 1 + n_new) <= tile.rows
             assert heads * n_new <= tile.pairs
             assert heads * -(-n_new // tile.tokens) <= tile.convolved_tiles
+            assert blocks == 3 * -(-group // heads) * splits
 
 
 def test_a_group_takes_the_smallest_kernel_that_holds_it() -> None:
-    plan = fused_pass("decode", Spec((6, 11), 128), get_target("sm_90a"))
-    chosen = {call: plan.tile_for(*call).heads for call in [(1, 1), (1, 8), (2, 1), (4, 1), (2, 4), (4, 4), (8, 1)]}
+    """If none does, it is shared out evenly among as few CTAs as hold it."""
+    decode = Caller(cheapest("decode", Spec((6, 11), 128), get_target("sm_90a")))
+    chosen = {call: decode(*call).tile.heads for call in [(1, 1), (1, 8), (2, 1), (4, 1), (2, 4), (4, 4), (8, 1)]}
     assert chosen == {(1, 1): 1, (1, 8): 1, (2, 1): 4, (4, 1): 4, (2, 4): 4, (4, 4): 8, (8, 1): 8}
-    assert [plan.tiles[-1].heads_for(group, 1) for group in (8, 9, 16, 17)] == [8, 5, 8, 6]
+    assert [decode(group, 1).heads for group in (8, 9, 16, 17)] == [8, 5, 8, 6]
 
 
 def test_splits_fill_the_gpu() -> None:
-    plan = fused_pass("decode", Spec((6, 11), 128), get_target("sm_90a"))
-    tile = plan.tiles[0]
-    slots = tile.rule(get_target("sm_90a")).slots
+    plan = cheapest("decode", Spec((6, 11), 128), get_target("sm_90a"))
+    decode, tile = Caller(plan), plan.tiles[0]
+    slots = plan.rule(tile).slots
     for owners in (1, 16, 128, 1000):
-        ctas = owners * plan.splits_for(tile, owners, 2**20)
-        assert ctas / (-(-ctas // slots) * slots) > 0.85
-    assert plan.splits_for(tile, 16, 1) == 1
-    assert plan.splits_for(tile, 1, 1000) <= 1000 // tile.keys
+        call = decode(1, 1, owners=owners, n=2**20)
+        assert call.tile == tile
+        assert call.blocks == owners * call.splits
+        assert call.blocks / (-(-call.blocks // slots) * slots) > 0.85
+    assert decode(1, 1, owners=16, n=1).splits == 1
+    assert 1 < decode(1, 1, n=10_000).splits <= 10_000 // tile.keys
+    assert decode(1, 1, n=1000, splits=7).splits == 7
 
 
 @pytest.mark.parametrize(
@@ -88,7 +126,7 @@ def test_splits_fill_the_gpu() -> None:
 )
 def test_what_does_not_fit_is_refused(spec: Spec, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        fused_pass("decode", spec, get_target("sm_90a"))
+        cheapest("decode", spec, get_target("sm_90a"))
 
 
 # ---- The index maps ----
@@ -150,7 +188,7 @@ def test_convolution(kernel: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     cq, ck = kernel
     weight = random.standard_normal(kernel)
-    plans = [fused_pass("decode", Spec(kernel, dim), get_target("sm_89")) for dim in (64, 128, 256)]
+    plans = [cheapest("decode", Spec(kernel, dim), get_target("sm_89")) for dim in (64, 128, 256)]
     tiles = {tile.keys: (plan, tile) for plan in plans for tile in plan.tiles}
     assert {32, 64} <= tiles.keys()
     for (plan, tile), n_new in itertools.product(tiles.values(), (1, 2, 3, 8)):
@@ -163,7 +201,7 @@ def test_convolution(kernel: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_strip_has_room_for_the_tile_and_the_one_before(kernel: tuple[int, int]) -> None:
-    plan = fused_pass("decode", Spec(kernel, 64), get_target("sm_90a"))
+    plan = cheapest("decode", Spec(kernel, 64), get_target("sm_90a"))
     carry = plan.window_chunks - 1
     assert 8 * (carry - 1) < kernel[1] - 1 <= 8 * carry
     for tile in plan.tiles:
@@ -191,7 +229,7 @@ COMPILED = [
 def test_compiles_without_spills(
     target: str, kernel: tuple[int, int], dims: tuple[int, int], dtype: str, mask: str
 ) -> None:
-    plan = fused_pass("decode", Spec(kernel, *dims, dtype=dtype, mask=mask), get_target(target))
+    plan = cheapest("decode", Spec(kernel, *dims, dtype=dtype, mask=mask), get_target(target))
     cubin = compile_cubin(render(plan), target)
     usage = usage_of_cubin(cubin)
     for launched in plan.kernels:
@@ -206,12 +244,12 @@ def test_compiles_without_spills(
 
 
 def gpu_plan(spec: Spec) -> TileDecode:
-    return fused_pass("decode", spec, target_for_capability(torch.cuda.get_device_capability()))
+    return cheapest("decode", spec, target_for_capability(torch.cuda.get_device_capability()))
 
 
 @cache
 def build(spec: Spec) -> Callable[..., tuple[Tensor, Tensor]]:
-    return cuda_pass("decode", gpu_plan(spec))
+    return on_gpu(gpu_plan(spec))
 
 
 def inputs(

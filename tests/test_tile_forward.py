@@ -12,10 +12,10 @@ from fragments import Strips, WarpScores, WarpStrip, make_band
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from single_pass import cheapest
 from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled, tile_address
 
 from mtagen.errors import PlanError
-from mtagen.planner.backends import fused_pass
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.band import MAX_COLUMNS, MAX_ROWS
 from mtagen.planner.tile.forward import TileForward
@@ -313,7 +313,7 @@ LENGTHS = [(1, 1), (67, 67), (5, 300), (113, 203), (203, 113), (301, 4)]
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_score_once(kernel: tuple[int, int], causal: bool, mask: str, target: str) -> None:
     for i, padding in enumerate(KEY_PADDINGS):
-        plan = fused_pass("forward", Spec(kernel, 16, causal=causal, key_padding=padding, mask=mask), TARGETS[target])
+        plan = cheapest("forward", Spec(kernel, 16, causal=causal, key_padding=padding, mask=mask), TARGETS[target])
         assert_convolves(plan, *LENGTHS[(KERNELS.index(kernel) + 2 * i) % len(LENGTHS)])
 
 
@@ -429,7 +429,7 @@ def all_plans() -> Iterator[TileForward]:
     dims = [(16, 16), (64, 64), (80, 48), (128, 128), (64, 256), (192, 192), (256, 256)]
     for kernel, (dim, value_dim), target in itertools.product(kernels, dims, CUDA_TARGETS):
         try:
-            yield fused_pass("forward", Spec(kernel, dim, value_head_dim=value_dim), target)
+            yield cheapest("forward", Spec(kernel, dim, value_head_dim=value_dim), target)
         except PlanError as error:
             assert target.name in str(error)  # noqa: PT017 - the message names the limit
 

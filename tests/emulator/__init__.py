@@ -6,14 +6,16 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from single_pass import host_module
 
 from mtagen.codegen.cuda import render
-from mtagen.planner.backends import FusedPass
 from mtagen.planner.kernel import Kernel
+from mtagen.planner.tile.passes import TilePass
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -45,7 +47,7 @@ class EmulatedKernel:
         self._seed = seed
         self._checked = checked
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: float) -> None:
+    def __call__(self, grid: tuple[int, ...], *arguments: float) -> None:
         """Run to the end.
 
         Raises:
@@ -54,11 +56,12 @@ class EmulatedKernel:
         kinds = [_TYPES[argument.kind] for argument in self.kernel.arguments]
         values = [kind(value) for kind, value in zip(kinds, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        error = self._function((ctypes.c_uint * 3)(*grid), self._seed, self._checked, pointers)
+        blocks = (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid)))
+        error = self._function(blocks, self._seed, self._checked, pointers)
         assert not error, f"{self.kernel.name}: {error.decode()}"
 
 
-def emulated(plan: FusedPass, folder: Path, seed: int = 0, *, checked: bool = False) -> Mapping[str, EmulatedKernel]:
+def emulated(plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False) -> Mapping[str, EmulatedKernel]:
     """The kernels of a pass, role -> kernel.
 
     Args:
@@ -83,7 +86,27 @@ def emulated(plan: FusedPass, folder: Path, seed: int = 0, *, checked: bool = Fa
     return {kernel.role: EmulatedKernel(kernel, function(kernel), seed, checked) for kernel in plan.kernels}
 
 
-def for_host(plan: FusedPass) -> str:
+def host_function(
+    plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """The emitted host function of a pass, with emulated kernels, which are compiled at the first call.
+
+    Args:
+        plan: the pass.
+        folder: see :func:`emulated`.
+        seed: see :class:`EmulatedKernel`.
+        checked: see :class:`EmulatedKernel`.
+    """
+    module = host_module(plan)
+
+    def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        module.LOADED[plan.pass_name][None] = emulated(plan, folder, seed, checked=checked)  # the index of a CPU
+        return getattr(module, plan.pass_name)(*arguments, **options)
+
+    return call
+
+
+def for_host(plan: TilePass) -> str:
     """The emitted source, in which ``device.h`` stands for CUDA's headers and for every function of inline PTX."""
     source = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
     source = re.sub(r"^#include <cuda_\w+\.h>\n", "", source, flags=re.MULTILINE)

@@ -105,10 +105,6 @@ class DecodeTile:
         """Heads of a CTA, at most."""
         return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), self.pairs // n_new)
 
-    def heads_for(self, group: int, n_new: int) -> int:
-        """Heads of a CTA: the group shared out evenly among as few CTAs as hold it."""
-        return -(-group // -(-group // self.heads_that_fit(n_new)))
-
     @property
     def convolved_tiles(self) -> int:
         """Convolved tiles of a CTA, at most."""
