@@ -25,6 +25,7 @@ from sympy import Expr, ceiling
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q
+from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
@@ -45,6 +46,9 @@ _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does
 ROW_PITCH, KEY_BLOCKS, DQ_PIECES, DW_TERMS = sympy.symbols(
     "row_pitch key_blocks dq_pieces dw_terms", integer=True, positive=True
 )
+# In the source: the first column's key, the first query's position, row 0 of tile 0, and constants.
+_C0, _OFFSET, _FIRST = sympy.symbols("c0 offset first", integer=True)
+_ROW_HALO, _COLUMNS, _PAD_LEFT = sympy.symbols("ROW_HALO COLUMNS PAD_LEFT", integer=True)
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
 
@@ -151,6 +155,32 @@ class TileBackward(TilePass):
         spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
         waits = (_STEP_LATENCY + spills) / (self.rows * self.keys)
         return (products + convolutions + waits) * self.keys / self.owned
+
+    # ---- Which rows and columns the mask leaves, in names of the source
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
+
+    @property
+    def first_row(self) -> Expr:
+        """Row 0 of tile 0: those before it have no scores with the CTA's keys, nor do those that their scores feed."""
+        position = self.mask.first_position(_C0)
+        if position is None:
+            return sympy.S.Zero
+        return sympy.Max(0, position - _OFFSET - (_ROW_HALO if self.mask.zeroes_terms else 0))
+
+    @property
+    def diagonal(self) -> Expr | None:
+        """The last column of S that row 0 of tile 0 sees, row i seeing i more; None if rows see all keys."""
+        key = self.mask.last_key(_FIRST + _OFFSET)
+        return None if key is None else key - _C0
+
+    @property
+    def columns_end(self) -> Expr:
+        """End of the columns of C, P and G that have keys, if rows would see them: what is hidden needs no end."""
+        return _COLUMNS if self.mask.bounds_keys else sympy.Min(_COLUMNS, N_K - _C0 - _PAD_LEFT)
 
     # ---- Rows
 
@@ -393,11 +423,6 @@ class TileBackward(TilePass):
             Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS)),
             Buffer("progress", "int32", (BATCH * HEADS * KEY_BLOCKS,), zeroed=True, option="deterministic"),
         )
-
-    @property
-    def masks_scores(self) -> bool:
-        """Whether later keys than a row's own get zero scores."""
-        return self.spec.causal and not self.spec.masks_by_output
 
     @property
     def score_exponent(self) -> int:
