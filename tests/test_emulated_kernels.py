@@ -160,8 +160,8 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
             "store_shared .* races with load_matrices",
         ),
         ("forward", "sm_90a", "barriers + V_EMPTY + 8 * (t %", "barriers + V_EMPTY + 4 * (t %", "not initialised"),
-        ("backward", "sm_90a", "barrier_wait(written, tiles++ & 1);", "tiles++;", "races with"),
-        ("backward", "sm_90a", "barrier_wait(taken, ~tiles & 1);", "", "races with"),
+        ("backward", "sm_90a", "barrier_wait(written, steps++ & 1);", "steps++;", "races with"),
+        ("backward", "sm_90a", "barrier_wait(taken, ~steps & 1);", "", "races with"),
     ],
 )
 def test_mistakes_are_seen(

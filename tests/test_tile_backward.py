@@ -23,7 +23,7 @@ from mtagen.errors import PlanError
 from mtagen.naive import reference
 from mtagen.planner import get_target
 from mtagen.planner.targets import Target
-from mtagen.planner.tile.backward import GROUP, TileBackward
+from mtagen.planner.tile.backward import ROW_TILE, TileBackward
 from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
 from mtagen.spec import Spec
@@ -59,10 +59,10 @@ def test_operands_are_aligned() -> None:
     for plan in plans():
         assert plan.lag % 8 == 0  # the K tile's rows, in swizzle atoms
         assert plan.shift % 2 == 0  # G is stored two columns at a time
-        assert plan.strip_row % 32 == 16  # an odd number of 16-byte chunks: no bank conflicts
+        assert plan.slab_row % 32 == 16  # an odd number of 16-byte chunks: no bank conflicts
         assert plan.lag + 16 * plan.dq_steps <= plan.keys
-        assert 16 * plan.dq_steps <= 8 * plan.tiles * plan.parts <= plan.keys
-        assert plan.shift + plan.columns <= plan.keys + 8  # G's last columns fit a strip's row
+        assert 16 * plan.dq_steps <= 8 * plan.ds_chunks * plan.parts <= plan.keys
+        assert plan.shift + plan.output_columns <= plan.keys + 8  # G's last columns fit a slab's row
         assert plan.dq_columns * plan.dq_parts >= plan.spec.head_dim
         assert plan.dq_parts <= plan.parts
 
@@ -74,7 +74,7 @@ def test_warps_share_products_evenly() -> None:
         assert plan.keys % (16 * plan.parts) == 0  # columns of scores
         assert plan.key_warps * plan.dim_warps == plan.warps
         assert plan.keys % (16 * plan.key_warps) == plan.spec.head_dim % (16 * plan.dim_warps) == 0
-        assert plan.warps % plan.weight_gradient.splits == plan.groups * plan.weight_gradient.splits % plan.warps == 0
+        assert plan.warps % plan.weight_gradient.sets == plan.row_tiles * plan.weight_gradient.sets % plan.warps == 0
         for sharing in (plan.parts, plan.key_warps, plan.dim_warps):
             assert sharing & (sharing - 1) == 0  # addresses of their blocks differ from one another's by exclusive or
 
@@ -82,8 +82,8 @@ def test_warps_share_products_evenly() -> None:
 def test_every_row_shift_has_its_block() -> None:
     for plan in plans():
         share = plan.weight_gradient
-        assert share.shifts * share.splits >= plan.spec.cq
-        blocks = [block for block, _, _ in share.blocks]
+        assert share.shifts * share.sets >= plan.spec.cq
+        blocks = [block for block, _, _ in share.sums]
         assert sorted(blocks) == sorted(itertools.product(range(share.shifts), range(share.chunks)))
 
 
@@ -130,7 +130,7 @@ def direct(spec: Spec, q: Array, k: Array, v: Array, w: Array, grad_out: Array) 
 def modelled(
     plan: TileBackward, q: Array, k: Array, v: Array, w: Array, grad_out: Array, lse: Array, dot: Array
 ) -> Gradients:
-    """As the kernel goes: CTA by CTA, tile by tile, through strips whose columns and rows are the plan's."""
+    """As the kernel goes: CTA by CTA, step by step, through slabs whose columns and rows are the plan's."""
     spec = plan.spec
     n_q, n_k, rows = len(q), len(k), plan.rows
     dq, dk, dv, dw = (np.zeros_like(x) for x in (q, k, v, w))
@@ -143,47 +143,47 @@ def modelled(
         inside = (at >= 0) & (at < len(x))
         return np.where(inside.reshape(-1, *[1] * (x.ndim - 1)), x[np.clip(at, 0, len(x) - 1)], outside)
 
-    def window(strip: Array, begin: int, u: int, i: int) -> Array:
-        return strip[(begin + np.arange(rows) + u) % len(strip)][:, i : i + plan.keys]
+    def window(slab: Array, begin: int, u: int, i: int) -> Array:
+        return slab[(begin + np.arange(rows) + u) % len(slab)][:, i : i + plan.keys]
 
     for block in range(-(-n_k // plan.owned)):
         c0 = block * plan.owned - plan.halo
         first = max(0, c0 - off) if spec.causal else 0
         key_tile, value_tile = rows_of(k, c0, plan.keys), rows_of(v, c0 + plan.pad_left, plan.keys)
-        scores = np.zeros((plan.score_ring * GROUP, plan.keys + 16))
-        gradients = np.zeros((plan.gradient_ring * GROUP, plan.keys + 16))
+        scores = np.zeros((plan.score_ring * ROW_TILE, plan.keys + 16))
+        gradients = np.zeros((plan.gradient_ring * ROW_TILE, plan.keys + 16))
         x, r = np.arange(plan.keys), np.arange(rows)[:, None]
 
-        for t in range((n_q - first + GROUP + rows - 1) // rows):
-            row = first + t * rows
+        for step in range((n_q - first + ROW_TILE + rows - 1) // rows):
+            row = first + step * rows
             tile_q, tile_do = rows_of(q, row, rows), rows_of(grad_out, row, rows)
-            last = first + t * rows + r + off - c0  # column of S that each row sees last
+            last = first + step * rows + r + off - c0  # column of S that each row sees last
             if not spec.causal:
                 last = np.full_like(last, n_k + plan.keys)
-            scores[(t * rows + r[:, 0]) % len(scores), : plan.keys] = np.where(x > last, 0, tile_q @ key_tile.T)
+            scores[(step * rows + r[:, 0]) % len(scores), : plan.keys] = np.where(x > last, 0, tile_q @ key_tile.T)
 
             c = np.zeros((rows, plan.keys))
             for u, i in np.ndindex(taps.shape):
-                part = window(scores, t * rows - (spec.cq - 1), u, i)
+                part = window(scores, step * rows - (spec.cq - 1), u, i)
                 c[:, : part.shape[1]] += taps[u, i] * part
-            exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.columns, n_k - c0 - plan.pad_left))
+            exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.output_columns, n_k - c0 - plan.pad_left))
             p = np.exp(c - rows_of(lse, row, rows, np.inf)[:, None])
             p = np.where(exists & (x + plan.pad_left <= last), p, 0)
             g = p * (tile_do @ value_tile.T - rows_of(dot, row, rows)[:, None])
-            gradients[(t * rows + r[:, 0]) % len(gradients), plan.shift : plan.shift + plan.keys] = g
+            gradients[(step * rows + r[:, 0]) % len(gradients), plan.shift : plan.shift + plan.keys] = g
 
             ds = np.zeros((rows, plan.keys))
             for u, i in np.ndindex(taps.shape):
-                part = window(gradients, t * rows - GROUP, u, i)
+                part = window(gradients, step * rows - ROW_TILE, u, i)
                 ds[:, : part.shape[1]] += taps[spec.cq - 1 - u, plan.halo - i] * part
-            ds = np.where((x >= plan.shift) & (x < plan.end) & (x + plan.lag <= last - GROUP), ds, 0)
-            assert not ds[:, 8 * plan.tiles * plan.parts :].any()
+            ds = np.where((x >= plan.shift) & (x < plan.ds_columns) & (x + plan.lag <= last - ROW_TILE), ds, 0)
+            assert not ds[:, 8 * plan.ds_chunks * plan.parts :].any()
 
-            above = np.concatenate([rows_of(q, row - GROUP, GROUP), tile_q[: rows - GROUP]])
+            above = np.concatenate([rows_of(q, row - ROW_TILE, ROW_TILE), tile_q[: rows - ROW_TILE]])
             part = ds[:, : 16 * plan.dq_steps] @ key_tile[plan.lag : plan.lag + 16 * plan.dq_steps]
             for i in range(rows):
-                if 0 <= row - GROUP + i < n_q:
-                    dq[row - GROUP + i] += part[i]
+                if 0 <= row - ROW_TILE + i < n_q:
+                    dq[row - ROW_TILE + i] += part[i]
             for sums, tile, lag, begin in (
                 (dk, ds.T @ above, plan.lag, plan.shift),
                 (dv, p.T @ tile_do, plan.pad_left, plan.pad_right),
@@ -194,14 +194,15 @@ def modelled(
             begin, end = plan.owned_gradient
             for chunk in range(begin // 8, -(-end // 8)):
                 columns = np.arange(8 * chunk, 8 * chunk + 8)
-                owned = gradients[(t * rows + np.arange(rows)) % len(gradients)][:, columns]
+                owned = gradients[(step * rows + np.arange(rows)) % len(gradients)][:, columns]
                 owned = np.where((columns >= begin) & (columns < end), owned, 0)
                 for u, d in itertools.product(range(spec.cq), range(plan.weight_chunks)):
                     at = 8 * (chunk + plan.first_weight_chunk + d)
                     if at < 0:
                         continue
                     part = (
-                        scores[(t * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)][:, at : at + 8].T @ owned
+                        scores[(step * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)][:, at : at + 8].T
+                        @ owned
                     )
                     for diagonal in range(-7, 8):  # row - column
                         i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.shift
@@ -217,7 +218,7 @@ def modelled(
 )
 @pytest.mark.parametrize("target", TARGETS, ids=case_id)
 def test_model_of_the_kernel(target: Target, kernel: tuple[int, int], padding: str, causal: bool) -> None:
-    """Every pair of row and key in exactly one CTA, every window in its strip: the sums equal the definition's."""
+    """Every pair of row and key in exactly one CTA, every window in its slab: the sums equal the definition's."""
     rng = np.random.default_rng(0)
     spec = Spec(kernel, 128, causal=causal, key_padding=padding)
     plan = cheapest("backward", spec, target)
@@ -480,7 +481,7 @@ class TestOnGpu:
 
     @WAYS
     def test_large_scores(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-        """|q . k| beyond fp16's range: the strips hold a fraction of it."""
+        """|q . k| beyond fp16's range: the slabs hold a fraction of it."""
         spec = Spec((6, 11), 128)
         given = problem(spec, 1, 2, 2, 300, 300, size=4000.0)
         assert (given.q.float() @ given.k.float().mT).abs().max() > 2**17

@@ -1,15 +1,17 @@
-"""The fused backward pass: a CTA owns keys and streams tiles of rows past them, all heads of a group in turn.
+"""The fused backward pass: a CTA owns keys and streams rows past them in steps, all query heads of its keys in turn.
 
     S = K-tile scores       C = conv(S)      P = exp(C - lse)     dP = dO V^T       G = P (dP - D)
     dS = adjoint conv(G)    dV += P^T dO     dK += dS^T Q         dQ += dS K        dW += diagonals of S^T G
 
-Columns. A CTA whose strip starts at key c0 keeps S at column j - c0. Output column x of a convolution reads strip
-columns x .. x+halo, so C, P and G have key j at column j - c0 - pad_left. G goes to its strip ``shift`` columns further
-right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift a multiple of 8, such that dQ
-reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the keys whose dS is complete.
+Columns. A CTA whose first column is key c0 keeps S at column j - c0 of a slab in shared memory. Output column x of a
+convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left. G goes to its slab
+``shift`` columns further right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift a
+multiple of 8, such that dQ reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the keys whose
+dS is complete.
 
-Rows. The strips are rings of groups of 16 rows, a warp's share of a tile. Row i of C needs rows i-(cq-1) .. i of S, row
-i of dS rows i .. i+(cq-1) of G: dS lags a tile by a group, and its product with Q takes a group of the tile before.
+Rows. The slabs are rings of row tiles, 16 rows each, a warp's share of a step. Row i of C needs rows i-(cq-1) .. i of
+S, row i of dS rows i .. i+(cq-1) of G: dS lags a row tile behind a step, and its product with Q takes the last row tile
+of the step before.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from sympy import Expr, ceiling
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q
+from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
@@ -34,7 +37,7 @@ from .passes import TilePass
 from .supported import check_supported
 from .wgmma import Wgmma
 
-GROUP = 16  # rows of a warp
+ROW_TILE = 16  # rows of a warp
 PANEL = 64  # columns of 16 bits in a row of 128 bytes
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
@@ -45,31 +48,32 @@ _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does
 ROW_PITCH, KEY_BLOCKS, DQ_PIECES, DW_TERMS = sympy.symbols(
     "row_pitch key_blocks dq_pieces dw_terms", integer=True, positive=True
 )
+_C0, _OFFSET, _ROW_HALO = sympy.symbols("c0 offset ROW_HALO", integer=True)  # as the templates call them
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
 
 
 class WeightGradient(NamedTuple):
-    """How warps share the gradient of W: by row shifts, then by groups of rows.
+    """How warps share the gradient of W: by row shifts, then by row tiles.
 
     An mma multiplies two 8x8 blocks (u, d) of transposed scores (row shift u, chunk d of a window) by 8 columns of G;
     its diagonals are the gradients of W[u].
 
     Attributes:
         shifts: row shifts of a warp.
-        splits: sets of row shifts; the warps that have the same set share the groups of a tile.
+        sets: sets of row shifts; the warps that have the same set share the row tiles of a step.
         chunks: chunks of a window.
         products: the pairs of blocks. If the last block is left over, its partner is one that has been paired before,
             and whose second sums do not count: the operand is then that of the next chunk's first pair.
     """
 
     shifts: int
-    splits: int
+    sets: int
     chunks: int
     products: tuple[tuple[Block, Block | None], ...]
 
     @property
-    def blocks(self) -> tuple[tuple[Block, int, int], ...]:
+    def sums(self) -> tuple[tuple[Block, int, int], ...]:
         """(block, product, half of its rows) of the sums that count, a block once."""
         places: dict[Block, tuple[int, int]] = {}
         for product, pair in enumerate(self.products):
@@ -84,15 +88,15 @@ class WeightGradient(NamedTuple):
         return -(-(self.shifts + 1) // 4)
 
     @property
-    def early_groups(self) -> int:
-        """Of a warp's groups, those worked on before the next tile's scores are stored."""
-        return -(-self.splits // 2)
+    def early_row_tiles(self) -> int:
+        """Of a warp's row tiles, those worked on before the next step's scores are stored."""
+        return -(-self.sets // 2)
 
 
-def weight_gradient(cq: int, chunks: int, splits: int = 1) -> WeightGradient:
+def weight_gradient(cq: int, chunks: int, sets: int = 1) -> WeightGradient:
     """The gradient of W with at most four row shifts a warp, in at least so many sets."""
-    splits = max(splits, 1 if cq <= 3 else 2 if cq <= 8 else 4)
-    shifts = -(-cq // splits)
+    sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
+    shifts = -(-cq // sets)
     products: list[tuple[Block, Block | None]] = [
         ((u, d), (u + 1, d)) for u in range(0, shifts - 1, 2) for d in range(chunks)
     ]
@@ -100,7 +104,7 @@ def weight_gradient(cq: int, chunks: int, splits: int = 1) -> WeightGradient:
         last = shifts - 1
         starts = [*range(0, chunks - 1, 2), *([chunks - 2] if chunks % 2 and chunks > 1 else [])]
         products += [((last, d), (last, d + 1)) for d in starts] or [((last, 0), None)]
-    return WeightGradient(shifts, splits, chunks, tuple(products))
+    return WeightGradient(shifts, sets, chunks, tuple(products))
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,9 @@ class TileBackward(TilePass):
         spec: the request.
         target: name of the target.
         hopper: wgmma, and a warpgroup that loads and makes the gradient of W (sm_90a); else mma.sync, all warps alike.
-        warps: warps that compute, each 16 rows of a part of the columns; on Hopper 64 columns, a warpgroup a part.
-        rows: rows of a tile.
-        keys: columns of a strip.
+        warps: warps that compute, each a row tile of a part of the columns; on Hopper 64 columns, a warpgroup a part.
+        rows: rows of a step.
+        keys: columns of S.
     """
 
     spec: Spec
@@ -146,34 +150,49 @@ class TileBackward(TilePass):
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
         mma = self.band.mma_of_scores + 2 * self.band.mma_per_tile  # with the adjoint and the gradient of W
         products, convolutions = 10 * self.spec.head_dim / rate, 32 * mma / target.mma_flop_per_cycle
-        wanted = self.registers + (self.band.registers if self.hopper else 0)  # the band stays where it fits
+        wanted = self.registers + (self.band.registers if self.hopper else 0)  # B operands stay where they fit
         spilled = max(0, wanted - self.register_split[0])
         spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
         waits = (_STEP_LATENCY + spills) / (self.rows * self.keys)
         return (products + convolutions + waits) * self.keys / self.owned
 
+    # ---- Which rows and columns the mask leaves, in names of the source
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
+
+    @property
+    def first_row(self) -> Expr:
+        """Row 0 of step 0: those before it have no scores with the CTA's keys, nor do those that their scores feed."""
+        position = self.mask.first_position(_C0)
+        if position is None:
+            return sympy.S.Zero
+        return sympy.Max(0, position - _OFFSET - (_ROW_HALO if self.mask.zeroes_terms else 0))
+
     # ---- Rows
 
     @property
-    def groups(self) -> int:
-        """Groups of 16 rows in a tile."""
-        return self.rows // GROUP
+    def row_tiles(self) -> int:
+        """Row tiles of a step."""
+        return self.rows // ROW_TILE
 
     @property
     def score_ring(self) -> int:
-        """Groups in the ring of S: a tile, and the last group of the one before, or all of it if a helper needs it."""
-        return 2 * self.groups if self.hopper else self.groups + 1
+        """Row tiles of S: a step's, and the last of the step before, or all of those if a helper needs them."""
+        return 2 * self.row_tiles if self.hopper else self.row_tiles + 1
 
     @property
     def gradient_ring(self) -> int:
-        """Groups in the ring of G: a tile, and the last group of the one before."""
-        return self.groups + 1
+        """Row tiles of G: a step's, and the last of the step before."""
+        return self.row_tiles + 1
 
     # ---- Columns
 
     @property
     def taps(self) -> int:
-        """Columns of W, made odd by one of zeros: strips are written two columns at a time."""
+        """Columns of W, made odd by one of zeros: slabs are written two columns at a time."""
         return self.spec.ck | 1
 
     @property
@@ -188,8 +207,8 @@ class TileBackward(TilePass):
 
     @property
     def parts(self) -> int:
-        """Parts of the columns, each of ``groups`` warps; the warpgroups that compute on Hopper."""
-        return self.warps // self.groups
+        """Parts of the columns, each of ``row_tiles`` warps; the warpgroups that compute on Hopper."""
+        return self.warps // self.row_tiles
 
     @property
     def owned(self) -> int:
@@ -208,7 +227,7 @@ class TileBackward(TilePass):
 
     @property
     def shift(self) -> int:
-        """Columns by which G is moved right in its strip; first owned column of dS."""
+        """Columns by which G is moved right in its slab; first owned column of dS."""
         return self.halo % CHUNK
 
     @property
@@ -217,24 +236,24 @@ class TileBackward(TilePass):
         return self.halo - self.shift
 
     @property
-    def columns(self) -> int:
-        """Columns of C whose windows lie in the strip."""
+    def output_columns(self) -> int:
+        """Columns of C, P and G: those whose windows lie in the slab of S."""
         return self.keys - self.halo
 
     @property
-    def end(self) -> int:
-        """End of the owned columns of dS."""
+    def ds_columns(self) -> int:
+        """Columns of dS, the last one owned."""
         return self.shift + self.owned
 
     @property
-    def tiles(self) -> int:
-        """Tiles of 8 columns of dS that a warp makes."""
-        return -(-self.end // (CHUNK * self.parts))
+    def ds_chunks(self) -> int:
+        """Chunks of 8 columns of dS that a warp makes."""
+        return -(-self.ds_columns // (CHUNK * self.parts))
 
     @property
     def dq_steps(self) -> int:
         """Steps of 16 keys of the product dS K."""
-        return -(-self.end // 16)
+        return -(-self.ds_columns // 16)
 
     @property
     def dq_columns(self) -> int:
@@ -283,7 +302,7 @@ class TileBackward(TilePass):
 
     @property
     def owned_gradient(self) -> tuple[int, int]:
-        """First owned column of G in its strip, and the end."""
+        """First owned column of G in its slab, and the end."""
         first = self.shift + self.pad_right
         return first, first + self.owned
 
@@ -291,37 +310,37 @@ class TileBackward(TilePass):
 
     @property
     def panels(self) -> int:
-        """Panels of 64 columns of a tile of vectors."""
+        """Panels of 64 columns of a tile of vectors (rows of Q, dO, K or V)."""
         return -(-self.spec.head_dim // PANEL)
 
     @property
-    def strip_row(self) -> int:
-        """Bytes from a strip's row to the next of its parity: its columns and an odd chunk, for no bank conflicts."""
+    def slab_row(self) -> int:
+        """Bytes from a slab's row to the next of its parity: its columns and an odd chunk, for no bank conflicts."""
         return 2 * self.keys + 16
 
     @property
-    def band_words(self) -> int:
+    def tap_words(self) -> int:
         """Words of the table of pairs of neighbouring taps of a row of W, zeros on both sides."""
         return CHUNK * self.band.chunks + 6
 
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
-        vectors, parity = 128 * self.panels, GROUP // 2 * self.strip_row
+        vectors, parity = 128 * self.panels, ROW_TILE // 2 * self.slab_row
         buffers, scores = (2 if self.hopper else 1), self.rows * 128 * -(-self.keys // PANEL)
         return SharedMap.of(
             (
                 ("K", self.keys * vectors, 1024),
                 ("V", self.keys * vectors, 1024),
-                ("Q", (2 * self.rows if self.hopper else GROUP + self.rows) * vectors, 1024),
-                ("Q_ABOVE", GROUP * vectors if self.hopper else 0, 1024),
+                ("Q", (2 * self.rows if self.hopper else ROW_TILE + self.rows) * vectors, 1024),
+                ("Q_ABOVE", ROW_TILE * vectors if self.hopper else 0, 1024),
                 ("DO", buffers * self.rows * vectors, 1024),
                 ("P", scores, 1024),
                 ("DS", scores if self.hopper else 0, 1024),
                 ("S", 2 * self.score_ring * parity + 16, 16),  # windows that do not count end past the last row
                 ("G", 2 * self.gradient_ring * parity, 16),
-                ("BAND", 2 * 4 * self.spec.cq * self.band_words, 16),
-                ("ROW", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
+                ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
+                ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
                 ("BARRIERS", 32 if self.hopper else 0, 8),
             )
         )
@@ -362,7 +381,7 @@ class TileBackward(TilePass):
     # ---- Kernels
 
     @property
-    def lanes(self) -> int:
+    def row_lanes(self) -> int:
         """Threads that share a row of 16-byte columns: a power of two."""
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
 
@@ -370,11 +389,11 @@ class TileBackward(TilePass):
     def sizes(self) -> Mapping[str, Expr]:
         """What grids, buffers and arguments are counted in.
 
-        A head's statistics have ``row_pitch`` rows: a CTA may load the tile past the one that holds the row after the
+        A head's statistics have ``row_pitch`` rows: a CTA may load the step past the one that holds the row after the
         last. Sums of dQ are finished in ``dq_pieces`` of 16.
         """
         return {
-            "row_pitch": N_Q + GROUP + 2 * self.rows,
+            "row_pitch": N_Q + ROW_TILE + 2 * self.rows,
             "key_blocks": ceiling(N_K / self.owned),
             "dq_pieces": BATCH * HEADS * N_Q * (self.spec.head_dim // 16),
             "dw_terms": BATCH * KEY_BLOCKS,
@@ -395,13 +414,8 @@ class TileBackward(TilePass):
         )
 
     @property
-    def masks_scores(self) -> bool:
-        """Whether later keys than a row's own get zero scores."""
-        return self.spec.causal and not self.spec.masks_by_output
-
-    @property
     def score_exponent(self) -> int:
-        """The strip of S holds q.k 2^-exponent."""
+        """The slab of S holds q.k 2^-exponent."""
         return SCORE_EXPONENT
 
     @property
@@ -436,7 +450,7 @@ class TileBackward(TilePass):
             *numbers("int", "dw_terms", "heads"),
             *numbers("float", "scale"),
         )
-        rows_grid = (BATCH * HEADS * ceiling(ROW_PITCH / (256 // self.lanes)),)
+        rows_grid = (BATCH * HEADS * ceiling(ROW_PITCH / (256 // self.row_lanes)),)
         main_grid = (BATCH * KV_HEADS, KEY_BLOCKS)
         finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + ceiling(DQ_PIECES / 256),)
         rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
@@ -500,8 +514,8 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
 def _candidates(spec: Spec, target: Target) -> Iterator[TileBackward]:
     """From most to least work a CTA, the last one the smallest there is."""
     if "wgmma" in target.matrix:
-        for groups in (3, 2):
-            yield TileBackward(spec, target.name, True, 4 * groups, 64, PANEL * groups)
+        for parts in (3, 2):
+            yield TileBackward(spec, target.name, True, 4 * parts, 64, PANEL * parts)
         return
     for warps, rows, keys in ((8, 64, 128), (8, 32, 128), (8, 32, 64), (4, 32, 64)):
         plan = TileBackward(spec, target.name, False, warps, rows, keys)

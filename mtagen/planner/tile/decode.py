@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
-from sympy import ceiling
+from sympy import Expr, Min, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
+from ..geometry.mask import Mask
 from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..passes import Fields
@@ -44,6 +45,7 @@ _COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
 _REGISTERS = 128  # that a thread is given at least
 
 N_NEW, CTA_HEADS, SPLITS = sympy.symbols("n_new cta_heads splits", integer=True, positive=True)
+_END, _POSITION, _FIRST_POSITION = sympy.symbols("end position first_position", integer=True)  # in the source
 
 
 @dataclass(frozen=True)
@@ -209,15 +211,29 @@ class TileDecode(TilePass):
         """Warps that merge the splits of one row."""
         return _COMBINE_WARPS
 
-    @property
-    def masks_scores(self) -> bool:
-        """Whether later keys than a row's own get zero scores."""
-        return self.spec.causal and self.spec.mask == "source"
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
 
     @property
     def masks_windows(self) -> bool:
-        """Whether a score counts for some new tokens and not for others."""
-        return self.spec.causal and self.spec.mask == "output" and self.spec.pad_right > 0
+        """Whether a window holds scores that count for some new tokens and not for others."""
+        return self.mask.zeroes_terms and self.spec.pad_right > 0
+
+    @property
+    def seen_end(self) -> Expr:
+        """End of those keys of a split, ``end`` in the source, that the token at ``position`` sees."""
+        return self._seen_end(_POSITION)
+
+    @property
+    def first_seen_end(self) -> Expr:
+        """The same of the first new token."""
+        return self._seen_end(_FIRST_POSITION)
+
+    def _seen_end(self, position: Expr) -> Expr:
+        key = self.mask.last_key(position)
+        return _END if key is None else Min(_END, key + 1)
 
     def resident(self, tile: DecodeTile) -> int:
         """CTAs of a kernel that a multiprocessor is to hold."""

@@ -1,0 +1,98 @@
+// Two fp16 scores as Elements.
+template <class Element>
+DEVICE u32 as_elements(u32 x);
+template <>
+DEVICE u32 as_elements<fp16>(u32 x) {
+  return x;
+}
+template <>
+DEVICE u32 as_elements<bf16>(u32 x) {
+  const float2 scores = unpack<fp16>(x);
+  return pack<bf16>(scores.x, scores.y);
+}
+
+// A row tile, at these places in the slabs, into the sums of the row shifts of `set`. seen(x, ahead) is
+// what the outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r.
+template <class Seen>
+DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
+                                Seen seen) {
+  constexpr int FIRST = GRADIENT_BEGIN / CHUNK, COUNT = (GRADIENT_END + CHUNK - 1) / CHUNK - FIRST;  // chunks of G
+  constexpr int FIRST_WINDOW = FIRST + WEIGHT_FIRST;  // the first chunk of S that they touch
+  u32 scores[WEIGHT_LOADS];
+#pragma unroll
+  for (int l = 0; l < WEIGHT_LOADS; ++l) {
+    // Shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next row tile may be being written.
+    const int shift = min(set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS), CQ);
+    scores[l] = slab_row<SCORE_RING>(base + SHARED_S, in_s, lane & 7, shift - ROW_HALO);
+  }
+  const u32 gradients = slab_row<GRADIENT_RING>(base + SHARED_G, in_g, lane & 7, lane >> 3 & 1);
+  u32 raw[COUNT + WEIGHT_CHUNKS][WEIGHT_LOADS][4], s[COUNT + WEIGHT_CHUNKS][WEIGHT_SHIFTS + 1], g[COUNT + 1][2];
+  auto load = [&](int chunk) {
+    if (chunk >= COUNT + WEIGHT_CHUNKS - 1 || FIRST_WINDOW + chunk < 0) return;
+#pragma unroll
+    for (int l = 0; l < WEIGHT_LOADS; ++l)
+      load_matrices_transposed(raw[chunk][l], scores[l] + (FIRST_WINDOW + chunk) * CHUNK_BYTES);
+  };
+  auto convert = [&](int chunk) {
+#pragma unroll
+    for (int u = 0; u <= WEIGHT_SHIFTS; ++u)
+      s[chunk][u] = FIRST_WINDOW + chunk < 0 ? 0 : as_elements<Element>(raw[chunk][u / 4][u % 4]);
+  };
+  auto operand = [&](int chunk, int u, int odd) {
+    return seen(s[chunk][u], CHUNK * (FIRST_WINDOW + chunk) - odd);
+  };
+#pragma unroll
+  for (int chunk = 0; chunk < WEIGHT_CHUNKS; ++chunk) load(chunk);
+  load_matrices_transposed(g[0], gradients + FIRST * CHUNK_BYTES);
+#pragma unroll
+  for (int chunk = 0; chunk < WEIGHT_CHUNKS - 1; ++chunk) convert(chunk);
+#pragma unroll
+  for (int n = 0; n < COUNT; ++n) {
+    convert(n + WEIGHT_CHUNKS - 1);
+    load(n + WEIGHT_CHUNKS);
+    if (n + 1 < COUNT) load_matrices_transposed(g[n + 1], gradients + (FIRST + n + 1) * CHUNK_BYTES);
+    const int column = (FIRST + n) * CHUNK + (lane >> 2);
+    if (n == 0 && column < GRADIENT_BEGIN || n == COUNT - 1 && column >= GRADIENT_END) g[n][0] = g[n][1] = 0;
+#pragma unroll
+    for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
+      const WeightProduct p = weight_product(i);
+      const bool two = p.u2 >= 0;
+      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0,
+                        operand(n + p.d, p.u + 1, 1), two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
+      mma<Element>(sums[i], a, g[n][0], g[n][1]);
+    }
+  }
+}
+
+// The warps' sums into those of the taps, in `tap_sums`, an array of CQ * CK for each warp; `block` has room for 64
+// words a warp.
+DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block, float* tap_sums, int set, int lane) {
+  for (int i = lane; i < CQ * CK; i += 32) tap_sums[i] = 0.f;
+#pragma unroll
+  for (int i = 0; i < WEIGHT_SUMS; ++i) {
+    const WeightSum at = weight_sum(i);
+    __syncwarp();
+    block[lane * 2] = sums[at.product][2 * at.half];  // row lane / 4, columns 2 (lane % 4)..
+    block[lane * 2 + 1] = sums[at.product][2 * at.half + 1];
+    __syncwarp();
+    const int diagonal = lane - 7;  // row - column
+    const int u = set * WEIGHT_SHIFTS + at.u, v = CHUNK * (WEIGHT_FIRST + at.d) + diagonal + SHIFT;
+    if (diagonal < 8 && u < CQ && 0 <= v && v < CK) {
+      float sum = 0.f;
+      for (int column = max(0, -diagonal); column < min(8, 8 - diagonal); ++column)
+        sum += block[(column + diagonal) * 8 + column];
+      tap_sums[u * CK + v] += sum;
+    }
+  }
+}
+
+// COUNT warps add up their sums of the taps of head h, each tap over those warps that have its row shift.
+template <int COUNT>
+DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, int thread) {
+  for (int tap = thread; tap < CQ * CK; tap += 32 * COUNT) {
+    float sum = 0.f;
+    for (int w = tap / CK / WEIGHT_SHIFTS; w < COUNT; w += WEIGHT_SETS) sum += tap_sums[w * (CQ * CK) + tap];
+    const long long row = static_cast<long long>(h * (CQ * CK) + tap) * batch + b;
+    dw_sums[row * gridDim.y + blockIdx.y] = sum;
+  }
+}
