@@ -10,8 +10,8 @@ import pytest
 from single_pass import cheapest
 
 from mtagen.codegen.cuda import render
-from mtagen.planner.passes import PASSES
 from mtagen.planner.kernel import Kernel
+from mtagen.planner.passes import PASSES
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
 from mtagen.runtime.nvrtc import compile_cubin
