@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..planner.kernel import Buffer, Kernel
 from .printers import python_code
 
-WIDTH = 118  # of lines that are filled
+WIDTH = 120  # of lines
 _CODES = {"pointer": "P", "int": "i", "long long": "q", "float": "f"}  # kinds of arguments -> codes of struct
 
 
@@ -25,6 +26,15 @@ def filled(items: Iterable[str], indent: int) -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace("\0", " ") for line in lines]
+
+
+def grouped(items: Iterable[tuple[str, str]], indent: int) -> list[str]:
+    """Items (kind, text) as lines: as :func:`filled`, but those of another kind start a line of their own."""
+    return [
+        line
+        for _, group in itertools.groupby(items, key=lambda item: item[0])
+        for line in filled((text for _, text in group), indent)
+    ]
 
 
 def codes(kernel: Kernel) -> str:
@@ -59,21 +69,24 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
     Raises:
         ValueError: a value is for no argument of the kernel.
     """
-    texts, known = [], set()
+    texts: list[tuple[str, str]] = []  # what kind of argument, and what is passed
+    known = set()
     for argument in kernel.arguments:
         tensor, stride, axis = argument.name.partition("_stride_")
         name = tensor if stride else argument.name
         host = values.get(name, name)
         known.add(name)
-        if stride:
-            texts += [f"*{host}.stride()[:3]"] if axis == "b" else []  # the first of three
-        elif not argument.pointer:
-            texts.append(host)
-        else:
-            texts.append(f"0 if {host} is None else {host}.data_ptr()" if argument.optional else f"{host}.data_ptr()")
+        if argument.pointer:
+            null = f"0 if {host} is None else " if argument.optional else ""
+            texts.append(("pointer", f"{null}{host}.data_ptr()"))
+        elif not stride:
+            texts.append(("number", host))
+        elif axis == "b":  # the first of three
+            texts.append(("stride", f"*{host}.stride()[:3]"))
     if unknown := values.keys() - known:
         raise ValueError(f"{kernel.name} has no argument {sorted(unknown)}")
     grid = ", ".join(python_code(size) for size in kernel.grid)
     space, comma = " " * indent, "," if len(kernel.grid) == 1 else ""
-    lines = [f"{space}kernels[{role or repr(kernel.role)}](", f"{space}    ({grid}{comma}),"]
-    return "\n".join([*lines, *filled(texts, indent + 4), f"{space})"]).replace("'", '"')
+    name = role or f'"{kernel.role}"'
+    lines = [f"{space}kernels[{name}](", f"{space}    ({grid}{comma}),", *grouped(texts, indent + 4), f"{space})"]
+    return "\n".join(lines)

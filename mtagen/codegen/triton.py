@@ -6,27 +6,39 @@ import ast
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import jinja2
 import sympy
-from sympy import Expr
 
-from ..planner.geometry.affine import N_K, N_Q
-from ..planner.geometry.loops import Loop
 from ..planner.geometry.sequence import SEQUENCE
-from ..planner.kernel import Kernel
+from ..planner.kernel import Argument, Kernel
 from ..planner.lift.module import LiftModule
-from ..planner.lift.operands import Contraction, Lift, T
-from ..planner.lift.tiling import Tile
-from ..planner.targets import get_target
-from ..spec import Spec
 from ..version import __version__
-from .host import WIDTH, filled
-from .printers import Source, triton_code, triton_host_code
+from .backward import GradientLayout, finish, product
+from .host import WIDTH, filled, grouped
+from .pieces import (
+    KEYS,
+    QUERIES,
+    aligned,
+    dot_options,
+    last_key,
+    loop_source,
+    operands,
+    sees,
+    shifted,
+    tiles,
+    unrolled,
+    weight_entry,
+    weight_index,
+    width_mask,
+)
+from .printers import triton_code, triton_host_code
 from .templates import environment
+
+_NUMBERS = ("int32", "float")  # types of arguments
+_S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: within a term, along rows, along keys
 
 
 def render(module: LiftModule) -> str:
@@ -37,12 +49,17 @@ def render(module: LiftModule) -> str:
 
 def _signature(kernel: Kernel) -> str:
     """A kernel's decorator and first lines. Numbers that calls change, or a pointer's address, compile nothing anew."""
-    numbers = ("int32", "int64", "float")
-    varying = [argument.name for argument in kernel.arguments if argument.optional or argument.type in numbers]
+    varying = [x.name for x in kernel.arguments if x.optional or x.type in (*_NUMBERS, "int64")]
     decorator = f"@triton.jit(do_not_specialize={_names(varying)})" if varying else "@triton.jit"
-    parameters = [f"{x.name}: tl.int64" if x.type == "int64" else x.name for x in kernel.arguments]
-    constants = [f"{name}: tl.constexpr = {value}" for name, value in kernel.constants]
-    return "\n".join([decorator, f"def {kernel.name}(", *filled(parameters, 4), *filled(constants, 4), "):"])
+    annotation = {"int64": ": tl.int64"}
+    parameters = [(_kind(x), x.name + annotation.get(x.type, "")) for x in kernel.arguments]
+    parameters += [("constant", f"{name}: tl.constexpr = {value}") for name, value in kernel.constants]
+    return "\n".join([decorator, f"def {kernel.name}(", *grouped(parameters, 4), "):"])
+
+
+def _kind(argument: Argument) -> str:
+    """What a line of arguments has in common: numbers; or tensors, with their strides."""
+    return "number" if argument.type in _NUMBERS else "tensor"
 
 
 def _names(names: list[str]) -> str:
@@ -60,120 +77,42 @@ def _launch(kernel: Kernel, indent: int, **values: str) -> str:
         indent: columns before it.
         values: by an argument's name, or by the tensor that its name begins with, what the host calls it, where that is
             something else.
+
+    Raises:
+        ValueError: a value is for no argument of the kernel.
     """
-    texts, given = [], set()
+    texts: list[tuple[str, str]] = []
+    known = set()
     for argument in kernel.arguments:
         tensor, _, part = argument.name.rpartition("_")
-        name = tensor if part in ("ptr", "desc") or argument.type == "int64" else argument.name
-        name = argument.name if argument.name in values else name
-        given.add(name)
-        if argument.type == "int64" and name == tensor:
-            if part == "b":  # the first of three
-                texts.append(f"*{values.get(name, name)}.stride()[:3]")
+        name = argument.name
+        if name not in values and (part in ("ptr", "desc") or argument.type == "int64"):
+            name = tensor
+        known.add(name)
+        text = values.get(name, name)
+        if argument.type == "int64" and name == tensor:  # one of three strides
+            if part == "b":
+                texts.append((_kind(argument), f"*{text}.stride()[:3]"))
         else:
-            texts.append(values.get(name, name))
-    if unknown := values.keys() - given:
+            texts.append((_kind(argument), text))
+    if unknown := values.keys() - known:
         raise ValueError(f"{kernel.name} has no argument {sorted(unknown)}")
-    warps = kernel.threads // 32
-    options = [f"num_warps={warps}", f"num_stages={kernel.stages}", "enable_fp_fusion=True"]
+    options = [f"num_warps={kernel.threads // 32}", f"num_stages={kernel.stages}", "enable_fp_fusion=True"]
+    texts += [("option", option) for option in options]
     space = " " * indent
-    lines = [f"{space}{kernel.name}[({triton_host_code(kernel.grid[0])},)]("]
-    return "\n".join([*lines, *filled([*texts, *options], indent + 4), f"{space})"])
-
-
-class _LoopSource(NamedTuple):
-    """A loop as text: assignments (name, value) before it, then its segments (begin, end, whether edge tiles)."""
-
-    assignments: list[tuple[str, str]]
-    segments: list[tuple[str, str, bool]]
-
-
-def _loop_source(loop: Loop, first: str = "", last: str = "") -> _LoopSource:
-    """The parts of a loop that are in [first, last), a strip of rows; the whole loop by default."""
-    assignments: list[tuple[str, str]] = []
-    texts: dict[Expr, str] = {}
-    for name, position in zip(Loop._fields, loop, strict=True):
-        if position in texts:
-            continue
-        code = triton_code(position)
-        if position == 0:
-            code = first or code
-        elif position in (N_Q, N_K):
-            code = last or code
-        else:
-            if first:
-                code = f"tl.maximum({code}, {texts.get(loop.begin, first)})"
-            if last and name != "begin":
-                code = f"tl.minimum({code}, {last})"
-            assignments.append((name, code))
-            code = name
-        texts[position] = code
-    return _LoopSource(assignments, [(texts[begin], texts[end], edge) for begin, end, edge in loop.segments])
-
-
-@dataclass(frozen=True)
-class _GradientLayout:
-    """How g lies in the workspace, as texts: the axis read at shifted positions first, for the last must stay aligned.
-
-    Attributes:
-        rows_first: g is (slots, rows of a strip, keys), else (slots, keys, rows of a strip).
-        kept_rows: rows of the strip before that are kept before a strip's, if rows come first.
-    """
-
-    rows_first: bool
-    kept_rows: int
-
-    @property
-    def _kept(self) -> str:
-        return f"{self.kept_rows} + " if self.kept_rows else ""
-
-    @property
-    def shape(self) -> str:
-        """Of the workspace."""
-        return f"slots, {self._kept}strip, pitch" if self.rows_first else "slots, n_k, strip"
-
-    @property
-    def strip(self) -> str:
-        """Its part that one strip uses."""
-        used = f": {self._kept}end - begin, :n_k" if self.rows_first else ":, : end - begin"
-        return f"g[:heads, {used}]"
-
-    @property
-    def strides(self) -> Mapping[str, str]:
-        """Of slots, rows and keys, by the names of arguments."""
-        row, key = (1, 2) if self.rows_first else (2, 1)
-        axes = {"slot": 0, "row": row, "key": key}
-        return {f"g_{name}": f"g_strip.stride({axis})" for name, axis in axes.items()}
-
-    @property
-    def block(self) -> str:
-        """Shape of a tile as it lies there, in a kernel."""
-        return "BLOCK_M, BLOCK_N" if self.rows_first else "BLOCK_N, BLOCK_M"
-
-    @property
-    def transposed(self) -> str:
-        """From a tile as it lies there to one of (rows, keys), or back."""
-        return "" if self.rows_first else ".trans()"
-
-    def tile(self, tile: Tile) -> str:
-        """Shape of a tile as it lies there, in numbers."""
-        rows, keys = tile.block_m, tile.block_n
-        return f"{rows}, {keys}" if self.rows_first else f"{keys}, {rows}"
-
-    def position(self, row: str, key: str) -> str:
-        """Where (row, key) of the problem lies in a strip."""
-        if self.rows_first:
-            kept = f" + {self.kept_rows}" if self.kept_rows else ""
-            return f"[slot, {row} - strip_begin{kept}, {key}]"
-        return f"[slot, {key}, {row} - strip_begin]"
+    lines = [f"{space}grid = ({triton_host_code(kernel.grid[0])},)", f"{space}{kernel.name}[grid]("]
+    return "\n".join([*lines, *grouped(texts, indent + 4), f"{space})"])
 
 
 def _context(module: LiftModule) -> Mapping[str, Any]:
+    """What templates ask."""
     spec, lift = module.spec, module.lift
-    row_tensor, key_tensor = _operands(lift)
+    row_tensor, key_tensor = operands(lift)
     dropped = "".join(
         f" & ({triton_code(left)} {operator} {triton_code(right)})" for left, operator, right in lift.band.dropped
     )
+    d_mask = width_mask("d", spec.head_dim, module.block_d)
+    lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
         "module": module,
@@ -182,138 +121,55 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "band": lift.band,
         "mask": lift.mask,
         "sequence": SEQUENCE,
-        "lifted_name": "keys" if lift.lifts_keys else "queries",
-        "source": "k" if lift.lifts_keys else "q",
-        "lifted_length": "n_k" if lift.lifts_keys else "n_q",
+        # Numbers of the request
+        "cq": spec.cq,
+        "ck": spec.ck,
+        "pad_left": spec.pad_left,
+        "pad_right": spec.pad_right,
+        "head_dim": spec.head_dim,
+        "value_head_dim": spec.value_head_dim,
+        # What is lifted
+        "lifts": bool(lifting),
+        "passes": " and ".join(lifting).capitalize(),
+        "lifted": KEYS if lift.lifts_keys else QUERIES,
         "row_tensor": row_tensor,
         "key_tensor": key_tensor,
-        "weight_index": lambda t, s: _weight_index(spec, lift, t, s),
+        "weights": f"({spec.cq} * {spec.ck})",
+        "weight_index": partial(weight_index, spec, lift),
+        "weight_entry": weight_entry(lift),
+        "u_shift": _U - (spec.cq - 1),
+        "v_shift": _V - spec.pad_left,
+        "s_shift": _S - lift.pad,
+        "minus_correction": " - correction[i + off - j, i]" if lift.band.width else "",
+        # What is loaded and what is seen
+        "aligned": partial(aligned, module.vector),
+        "d_mask": d_mask,
+        "e_mask": width_mask("e", spec.value_head_dim, module.block_dv),
+        "within": lambda condition: f"({condition}){d_mask}" if d_mask else condition,
+        "dot_options": dot_options(module),
+        "sees": partial(sees, lift.mask),
+        "last_key": partial(last_key, lift.mask),
+        "starts_first": lambda why: f"  # the longest first: {why}" if lift.mask.favours_later_rows else "",
         "dropped_mask": dropped,
-        "g_layout": _GradientLayout(lift.lifts_keys, lift.kept_rows),
-        "d_mask": _width_mask(spec.head_dim, module.block_d),
-        "dv_mask": _width_mask(spec.value_head_dim, module.block_dv),
-        "dot_options": _dot_options(module),
-        "contractions": [_contraction(module, one) for one in lift.contractions] if module.has("backward") else [],
-        "finishes": [_finish(lift, owner) for owner in ("rows", "keys")],
+        # Of the backward pass
+        "g_layout": GradientLayout(lift.lifts_keys, lift.kept_rows),
+        "contractions": [product(module, one) for one in lift.contractions] if module.has("backward") else [],
+        "finishes": [finish(module, one) for one in ("rows", "keys")] if module.has("backward") else [],
     }
-
-
-def _operands(lift: Lift) -> tuple[str, str]:
-    """The tensors whose products are scores: that of the rows, that of the keys."""
-    return ("q", "lifted") if lift.lifts_keys else ("lifted", "k")
-
-
-def _weight_index(spec: Spec, lift: Lift, term: object, tap: object) -> str:
-    """Where W[u, v] of (term, tap) lies in a head's cq * ck weights."""
-    u, v = (term, tap) if lift.lifts_keys else (tap, term)
-    if isinstance(u, int):
-        return f"{u * spec.ck} + {v}" if u else str(v)
-    return f"{u} * {spec.ck} + {v}"
-
-
-def _width_mask(width: int, padded: int) -> str:
-    return "" if width == padded else f" & (d < {width})"
-
-
-def _dot_options(module: LiftModule) -> str:
-    """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere."""
-    if module.spec.dtype != "fp32":
-        return ""
-    return f', input_precision="{"tf32x3" if get_target(module.target).backend == "cuda" else "ieee"}"'
-
-
-def _contraction(module: LiftModule, contraction: Contraction) -> Mapping[str, Any]:
-    """The texts that turn a contraction into a kernel and its launch."""
-    lift, tile = module.lift, module.tile(contraction.role)
-    row_tensor, key_tensor = _operands(lift)
-    rows = contraction.owner == "rows"
-    kernel = module.kernel(f"bwd_{contraction.role}")
-    constants = dict(kernel.constants)
-    g = f"g[{_shifted('i', contraction.g_row_shift)}, {_shifted('j', contraction.g_key_shift)}]"
-    operand = (
-        ("Khat_t[j]" if lift.lifts_keys else f"k[{_shifted('j', lift.key_shift)}]")
-        if rows
-        else (f"q[{_shifted('i', lift.row_shift)}]" if lift.lifts_keys else "Qhat_t[i]")
-    )
-    index = ("" if contraction.sums_terms else "t, ") + ("i" if rows else "j")
-    summed = ("t, " if contraction.sums_terms else "") + ("j" if rows else "i")
-    formula = f"grad[{index}] {'=' if rows else '+='} sum_({summed}) {g} * {operand}, over a strip of rows of g."
-    return {
-        "kernel": kernel,
-        "grad": contraction.role,
-        "owner": contraction.owner,
-        "tile": tile,
-        "loop": _loop_source(contraction.loop, *(("", "") if rows else ("row_begin", "row_end"))),
-        "g_row_shift": contraction.g_row_shift,
-        "g_key_shift": contraction.g_key_shift,
-        "grid_terms": constants["GRID_TERMS"],
-        "keeps_rows": rows and contraction.sums_terms and lift.kept_rows > 0,
-        "operand": "k" if rows else "q",
-        "operand_tensor": key_tensor if rows else row_tensor,
-        "stream_position": "j0" if rows else "i0",
-        "stream_block": "BLOCK_N" if rows else "BLOCK_M",
-        "stream_size": tile.block_n if rows else tile.block_m,
-        "length": "n_q" if rows else "n_k",
-        "formula": formula,
-    }
-
-
-def _finish(lift: Lift, owner: str) -> Mapping[str, Any]:
-    """The texts of the kernel that turns workspace gradients into dq or dk."""
-    rows = owner == "rows"
-    lifted = rows != lift.lifts_keys
-    contraction = next(c for c in lift.contractions if c.owner == owner)
-    parts = [
-        f"scale * sum_(t, s) W[t, s] grad[t, x - s + {lift.pad}]" if lifted else "sum_t grad_t[x], as summed before",
-        *(["the share of the band's correction"] if lift.band.width else []),
-    ]
-    operands = {"x": "q" if rows else "k"} if lifted else {}
-    operands |= {"other": "k" if rows else "q"} if lift.band.width else {}
-    formula = f"{'dq' if rows else 'dk'}[x] = {', plus '.join(parts)}{'; partial sums of dW' if lifted else ''}."
-    return {
-        "name": "bwd_dq" if rows else "bwd_dk",
-        "lifted": lifted,
-        "formula": formula,
-        "grad": contraction.role,
-        "operands": operands,
-        "operand_head": "h" if rows else "(h // group)",
-        "out": "dq" if rows else "dk",
-        "other_head": "(h // group)" if rows else "h",
-        "length": "n_q" if rows else "n_k",
-        "other_length": "n_k" if rows else "n_q",
-        "slots": "range(owner, owner + 1)" if rows else "range(owner * group, (owner + 1) * group)",
-        "first_owner": "head0" if rows else "(head0 // group)",
-        "band_row": "x" if rows else "x - off - f",
-        "band_other": "x + off + f" if rows else "x - off - f",
-    }
-
-
-def _shifted(base: str, shift: Expr, term: object = "t") -> str:
-    """``base + shift`` as source, with the term's name or number filled in."""
-    symbols = {"t": T}
-    value = sympy.sympify(term, locals=symbols) if isinstance(term, str) else term
-    return triton_code(sympy.Symbol(base, integer=True) + shift.subs(T, value))
-
-
-def _unrolled(*bounds: int) -> str:
-    """A loop over constant bounds: unrolled, so that its loads overlap, unless that makes long code."""
-    name = "tl.static_range" if len(range(*bounds)) <= 16 else "range"
-    return f"{name}({', '.join(map(str, bounds))})"
 
 
 @cache
 def _environment() -> jinja2.Environment:
     templates = environment("triton")
-    templates.filters |= {
-        "triton": triton_code,
-        "source": Source,
-        "plus": _shifted,
-    }
+    # A macro made of whole lines is called on a line of its own, which ends the last of them.
+    templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
+    templates.filters |= {"triton": triton_code, "plus": shifted}
     templates.globals |= {
-        "unrolled": _unrolled,
+        "unrolled": unrolled,
         "signature": _signature,
         "launch": _launch,
-        "loop_source": _loop_source,
+        "loop_source": loop_source,
+        "tiles": tiles,
         "log2e": repr(math.log2(math.e)),
         "ln2": repr(math.log(2.0)),
     }
@@ -346,7 +202,6 @@ def _tidy(text: str) -> str:
     """Blank lines as a formatter leaves them: two around what stands at the left margin, at most one elsewhere."""
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text)
-    text = re.sub(r"(?<=:)\n\n(?=[ \t])", "\n", text)
     text = re.sub(r"\n+(?=(@triton\.jit|def ))", "\n\n\n", text)
     text = re.sub(r"(@triton\.jit(?:\([^()]*\))?)\n+(?=def )", r"\1\n", text)
     return text.strip() + "\n"

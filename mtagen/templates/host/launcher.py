@@ -10,13 +10,13 @@ from cuda.bindings import driver
 
 
 class Kernel:
-    """A kernel on one device.
+    """A kernel on one device, called as ``kernel(grid, *arguments)``.
 
     Args:
         name: its entry point.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
-        codes: types of its arguments, in the codes of :mod:`struct`.
+        codes: the types of its arguments, a letter each, in the codes of :mod:`struct`.
         module: the loaded cubin that it is in.
         context: the driver context that the cubin was loaded in.
         device: index of the device.
@@ -25,13 +25,17 @@ class Kernel:
     def __init__(
         self, name: str, threads: int, shared: int, codes: str, module: Any, context: Any, device: int
     ) -> None:
-        self.name, self._threads, self._shared, self._context, self._device = name, threads, shared, context, device
+        self.name = name
+        self._threads, self._shared = threads, shared
+        self._context, self._device = context, device
         function = checked(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
         self._function = int(function)
+
+        # The driver takes an array of pointers to the arguments. Each launch writes the arguments anew; the driver has
+        # copied them when it returns.
         self._pack_into = struct.Struct(codes).pack_into
-        # Written anew by every launch; the driver copies it before the launch returns.
         self._values = ctypes.create_string_buffer(struct.calcsize(codes))
         base = ctypes.addressof(self._values)
         places = [struct.calcsize(codes[: n + 1]) - struct.calcsize(code) for n, code in enumerate(codes)]
@@ -54,7 +58,7 @@ class Kernel:
             RuntimeError: the driver refuses the launch.
         """
         status = self._launch(grid, arguments)
-        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first use of the driver
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
             driver.cuCtxSetCurrent(self._context)
             status = self._launch(grid, arguments)
         if status:
@@ -72,25 +76,42 @@ class Kernel:
 
 
 def load_kernels(cubin: bytes, kernels: Mapping[str, tuple[str, int, int, str]], index: int) -> dict[str, Kernel]:
-    """Load a cubin on a device: role -> kernel, out of role -> (name, threads, shared, codes).
+    """Load a cubin on a device.
+
+    Args:
+        cubin: compiled kernels.
+        kernels: of each kernel, by its role: name, threads, shared and codes, as :class:`Kernel` takes them.
+        index: of the device.
+
+    Returns:
+        The kernels by role.
 
     Raises:
         RuntimeError: the driver refuses it.
     """
     with torch.cuda.device(index):
-        torch.cuda.synchronize()  # PyTorch makes the device's context with its first call
+        torch.cuda.synchronize()  # PyTorch's first call on a device makes its context
         context = checked(driver.cuCtxGetCurrent(), "finding the context")
         module = checked(driver.cuModuleLoadData(cubin), "loading a cubin")
         return {role: Kernel(*facts, module, context, index) for role, facts in kernels.items()}
 
 
 def compile_source(source: Path, target: str, index: int) -> bytes:
-    """The cubin of a file of kernels for a device, by NVRTC."""
+    """Compile a file of kernels by NVRTC.
+
+    Args:
+        source: the file.
+        target: the architecture it was generated for.
+        index: of the device that the kernels will run on.
+
+    Returns:
+        The cubin.
+    """
     from cuda.core import Program, ProgramOptions
     from cuda.pathfinder import find_nvidia_header_directory
 
     major, minor = torch.cuda.get_device_capability(index)
-    arch = target if target.endswith("a") else f"sm_{major}{minor}"  # an "a" marks what one architecture alone has
+    arch = target if target.endswith("a") else f"sm_{major}{minor}"  # "a": it uses what this one alone has
     include = find_nvidia_header_directory("cudart")
     options = ProgramOptions(name=source.name, arch=arch, std="c++17", include_path=[str(include)])
     return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)

@@ -1,0 +1,139 @@
+"""Pieces of Triton source that its templates are made of, besides those in ``pieces.j2``: axes, loops, masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import sympy
+from sympy import Expr
+
+from ..planner.geometry.affine import N_K, N_Q, Size
+from ..planner.geometry.loops import Loop
+from ..planner.geometry.mask import Mask
+from ..planner.lift.module import LiftModule
+from ..planner.lift.operands import Lift, T
+from ..planner.targets import get_target
+from ..spec import Spec
+from .printers import Source, triton_code
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What kernels and host code call one axis of the scores.
+
+    Attributes:
+        name: what the vectors along it are.
+        start: the first of a tile.
+        block: how many a tile has.
+        length: how many there are.
+        operand: the tensor that holds them.
+        head: the head of that tensor that query head h reads.
+    """
+
+    name: str
+    start: str
+    block: str
+    length: str
+    operand: str
+    head: str
+
+
+QUERIES = Axis("queries", "i0", "BLOCK_M", "n_q", "q", "h")
+KEYS = Axis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group")
+
+
+class LoopSource(NamedTuple):
+    """A loop as text: assignments (name, value) before it, then its segments (begin, end, whether edge tiles)."""
+
+    assignments: list[tuple[str, str]]
+    segments: list[tuple[str, str, bool]]
+
+
+def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
+    """The parts of a loop that are in [first, last), a strip of rows; the whole loop by default."""
+    assignments: list[tuple[str, str]] = []
+    clipped: list[tuple[str, str]] = []
+    texts: dict[Expr, str] = {}
+    for name, position in zip(Loop._fields, loop, strict=True):
+        if position in texts:
+            continue
+        if position == 0:
+            texts[position] = first or "0"
+        elif position in (N_Q, N_K):
+            texts[position] = last or triton_code(position)
+        else:
+            assignments.append((name, triton_code(position)))
+            inside = f"tl.maximum({name}, {texts.get(loop.begin, first)})" if first else name
+            inside = f"tl.minimum({inside}, {last})" if last and name != "begin" else inside
+            clipped += [(name, inside)] if inside != name else []
+            texts[position] = name
+    segments = [(texts[begin], texts[end], edge) for begin, end, edge in loop.segments]
+    return LoopSource(assignments + clipped, segments)
+
+
+def tiles(tensor: str, rows: int, width: int) -> str:
+    """The descriptor that a launch passes, of tiles (rows, width) of a tensor."""
+    return f"_tiles({tensor}, {rows}, {width})"
+
+
+def operands(lift: Lift) -> tuple[str, str]:
+    """The tensors whose products are scores: that of the rows, that of the keys."""
+    return ("q", "lifted") if lift.lifts_keys else ("lifted", "k")
+
+
+def last_key(mask: Mask, position: str) -> str:
+    """The last key that the query at a position sees; the mask hides later ones."""
+    return triton_code(mask.last_key(Source(position)))
+
+
+def sees(mask: Mask, position: str, key: str) -> str:
+    """The condition that the query at a position sees a key; the mask hides some."""
+    first, last = mask.first_key(Source(position)), mask.last_key(Source(position))
+    if first is None:
+        return f"{key} <= {triton_code(last)}"
+    seen = f"{key} >= {triton_code(first)}"
+    return seen if last is None else f"({seen}) & ({key} <= {triton_code(last)})"
+
+
+def weight_entry(lift: Lift) -> str:
+    """The weight of a term's tap, in formulas."""
+    return "W[t, s]" if lift.lifts_keys else "W[s, t]"
+
+
+def weight_index(spec: Spec, lift: Lift, term: object, tap: object) -> str:
+    """Where W[u, v] of (term, tap) lies in a head's cq * ck weights."""
+    u, v = (term, tap) if lift.lifts_keys else (tap, term)
+    return f"{u} * {spec.ck} + {v}"
+
+
+def width_mask(place: str, width: int, padded: int) -> str:
+    """What a mask of vectors on chip says of a place in a vector: whether it is before the padding."""
+    return "" if width == padded else f" & ({place} < {width})"
+
+
+def dot_options(module: LiftModule) -> str:
+    """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere."""
+    if module.spec.dtype != "fp32":
+        return ""
+    return f', input_precision="{"tf32x3" if get_target(module.target).backend == "cuda" else "ieee"}"'
+
+
+def shifted(base: str, shift: Size, term: object = "t") -> str:
+    """``base + shift`` as source, with the term's name or number filled in."""
+    value = sympy.sympify(term, locals={"t": T}) if isinstance(term, str) else term
+    offset = sympy.sympify(shift).subs(T, value)
+    if offset == 0:
+        return base
+    code = triton_code(offset)
+    return f"{base} - {code[1:]}" if code.startswith("-") else f"{base} + {code}"
+
+
+def unrolled(count: int) -> str:
+    """The range of a loop, unrolled, so that its loads overlap, unless that makes long code."""
+    return f"tl.static_range({count})" if count <= 16 else f"range({count})"
+
+
+def aligned(vector: int, stride: str) -> str:
+    """A number of elements that is one of whole vectors, such that the compiler knows it."""
+    return f"{stride} // {vector} * {vector}"
