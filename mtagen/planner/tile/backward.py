@@ -4,10 +4,10 @@
     dS = adjoint conv(G)    dV += P^T dO     dK += dS^T Q         dQ += dS K        dW += diagonals of S^T G
 
 Columns. A CTA whose first column is key c0 keeps S at column j - c0 of a slab in shared memory. Output column x of a
-convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left. G goes to its slab
-``shift`` columns further right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift a
-multiple of 8, such that dQ reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the keys whose
-dS is complete.
+convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left. G goes to its
+slab ``shift`` columns further right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo -
+shift a multiple of 8, such that dQ reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the
+keys whose dS is complete.
 
 Rows. The slabs are rings of row tiles, 16 rows each, a warp's share of a step. Row i of C needs rows i-(cq-1) .. i of
 S, row i of dS rows i .. i+(cq-1) of G: dS lags a row tile behind a step, and its product with Q takes the last row tile
