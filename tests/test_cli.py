@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import mtagen
 from mtagen.cli import app
+from mtagen.codegen import render
 from mtagen.planner import Plan, plan
 from mtagen.runtime.cache import Cache, cache_key
 from mtagen.spec import Spec
@@ -129,44 +130,59 @@ def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
 
 
-def test_emit_writes_a_module_that_stands_alone(tmp_path: Path) -> None:
-    paths = [Path(line) for line in output("emit", *SELECTION, "--out", tmp_path / "new" / "out").splitlines()]
-    assert sorted(paths) == sorted((tmp_path / "new" / "out").iterdir())
-    modules = [path for path in paths if path.suffix == ".py"]
-    assert [path.stem for path in modules] == ["mta_lift_cq6_ck11_d64_bf16_causal_sm90a"]
+def imported(path: Path) -> set[str]:
+    """The packages that a module imports, the standard library's aside."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or ".")
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names
 
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(ast.parse(modules[0].read_text()))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or "."]
-            if isinstance(node, ast.ImportFrom)
-            else []
+
+def emitted(folder: Path, *options: str) -> dict[str, Path]:
+    """What ``emit`` writes, by name; it says so line by line."""
+    paths = [Path(line) for line in output("emit", *SELECTION, *options, "--out", folder).splitlines()]
+    assert sorted(paths) == sorted(folder.iterdir())
+    return {path.name: path for path in paths}
+
+
+def test_emit_writes_a_module_of_triton_kernels(tmp_path: Path) -> None:
+    ((name, path),) = emitted(tmp_path / "new" / "out").items()
+    assert name == f"mta_lift_{plan(Spec((6, 11), 64)).suffix}.py"
+    assert imported(path) == {"torch", "triton"}
+
+
+def test_emit_writes_cuda_sources_and_the_module_that_launches_them(tmp_path: Path) -> None:
+    files = emitted(tmp_path, "--backend", "cuda")
+    made = plan(Spec((6, 11), 64), "sm_90a", "cuda")
+    assert files.keys() == {
+        f"mta_tile_{part}{made.suffix}{end}"
+        for part, end in (
+            ("fwd_", ".cu"),
+            ("bwd_", ".cu"),
+            ("decode_", ".cu"),
+            ("", ".py"),
         )
     }
-    assert imported - sys.stdlib_module_names <= {"torch", "triton"}
-    blocked = f"import sys; sys.modules['mtagen'] = None; sys.path.insert(0, {str(modules[0].parent)!r}); "
-    result = python("-c", blocked + f"import {modules[0].stem}")
-    assert result.returncode == 0, result.stderr
-
-
-def test_emit_writes_cuda_sources_and_a_module_that_launches_them(tmp_path: Path) -> None:
-    paths = [Path(line) for line in output("emit", *SELECTION, "--backend", "cuda", "--out", tmp_path).splitlines()]
-    assert sorted(paths) == sorted(tmp_path.iterdir())
-    made = plan(Spec((6, 11), 64), "sm_90a", "cuda")
-    assert {path.name for path in paths} == {
-        f"mta_tile_{made.suffix}.py",
-        *(f"mta_tile_{part}_{made.suffix}.cu" for part in ("fwd", "bwd", "decode")),
-    }
-    host = (tmp_path / f"mta_tile_{made.suffix}.py").read_text()
+    host = files[f"mta_tile_{made.suffix}.py"]
+    assert imported(host) == {"torch", "cuda"}
+    launches = host.read_text()
     for one in made.tile.values():
-        source = (tmp_path / f"{one.name}.cu").read_text()
-        assert f"{one.name}.cu" in host
+        source = files[f"{one.name}.cu"].read_text()
+        assert f'"{one.pass_name}": "{one.name}.cu"' in launches
         for kernel in one.kernels:
             assert f"{kernel.name}(" in source
-            assert kernel.name in host
+            assert f'("{kernel.name}", {kernel.threads}, {kernel.shared}, "' in launches
+
+
+def test_emit_writes_both_where_both_serve(tmp_path: Path) -> None:
+    files = emitted(tmp_path, "--backend", "auto", "--value-head-dim", "128")
+    made = plan(Spec((6, 11), 64, 128), "sm_90a")
+    assert made.backend == "cuda+triton"
+    assert sorted(files) == sorted(render(made).files)
+    assert {Path(name).suffix for name in files} == {".cu", ".py"}
 
 
 def test_plan_shows_the_cuda_passes() -> None:
