@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from sympy import ceiling
+from sympy import Expr, Min, ceiling, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..geometry.affine import N_Q
+from ..geometry.affine import N_K, N_Q
+from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
@@ -29,6 +30,7 @@ from .passes import TilePass
 from .supported import check_supported
 from .wgmma import Wgmma
 
+FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)  # a CTA's rows, in the names of the templates
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
 _SOFTMAX = 0.06  # a score's share of what tensor cores do not do
@@ -91,6 +93,17 @@ class TileForward(TilePass):
     def band(self) -> Band:
         """The convolution."""
         return band(self.spec.cq, self.spec.ck)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
+
+    @property
+    def key_end(self) -> Expr:
+        """Where the keys end that some row of a CTA sees, in the templates' names."""
+        last = self.mask.last_key(FIRST + ROWS - 1 + OFFSET)
+        return N_K if last is None else Min(N_K, last + 1)
 
     @property
     def score_exponent(self) -> int:
@@ -169,8 +182,8 @@ class TileForward(TilePass):
 
     @property
     def masks_scores(self) -> bool:
-        """Whether later keys than a row's own get zero scores; a single tap's reach outputs that are masked anyway."""
-        return self.spec.causal and not self.spec.masks_by_output and not self.band.pointwise
+        """Whether hidden scores become zeros; those of a single tap reach outputs that are hidden anyway."""
+        return self.mask.zeroes_scores and not self.band.pointwise
 
     @property
     def scales_scores(self) -> bool:
