@@ -20,9 +20,11 @@ from .printers import Source, c_code, python_code
 from .templates import environment
 
 # At the left margin: a comment, a template's parameters, a function to its end.
-_FUNCTION = re.compile(
+FUNCTION = re.compile(
     r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*?(?P<name>\w+)(?:<\w+>)?\((?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE
 )
+WIDTH = 120  # of a line
+_INCLUDE = re.compile(r'^#include "(?P<name>\w+\.cuh)"\n', re.MULTILINE)
 
 
 def render(plan: Any) -> str:
@@ -44,13 +46,27 @@ def render(plan: Any) -> str:
             version=__version__,
         )
     )
-    text = _without_unused(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
+    text = _without_unused(_with_headers(text, set()))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _with_headers(source: str, included: set[str]) -> str:
+    """Put each of mtagen's own headers in the place where it is first included: the source stands alone."""
+
+    def content(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name in included:
+            return ""
+        included.add(name)
+        header, _, _ = _environment().loader.get_source(_environment(), name)
+        return _with_headers(f"\n{header.removeprefix('#pragma once')}\n", included)
+
+    return _INCLUDE.sub(content, source)
 
 
 def _without_unused(source: str) -> str:
     """Drop functions that nothing mentions, and the comment before each: collections of them serve all kernels."""
-    functions = list(_FUNCTION.finditer(source))
+    functions = list(FUNCTION.finditer(source))
     for name in dict.fromkeys(function["name"] for function in functions):
         others = source
         for function in functions:
@@ -88,7 +104,7 @@ def _environment() -> jinja2.Environment:
 def _parameters(arguments: Sequence[Argument]) -> str:
     """The parameter list of a kernel, on lines of its own."""
     whole = (argument.declaration.replace(" ", "\0") for argument in arguments)  # none is broken across lines
-    return textwrap.fill(", ".join(whole), 118, initial_indent="    ", subsequent_indent="    ").replace("\0", " ")
+    return textwrap.fill(", ".join(whole), WIDTH - 2, initial_indent="    ", subsequent_indent="    ").replace("\0", " ")
 
 
 def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, str]) -> str:
@@ -102,10 +118,13 @@ def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, s
 
 
 def _asm_operands(first: int, count: int) -> str:
-    """Operands ``%first`` and on of an asm statement."""
-    return ", ".join(f"%{i}" for i in range(first, first + count))
+    """Lines of an asm statement: a vector of operands ``%first`` and on, and the comma after it."""
+    operands = ", ".join(f"%{i}" for i in range(first, first + count))
+    lines = textwrap.wrap(f"{{ {operands} }},", WIDTH - 9)  # less the indentation, quotes and a space
+    return "\n".join(f'      "{line} "' for line in lines)
 
 
 def _asm_outputs(array: str, count: int) -> str:
-    """Every float of an array, read and written by an asm statement."""
-    return ", ".join(f'"+f"({array}[{i}])' for i in range(count))
+    """Lines of an asm statement: every float of an array, read and written."""
+    outputs = ", ".join(f'"+f"({array}[{i}])' for i in range(count))
+    return textwrap.fill(outputs, WIDTH, initial_indent="      : ", subsequent_indent="        ")
