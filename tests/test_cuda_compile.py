@@ -10,8 +10,8 @@ import pytest
 from single_pass import cheapest
 
 from mtagen.codegen.cuda import render
-from mtagen.planner.passes import PASSES
 from mtagen.planner.kernel import Kernel
+from mtagen.planner.passes import PASSES
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
 from mtagen.runtime.nvrtc import compile_cubin
@@ -112,7 +112,7 @@ def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> Non
 
 def check_forward(plan: TileForward, used: Usage, opcodes: dict[str, int]) -> None:
     scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
-    products = plan.row_tiles * plan.tiles * plan.band.mma_of_scores
+    products = plan.row_tiles * plan.tiles * plan.toeplitz.mma_of_scores
     if plan.hopper:
         computes, loads = plan.register_split
         assert used.registers * plan.threads >= 128 * (plan.warps // 4 * computes + loads)  # what setmaxnreg gives out

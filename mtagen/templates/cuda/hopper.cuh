@@ -50,10 +50,10 @@ DEVICE void registers_down_to() {
 // Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products since the last commit become a group.
+// The products since the last commit are waited for together.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most PENDING groups of products are under way.
+// Waits until those of all but the last PENDING commits are done.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");

@@ -15,6 +15,10 @@ using fp16 = __half;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+// Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
+constexpr int CHUNK = 8;
+constexpr int CHUNK_BYTES = 16;
+
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 // Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
@@ -33,12 +37,12 @@ DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The copies since the last commit become a group.
+// The copies since the last commit are waited for together.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Waits until at most PENDING of this thread's groups are under way.
+// Waits until those of all but the last PENDING commits have landed.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

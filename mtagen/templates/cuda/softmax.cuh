@@ -16,6 +16,12 @@ constexpr float LIMIT = 256.f;
 // Minus the reference of a row that has seen nothing. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
+// What a convolved score, held times `score_scale`, is multiplied by to be an exponent of 2. It is never 0: -inf stays
+// -inf.
+DEVICE float softmax_exponent(float scale, float score_scale) {
+  return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
+}
+
 // Rows 2 lane_row and 2 lane_row + 1 of a warp's 16.
 template <class Element>
 struct Softmax {

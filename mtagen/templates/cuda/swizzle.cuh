@@ -7,6 +7,7 @@
 // A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
 // row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
 
+constexpr int PANEL = 64;       // columns
 constexpr int PANEL_ROW = 128;  // bytes
 
 // Address of 16-byte column `column` in row `row` of a tile of ROWS rows.

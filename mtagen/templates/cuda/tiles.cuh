@@ -12,9 +12,9 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
   constexpr int SWEEP = COPIERS / LANES;
   const int r = thread / LANES, column = thread % LANES;
-  if (column >= COLUMNS / 8) return;
+  if (column >= COLUMNS / CHUNK) return;
   const u32 to = tile_address<ROWS>(tile, r, column);
-  from += (first + r) * stride + column * 8;
+  from += (first + r) * stride + column * CHUNK;
 #pragma unroll
   for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
     if (ROWS % SWEEP == 0 || r + x < ROWS) {
@@ -29,11 +29,11 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4
-  for (int i = thread; i < COUNT * (COLUMNS / 8); i += COPIERS) {
-    const int r = p + i / (COLUMNS / 8), column = i % (COLUMNS / 8);
+  for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
+    const int r = p + i / (COLUMNS / CHUNK), column = i % (COLUMNS / CHUNK);
     const int row = first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1);
     const bool exists = static_cast<unsigned>(row) < static_cast<unsigned>(n_rows);
-    copy_async(tile_address<ROWS>(tile, r, column), q + (exists ? row : 0) * stride + column * 8, exists);
+    copy_async(tile_address<ROWS>(tile, r, column), q + (exists ? row : 0) * stride + column * CHUNK, exists);
   }
 }
 
@@ -41,8 +41,8 @@ DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, in
 template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
 DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 #pragma unroll 4
-  for (int i = thread; i < COUNT * (COLUMNS / 8); i += COPIERS) {
-    const u32 at = tile_address<ROWS>(tile, p + i / (COLUMNS / 8), i % (COLUMNS / 8));
+  for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
+    const u32 at = tile_address<ROWS>(tile, p + i / (COLUMNS / CHUNK), i % (COLUMNS / CHUNK));
     u32 x[4];
     load_shared(x, at);
 #pragma unroll
@@ -54,11 +54,11 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
   }
 }
 
-// Multiplies all of x by a factor.
+// Multiplies scores by a power of two.
 template <int N>
-DEVICE void scale(float (&x)[N], float factor) {
+DEVICE void scale_scores(float (&s)[N], float factor) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] *= factor;
+  for (int i = 0; i < N; ++i) s[i] *= factor;
 }
 
 // Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they are in [begin, end). A row that has
@@ -77,8 +77,8 @@ DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const So
     const float inverse = total == 0.f ? 0.f : 1.f / total;
     if (lane_pair == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
 #pragma unroll
-    for (int n = 0; n < COLUMNS / 8; ++n)
-      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * COLUMNS + 8 * n + 2 * lane_pair) =
+    for (int n = 0; n < COLUMNS / CHUNK; ++n)
+      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * COLUMNS + CHUNK * n + 2 * lane_pair) =
           pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
   }
 }
