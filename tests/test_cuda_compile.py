@@ -112,7 +112,7 @@ def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> Non
 
 def check_forward(plan: TileForward, used: Usage, opcodes: dict[str, int]) -> None:
     scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
-    products = plan.row_tiles * plan.tiles * plan.band.mma_of_scores
+    products = plan.row_tiles * plan.tiles * plan.toeplitz.mma_of_scores
     if plan.hopper:
         computes, loads = plan.register_split
         assert used.registers * plan.threads >= 128 * (plan.warps // 4 * computes + loads)  # what setmaxnreg gives out

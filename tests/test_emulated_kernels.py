@@ -145,11 +145,11 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
         (
             "forward",
             "sm_80",
-            "copy_wait<0>();\n    __syncthreads();  // the strip is",
+            "copy_wait<0>();\n    __syncthreads();  // the slab is",
             "__syncthreads();  //",
             "races with copy_async",
         ),
-        ("forward", "sm_80", "__syncthreads();  // the strip", "__syncwarp();  //", "load_matrices .* races with"),
+        ("forward", "sm_80", "__syncthreads();  // the slab", "__syncwarp();  //", "load_matrices .* races with"),
         ("forward", "sm_90a", "copy_wait<0>();\n      fence_async();", "", "races with copy_async"),
         ("forward", "sm_90a", "barrier_arrive(taken + ROWS_READ", "__ldg(&t), (", "deadlock"),
         (
@@ -159,7 +159,13 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
             "__ldg(&t), (",
             "store_shared .* races with load_matrices",
         ),
-        ("forward", "sm_90a", "barriers + V_EMPTY + 8 * (t %", "barriers + V_EMPTY + 4 * (t %", "not initialised"),
+        (
+            "forward",
+            "sm_90a",
+            "barriers + V_EMPTY + BARRIER * (t %",
+            "barriers + V_EMPTY + 4 * (t %",
+            "not initialised",
+        ),
         ("backward", "sm_90a", "barrier_wait(written, steps++ & 1);", "steps++;", "races with"),
         ("backward", "sm_90a", "barrier_wait(taken, ~steps & 1);", "", "races with"),
     ],

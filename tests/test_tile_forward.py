@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from fragments import Strips, WarpScores, WarpStrip, make_band
+from fragments import Slabs, WarpScores, WarpSlab, make_toeplitz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled
 
 from mtagen.errors import PlanError
 from mtagen.planner.targets import TARGETS
-from mtagen.planner.tile.band import MAX_COLUMNS, MAX_ROWS
 from mtagen.planner.tile.forward import TileForward
+from mtagen.planner.tile.toeplitz import MAX_COLUMNS, MAX_ROWS
 from mtagen.spec import KEY_PADDINGS, Spec
 
 Array = NDArray[np.float64]
@@ -65,12 +65,14 @@ class Cta:
         keys = min(self.n_k, self.first + plan.rows + self.off) if plan.spec.causal else self.n_k
         self.steps = max(0, (keys + plan.lag + plan.keys - 1) // plan.keys)
         cq, ck = taps.shape
-        if plan.band.pointwise:
+        if plan.toeplitz.pointwise:
             self.operands = taps
         else:
-            self.strips = Strips(plan)
-            self.strips.clear_pads()
-            self.operands = make_band(plan.band, lambda u, v: taps[u, v] if 0 <= u < cq and 0 <= v < ck else 0.0)
+            self.slabs = Slabs(plan)
+            self.slabs.clear_pads()
+            self.operands = make_toeplitz(
+                plan.toeplitz, lambda u, v: taps[u, v] if 0 <= u < cq and 0 <= v < ck else 0.0
+            )
         stages = plan.stages if plan.hopper else 1
         self.k = np.full((stages, plan.keys, plan.spec.head_dim // 8), IN_FLIGHT)
         self.v = np.full((stages, plan.keys, plan.spec.value_head_dim // 8), IN_FLIGHT)
@@ -110,9 +112,9 @@ class Cta:
         yield from self.pause()
         tile[place] = np.where((row >= 0) & (row < self.n_k), row, OUTSIDE)
 
-    def strip(self, warp: int) -> WarpScores | WarpStrip:
-        """A warp's 16 rows of scores."""
-        return WarpScores() if self.plan.band.pointwise else WarpStrip(self.strips, warp)
+    def held(self, tile: int) -> WarpScores | WarpSlab:
+        """The scores of 16 rows."""
+        return WarpScores() if self.plan.toeplitz.pointwise else WarpSlab(self.slabs, tile)
 
     def keys_of(self, tile: NDArray[np.int64], first: int) -> NDArray[np.int64]:
         """The keys that a tile holds, which must be those from ``first`` on."""
@@ -120,13 +122,13 @@ class Cta:
         assert (tile == np.where((key >= 0) & (key < self.n_k), key, OUTSIDE)[:, None]).all()
         return tile[:, 0]
 
-    def multiplied(self, strip: int, keys: NDArray[np.int64]) -> Words:
-        """Scores of the 16 rows of a strip as accumulators hold them; Q's rows are in the order of load_queries."""
-        r = 16 * strip + np.arange(16)
+    def multiplied(self, tile: int, keys: NDArray[np.int64]) -> Words:
+        """Scores of 16 rows as accumulators hold them; Q's rows are in the order of load_queries."""
+        r = 16 * tile + np.arange(16)
         row = self.first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1)
         inside = ((row >= 0) & (row < self.n_q))[:, None] & (keys != OUTSIDE)
-        tile = np.where(inside, self.scores[np.clip(row, 0, self.n_q - 1)[:, None], np.maximum(keys, 0)], 0.0)
-        return tile.reshape(2, 8, self.plan.tiles, 8).transpose(2, 0, 1, 3).reshape(self.plan.tiles, 2, 32, 2)
+        scores = np.where(inside, self.scores[np.clip(row, 0, self.n_q - 1)[:, None], np.maximum(keys, 0)], 0.0)
+        return scores.reshape(2, 8, self.plan.tiles, 8).transpose(2, 0, 1, 3).reshape(self.plan.tiles, 2, 32, 2)
 
     def places(self, column: int, top: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Row and column of each accumulator of 16 rows."""
@@ -135,21 +137,21 @@ class Cta:
         columns = column + 8 * tile[:, None, None, None] + 2 * T[:, None] + element
         return np.broadcast_arrays(rows, columns)
 
-    def mask_scores(self, s: Words, column: int, strip: int) -> None:
-        top = self.first + 16 * strip + self.off
+    def mask_scores(self, s: Words, column: int, tile: int) -> None:
+        top = self.first + 16 * tile + self.off
         if self.plan.masks_scores and column + self.plan.keys - 1 > top:
             row, key = self.places(column, top)
             s[key > row] = 0
 
-    def limit(self, t: int, strip: int) -> int | None:
-        """Last column of the strip that its first row sees, where that matters."""
-        if not self.plan.spec.masks_by_output:
+    def position(self, t: int, tile: int) -> int | None:
+        """Position of the first of 16 rows, counted in columns of the slab, where that matters."""
+        if not self.plan.mask.zeroes_terms:
             return None
-        return self.first + 16 * strip + self.off - t * self.plan.keys + self.plan.band.carry
+        return self.first + 16 * tile + self.off - t * self.plan.keys + self.plan.toeplitz.carry
 
-    def take(self, c: Words, column: int, strip: int, v: NDArray[np.int64]) -> None:
+    def take(self, c: Words, column: int, tile: int, v: NDArray[np.int64]) -> None:
         """What mask_outputs leaves and store_output stores."""
-        plan, top = self.plan, self.first + 16 * strip
+        plan, top = self.plan, self.first + 16 * tile
         row, key = self.places(column, top)
         hidden = np.zeros(c.shape, bool)
         last = top + self.off if plan.spec.causal else self.n_k - 1
@@ -167,9 +169,9 @@ class Cta:
     # forward_sm90.cu: one generator a warp.
 
     def hopper_warps(self) -> Iterator[Waits]:
-        plan, groups = self.plan, self.plan.warps // 4
+        plan, warpgroups = self.plan, self.plan.warps // 4
         full = [[Barrier(64 // 32) for _ in range(plan.stages)] for _ in "kv"]
-        empty = [[Barrier(4 * groups) for _ in range(plan.stages)] for _ in "kv"]
+        empty = [[Barrier(4 * warpgroups) for _ in range(plan.stages)] for _ in "kv"]
         written, read = ([[Barrier(1) for _ in range(2)] for _ in range(plan.warps)] for _ in range(2))
         # The kernel may not count on the four warps of a product meeting in it, nor on their not meeting.
         meets = self.chance.choice((4, 1))
@@ -186,7 +188,7 @@ class Cta:
                 full[which][stage].arrive()
 
         def compute(warp: int) -> Waits:
-            strip, product = self.strip(warp), products[warp // meets]
+            held, product = self.held(warp), products[warp // meets]
             gives, takes = plan.halo > 0 and warp < plan.warps - 1, plan.halo > 0 and warp > 0
 
             def scores(t: int) -> Words:
@@ -202,7 +204,7 @@ class Cta:
                 if gives and t >= 2:
                     yield from read[warp][t & 1].wait((t // 2 - 1) & 1)
                 yield from self.pause()
-                strip.write(s, t)
+                held.write(s, t)
                 if gives:
                     written[warp][t & 1].arrive()
 
@@ -214,7 +216,7 @@ class Cta:
                 if takes:
                     yield from written[warp - 1][t & 1].wait(t // 2 & 1)
                 yield from self.pause()
-                c = strip.convolved(t, self.operands, self.limit(t, warp))
+                c = held.convolved(t, self.operands, self.position(t, warp))
                 if takes:
                     read[warp - 1][t & 1].arrive()
                 yield from issue_scores(t + 1)
@@ -239,7 +241,7 @@ class Cta:
         def compute(warp: int) -> Waits:
             threads = range(32 * warp, 32 * warp + 32)
             mine = [plan.row_tiles * warp + m for m in range(plan.row_tiles)]
-            strips = {m: self.strip(m) for m in mine}
+            held = {m: self.held(m) for m in mine}
 
             def load(tile: NDArray[np.int64], first: int) -> Waits:
                 copies = self.load(tile, first, threads, plan.threads)
@@ -260,13 +262,13 @@ class Cta:
                     yield from self.pause()
                     s = self.multiplied(m, self.keys_of(self.k[0], t * plan.keys))
                     self.mask_scores(s, t * plan.keys, m)
-                    strips[m].write(s, 0)
+                    held[m].write(s, 0)
                 land(copies)
                 yield from meet.sync()
                 copies = load(self.k[0], (t + 1) * plan.keys) if t + 1 < self.steps else iter(())
                 for m in mine:
                     yield from self.pause()
-                    c = strips[m].convolved(0, self.operands, self.limit(t, m))
+                    c = held[m].convolved(0, self.operands, self.position(t, m))
                     self.take(c, column, m, self.keys_of(self.v[0], column))
 
         yield from (compute(warp) for warp in range(plan.warps))
@@ -295,7 +297,7 @@ def assert_convolves(plan: TileForward, n_q: int, n_k: int, seed: int = 0) -> No
     for block in range(-(-n_q // plan.owned)):
         cta = Cta(plan, scores, taps, block, seed + block)
         cta.run()
-        assert plan.band.pointwise or cta.strips.shared.ways == 1, "bank conflicts"
+        assert plan.toeplitz.pointwise or cta.slabs.shared.ways == 1, "bank conflicts"
         seen += cta.seen
         got += cta.convolved
     expected, allowed = convolved(plan.spec, scores, taps)
@@ -323,7 +325,7 @@ def test_every_score_once(kernel: tuple[int, int], causal: bool, mask: str, targ
     masked=st.sampled_from(MASKED),
     padding=st.sampled_from(KEY_PADDINGS),
     value_dim=st.sampled_from([16, 48, 80, 144]),
-    groups=st.sampled_from([0, 1, 2]),
+    warpgroups=st.sampled_from([0, 1, 2]),
     keys=st.sampled_from([32, 48, 64]),
     n_q=st.integers(1, 140),
     n_k=st.integers(1, 260),
@@ -334,16 +336,16 @@ def test_every_score_once_whatever_the_shape(
     masked: tuple[bool, str],
     padding: str,
     value_dim: int,
-    groups: int,
+    warpgroups: int,
     keys: int,
     n_q: int,
     n_k: int,
     seed: int,
 ) -> None:
     spec = Spec(kernel, 16, value_dim, causal=masked[0], key_padding=padding, mask=masked[1])
-    hopper = TileForward(spec, "sm_90a", True, 4 * groups, keys, 2, 1)
+    hopper = TileForward(spec, "sm_90a", True, 4 * warpgroups, keys, 2, 1)
     ampere = TileForward(spec, "sm_80", False, 2, keys, 1, 1, row_tiles=1 + seed % 2)
-    assert_convolves(hopper if groups else ampere, n_q, n_k, seed)
+    assert_convolves(hopper if warpgroups else ampere, n_q, n_k, seed)
 
 
 def element_of(start: int, strides: tuple[int, int, int], row: Array, column: Array) -> Array:
@@ -438,7 +440,7 @@ def test_shared_memory_maps() -> None:
     assert sum(1 for _ in all_plans()) > 60
     for plan in all_plans():
         regions = plan.shared.regions
-        alignment = {"Q": 1024, "K": 1024, "V": 1024, "STRIP": 16, "GATHER": 16, "BARRIERS": 8}
+        alignment = {"Q": 1024, "K": 1024, "V": 1024, "SLAB": 16, "GATHER": 16, "BARRIERS": 8}
         for region, following in itertools.pairwise(regions):
             assert region.offset + region.size <= following.offset
         for region in regions:
@@ -448,16 +450,16 @@ def test_shared_memory_maps() -> None:
         assert plan.shared.size <= TARGETS[plan.target].shared_per_block
         # Panels, which are as wide as swizzled rows: tiles of whole 1024-byte atoms.
         assert {plan.shared[name].size % 1024 for name in "QKV"} == {0}
-        assert plan.band.pointwise == ("STRIP" not in {region.name for region in regions})
+        assert plan.toeplitz.pointwise == ("SLAB" not in {region.name for region in regions})
 
 
 def test_registers_that_warpgroups_trade() -> None:
     """setmaxnreg gives out what the launch has taken: the most registers that all threads can have."""
-    for groups in (1, 2, 3):
-        plan = TileForward(Spec((6, 11), 64), "sm_90a", True, 4 * groups, 64, 2, 4)
+    for warpgroups in (1, 2, 3):
+        plan = TileForward(Spec((6, 11), 64), "sm_90a", True, 4 * warpgroups, 64, 2, 4)
         computes, loads = plan.register_split
         launched = min(255, 65536 // plan.threads) // 8 * 8
-        assert 128 * (groups * computes + loads) <= launched * plan.threads <= 65536
+        assert 128 * (warpgroups * computes + loads) <= launched * plan.threads <= 65536
         assert computes % 8 == loads % 8 == 0
         assert 24 <= loads < computes <= 255
     for plan in all_plans():

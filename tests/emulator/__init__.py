@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from single_pass import host_module
 
-from mtagen.codegen.cuda import render
+from mtagen.codegen.cuda import FUNCTION, render
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.tile.passes import TilePass
 
@@ -28,7 +28,6 @@ _TYPES = {
     "long long": ctypes.c_longlong,
     "float": ctypes.c_float,
 }
-_FUNCTION = re.compile(r"^(?:template <[^\n]*>\n)?DEVICE [^\n]*(?:\}|\{\n(?:[^\n]*\n)*?\})\n", re.MULTILINE)
 
 
 class EmulatedKernel:
@@ -108,7 +107,7 @@ def host_function(
 
 def for_host(plan: TilePass) -> str:
     """The emitted source, in which ``device.h`` stands for CUDA's headers and for every function of inline PTX."""
-    source = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
+    source = FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
     source = re.sub(r"^#include <cuda_\w+\.h>\n", "", source, flags=re.MULTILINE)
     shared = r"unsigned char* const \1 = emulator::memory + emulator::BASE;"
     source = re.sub(r"extern __shared__ .* (\w+)\[\];", shared, source)

@@ -31,10 +31,10 @@ from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
-from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
+from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
@@ -148,9 +148,9 @@ class TileBackward(TilePass):
         """Modelled multiprocessor cycles per score that counts."""
         target = get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
-        mma = self.band.mma_of_scores + 2 * self.band.mma_per_tile  # with the adjoint and the gradient of W
+        mma = self.toeplitz.mma_of_scores + 2 * self.toeplitz.mma_per_tile  # with the adjoint and the gradient of W
         products, convolutions = 10 * self.spec.head_dim / rate, 32 * mma / target.mma_flop_per_cycle
-        wanted = self.registers + (self.band.registers if self.hopper else 0)  # B operands stay where they fit
+        wanted = self.registers + (self.toeplitz.registers if self.hopper else 0)  # B operands stay where they fit
         spilled = max(0, wanted - self.register_split[0])
         spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
         waits = (_STEP_LATENCY + spills) / (self.rows * self.keys)
@@ -201,9 +201,9 @@ class TileBackward(TilePass):
         return self.taps - 1
 
     @cached_property
-    def band(self) -> Band:
+    def toeplitz(self) -> Toeplitz:
         """The convolution, and its adjoint, whose taps are w*(u, v) = W[cq-1-u, taps-1-v]."""
-        return band(self.spec.cq, self.taps, pairs=False)
+        return toeplitz(self.spec.cq, self.taps, pairs=False)
 
     @property
     def parts(self) -> int:
@@ -321,7 +321,7 @@ class TileBackward(TilePass):
     @property
     def tap_words(self) -> int:
         """Words of the table of pairs of neighbouring taps of a row of W, zeros on both sides."""
-        return CHUNK * self.band.chunks + 6
+        return CHUNK * self.toeplitz.chunks + 6
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -365,7 +365,7 @@ class TileBackward(TilePass):
     def registers(self) -> int:
         """Estimate for a thread that computes: dK, dV, C, dP, some state; without a helper also the gradient of W."""
         sums = 2 * self.keys * (self.spec.head_dim + self.rows) // (32 * self.warps)
-        weights = 0 if self.hopper else 4 * len(self.weight_gradient.products) + self.band.registers
+        weights = 0 if self.hopper else 4 * len(self.weight_gradient.products) + self.toeplitz.registers
         return sums + weights + _RESERVED_REGISTERS
 
     @property
@@ -477,7 +477,7 @@ class TileBackward(TilePass):
 
     @property
     def _convolutions(self) -> str:
-        return f"convolution {self.band.mma_of_scores} and adjoint {self.band.mma_per_tile} mma.m16n8k16"
+        return f"convolution {self.toeplitz.mma_of_scores} and adjoint {self.toeplitz.mma_per_tile} mma.m16n8k16"
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""

@@ -8,10 +8,10 @@ from ...spec import Spec
 from ..passes import Fields
 from ..targets import Target, get_target
 from .backward import TileBackward
-from .band import FLOP_OF_MMA, band
 from .decode import TileDecode
 from .forward import TileForward
 from .passes import TilePass, ranked
+from .toeplitz import FLOP_OF_MMA, toeplitz
 
 _KINDS: Mapping[str, type[TilePass]] = {kind.pass_name: kind for kind in (TileForward, TileBackward, TileDecode)}
 
@@ -42,7 +42,7 @@ def flop_per_score(pass_name: str, spec: Spec) -> int:
 
     Scores are convolved in the forward pass; in the backward pass scores, their gradients, and for the weight's.
     """
-    d, dv, toeplitz = spec.head_dim, spec.value_head_dim, band(spec.cq, spec.ck)
+    d, dv, convolution = spec.head_dim, spec.value_head_dim, toeplitz(spec.cq, spec.ck)
     if pass_name == "forward":
-        return 2 * (d + dv) + FLOP_OF_MMA * toeplitz.mma_of_scores
-    return 2 * (3 * d + 2 * dv) + FLOP_OF_MMA * (toeplitz.mma_of_scores + 2 * toeplitz.mma_per_tile)
+        return 2 * (d + dv) + FLOP_OF_MMA * convolution.mma_of_scores
+    return 2 * (3 * d + 2 * dv) + FLOP_OF_MMA * (convolution.mma_of_scores + 2 * convolution.mma_per_tile)

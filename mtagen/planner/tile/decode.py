@@ -30,10 +30,10 @@ from ..names import kernel_name
 from ..passes import Fields
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
-from .band import CHUNK, SCORE_EXPONENT
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
+from .toeplitz import CHUNK, SCORE_EXPONENT
 
 # Of each kernel: query heads and pairs (query head, new token) of a CTA, at most, and its warps.
 _KERNELS = ((1, 8, 4), (4, 8, 4), (8, 16, 8))

@@ -1,11 +1,11 @@
 """The fused forward pass: a CTA owns rows of queries and streams tiles of keys and values past them.
 
-A warp holds 16 rows of scores in registers, or twice 16, writes them to a strip in shared memory, and convolves rows of
-the strip, its own and the cq-1 above them, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
-and its first cq-1 rows serve as halo only. Along the keys there is no halo: the strip keeps the last ``carry`` columns
-of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the strip.
+A warp holds 16 rows of scores in registers, or twice 16, writes them to a slab in shared memory, and convolves rows of
+the slab, its own and the cq-1 above them, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
+and its first cq-1 rows serve as halo only. Along the keys there is no halo: the slab keeps the last ``carry`` columns
+of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the slab.
 
-Scores that one tap convolves stay in their registers; then there is no strip.
+Scores that one tap convolves stay in their registers; then there is no slab.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from sympy import ceiling
+from sympy import Expr, Min, ceiling, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..geometry.affine import N_Q
+from ..geometry.affine import N_K, N_Q
+from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
-from .band import CHUNK, SCORE_EXPONENT, Band, band
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
+from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
 
+FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)  # a CTA's rows, in the names of the templates
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
 _SOFTMAX = 0.06  # a score's share of what tensor cores do not do
@@ -46,7 +48,7 @@ class TileForward(TilePass):
         warps: warps that own 16 rows each.
         keys: keys of a tile.
         stages: tiles of K and of V in shared memory.
-        query_fragments: of the head_dim / 16 fragments of Q, how many stay in registers.
+        query_fragments: how many of Q's head_dim / 16 fragments stay in registers: all, or none.
         row_tiles: tiles of 16 rows a warp has.
         blocks: CTAs that share a multiprocessor.
     """
@@ -72,7 +74,7 @@ class TileForward(TilePass):
         """Modelled multiprocessor cycles per score that counts."""
         dims, target = self.spec.head_dim + self.spec.value_head_dim, get_target(self.target)
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
-        products, convolution = 2 * dims / rate, 32 * self.band.mma_of_scores / target.mma_flop_per_cycle
+        products, convolution = 2 * dims / rate, 32 * self.toeplitz.mma_of_scores / target.mma_flop_per_cycle
         loads = 0 if self.hopper else 2 * dims / (16 * self.row_tiles) / SHARED_BYTES_PER_CYCLE  # a fragment a tile
         waits = _STEP_LATENCY / (self.blocks * self.rows * self.keys)
         return (products + convolution + loads + _SOFTMAX + waits) * self.rows / self.owned
@@ -88,14 +90,25 @@ class TileForward(TilePass):
         return "forward_sm90.cu.j2" if self.hopper else "forward_sm80.cu.j2"
 
     @cached_property
-    def band(self) -> Band:
+    def toeplitz(self) -> Toeplitz:
         """The convolution."""
-        return band(self.spec.cq, self.spec.ck)
+        return toeplitz(self.spec.cq, self.spec.ck)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
+
+    @property
+    def key_end(self) -> Expr:
+        """Where the keys end that some row of a CTA sees, in the templates' names."""
+        last = self.mask.last_key(FIRST + ROWS - 1 + OFFSET)
+        return N_K if last is None else Min(N_K, last + 1)
 
     @property
     def score_exponent(self) -> int:
-        """Strips hold q.k 2^-score_exponent; registers hold q.k."""
-        return 0 if self.band.pointwise else SCORE_EXPONENT
+        """Slabs hold q.k 2^-score_exponent; registers hold q.k."""
+        return 0 if self.toeplitz.pointwise else SCORE_EXPONENT
 
     @property
     def rows(self) -> int:
@@ -115,7 +128,7 @@ class TileForward(TilePass):
     @property
     def lag(self) -> int:
         """Columns by which outputs lag the keys: a window then starts ``carry`` before its tile, on a chunk."""
-        return self.band.carry - self.spec.pad_left
+        return self.toeplitz.carry - self.spec.pad_left
 
     @property
     def tiles(self) -> int:
@@ -123,39 +136,39 @@ class TileForward(TilePass):
         return self.keys // CHUNK
 
     @property
-    def strips(self) -> int:
-        """Buffers of the strip; two let a warp write the next tile's scores while others read this one's."""
-        return 0 if self.band.pointwise else 2 if self.hopper else 1
+    def slabs(self) -> int:
+        """Buffers of the slab; two let a warp write the next tile's scores while others read this one's."""
+        return 0 if self.toeplitz.pointwise else 2 if self.hopper else 1
 
     @property
-    def strip_pad(self) -> int:
-        """Rows before a strip's first, zero, of which the halo is the last cq-1; even, to keep parities."""
+    def pad(self) -> int:
+        """Rows of zeros before a slab's first row, of which the last cq-1 are its halo; even, to keep parities."""
         return -(-self.halo // 2) * 2
 
     @property
-    def strip_chunks(self) -> int:
-        """Chunks of a strip's row that windows read whole."""
-        return self.tiles + self.band.chunks - 1
+    def slab_chunks(self) -> int:
+        """Chunks of a slab's row that windows read whole."""
+        return self.tiles + self.toeplitz.chunks - 1
 
     @property
-    def strip_row(self) -> int:
-        """Bytes from a strip's row to the next of its parity: an odd number of chunks, for no bank conflicts."""
-        return 16 * (self.strip_chunks | 1)
+    def slab_row(self) -> int:
+        """Bytes from a slab's row to the next of its parity: an odd number of chunks, for no bank conflicts."""
+        return 16 * (self.slab_chunks | 1)
 
     @property
-    def strip_parity(self) -> int:
-        """Bytes of a strip's rows of one parity."""
-        return (self.rows + self.strip_pad) // 2 * self.strip_row
+    def slab_parity(self) -> int:
+        """Bytes of a slab's rows of one parity."""
+        return (self.rows + self.pad) // 2 * self.slab_row
 
     @property
-    def gather_row(self) -> int:
-        """Bytes of a tile's gathered pairs, one word a row."""
-        return 4 * (self.strip_pad + self.rows + 2) if self.band.gathers else 0
+    def gather_tile(self) -> int:
+        """Bytes of a tile's gathered columns, one word a row."""
+        return 4 * (self.pad + self.rows + 2) if self.toeplitz.gathers else 0
 
     @property
     def carry_chunks(self) -> int:
-        """Chunks of the tile before at a strip's start."""
-        return self.band.carry // CHUNK
+        """Chunks of the tile before at a slab's start."""
+        return self.toeplitz.carry // CHUNK
 
     @property
     def panels(self) -> tuple[int, int]:
@@ -165,12 +178,12 @@ class TileForward(TilePass):
     @property
     def scales_queries(self) -> bool:
         """Whether 2^-8 is applied to Q: exact in bf16's range; fp16 scores are scaled one by one."""
-        return self.spec.dtype == "bf16" and not self.band.pointwise
+        return self.spec.dtype == "bf16" and not self.toeplitz.pointwise
 
     @property
     def masks_scores(self) -> bool:
-        """Whether later keys than a row's own get zero scores; a single tap's reach outputs that are masked anyway."""
-        return self.spec.causal and not self.spec.masks_by_output and not self.band.pointwise
+        """Whether hidden scores become zeros; those of a single tap reach outputs that are hidden anyway."""
+        return self.mask.zeroes_scores and not self.toeplitz.pointwise
 
     @property
     def scales_scores(self) -> bool:
@@ -187,8 +200,8 @@ class TileForward(TilePass):
                 ("Q", k_panels * self.rows * 128, 1024),
                 ("K", self.stages * k_panels * self.keys * 128, 1024),
                 ("V", self.stages * v_panels * self.keys * 128, 1024),
-                ("STRIP", self.strips * 2 * self.strip_parity, 16),
-                ("GATHER", self.strips * self.tiles * self.gather_row, 16),
+                ("SLAB", self.slabs * 2 * self.slab_parity, 16),
+                ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -211,21 +224,15 @@ class TileForward(TilePass):
         """Estimate for a thread that computes: O, the scores, on Hopper at once the convolved ones, B operands, Q."""
         accumulators = self.spec.value_head_dim // 2 + (2 if self.hopper else 1) * (self.keys // 2)
         tiles = self.row_tiles * (accumulators + 4 * self.query_fragments)
-        return tiles + (0 if self.band.pointwise else self.band.registers) + _RESERVED_REGISTERS[self.hopper]
+        return tiles + (0 if self.toeplitz.pointwise else self.toeplitz.registers) + _RESERVED_REGISTERS[self.hopper]
 
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:
         """The warpgroup products."""
         dtype = self.spec.dtype
-        scores = Wgmma("wgmma_scores", self.keys, dtype)
-        from_registers = Wgmma("wgmma_scores_from_registers", self.keys, dtype, a_in_registers=True)
+        scores = Wgmma("wgmma_scores", self.keys, dtype, a_in_registers=self.query_fragments > 0)
         values = Wgmma("wgmma_values", self.spec.value_head_dim, dtype, a_in_registers=True, b_transposed=True)
-        fragments = self.spec.head_dim // 16
-        return (
-            *([scores] if self.query_fragments < fragments else []),
-            *([from_registers] if self.query_fragments else []),
-            values,
-        )
+        return scores, values
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -253,10 +260,10 @@ class TileForward(TilePass):
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
         yield f"A CTA computes {self.rows} rows of scores, yields {self.owned}, and streams tiles of {self.keys} keys."
-        if not self.band.pointwise:
-            carried = f"a strip starts with {self.band.carry} columns of the tile before"
+        if not self.toeplitz.pointwise:
+            carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
-            yield f"Convolution: {self.band.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
+            yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
@@ -269,8 +276,8 @@ class TileForward(TilePass):
             "forward",
             "convolution",
             "one factor"
-            if self.band.pointwise
-            else f"{self.band.mma_of_scores} mma of 16 x 8 x 16, lag {self.lag}, carry {self.band.carry}",
+            if self.toeplitz.pointwise
+            else f"{self.toeplitz.mma_of_scores} mma of 16 x 8 x 16, lag {self.lag}, carry {self.toeplitz.carry}",
         )
         yield "forward", "shared memory", f"{self.shared.size} bytes"
 
@@ -301,10 +308,10 @@ def _candidates(spec: Spec, target: Target) -> Iterator[TileForward]:
     """From most to least work a CTA, the last one the smallest there is."""
     fragments = spec.head_dim // 16
     if "wgmma" in target.matrix:
-        wide = (128,) if band(spec.cq, spec.ck).pointwise else ()  # without a strip there is room for them
-        for groups, keys in product((3, 2, 1), (*wide, 64, 32)):
+        wide = (128,) if toeplitz(spec.cq, spec.ck).pointwise else ()  # without a slab there is room for them
+        for warpgroups, keys in product((3, 2, 1), (*wide, 64, 32)):
             for in_registers in (fragments, 0) if fragments <= 4 else (0,):
-                yield TileForward(spec, target.name, True, 4 * groups, keys, 2, in_registers)
+                yield TileForward(spec, target.name, True, 4 * warpgroups, keys, 2, in_registers)
     else:
         # Two tiles a warp halve the reads of K and V; a second CTA hides what the first one waits for.
         two_tiles = [(4, keys, 2, 2) for keys in (64, 48, 32)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..targets import TARGETS, Target
-from .band import band
+from .toeplitz import toeplitz
 
 
 def check_supported(spec: Spec, target: Target) -> None:
@@ -24,4 +24,4 @@ def check_supported(spec: Spec, target: Target) -> None:
         raise PlanError(
             explain("target", target.name, "the cuda backend's kernels are made of mma instructions", legal)
         )
-    band(spec.cq, spec.ck)  # raises for kernels that are too large
+    toeplitz(spec.cq, spec.ck)  # raises for kernels that are too large

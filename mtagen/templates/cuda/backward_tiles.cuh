@@ -16,7 +16,8 @@ DEVICE u32 slab_row(u32 slab, int row_tile, int g, int s) {
   return slab + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
-// Of each row tile, row 2 g lies at place g of tiles of vectors and row 2 g + 1 at place g + 8, as the fragments have them.
+// Of each row tile, row 2 g lies at place g of tiles of vectors and row 2 g + 1 at place g + 8, as the fragments have
+// them.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
 // COPIERS threads copy COUNT vectors, from row `first`, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.

@@ -1,10 +1,12 @@
 // Two fp16 scores as Elements.
 template <class Element>
 DEVICE u32 as_elements(u32 x);
+
 template <>
 DEVICE u32 as_elements<fp16>(u32 x) {
   return x;
 }
+
 template <>
 DEVICE u32 as_elements<bf16>(u32 x) {
   const float2 scores = unpack<fp16>(x);
@@ -38,9 +40,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     for (int u = 0; u <= WEIGHT_SHIFTS; ++u)
       s[chunk][u] = FIRST_WINDOW + chunk < 0 ? 0 : as_elements<Element>(raw[chunk][u / 4][u % 4]);
   };
-  auto operand = [&](int chunk, int u, int odd) {
-    return seen(s[chunk][u], CHUNK * (FIRST_WINDOW + chunk) - odd);
-  };
+  auto operand = [&](int chunk, int u, int odd) { return seen(s[chunk][u], CHUNK * (FIRST_WINDOW + chunk) - odd); };
 #pragma unroll
   for (int chunk = 0; chunk < WEIGHT_CHUNKS; ++chunk) load(chunk);
   load_matrices_transposed(g[0], gradients + FIRST * CHUNK_BYTES);
@@ -57,8 +57,8 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
       const WeightProduct p = weight_product(i);
       const bool two = p.u2 >= 0;
-      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0,
-                        operand(n + p.d, p.u + 1, 1), two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
+      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0, operand(n + p.d, p.u + 1, 1),
+                        two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
       mma<Element>(sums[i], a, g[n][0], g[n][1]);
     }
   }

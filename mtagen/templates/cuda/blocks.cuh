@@ -1,16 +1,18 @@
 // ---- Products out of shared memory -------------------------------------------------------------------------------
 
 // What a lane gives ldmatrix of a tile of TILE_ROWS, in blocks of 16 rows by 16 columns. A block's four 8x8 matrices go
-// down first, then right; or, EXCHANGED, right first: for operands whose memory is not laid out as the instruction takes
-// them. Blocks are counted from the first, whose column is below a power of two that divides the others'.
+// down first, then right; or, EXCHANGED, right first: for operands whose memory is not laid out as the instruction
+// takes them. Blocks are counted from the first, whose column is below a power of two that divides the others'.
 template <int TILE_ROWS, bool EXCHANGED>
 struct Blocks {
   u32 at;
+
   DEVICE Blocks(u32 tile, int row, int column, int lane) {
     const int below = EXCHANGED ? (lane & 7) + (lane >> 4) * 8 : lane & 15;
     const int right = EXCHANGED ? lane >> 3 & 1 : lane >> 4;
     at = tile_address<TILE_ROWS>(tile, row + below, 2 * column + right);
   }
+
   DEVICE u32 operator()(int row, int column) const { return tile_address_from<TILE_ROWS>(at, 16 * row, 2 * column); }
 };
 
@@ -22,7 +24,8 @@ DEVICE void load_block(u32 (&x)[4], u32 row) {
     load_matrices(x, row);
 }
 
-// c[16 M x 16 N] += a[16 M x 16 K] b[16 K x 16 N]; a(m, k) and b(k, n) give the addresses of blocks, transposed if A or B.
+// c[16 M x 16 N] += a[16 M x 16 K] b[16 K x 16 N]; a(m, k) and b(k, n) give the addresses of blocks, transposed if A or
+// B.
 template <bool A, bool B, int K, int M, int N, class Left, class Right>
 DEVICE void multiply(float (&c)[M][N][8], Left a, Right b) {
 #pragma unroll

@@ -1,17 +1,17 @@
-"""The convolution as a banded Toeplitz product: which tensor-core products make it, and of which fragments.
+"""The convolution as a product with a banded Toeplitz matrix: which tensor-core products make it, of which fragments.
 
-A strip holds rows of scores, split by parity, in 16-byte chunks of 8 columns. Output column n of a strip reads strip
-columns n .. n+ck-1, so an output tile of 8 columns needs a window of ck+7 columns; row shift u of the kernel is a
-shift of the strip's rows. For one row shift u and one chunk the product is
+A slab holds rows of scores in shared memory, even rows apart from odd ones, in 16-byte chunks of 8 columns. Column n
+of the outputs reads columns n to n+ck-1 of the slab, so a tile of 8 output columns needs a window of ck+7 columns; row
+shift u of the kernel is a shift of the slab's rows. For one row shift u and one chunk the product is
 
-    out[16 rows, 8 columns] += strip[rows + u, chunk] x T,     T[k, n] = W[u, 8 d + k - n],
+    out[16 rows, 8 columns] += slab[rows + u, chunk] x T,     T[k, n] = W[u, 8 d + k - n],
 
 d being the chunk's place in the window: 8 of the 16 inner columns of an ``mma.m16n8k16``. Two such products share one
 instruction: its k 0..7 is one row shift, its k 8..15 another.
 
-Fragment rows are interleaved: row g of a fragment is row 2 g of the tile, row g+8 is row 2 g+1. The A operand's four
-8x8 matrices for shifts (u, u') are then the strip's rows (2 g + u, 2 g + u + 1, 2 g + u', 2 g + u' + 1), and all
-shifts together need only cq+1 different matrices a chunk. Matrix s below is the rows 2 g + s.
+Rows are interleaved: row r of the A operand, r < 8, is row 2 r of the 16, and row r+8 is row 2 r+1. Matrix s of a chunk
+is its rows 2 r + s; the operand's four matrices for shifts (u, u') are then (u, u + 1, u', u' + 1), and all shifts
+together need only cq+1 different matrices of a chunk.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ MAX_ROWS = 16  # cq - 1 halo rows come from one neighbouring warp of 16 rows
 MAX_COLUMNS = 17  # a window of ck + 7 <= 24 columns is 3 chunks
 CHUNK = 8  # columns in 16 bytes
 FLOP_OF_MMA = 2 * 16  # flop of an mma.m16n8k16 for each of its 16 x 8 outputs
-SCORE_EXPONENT = 8  # strips hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
+SCORE_EXPONENT = 8  # slabs hold q.k 2^-8: fp16 then reaches to 1.6e7, and what underflows is below 2^-17
 
-Tap: TypeAlias = "tuple[int, int] | None"  # (u, d): row shift and place of the chunk in the window; None: zeros
+Taps: TypeAlias = tuple[int, int]  # (u, d): row shift and place of the chunk in the window
+ZEROS: Taps = (-1, 0)
 
 
 class Product(NamedTuple):
     """One mma into the tile ``behind`` chunks before the current one; lo and hi are the halves of its B operand."""
 
     behind: int
-    lo: Tap
-    hi: Tap
+    lo: Taps
+    hi: Taps
 
 
 @dataclass(frozen=True)
 class Quad:
-    """Four 8x8 matrices, the A operand of ``products``.
+    """Four 8 x 8 matrices, the A operand of ``products``.
 
     Attributes:
-        matrices: (s, back) each: rows 2 g + s, in the chunk ``back`` chunks before the current one.
+        matrices: (s, back) each: matrix s of the chunk ``back`` chunks before the current one.
         copies: where each matrix already is, as (quad, place) in that chunk; empty if ldmatrix loads the quad.
         products: what it is multiplied into.
     """
@@ -64,36 +65,26 @@ class Quad:
         """(quad, chunks back, place) of each matrix of a quad made by copies."""
         return tuple((q, back, place) for (q, place), (_, back) in zip(self.copies, self.matrices, strict=True))
 
-    @property
-    def rows_word(self) -> str:
-        """The four s as the bytes of a word, the first lowest."""
-        return _word(s for s, _ in self.matrices)
-
-    @property
-    def back_word(self) -> str:
-        """The four chunk distances as the bytes of a word, the first lowest."""
-        return _word(back for _, back in self.matrices)
-
 
 class Step(NamedTuple):
     """One mma while a pair of chunks is worked on.
 
     Attributes:
         tile: output tile, counted from the pair's first chunk.
-        quad: its A operand; None for columns gathered of all row shifts.
-        chunk: the pair's chunk, 0 or 1, that the quad is of; for gathered columns, the tile's own.
+        operand: its A operand: one of the quads or, counted on from them, one of the gathers.
+        chunk: the pair's chunk, 0 or 1, that the operand is of; a gather is of its tile's first.
         fragment: its B operand.
     """
 
     tile: int
-    quad: int | None
+    operand: int
     chunk: int
     fragment: int
 
 
 @dataclass(frozen=True)
-class Band:
-    """How a (cq, ck) kernel is applied to a strip.
+class Toeplitz:
+    """How a (cq, ck) kernel is applied to a slab.
 
     Attributes:
         cq, ck: extent over rows and columns, cq <= 16, ck <= 17.
@@ -112,7 +103,7 @@ class Band:
 
     @property
     def window(self) -> int:
-        """Strip columns that 8 output columns read."""
+        """Columns of a slab that 8 output columns read."""
         return self.ck + CHUNK - 1
 
     @property
@@ -122,7 +113,7 @@ class Band:
 
     @property
     def carry(self) -> int:
-        """Columns of a strip before its first output column's own chunk ends: ck - 1 rounded up to chunks."""
+        """Columns of the tile before that a slab starts with: ck - 1, rounded up to chunks."""
         return -(-(self.ck - 1) // CHUNK) * CHUNK
 
     @property
@@ -166,12 +157,12 @@ class Band:
     def _single(self, u: int) -> Quad:
         """One row shift: two chunks of a window in one mma."""
         if self.chunks == 1:
-            return Quad(((u, 0), (u + 1, 0), (u, 0), (u + 1, 0)), (Product(0, (u, 0), None),))
-        last = tuple(Product(2, None, (u, 2)) for _ in range(self.chunks - 2))
+            return Quad(((u, 0), (u + 1, 0), (u, 0), (u + 1, 0)), (Product(0, (u, 0), ZEROS),))
+        last = tuple(Product(2, ZEROS, (u, 2)) for _ in range(self.chunks - 2))
         return Quad(((u, 1), (u + 1, 1), (u, 0), (u + 1, 0)), (Product(1, (u, 0), (u, 1)), *last))
 
     @cached_property
-    def fragments(self) -> tuple[tuple[Tap, Tap], ...]:
+    def fragments(self) -> tuple[tuple[Taps, Taps], ...]:
         """The distinct B operands, (lo, hi)."""
         seen = {(product.lo, product.hi): None for quad in self.quads for product in quad.products}
         return tuple(seen)
@@ -186,7 +177,9 @@ class Band:
             for product in quad.products
         ]
         waiting += [
-            Step(tile, None, tile, len(self.fragments) + gather) for gather in range(self.gathers) for tile in (0, 1)
+            Step(tile, len(self.quads) + gather, tile, len(self.fragments) + gather)
+            for gather in range(self.gathers)
+            for tile in (0, 1)
         ]
         ordered: list[Step] = []
         while waiting:
@@ -202,6 +195,27 @@ class Band:
         return tuple(q for q, quad in enumerate(self.quads) if not quad.copies)
 
     @property
+    def copied(self) -> tuple[int, ...]:
+        """Quads that are made of matrices which others have."""
+        return tuple(q for q, quad in enumerate(self.quads) if quad.copies)
+
+    @property
+    def backs(self) -> tuple[tuple[int, int], ...]:
+        """Chunks from those of each A operand's columns, of the lower and the upper half of k, to the current one."""
+        quads = tuple((quad.matrices[0][1], quad.matrices[2][1]) for quad in self.quads)
+        return quads + ((-self.chunks, -self.chunks),) * self.gathers
+
+    @property
+    def matrix_words(self) -> tuple[str, ...]:
+        """The s of each load's four matrices as the bytes of a word, the first lowest."""
+        return tuple(_word(s for s, _ in self.quads[q].matrices) for q in self.loads)
+
+    @property
+    def back_words(self) -> tuple[str, ...]:
+        """The chunk distances of each load's four matrices as the bytes of a word, the first lowest."""
+        return tuple(_word(back for _, back in self.quads[q].matrices) for q in self.loads)
+
+    @property
     def reaches_back(self) -> bool:
         """Whether some load takes matrices of an earlier chunk."""
         return any(self.quads[q].reaches_back for q in self.loads)
@@ -212,18 +226,18 @@ class Band:
         return 2 * (len(self.fragments) + self.gathers)
 
 
-def band(cq: int, ck: int, *, pairs: bool = True) -> Band:
-    """The band of a (cq, ck) kernel with the fewest mma's; ``pairs=False`` where a strip keeps no gathered columns.
+def toeplitz(cq: int, ck: int, *, pairs: bool = True) -> Toeplitz:
+    """How a (cq, ck) kernel takes the fewest mma's; ``pairs=False`` where a slab keeps no gathered columns.
 
     Raises:
-        PlanError: the kernel is larger than a strip's halo.
+        PlanError: the kernel is larger than a slab's halo.
     """
     if cq > MAX_ROWS or ck > MAX_COLUMNS:
         legal = f"cq <= {MAX_ROWS} and ck <= {MAX_COLUMNS} for cuda, min(cq, ck) <= 16 for triton"
         raise PlanError(explain("kernel", (cq, ck), "is larger than the halo of a score tile", legal))
-    candidates = [Band(cq, ck, False)]
+    candidates = [Toeplitz(cq, ck, False)]
     if pairs and (ck + CHUNK - 1) % CHUNK in (1, 2) and ck > 1:
-        candidates.append(Band(cq, ck, True))
+        candidates.append(Toeplitz(cq, ck, True))
     return min(candidates, key=lambda candidate: (candidate.mma_per_tile, candidate.pairs))
 
 

@@ -1,4 +1,8 @@
-// ---- Convolution with a kernel of one tap: scores are multiplied where they are, in registers ------------------------
+#pragma once
+
+#include "ptx.cuh"
+
+// ---- Convolution with a kernel of one tap: scores are multiplied where they are, in registers -----------------------
 
 // c = s times the tap; finish(n) is called when the 8 columns of tile n are complete.
 template <int N, class Finish>

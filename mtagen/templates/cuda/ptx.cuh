@@ -1,4 +1,9 @@
-// ---- Instructions ------------------------------------------------------------------------------------------------
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -10,122 +15,183 @@ using fp16 = __half;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+// Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
+constexpr int CHUNK = 8;
+constexpr int CHUNK_BYTES = 16;
+
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes to shared memory, zeros when not `valid`.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+
+// The same for data that is read in order: the rest of the 128 bytes comes to L2 with it.
+DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Copies 4 bytes.
 DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
-DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
+
+// The copies since the last commit are waited for together.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits have landed.
 template <int PENDING>
-DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y) {
   asm volatile("st.shared.v2.b32 [%0], { %1, %2 };" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-// The low half of x, then the high half.
+
+// Stores the low half of x at `to` and its high half at `to_high`.
 DEVICE void store_shared_halves(u32 to, u32 to_high, u32 x) {
-  asm volatile("{ .reg .b16 low, high; mov.b32 { low, high}, %2; st.shared.b16 [%0], low; st.shared.b16 [%1], high; }"
-               ::"r"(to), "r"(to_high), "r"(x) : "memory");
+  asm volatile(
+      "{ .reg .b16 low, high; mov.b32 { low, high}, %2; "
+      "st.shared.b16 [%0], low; st.shared.b16 [%1], high; }" ::"r"(to),
+      "r"(to_high), "r"(x)
+      : "memory");
 }
+
 DEVICE u32 load_shared(u32 from) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
   asm volatile("ld.shared.v2.b32 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
 }
+
 DEVICE void load_shared(u32 (&x)[4], u32 from) {
   asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
+// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
+// the next.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
+
 DEVICE void load_matrices(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
 }
+
+// The same of the transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
+
 DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
-               : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4, t = lane % 4, lane holds a[g | g + 8][2 t.. | 8 + 2 t..] as
-// (g, lo), (g + 8, lo), (g, hi), (g + 8, hi); b[2 t.. | 8 + 2 t..][g]; c[g][2 t..], c[g + 8][2 t..].
+// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
+// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
+// c of two matrices of floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
+
 template <>
 DEVICE void mma<fp16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
-}
-template <>
-DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }
 
-// Two floats as 16-bit elements, the first in the low half.
+template <>
+DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+}
+
+// Rounds two floats to 16-bit elements, the first in the low half.
 template <class Element>
 DEVICE u32 pack(float lo, float hi);
+
 template <>
 DEVICE u32 pack<fp16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 template <>
 DEVICE u32 pack<bf16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+// Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
-template <>
-DEVICE float2 unpack<fp16>(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
-template <>
-DEVICE float2 unpack<bf16>(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 
+template <>
+DEVICE float2 unpack<fp16>(u32 x) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+
+template <>
+DEVICE float2 unpack<bf16>(u32 x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// 2^x, to about 2 units in the last place.
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Barrier `id` of `threads` threads.
+// Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// A sum in global memory gets an addend.
-DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
-// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
+// Adds x to a sum in global memory.
+DEVICE void add_to_global(float* to, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+// Sets a counter, which tells other CTAs what this thread and those it has met at a barrier have done to global memory.
 DEVICE void store_release(int* to, int x) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
+
+// Reads a counter that another CTA sets with store_release; what that CTA did before is visible then.
 DEVICE int load_acquire(const int* from) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
@@ -139,28 +205,17 @@ DEVICE int thread_index() {
   return thread;
 }
 
-// Values that must exist here, in registers of their own: neither computed later nor computed again.
+// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
+
 template <int N>
 DEVICE void pin(u32 (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) pin(x[i]);
 }
+
 template <int N>
 DEVICE void pin(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
-}
-
-// Byte address of 16-byte column `column` in row `row` of a tile of `ROWS` rows: panels of 64 elements (128 bytes) a
-// row, whose 8 columns are exchanged by row % 8, as wgmma's 128-byte swizzle does.
-template <int ROWS>
-DEVICE u32 tile_address(u32 tile, int row, int column) {
-  return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
-}
-// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
-// column lie below; multiples of 8 rows suit any row.
-template <int ROWS>
-DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
-  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
 }

@@ -1,0 +1,79 @@
+#pragma once
+
+#include "ptx.cuh"
+
+// ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
+
+constexpr int BARRIER = 8;  // bytes of an mbarrier in shared memory
+
+// Makes a barrier whose phases end after so many arrivals.
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the other threads, once they have met.
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, after what this thread did to memory before.
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives when this thread's asynchronous copies have landed.
+DEVICE void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of a phase of this parity: 0 for the first, 1 for the second, 0 for the third.
+DEVICE void barrier_wait(u32 barrier, int parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Makes ordinary writes to shared memory visible to wgmma.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Changes how many registers each thread of the warpgroup has.
+template <int REGISTERS>
+DEVICE void registers_up_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+DEVICE void registers_down_to() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Orders this thread's accesses to registers and shared memory before the products that follow.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// The products since the last commit are waited for together.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits are done.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Adds to four sums in global memory.
+DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
+// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
+DEVICE u64 operand(u32 address, int panel = 16) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
+         static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
+// along.
+DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
+
+// What to add to get at rows 16 k and on, where columns are summed along.
+DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }

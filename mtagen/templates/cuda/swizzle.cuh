@@ -1,0 +1,24 @@
+#pragma once
+
+#include "ptx.cuh"
+
+// ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
+//
+// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
+// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+
+constexpr int PANEL = 64;       // columns
+constexpr int PANEL_ROW = 128;  // bytes
+
+// Address of 16-byte column `column` in row `row` of a tile of ROWS rows.
+template <int ROWS>
+DEVICE u32 tile_address(u32 tile, int row, int column) {
+  return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
+}
+
+// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
+// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+template <int ROWS>
+DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
+  return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
+}

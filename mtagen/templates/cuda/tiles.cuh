@@ -1,0 +1,84 @@
+#pragma once
+
+#include "softmax.cuh"
+#include "swizzle.cuh"
+
+// ---- Rows of tensors into shared memory, and results out of registers -----------------------------------------------
+
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
+// zeros.
+template <int ROWS, int COLUMNS, int COPIERS, class Element>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+  constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
+  constexpr int SWEEP = COPIERS / LANES;
+  const int r = thread / LANES, column = thread % LANES;
+  if (column >= COLUMNS / CHUNK) return;
+  const u32 to = tile_address<ROWS>(tile, r, column);
+  from += (first + r) * stride + column * CHUNK;
+#pragma unroll
+  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
+    if (ROWS % SWEEP == 0 || r + x < ROWS) {
+      const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
+      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
+    }
+}
+
+// COPIERS threads copy COUNT rows of queries, from row p of the tile on, whose first row is row `first` of a tensor of
+// n_rows. Of each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are
+// neighbours.
+template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
+DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
+#pragma unroll 4
+  for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
+    const int r = p + i / (COLUMNS / CHUNK), column = i % (COLUMNS / CHUNK);
+    const int row = first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1);
+    const bool exists = static_cast<unsigned>(row) < static_cast<unsigned>(n_rows);
+    copy_async(tile_address<ROWS>(tile, r, column), q + (exists ? row : 0) * stride + column * CHUNK, exists);
+  }
+}
+
+// Each of those threads multiplies what it has copied by a power of two.
+template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
+DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
+#pragma unroll 4
+  for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
+    const u32 at = tile_address<ROWS>(tile, p + i / (COLUMNS / CHUNK), i % (COLUMNS / CHUNK));
+    u32 x[4];
+    load_shared(x, at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 pair = unpack<Element>(x[e]);
+      x[e] = pack<Element>(pair.x * factor, pair.y * factor);
+    }
+    store_shared(at, x[0], x[1], x[2], x[3]);
+  }
+}
+
+// Multiplies scores by a power of two.
+template <int N>
+DEVICE void scale_scores(float (&s)[N], float factor) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) s[i] *= factor;
+}
+
+// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they are in [begin, end). A row that has
+// seen no key is zeros, and its log-sum-exp is -inf. Of each 8 columns of o the thread holds two, from column 2
+// lane_pair on.
+template <int N, class Element>
+DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax, int row,
+                         int begin, int end, int lane) {
+  constexpr int COLUMNS = 2 * N;
+  const int lane_pair = lane & 3;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = softmax.total(r);
+    const int i = row + r;
+    if (i < begin || i >= end) continue;
+    const float inverse = total == 0.f ? 0.f : 1.f / total;
+    if (lane_pair == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
+#pragma unroll
+    for (int n = 0; n < COLUMNS / CHUNK; ++n)
+      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * COLUMNS + CHUNK * n + 2 * lane_pair) =
+          pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
+  }
+}
