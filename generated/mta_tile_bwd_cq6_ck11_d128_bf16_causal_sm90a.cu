@@ -19,7 +19,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// ---- Instructions ------------------------------------------------------------------------------------------------
+// ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -31,110 +31,159 @@ using fp16 = __half;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+// Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
+constexpr int CHUNK = 8;
+constexpr int CHUNK_BYTES = 16;
+
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes to shared memory, zeros when not `valid`.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+
+// Copies 4 bytes.
 DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y) {
   asm volatile("st.shared.v2.b32 [%0], { %1, %2 };" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
+
 DEVICE u32 load_shared(u32 from) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
   asm volatile("ld.shared.v2.b32 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
 }
+
 DEVICE void load_shared(u32 (&x)[4], u32 from) {
   asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
+// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
+// the next.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
+
 DEVICE void load_matrices(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
 }
+
+// The same of the transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
+
 DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
-               : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4, t = lane % 4, lane holds a[g | g + 8][2 t.. | 8 + 2 t..] as
-// (g, lo), (g + 8, lo), (g, hi), (g + 8, hi); b[2 t.. | 8 + 2 t..][g]; c[g][2 t..], c[g + 8][2 t..].
+// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
+// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
+// c of two matrices of floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
+
 template <>
 DEVICE void mma<fp16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
-}
-template <>
-DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }
 
-// Two floats as 16-bit elements, the first in the low half.
+template <>
+DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+}
+
+// Rounds two floats to 16-bit elements, the first in the low half.
 template <class Element>
 DEVICE u32 pack(float lo, float hi);
+
 template <>
 DEVICE u32 pack<fp16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 template <>
 DEVICE u32 pack<bf16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+// Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
-template <>
-DEVICE float2 unpack<fp16>(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
-template <>
-DEVICE float2 unpack<bf16>(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 
+template <>
+DEVICE float2 unpack<fp16>(u32 x) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+
+template <>
+DEVICE float2 unpack<bf16>(u32 x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// 2^x, to about 2 units in the last place.
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Barrier `id` of `threads` threads.
+// Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// A sum in global memory gets an addend.
-DEVICE void add_to_global(float* to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
-// A counter that tells other CTAs what this thread, and those it has met at a barrier, have added to global memory.
+// Adds x to a sum in global memory.
+DEVICE void add_to_global(float* to, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+// Sets a counter, which tells other CTAs what this thread and those it has met at a barrier have done to global memory.
 DEVICE void store_release(int* to, int x) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
+
+// Reads a counter that another CTA sets with store_release; what that CTA did before is visible then.
 DEVICE int load_acquire(const int* from) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
@@ -148,201 +197,269 @@ DEVICE int thread_index() {
   return thread;
 }
 
-// Values that must exist here, in registers of their own: neither computed later nor computed again.
+// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
+
 template <int N>
 DEVICE void pin(u32 (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) pin(x[i]);
 }
+
 template <int N>
 DEVICE void pin(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 
-// Byte address of 16-byte column `column` in row `row` of a tile of `ROWS` rows: panels of 64 elements (128 bytes) a
-// row, whose 8 columns are exchanged by row % 8, as wgmma's 128-byte swizzle does.
+// ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
+//
+// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
+// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+
+constexpr int PANEL = 64;       // columns
+constexpr int PANEL_ROW = 128;  // bytes
+
+// Address of 16-byte column `column` in row `row` of a tile of ROWS rows.
 template <int ROWS>
 DEVICE u32 tile_address(u32 tile, int row, int column) {
-  return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
+  return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
-// ---- Instructions of sm_90a --------------------------------------------------------------------------------------
 
+// ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
+
+// Makes a barrier whose phases end after so many arrivals.
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+
+// Makes initialised barriers visible to the other threads, once they have met.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, after what this thread did to memory before.
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives when this thread's asynchronous copies have.
+
+// Arrives when this thread's asynchronous copies have landed.
 DEVICE void barrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+
+// Waits for the end of a phase of this parity: 0 for the first, 1 for the second, 0 for the third.
 DEVICE void barrier_wait(u32 barrier, int parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n"
-      "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}"
-      ::"r"(barrier), "r"(parity) : "memory");
+      "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
-// Ordinary writes to shared memory become visible to wgmma.
+// Makes ordinary writes to shared memory visible to wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Changes how many registers each thread of the warpgroup has.
 template <int REGISTERS>
-DEVICE void registers_up_to() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-DEVICE void registers_down_to() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+DEVICE void registers_up_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 
+template <int REGISTERS>
+DEVICE void registers_down_to() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// Four sums in global memory get an addend each.
+// The products since the last commit are waited for together.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits are done.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Adds to four sums in global memory.
 DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-// Descriptor of an operand in shared memory, swizzled by 128 bytes: `panel` bytes from one panel of 64 elements to the
-// next (only where the product's M or N axis is contiguous), 1024 bytes from 8 rows to the next 8.
+
+// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
+// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
-// Byte offset, in descriptor units, of inner columns 16 k.. of an operand of `rows` rows with a contiguous inner axis.
+
+// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
+// along.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
-// The same for inner rows 16 k.. where the inner axis runs over rows.
+
+// What to add to get at rows 16 k and on, where columns are summed along.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
-// d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`; a by rows, b by columns of its inner axis.
+// ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+
+// d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
+// a lies by rows, b lies by columns in shared memory.
 DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 }, "
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31 }, "
       "%32, %33, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`; a by columns, b by rows of its inner axis.
+// d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`.
+// a lies by columns, b lies by rows in shared memory.
 DEVICE void wgmma_keys(float (&d)[64], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 }, "
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+      "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 }, "
       "%64, %65, p, 1, 1, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`; a by rows, b by rows of its inner axis.
+// d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
+// a lies by rows, b lies by rows in shared memory.
 DEVICE void wgmma_queries(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 }, "
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31 }, "
       "%32, %33, p, 1, 1, 0, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
-
-// ---- Convolution: strip of scores x band of weights on the tensor cores ------------------------------------------
+// ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A strip keeps even and odd rows apart, in rows of 16-byte chunks of 8 columns; output column n reads strip columns
-// n .. n + 10. Row g of an mma's A operand is row 2 g, row g + 8 is row 2 g + 1. Matrix s is rows 2 g + s of a chunk.
+// A slab holds rows of scores in shared memory, even rows apart from odd ones, as chunks of CHUNK = 8 columns. A tile is 16
+// rows and 8 columns of outputs. Column n of the outputs reads columns n .. n + 10 of the slab,
+// so that a tile reads a window of 3 chunks.
+//
+// The A operand of an mma is a quad of 8 x 8 matrices. Matrix s of a chunk is its rows 2 r + s for r = 0 .. 7, and the
+// matrices for row shifts u and u' of W are u, u + 1, u' and u' + 1: row r of the operand is row 2 r of the tile, and
+// row 8 + r is row 2 r + 1.
 
-constexpr int BAND_FRAGMENTS = 9;  // B operands: k runs over row shifts and columns, n over outputs
-constexpr int BAND_LOADS = 2;
+constexpr int WINDOW_CHUNKS = 3;
 
-// Load `load` takes four matrices; this lane addresses a row of matrix lane / 8. Its s, and its bytes from the current chunk:
-DEVICE int band_row(int load, int lane) {
-  constexpr u32 s[BAND_LOADS] = {0x03020100, 0x06050504};  // a byte a matrix
-  return s[load] >> (lane & 24) & 255;
+// Quads of a chunk, and those of them that are loaded; the others are made of matrices that these have.
+constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
+
+// The B operands.
+constexpr int TOEPLITZ_FRAGMENTS = 9;
+using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
+
+// Which matrix s a lane addresses for a load: that of its place lane / 8 in the quad.
+DEVICE int matrix_of(int load, int lane) {
+  constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
+  return MATRICES[load] >> (lane & 24) & 255;
 }
 
-// B operands: T_u[k, n] = tap (u, 8 d + k - n) for chunk d of a window. taps(u, v): taps (u, v) and (u, v + 1), packed, 0
-// beyond the kernel.
-template <class Taps>
-DEVICE void make_band(u32 (&band)[BAND_FRAGMENTS][2], int lane, Taps taps) {
-  const int offset = 2 * (lane & 3) - (lane >> 2);
-  band[0][0] = taps(0, 0 + offset);
-  band[0][1] = taps(2, 0 + offset);
-  band[1][0] = taps(0, 8 + offset);
-  band[1][1] = taps(2, 8 + offset);
-  band[2][0] = taps(0, 16 + offset);
-  band[2][1] = taps(2, 16 + offset);
-  band[3][0] = taps(1, 0 + offset);
-  band[3][1] = taps(3, 0 + offset);
-  band[4][0] = taps(1, 8 + offset);
-  band[4][1] = taps(3, 8 + offset);
-  band[5][0] = taps(1, 16 + offset);
-  band[5][1] = taps(3, 16 + offset);
-  band[6][0] = taps(4, 0 + offset);
-  band[6][1] = taps(5, 0 + offset);
-  band[7][0] = taps(4, 8 + offset);
-  band[7][1] = taps(5, 8 + offset);
-  band[8][0] = taps(4, 16 + offset);
-  band[8][1] = taps(5, 16 + offset);
+// Row shift u and chunk d of a window; u = -1 stands for zeros.
+struct Taps {
+  int u, d;
+};
+
+// Makes the B operands. Half of one is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// taps(u, v) gives the taps (u, v) and (u, v + 1) of W, packed, and zeros beyond W.
+template <class GetTaps>
+DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
+  const int lane_row = lane >> 2, lane_pair = lane & 3;
+  const int offset = 2 * lane_pair - lane_row;
+  constexpr Taps HALVES[][2] = {
+      {{0, 0}, {2, 0}}, {{0, 1}, {2, 1}}, {{0, 2}, {2, 2}}, {{1, 0}, {3, 0}}, {{1, 1}, {3, 1}}, {{1, 2}, {3, 2}},
+      {{4, 0}, {5, 0}}, {{4, 1}, {5, 1}}, {{4, 2}, {5, 2}}
+  };
+#pragma unroll
+  for (int i = 0; i < TOEPLITZ_FRAGMENTS; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Taps at = HALVES[i][half];
+      toeplitz[i][half] = at.u < 0 ? 0 : taps(at.u, 8 * at.d + offset);
+    }
 }
 
-// c[16 x 8 TILES] = the strip's rows convolved. rows[x]: this lane's row address for load x, at chunk 0.
+// Makes a quad of matrices that are in registers.
+DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
+  quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
+  pin(quad);
+}
+
+// One mma of those that chunks m and m + 1 bring: tile m + tile += A operand of chunk m + chunk times B operand.
+struct Step {
+  int tile, operand, chunk, fragment;
+};
+
+// c[16 x 8 TILES] = the slab's rows convolved. rows[i] is the address of this lane's row for load i, at chunk 0.
 // finish(n) is called when tile n is complete, and while others are under way.
 template <class Element, int TILES, class Finish>
-DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const u32 (&band)[BAND_FRAGMENTS][2], int lane, Finish finish) {
-  constexpr int CHUNKS = TILES + 2;
+DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
+                     const Toeplitz& toeplitz, int lane,
+                     Finish finish) {
+  constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
+  constexpr Step STEPS[] = {  // those into one tile are far apart
+      {0, 0, 0, 0}, {-1, 0, 0, 1}, {-2, 0, 0, 2}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 0, 1, 2}, {-2, 1, 0, 5},
+      {1, 1, 1, 3}, {0, 1, 0, 3}, {-1, 1, 0, 4}, {-2, 2, 0, 8}, {1, 2, 1, 6}, {0, 1, 1, 4}, {-1, 1, 1, 5},
+      {0, 2, 0, 6}, {-1, 2, 0, 7}, {0, 2, 1, 7}, {-1, 2, 1, 8}
+  };
 #pragma unroll
   for (int i = 0; i < 4 * TILES; ++i) c[i] = 0.f;
-  u32 a0[CHUNKS + 1][4], a1[CHUNKS + 1][4], a2[CHUNKS + 1][4];
+  u32 a[QUADS][CHUNKS + 1][4];
   auto load = [&](int chunk) {
     if (chunk >= CHUNKS) return;
-    load_matrices(a0[chunk], rows[0] + chunk * 16);
-    load_matrices(a2[chunk], rows[1] + chunk * 16);
+    constexpr int LOADED[] = {0, 2};
+#pragma unroll
+    for (int i = 0; i < TOEPLITZ_LOADS; ++i) load_matrices(a[LOADED[i]][chunk], rows[i] + CHUNK_BYTES * chunk);
   };
-  auto gather_quads = [&](int chunk) {  // quads whose matrices other loads hold: register moves
+  auto copy = [&](int chunk) {
     if (chunk >= CHUNKS) return;
-    {
-      a1[chunk][0] = a0[chunk][1];
-      a1[chunk][1] = a0[chunk][2];
-      a1[chunk][2] = a0[chunk][3];
-      a1[chunk][3] = a2[chunk][0];
-      pin(a1[chunk]);
-    }
+    make_quad(a[1][chunk], a[0][chunk][1], a[0][chunk][2], a[0][chunk][3], a[2][chunk][0]);
   };
-  auto multiply = [&](int tile, const u32 (&a)[4], const u32 (&b)[2]) {
-    if (0 <= tile && tile < TILES) mma<Element>(c + 4 * tile, a, b[0], b[1]);
+  auto multiply = [&](int m, Step step) {
+    const int tile = m + step.tile, chunk = m + step.chunk;
+    if (tile < 0 || tile >= TILES || chunk >= CHUNKS) return;
+    const u32(&quad)[4] = a[step.operand][chunk];
+    const u32(&b)[2] = toeplitz[step.fragment];
+    mma<Element>(c + 4 * tile, quad, b[0], b[1]);
   };
   auto complete = [&](int m) {  // the tiles whose windows end with chunks m and m + 1
 #pragma unroll
-    for (int n = m - 2; n < m + 2 - 2; ++n)
+    for (int n = m - WINDOW_CHUNKS + 1; n <= m - WINDOW_CHUNKS + 2; ++n)
       if (0 <= n && n < TILES) finish(n);
   };
 #pragma unroll
   for (int m = 0; m < CHUNKS; m += 2) {
     load(m);
     load(m + 1);
-    gather_quads(m);
-    gather_quads(m + 1);
+    copy(m);
+    copy(m + 1);
     complete(m - 2);
-    multiply(m + 0, a0[m + 0], band[0]);
-    multiply(m + -1, a0[m + 0], band[1]);
-    multiply(m + -2, a0[m + 0], band[2]);
-    if (m + 1 < CHUNKS) multiply(m + 1, a0[m + 1], band[0]);
-    if (m + 1 < CHUNKS) multiply(m + 0, a0[m + 1], band[1]);
-    if (m + 1 < CHUNKS) multiply(m + -1, a0[m + 1], band[2]);
-    multiply(m + -2, a1[m + 0], band[5]);
-    if (m + 1 < CHUNKS) multiply(m + 1, a1[m + 1], band[3]);
-    multiply(m + 0, a1[m + 0], band[3]);
-    multiply(m + -1, a1[m + 0], band[4]);
-    multiply(m + -2, a2[m + 0], band[8]);
-    if (m + 1 < CHUNKS) multiply(m + 1, a2[m + 1], band[6]);
-    if (m + 1 < CHUNKS) multiply(m + 0, a1[m + 1], band[4]);
-    if (m + 1 < CHUNKS) multiply(m + -1, a1[m + 1], band[5]);
-    multiply(m + 0, a2[m + 0], band[6]);
-    multiply(m + -1, a2[m + 0], band[7]);
-    if (m + 1 < CHUNKS) multiply(m + 0, a2[m + 1], band[7]);
-    if (m + 1 < CHUNKS) multiply(m + -1, a2[m + 1], band[8]);
+#pragma unroll
+    for (const Step& step : STEPS) multiply(m, step);
   }
   complete((CHUNKS - 1) / 2 * 2);
 }
@@ -359,8 +476,6 @@ constexpr int DQ_COLUMNS = 64, DQ_STEPS = 7;
 constexpr int SCORE_RING = 8, GRADIENT_RING = 5;
 constexpr int THREADS = 384, WARPS = 8, ROW_LANES = 16;
 
-constexpr int CHUNK = 8, CHUNK_BYTES = 16;   // columns of 16 bits that are moved together
-constexpr int PANEL = 64, PANEL_ROW = 128;   // columns of a panel of a swizzled tile; bytes of its rows
 constexpr int SLAB_ROW = 272;            // bytes from a row of a slab to the next of the same parity
 constexpr int TAP_WORDS = 30;            // of a row of W: taps v, v + 1 for v from 1 - CHUNK on
 constexpr float SCORE_SCALE = 0.00390625f;  // the slab of S holds so much of q . k
@@ -472,7 +587,8 @@ DEVICE u32 slab_row(u32 slab, int row_tile, int g, int s) {
   return slab + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
-// Of each row tile, row 2 g lies at place g of tiles of vectors and row 2 g + 1 at place g + 8, as the fragments have them.
+// Of each row tile, row 2 g lies at place g of tiles of vectors and row 2 g + 1 at place g + 8, as the fragments have
+// them.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
 // COPIERS threads copy COUNT vectors, from row `first`, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
@@ -536,7 +652,7 @@ struct WeightProduct {
 };
 DEVICE constexpr WeightProduct weight_product(int i) {
   constexpr WeightProduct products[WEIGHT_PRODUCTS] = {
-{0, 0, 1, 0}, {0, 1, 1, 1}, {0, 2, 1, 2}, {2, 0, 2, 1}, {2, 1, 2, 2},
+{0, 0, 1, 0}, {0, 1, 1, 1}, {0, 2, 1, 2}, {2, 0, 2, 1}, {2, 1, 2, 2}, 
   };
   return products[i];
 }
@@ -547,8 +663,8 @@ struct WeightSum {
 };
 DEVICE constexpr WeightSum weight_sum(int i) {
   constexpr WeightSum sums[WEIGHT_SUMS] = {
-{0, 0, 0, 0}, {1, 0, 0, 1}, {0, 1, 1, 0}, {1, 1, 1, 1}, {0, 2, 2, 0}, {1, 2, 2, 1},
-{2, 0, 3, 0}, {2, 1, 3, 1}, {2, 2, 4, 1},
+{0, 0, 0, 0}, {1, 0, 0, 1}, {0, 1, 1, 0}, {1, 1, 1, 1}, {0, 2, 2, 0}, {1, 2, 2, 1}, 
+{2, 0, 3, 0}, {2, 1, 3, 1}, {2, 2, 4, 1}, 
   };
   return sums[i];
 }
@@ -556,10 +672,12 @@ DEVICE constexpr WeightSum weight_sum(int i) {
 // Two fp16 scores as Elements.
 template <class Element>
 DEVICE u32 as_elements(u32 x);
+
 template <>
 DEVICE u32 as_elements<fp16>(u32 x) {
   return x;
 }
+
 template <>
 DEVICE u32 as_elements<bf16>(u32 x) {
   const float2 scores = unpack<fp16>(x);
@@ -593,9 +711,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     for (int u = 0; u <= WEIGHT_SHIFTS; ++u)
       s[chunk][u] = FIRST_WINDOW + chunk < 0 ? 0 : as_elements<Element>(raw[chunk][u / 4][u % 4]);
   };
-  auto operand = [&](int chunk, int u, int odd) {
-    return seen(s[chunk][u], CHUNK * (FIRST_WINDOW + chunk) - odd);
-  };
+  auto operand = [&](int chunk, int u, int odd) { return seen(s[chunk][u], CHUNK * (FIRST_WINDOW + chunk) - odd); };
 #pragma unroll
   for (int chunk = 0; chunk < WEIGHT_CHUNKS; ++chunk) load(chunk);
   load_matrices_transposed(g[0], gradients + FIRST * CHUNK_BYTES);
@@ -612,8 +728,8 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
       const WeightProduct p = weight_product(i);
       const bool two = p.u2 >= 0;
-      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0,
-                        operand(n + p.d, p.u + 1, 1), two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
+      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0, operand(n + p.d, p.u + 1, 1),
+                        two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
       mma<Element>(sums[i], a, g[n][0], g[n][1]);
     }
   }
@@ -742,11 +858,12 @@ DEVICE void make_probabilities(
   auto finish_edge = [&](int n) { finish(n, true); };
   auto finish_inside = [&](int n) { finish(n, false); };
   const bool edge = cta.c0 + PAD_LEFT < 0 || cta.hides(step * ROWS);
-  u32 toeplitz[BAND_FRAGMENTS][2], rows[BAND_LOADS];
-  make_band(toeplitz, at.lane, [&](int u, int v) { return load_taps(cta.base, 0, u, v); });
+  Toeplitz toeplitz;
+  u32 rows[TOEPLITZ_LOADS];
+  make_toeplitz(toeplitz, at.lane, [&](int u, int v) { return load_taps(cta.base, 0, u, v); });
 #pragma unroll
-  for (int l = 0; l < BAND_LOADS; ++l)
-    rows[l] = slab_row<SCORE_RING>(cta.base + SHARED_S, row_tile, at.lane & 7, band_row(l, at.lane) - ROW_HALO) +
+  for (int l = 0; l < TOEPLITZ_LOADS; ++l)
+    rows[l] = slab_row<SCORE_RING>(cta.base + SHARED_S, row_tile, at.lane & 7, matrix_of(l, at.lane) - ROW_HALO) +
               2 * PART * at.part;
   if (edge)  // two copies, neither of which branches on the way
     convolve<fp16, PART / CHUNK>(
@@ -785,11 +902,12 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
     }
     at.store(cta.base + SHARED_DS, DS_CHUNKS * at.part + n, ds + 4 * n);
   };
-  u32 toeplitz[BAND_FRAGMENTS][2], rows[BAND_LOADS];
-  make_band(toeplitz, at.lane, [&](int u, int v) { return load_taps(cta.base, 1, u, v); });
+  Toeplitz toeplitz;
+  u32 rows[TOEPLITZ_LOADS];
+  make_toeplitz(toeplitz, at.lane, [&](int u, int v) { return load_taps(cta.base, 1, u, v); });
 #pragma unroll
-  for (int l = 0; l < BAND_LOADS; ++l)
-    rows[l] = slab_row<GRADIENT_RING>(cta.base + SHARED_G, row_tile, at.lane & 7, band_row(l, at.lane)) +
+  for (int l = 0; l < TOEPLITZ_LOADS; ++l)
+    rows[l] = slab_row<GRADIENT_RING>(cta.base + SHARED_G, row_tile, at.lane & 7, matrix_of(l, at.lane)) +
               DS_CHUNKS * CHUNK_BYTES * at.part;
   if (cta.hides(step * ROWS - ROW_TILE))
     convolve<Element, DS_CHUNKS>(ds, rows, toeplitz, at.lane, [&](int n) { finish(n, true); });

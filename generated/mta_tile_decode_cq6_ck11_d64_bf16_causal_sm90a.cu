@@ -16,7 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// ---- Instructions ------------------------------------------------------------------------------------------------
+// ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -30,97 +30,145 @@ using fp16 = __half;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// The same for data read in order: the rest of the 128 bytes comes to L2 with it.
+// The same for data that is read in order: the rest of the 128 bytes comes to L2 with it.
 DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
 }
+
+// The copies since the last commit are waited for together.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits have landed.
 template <int PENDING>
-DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y) {
   asm volatile("st.shared.v2.b32 [%0], { %1, %2 };" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-// The low half of x, then the high half.
+
+// Stores the low half of x at `to` and its high half at `to_high`.
 DEVICE void store_shared_halves(u32 to, u32 to_high, u32 x) {
-  asm volatile("{ .reg .b16 low, high; mov.b32 { low, high}, %2; st.shared.b16 [%0], low; st.shared.b16 [%1], high; }"
-               ::"r"(to), "r"(to_high), "r"(x) : "memory");
+  asm volatile(
+      "{ .reg .b16 low, high; mov.b32 { low, high}, %2; "
+      "st.shared.b16 [%0], low; st.shared.b16 [%1], high; }" ::"r"(to),
+      "r"(to_high), "r"(x)
+      : "memory");
 }
+
 DEVICE u32 load_shared(u32 from) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
   asm volatile("ld.shared.v2.b32 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
 }
+
 DEVICE void load_shared(u32 (&x)[4], u32 from) {
   asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
+// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
+// the next.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
+
 DEVICE void load_matrices(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
 }
+
+// The same of the transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
+
 DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
-               : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4, t = lane % 4, lane holds a[g | g + 8][2 t.. | 8 + 2 t..] as
-// (g, lo), (g + 8, lo), (g, hi), (g + 8, hi); b[2 t.. | 8 + 2 t..][g]; c[g][2 t..], c[g + 8][2 t..].
+// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
+// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
+// c of two matrices of floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
+
 template <>
 DEVICE void mma<fp16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
-}
-template <>
-DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }
 
-// Two floats as 16-bit elements, the first in the low half.
+template <>
+DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+}
+
+// Rounds two floats to 16-bit elements, the first in the low half.
 template <class Element>
 DEVICE u32 pack(float lo, float hi);
+
 template <>
 DEVICE u32 pack<fp16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 template <>
 DEVICE u32 pack<bf16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+// Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
-template <>
-DEVICE float2 unpack<fp16>(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
-template <>
-DEVICE float2 unpack<bf16>(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 
+template <>
+DEVICE float2 unpack<fp16>(u32 x) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+
+template <>
+DEVICE float2 unpack<bf16>(u32 x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// 2^x, to about 2 units in the last place.
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

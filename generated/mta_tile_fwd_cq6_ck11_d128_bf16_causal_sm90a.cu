@@ -4,7 +4,7 @@
 // causal, key axis padded by 5 left and 5 right. https://arxiv.org/abs/2504.00927
 //
 // A CTA computes 192 rows of scores, yields 187, and streams tiles of 64 keys.
-// Output columns lag the keys by 11; a strip starts with 16 columns of the tile before.
+// Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
 //
 // mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * heads, -(-n_q // 187)), 512, 184960>>>
@@ -12,7 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// ---- Instructions ------------------------------------------------------------------------------------------------
+// ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -24,321 +24,326 @@ using fp16 = __half;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+// Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
+constexpr int CHUNK = 8;
+constexpr int CHUNK_BYTES = 16;
+
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes to shared memory, zeros when not `valid`.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+
+// The copies since the last commit are waited for together.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits have landed.
 template <int PENDING>
-DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y) {
   asm volatile("st.shared.v2.b32 [%0], { %1, %2 };" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
+
 DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
+
 DEVICE u32 load_shared(u32 from) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
   asm volatile("ld.shared.v2.b32 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
 }
+
 DEVICE void load_shared(u32 (&x)[4], u32 from) {
   asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
+// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
+// the next.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
-}
-DEVICE void load_matrices(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4, t = lane % 4, lane holds a[g | g + 8][2 t.. | 8 + 2 t..] as
-// (g, lo), (g + 8, lo), (g, hi), (g + 8, hi); b[2 t.. | 8 + 2 t..][g]; c[g][2 t..], c[g + 8][2 t..].
+DEVICE void load_matrices(u32 (&x)[2], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(row)
+               : "memory");
+}
+
+// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
+// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
+// c of two matrices of floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
+
 template <>
 DEVICE void mma<fp16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
-}
-template <>
-DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-               "{ %0, %1, %2, %3 };"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }
 
-// Two floats as 16-bit elements, the first in the low half.
+template <>
+DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
+      "{ %0, %1, %2, %3 };"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+}
+
+// Rounds two floats to 16-bit elements, the first in the low half.
 template <class Element>
 DEVICE u32 pack(float lo, float hi);
+
 template <>
 DEVICE u32 pack<fp16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 template <>
 DEVICE u32 pack<bf16>(float lo, float hi) {
   u32 x;
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+// Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
-template <>
-DEVICE float2 unpack<fp16>(u32 x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
-template <>
-DEVICE float2 unpack<bf16>(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 
+template <>
+DEVICE float2 unpack<fp16>(u32 x) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+
+template <>
+DEVICE float2 unpack<bf16>(u32 x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// 2^x, to about 2 units in the last place.
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Barrier `id` of `threads` threads.
+// Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// Values that must exist here, in registers of their own: neither computed later nor computed again.
+// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
+
 template <int N>
 DEVICE void pin(u32 (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) pin(x[i]);
 }
+
 template <int N>
 DEVICE void pin(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 
-// Byte address of 16-byte column `column` in row `row` of a tile of `ROWS` rows: panels of 64 elements (128 bytes) a
-// row, whose 8 columns are exchanged by row % 8, as wgmma's 128-byte swizzle does.
-template <int ROWS>
-DEVICE u32 tile_address(u32 tile, int row, int column) {
-  return tile + (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
-}
-// From there on `rows` rows down and `columns` 16-byte columns further. Of both, a power of two divides them that the first row and
-// column lie below; multiples of 8 rows suit any row.
-template <int ROWS>
-DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
-  return (at ^ ((rows ^ columns) & 7) << 4) + rows * 128 + (columns >> 3) * (ROWS * 128);
-}
-// ---- Instructions of sm_90a --------------------------------------------------------------------------------------
+// ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
 
+constexpr int BARRIER = 8;  // bytes of an mbarrier in shared memory
+
+// Makes a barrier whose phases end after so many arrivals.
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+
+// Makes initialised barriers visible to the other threads, once they have met.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, after what this thread did to memory before.
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+
+// Waits for the end of a phase of this parity: 0 for the first, 1 for the second, 0 for the third.
 DEVICE void barrier_wait(u32 barrier, int parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n"
-      "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}"
-      ::"r"(barrier), "r"(parity) : "memory");
+      "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
-// Ordinary writes to shared memory become visible to wgmma.
+// Makes ordinary writes to shared memory visible to wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Changes how many registers each thread of the warpgroup has.
 template <int REGISTERS>
-DEVICE void registers_up_to() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-DEVICE void registers_down_to() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+DEVICE void registers_up_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 
+template <int REGISTERS>
+DEVICE void registers_down_to() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// Descriptor of an operand in shared memory, swizzled by 128 bytes: `panel` bytes from one panel of 64 elements to the
-// next (only where the product's M or N axis is contiguous), 1024 bytes from 8 rows to the next 8.
+// The products since the last commit are waited for together.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits are done.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
+// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
-// Byte offset, in descriptor units, of inner columns 16 k.. of an operand of `rows` rows with a contiguous inner axis.
+
+// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
+// along.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
-// The same for inner rows 16 k.. where the inner axis runs over rows.
+
+// What to add to get at rows 16 k and on, where columns are summed along.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
-// d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`; a by rows, b by columns of its inner axis.
+// ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+
+// d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
+// a lies by rows, b lies by columns in shared memory.
 DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 }, "
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31 }, "
       "%32, %33, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`; a in registers, b by rows of its inner axis.
+// d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`.
+// a is in registers, b lies by rows in shared memory.
 DEVICE void wgmma_values(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 }, "
-      "{ %64, %65, %66, %67 }, %68, p, 1, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+      "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 }, "
+      "{ %64, %65, %66, %67 }, "
+      "%68, p, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// ---- Convolution: strip of scores x band of weights on the tensor cores ------------------------------------------
-//
-// A strip keeps even and odd rows apart, in rows of 16-byte chunks of 8 columns; output column n reads strip columns
-// n .. n + 10. Row g of an mma's A operand is row 2 g, row g + 8 is row 2 g + 1. Matrix s is rows 2 g + s of a chunk.
+// ---- Geometry -------------------------------------------------------------------------------------------------------
 
-constexpr int BAND_FRAGMENTS = 7;  // B operands: k runs over row shifts and columns, n over outputs
-constexpr int BAND_LOADS = 2;
-
-// Load `load` takes four matrices; this lane addresses a row of matrix lane / 8. Its s, and its bytes from the current chunk:
-DEVICE int band_row(int load, int lane) {
-  constexpr u32 s[BAND_LOADS] = {0x03020100, 0x06050504};  // a byte a matrix
-  return s[load] >> (lane & 24) & 255;
-}
-
-// B operands: T_u[k, n] = tap (u, 8 d + k - n) for chunk d of a window. taps(u, v): taps (u, v) and (u, v + 1), packed, 0
-// beyond the kernel.
-template <class Taps>
-DEVICE void make_band(u32 (&band)[BAND_FRAGMENTS][2], int lane, Taps taps) {
-  const int offset = 2 * (lane & 3) - (lane >> 2);
-  band[0][0] = taps(0, 0 + offset);
-  band[0][1] = taps(2, 0 + offset);
-  band[1][0] = taps(0, 8 + offset);
-  band[1][1] = taps(2, 8 + offset);
-  band[2][0] = taps(1, 0 + offset);
-  band[2][1] = taps(3, 0 + offset);
-  band[3][0] = taps(1, 8 + offset);
-  band[3][1] = taps(3, 8 + offset);
-  band[4][0] = taps(4, 0 + offset);
-  band[4][1] = taps(5, 0 + offset);
-  band[5][0] = taps(4, 8 + offset);
-  band[5][1] = taps(5, 8 + offset);
-  band[6][0] = taps(0 + 2 * (lane & 3), 16 - (lane >> 2));
-  band[6][1] = taps(1 + 2 * (lane & 3), 16 - (lane >> 2));
-}
-
-// Words of rows r, r + 1, r + 2 as the A operand of row shifts (2 t, 2 t + 1) for rows (g, g + 8); r is odd.
-DEVICE void load_triple(u32 (&a)[4], u32 word) {
-  u32 two[2];
-  load_shared(two, word + 4);
-  a[0] = load_shared(word), a[1] = two[0], a[2] = two[0], a[3] = two[1];
-}
-
-// c[16 x 8 TILES] = the strip's rows convolved. rows[x]: this lane's row address for load x, at chunk 0.
-// gathered[x]: its word of the last two columns of tile 0's window, for row shifts 2 t, GATHER_STRIDE bytes from tile to tile.
-// finish(n) is called when tile n is complete, and while others are under way.
-template <class Element, int TILES, int GATHER_STRIDE, class Finish>
-DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[BAND_LOADS], const u32 (&gathered)[1], const u32 (&band)[BAND_FRAGMENTS][2], int lane, Finish finish) {
-  constexpr int CHUNKS = TILES + 1;
-#pragma unroll
-  for (int i = 0; i < 4 * TILES; ++i) c[i] = 0.f;
-  u32 a0[CHUNKS + 1][4], a1[CHUNKS + 1][4], a2[CHUNKS + 1][4], pair0[TILES + 1][4];
-  auto load = [&](int chunk) {
-    if (chunk >= CHUNKS) return;
-    load_matrices(a0[chunk], rows[0] + chunk * 16);
-    load_matrices(a2[chunk], rows[1] + chunk * 16);
-    if (chunk >= TILES) return;
-    load_triple(pair0[chunk], gathered[0] + chunk * GATHER_STRIDE);
-  };
-  auto gather_quads = [&](int chunk) {  // quads whose matrices other loads hold: register moves
-    if (chunk >= CHUNKS) return;
-    {
-      a1[chunk][0] = a0[chunk][1];
-      a1[chunk][1] = a0[chunk][2];
-      a1[chunk][2] = a0[chunk][3];
-      a1[chunk][3] = a2[chunk][0];
-      pin(a1[chunk]);
-    }
-  };
-  auto multiply = [&](int tile, const u32 (&a)[4], const u32 (&b)[2]) {
-    if (0 <= tile && tile < TILES) mma<Element>(c + 4 * tile, a, b[0], b[1]);
-  };
-  auto complete = [&](int m) {  // the tiles whose windows end with chunks m and m + 1
-#pragma unroll
-    for (int n = m - 1; n < m + 2 - 1; ++n)
-      if (0 <= n && n < TILES) finish(n);
-  };
-#pragma unroll
-  for (int m = 0; m < CHUNKS; m += 2) {
-    load(m);
-    load(m + 1);
-    gather_quads(m);
-    gather_quads(m + 1);
-    complete(m - 2);
-    multiply(m + 0, a0[m + 0], band[0]);
-    multiply(m + -1, a0[m + 0], band[1]);
-    if (m + 1 < CHUNKS) multiply(m + 1, a0[m + 1], band[0]);
-    if (m + 1 < CHUNKS) multiply(m + 0, a0[m + 1], band[1]);
-    multiply(m + -1, a1[m + 0], band[3]);
-    if (m + 1 < CHUNKS) multiply(m + 1, a1[m + 1], band[2]);
-    multiply(m + 0, a1[m + 0], band[2]);
-    multiply(m + -1, a2[m + 0], band[5]);
-    if (m + 1 < CHUNKS) multiply(m + 1, a2[m + 1], band[4]);
-    if (m + 1 < CHUNKS) multiply(m + 0, a1[m + 1], band[3]);
-    if (m + 1 < TILES) multiply(m + 1, pair0[m + 1], band[6]);
-    multiply(m + 0, a2[m + 0], band[4]);
-    if (m + 1 < CHUNKS) multiply(m + 0, a2[m + 1], band[5]);
-    if (m + 0 < TILES) multiply(m + 0, pair0[m + 0], band[6]);
-  }
-  complete((CHUNKS - 1) / 2 * 2);
-}
 using Element = bf16;
-// ---- Softmax of two rows a thread --------------------------------------------------------------------------------
+
+constexpr int D = 128, DV = 128, CQ = 6, CK = 11;
+constexpr int ROWS = 192, HALO = 5, OWNED = 187;
+constexpr int KEYS = 64, LAG = 11;
+constexpr float SCORE_SCALE = 0.00390625f;  // scores are held times this
+constexpr int SHARED_Q = 0;
+constexpr int SHARED_K = 49152;
+constexpr int SHARED_V = 81920;
+constexpr int SHARED_SLAB = 114688;
+constexpr int SHARED_GATHER = 171712;
+constexpr int SHARED_BARRIERS = 184512;
+
+// ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
 //
 // Probabilities are taken relative to a reference that is at least the row's maximum less log2(LIMIT), as it was some
-// tiles ago: so they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds it is
-// done again, from its own maximum.
+// tiles ago. So they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds it is
+// done again, relative to its own maximum.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float LIMIT = 256.f;        // of a thread's sum over a tile, KEYS / 4 probabilities: each keeps its precision, sums their range
-constexpr float NO_REFERENCE = 1e20f;  // of a row that has seen nothing; finite: exp2(-inf + it) is 0
 
+// The most that a thread's probabilities of a row and tile may add up to; sums then keep their precision and range.
+constexpr float LIMIT = 256.f;
+
+// Minus the reference of a row that has seen nothing. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
+constexpr float NO_REFERENCE = 1e20f;
+
+// What a convolved score, held times `score_scale`, is multiplied by to be an exponent of 2. It is never 0: -inf stays
+// -inf.
+DEVICE float softmax_exponent(float scale, float score_scale) {
+  return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
+}
+
+// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16.
+template <class Element>
 struct Softmax {
-  float exponent;  // c times it is a power of two
-  float shift[2] = {NO_REFERENCE, NO_REFERENCE}, sum[2] = {0.f, 0.f};  // minus the reference; sums of probabilities
-  float added[2];                                                    // since begin()
+  float exponent;                                 // a convolved score times this is the exponent of 2
+  float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
+  float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
+  float added[2];                                 // to `sum` by the tile that has begun
 
+  // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Probabilities of 8 columns of both rows, as part of an A operand: the low half for even tiles, else the high one.
-  DEVICE void tile(u32 (&p)[4], bool high, const float* c) {
+  // Makes the probabilities of 8 columns of both rows, one half of an A operand.
+  DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float x = exp2_fast(fmaf(c[2 * r], exponent, shift[r])), y = exp2_fast(fmaf(c[2 * r + 1], exponent, shift[r]));
+      const float x = exp2_fast(fmaf(c[2 * r], exponent, shift[r]));
+      const float y = exp2_fast(fmaf(c[2 * r + 1], exponent, shift[r]));
       p[2 * high + r] = pack<Element>(x, y);
       add(r, make_float2(x, y));
     }
   }
 
-  // Probabilities of row r, again.
+  // Adds two probabilities of row r.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
-  // Whether some thread of the warp has exceeded the reference by too much; else the tiles are added.
+  // Ends the tile. Returns false, and the tile does not count, if some thread of the warp has exceeded its reference by
+  // too much.
   DEVICE bool end() {
     if (__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) return false;
     sum[0] += added[0], sum[1] += added[1];
     return true;
   }
 
-  // All of c from its own maximum, which becomes the reference; `rescale` is the factor due to what was summed before.
+  // Does a tile again, relative to its own maximum, which becomes the reference. Outputs that were summed before must
+  // be multiplied by `rescale`.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
 #pragma unroll
@@ -355,224 +360,407 @@ struct Softmax {
     }
     begin();
 #pragma unroll
-    for (int n = 0; n < N / 4; ++n) tile(p[n / 2], n & 1, c + 4 * n);
+    for (int n = 0; n < N / 4; ++n) add_columns(p[n / 2], n & 1, c + 4 * n);
     sum[0] += added[0], sum[1] += added[1];
   }
 
-  // The whole row's sum, in every thread of the row.
+  // The whole row's sum, in every thread that has a part of the row.
   DEVICE float total(int r) const {
     float x = sum[r];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 };
-// ---- Strip of scores of the forward pass, double buffered ---
+
+// ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// Row r of the CTA is row r + 6 of a strip; the rows before are zero. Even rows lie first, then odd ones.
+// A slab holds rows of scores in shared memory, even rows apart from odd ones, as chunks of CHUNK = 8 columns. A tile is 16
+// rows and 8 columns of outputs. Column n of the outputs reads columns n .. n + 10 of the slab,
+// so that a tile reads a window of 2 chunks and two columns.
+//
+// The A operand of an mma is a quad of 8 x 8 matrices. Matrix s of a chunk is its rows 2 r + s for r = 0 .. 7, and the
+// matrices for row shifts u and u' of W are u, u + 1, u' and u' + 1: row r of the operand is row 2 r of the tile, and
+// row 8 + r is row 2 r + 1.
 
-constexpr int STRIP_ROW = 144, STRIP_PARITY = 14256, STRIP = 2 * STRIP_PARITY;
-constexpr int GATHER_ROW = 800, GATHER = 8 * GATHER_ROW;  // the first two columns of each chunk, one word a row
+constexpr int WINDOW_CHUNKS = 2;
 
-using Weights = u32[BAND_FRAGMENTS][2];
+// Quads of a chunk, and those of them that are loaded; the others are made of matrices that these have.
+constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
-// A negative scale changes the weights' sign, so that the largest c is the largest score.
-DEVICE void load_weights(Weights& weights, const float* weight, float scale, int lane) {
-  auto tap = [&](int u, int i) {
-    const bool inside = u < 6 && 0 <= i && i < 11;
-    return inside ? copysignf(1.f, scale) * __ldg(weight + u * 11 + i) : 0.f;
+// A operands of the two columns, each for 8 row shifts.
+constexpr int GATHERS = 1;
+
+// The B operands.
+constexpr int TOEPLITZ_FRAGMENTS = 7;
+using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
+
+// Which matrix s a lane addresses for a load: that of its place lane / 8 in the quad.
+DEVICE int matrix_of(int load, int lane) {
+  constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
+  return MATRICES[load] >> (lane & 24) & 255;
+}
+
+// Row shift u and chunk d of a window; u = -1 stands for zeros.
+struct Taps {
+  int u, d;
+};
+
+// Makes the B operands. Half of one is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// taps(u, v) gives the taps (u, v) and (u, v + 1) of W, packed, and zeros beyond W.
+template <class GetTaps>
+DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
+  const int lane_row = lane >> 2, lane_pair = lane & 3;
+  const int offset = 2 * lane_pair - lane_row;
+  constexpr Taps HALVES[][2] = {
+      {{0, 0}, {2, 0}}, {{0, 1}, {2, 1}}, {{1, 0}, {3, 0}}, {{1, 1}, {3, 1}}, {{4, 0}, {5, 0}}, {{4, 1}, {5, 1}}
   };
-  make_band(weights, lane, [&](int u, int i) { return pack<fp16>(tap(u, i), tap(u, i + 1)); });
+#pragma unroll
+  for (int i = 0; i < TOEPLITZ_FRAGMENTS - GATHERS; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Taps at = HALVES[i][half];
+      toeplitz[i][half] = at.u < 0 ? 0 : taps(at.u, 8 * at.d + offset);
+    }
+#pragma unroll
+  for (int i = 0; i < GATHERS; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int u = 8 * i + 2 * lane_pair + half;
+      toeplitz[TOEPLITZ_FRAGMENTS - GATHERS + i][half] = taps(u, 8 * WINDOW_CHUNKS - lane_row);
+    }
 }
 
-// Address of row `row` of the CTA, -6 and up.
-DEVICE u32 strip_row(u32 strip, int row) {
-  const int padded = row + 6;
-  return strip + (padded & 1) * STRIP_PARITY + (padded >> 1) * STRIP_ROW;
+// Where a lane finds the two columns, a word a row: those of row shifts 8 i + 2 lane_pair and on, for tile 0.
+struct Gathered {
+  u32 words[GATHERS];
+};
+
+// Words of rows r, r + 1 and r + 2 as the A operand of two row shifts; r is odd.
+DEVICE void load_triple(u32 (&a)[4], u32 word) {
+  u32 two[2];
+  load_shared(two, word + 4);
+  a[0] = load_shared(word), a[1] = two[0], a[2] = two[0], a[3] = two[1];
 }
 
-// The rows no warp writes.
-DEVICE void clear_strip_pads(u32 strips, u32 gathers, int thread, int threads) {
-  for (int i = thread; i < 12 * (STRIP_ROW / 4); i += threads) {
-    const int part = i / (3 * (STRIP_ROW / 4)), word = i % (3 * (STRIP_ROW / 4));
-    store_shared(strips + part * STRIP_PARITY + word * 4, 0u);
+// Makes a quad of matrices that are in registers.
+DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
+  quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
+  pin(quad);
+}
+
+// One mma of those that chunks m and m + 1 bring: tile m + tile += A operand of chunk m + chunk times B operand.
+struct Step {
+  int tile, operand, chunk, fragment;
+};
+
+// c[16 x 8 TILES] = the slab's rows convolved. rows[i] is the address of this lane's row for load i, at chunk 0.
+// The two columns lie GATHER_STRIDE bytes from tile to tile.
+// finish(n) is called when tile n is complete, and while others are under way.
+template <class Element, int TILES, int GATHER_STRIDE, class Finish>
+DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
+                     const Gathered& gathered, const Toeplitz& toeplitz, int lane,
+                     Finish finish) {
+  constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
+  constexpr Step STEPS[] = {  // those into one tile are far apart
+      {0, 0, 0, 0}, {-1, 0, 0, 1}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 1, 0, 3}, {1, 1, 1, 2}, {0, 1, 0, 2},
+      {-1, 2, 0, 5}, {1, 2, 1, 4}, {0, 1, 1, 3}, {1, 3, 1, 6}, {0, 2, 0, 4}, {0, 2, 1, 5}, {0, 3, 0, 6}
+  };
+#pragma unroll
+  for (int i = 0; i < 4 * TILES; ++i) c[i] = 0.f;
+  u32 a[QUADS + GATHERS][CHUNKS + 1][4];
+  auto load = [&](int chunk) {
+    if (chunk >= CHUNKS) return;
+    constexpr int LOADED[] = {0, 2};
+#pragma unroll
+    for (int i = 0; i < TOEPLITZ_LOADS; ++i) load_matrices(a[LOADED[i]][chunk], rows[i] + CHUNK_BYTES * chunk);
+    if (chunk >= TILES) return;
+#pragma unroll
+    for (int i = 0; i < GATHERS; ++i) load_triple(a[QUADS + i][chunk], gathered.words[i] + chunk * GATHER_STRIDE);
+  };
+  auto copy = [&](int chunk) {
+    if (chunk >= CHUNKS) return;
+    make_quad(a[1][chunk], a[0][chunk][1], a[0][chunk][2], a[0][chunk][3], a[2][chunk][0]);
+  };
+  auto multiply = [&](int m, Step step) {
+    const int tile = m + step.tile, chunk = m + step.chunk;
+    if (tile < 0 || tile >= TILES || chunk >= CHUNKS) return;
+    const u32(&quad)[4] = a[step.operand][chunk];
+    const u32(&b)[2] = toeplitz[step.fragment];
+    mma<Element>(c + 4 * tile, quad, b[0], b[1]);
+  };
+  auto complete = [&](int m) {  // the tiles whose windows end with chunks m and m + 1
+#pragma unroll
+    for (int n = m - WINDOW_CHUNKS + 1; n <= m - WINDOW_CHUNKS + 2; ++n)
+      if (0 <= n && n < TILES) finish(n);
+  };
+#pragma unroll
+  for (int m = 0; m < CHUNKS; m += 2) {
+    load(m);
+    load(m + 1);
+    copy(m);
+    copy(m + 1);
+    complete(m - 2);
+#pragma unroll
+    for (const Step& step : STEPS) multiply(m, step);
   }
-  for (int i = thread; i < 96; i += threads)
-    store_shared(gathers + i / 6 * GATHER_ROW + i % 6 * 4, 0u);
+  complete((CHUNKS - 1) / 2 * 2);
 }
 
-// One warp's view of the strips: 16 rows, of which this thread holds `row` = 16 warp + 2 g and the next.
-struct WarpStrip {
-  u32 store, rows[BAND_LOADS];
-  u32 store_pair, gathered[1];
-  u32 carried[2][2] = {};  // the last columns of the tile before
+// ---- Slabs of scores in shared memory -------------------------------------------------------------------------------
+//
+// Row r of the CTA is row r + PAD of a slab, and the PAD rows before are zeros. Even rows lie first, then odd ones.
+// There are two slabs: a warp may write scores of the next tile to one while the warp below reads those of this tile.
 
-  DEVICE WarpStrip(u32 strips, u32 gathers, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3, row = 16 * warp + 2 * g;
-    store = strip_row(strips, row) + 4 * t;
+constexpr int PAD = 6, CARRY = 16;
+constexpr int TILES = KEYS / CHUNK, CARRY_CHUNKS = CARRY / CHUNK;
+constexpr int SLAB_CHUNKS = 9;  // of a row; the columns past them are gathered
+
+// Bytes of a row, an odd number of chunks, so that a matrix's rows lie in different banks, and of rows of one parity.
+constexpr int SLAB_ROW = 144, SLAB_PARITY = 14256;
+constexpr int SLAB = 2 * SLAB_PARITY, SLABS = 2;
+
+// Bytes of a tile's gathered columns, a word a row, and of all.
+constexpr int GATHER_TILE = 800, GATHER = TILES * GATHER_TILE;
+
+using Weights = Toeplitz;
+
+// Loads the weights of a head. Those of a negative scale change sign, so that the largest sum is the largest score.
+DEVICE void load_weights(Weights& weights, const float* weight, float scale, int lane) {
+  auto tap = [&](int u, int v) {
+    const bool inside = u < CQ && 0 <= v && v < CK;
+    return inside ? copysignf(1.f, scale) * __ldg(weight + u * CK + v) : 0.f;
+  };
+  make_toeplitz(weights, lane, [&](int u, int v) { return pack<fp16>(tap(u, v), tap(u, v + 1)); });
+}
+
+// Address of row `row` of the CTA, from -PAD on.
+DEVICE u32 slab_row(u32 slab, int row) {
+  const int padded = row + PAD;
+  return slab + (padded & 1) * SLAB_PARITY + (padded >> 1) * SLAB_ROW;
+}
+
+// All threads write zeros to the rows that no warp writes.
+DEVICE void clear_pads(u32 base, int thread, int threads) {
+  constexpr int WORDS = PAD / 2 * (SLAB_ROW / 4);  // of one parity
+  for (int i = thread; i < 2 * SLABS * WORDS; i += threads)
+    store_shared(base + SHARED_SLAB + i / WORDS * SLAB_PARITY + i % WORDS * 4, 0u);
+  for (int i = thread; i < SLABS * TILES * PAD; i += threads)
+    store_shared(base + SHARED_GATHER + i / PAD * GATHER_TILE + i % PAD * 4, 0u);
+}
+
+// One warp's view of the slabs: 16 rows, of which this thread holds row 2 lane_row and the next.
+struct WarpSlab {
+  u32 store;                 // where this thread's columns of the first chunk are
+  u32 rows[TOEPLITZ_LOADS];  // where this lane's rows are for each load of the convolution
+  u32 store_pair;            // where this thread's gathered columns are
+  Gathered gathered;         // where this lane's are for the convolution
+  u32 carried[CARRY_CHUNKS][2] = {};  // this thread's last columns of the tile before
+
+  // The 16 rows are those from row `row` + `below` of the CTA on; `below` is even.
+  DEVICE void locate(u32 base, int row, int below, int lane) {
+    const int lane_row = lane >> 2, lane_pair = lane & 3;
+    const u32 slab = base + SHARED_SLAB + below / 2 * SLAB_ROW;
+    store = slab_row(slab, row + 2 * lane_row) + 4 * lane_pair;
 #pragma unroll
-    for (int load = 0; load < BAND_LOADS; ++load)
-      rows[load] = strip_row(strips, 16 * warp + 2 * (lane & 7) + band_row(load, lane) - 5);
-    store_pair = gathers + (row + 6) * 4;
-    const u32 above = store_pair - 20;
+    for (int i = 0; i < TOEPLITZ_LOADS; ++i) rows[i] = slab_row(slab, row + 2 * (lane & 7) + matrix_of(i, lane) - HALO);
+    store_pair = base + SHARED_GATHER + below * 4 + (row + 2 * lane_row + PAD) * 4;
+    const u32 above = store_pair - HALO * 4;
 #pragma unroll
-    for (int x = 0; x < 1; ++x)  // row shifts past the kernel meet zero weights: any row of the lane's will do
-      gathered[x] = above + 4 * (8 * x + min(2 * t, 4 - 8 * x));
+    for (int i = 0; i < GATHERS; ++i)  // shifts past the kernel meet zeros: any row will do that this lane reads anyway
+      gathered.words[i] = above + 4 * (8 * i + min(2 * lane_pair, HALO / 2 * 2 - 8 * i));
     pin(store_pair);
-    pin(gathered);
+    pin(gathered.words);
     pin(store);
     pin(rows);
   }
 
   // Writes the scores of a tile, as fp16, behind the last columns of the one before.
-  DEVICE void write(const float (&s)[32], int t, int lane) {
-    const u32 even = store + (t & 1) * STRIP, odd = even + STRIP_PARITY;
+  DEVICE void write(const float (&s)[KEYS / 2], int slab, int lane) {
+    const u32 even = store + slab * SLAB, odd = even + SLAB_PARITY;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      store_shared(even + i * 16, carried[i][0]);
-      store_shared(odd + i * 16, carried[i][1]);
+    for (int i = 0; i < CARRY_CHUNKS; ++i) {
+      store_shared(even + i * CHUNK_BYTES, carried[i][0]);
+      store_shared(odd + i * CHUNK_BYTES, carried[i][1]);
     }
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = 0; n < TILES; ++n) {
       const u32 first = pack<fp16>(s[4 * n], s[4 * n + 1]), second = pack<fp16>(s[4 * n + 2], s[4 * n + 3]);
-      if (n + 2 < 9) {
-        store_shared(even + (n + 2) * 16, first);
-        store_shared(odd + (n + 2) * 16, second);
+      if (n + CARRY_CHUNKS < SLAB_CHUNKS) {
+        store_shared(even + (n + CARRY_CHUNKS) * CHUNK_BYTES, first);
+        store_shared(odd + (n + CARRY_CHUNKS) * CHUNK_BYTES, second);
       }
-      if ((lane & 3) == 0) store_shared(store_pair + (t & 1) * GATHER + n * GATHER_ROW, first, second);
-      if (n >= 6) carried[n - 6][0] = first, carried[n - 6][1] = second;
+      if ((lane & 3) == 0) store_shared(store_pair + slab * GATHER + n * GATHER_TILE, first, second);
+      if (n >= TILES - CARRY_CHUNKS) {
+        carried[n - TILES + CARRY_CHUNKS][0] = first;
+        carried[n - TILES + CARRY_CHUNKS][1] = second;
+      }
     }
   }
 
-  // Outputs of strip t; finish(n) as in convolve.
+  // Convolves a slab into which scores of the keys from `key` on were written; the warp's first row is at `position`.
+  // finish(n) is called as by convolve.
   template <class Finish>
-  DEVICE void convolved(float (&c)[32], int t, int lane, const Weights& weights, Finish finish) const {
-    u32 from[BAND_LOADS];
+  DEVICE void convolved(float (&c)[KEYS / 2], int slab, int position, int key, const Weights& weights, int lane,
+                        Finish finish) const {
+    u32 from[TOEPLITZ_LOADS];
 #pragma unroll
-    for (int load = 0; load < BAND_LOADS; ++load) from[load] = rows[load] + (t & 1) * STRIP;
-    u32 pairs[1];
+    for (int i = 0; i < TOEPLITZ_LOADS; ++i) from[i] = rows[i] + slab * SLAB;
+    Gathered pairs = gathered;
 #pragma unroll
-    for (int x = 0; x < 1; ++x) pairs[x] = gathered[x] + (t & 1) * GATHER;
-    convolve<fp16, 8, GATHER_ROW>(c, from, pairs, weights, lane, finish);
+    for (int i = 0; i < GATHERS; ++i) pairs.words[i] += slab * GATHER;
+    convolve<fp16, TILES, GATHER_TILE>(c, from, pairs, weights, lane, finish);
   }
 };
-// ---- Tiles of Q, K and V, masks, results --------------------------------------------------------------------------
 
-constexpr int D = 128, DV = 128;
-constexpr int KEYS = 64, ROWS = 192, OWNED = 187, HALO = 5, LAG = 11;
-constexpr float SCORE_SCALE = 0.00390625f;  // what is held of q . k
-constexpr int SHARED_Q = 0;
-constexpr int SHARED_K = 49152;
-constexpr int SHARED_V = 81920;
-constexpr int SHARED_STRIP = 114688;
-constexpr int SHARED_GATHER = 171712;
-constexpr int SHARED_BARRIERS = 184512;
+// ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
+//
+// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
+// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
 
-// COPIERS threads copy a tile of KEYS rows, from row `first`; rows outside [0, rows) become zeros.
-template <int COLUMNS, int COPIERS>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
-  constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4, SWEEP = COPIERS / LANES;
-  const int r = thread / LANES, column = thread % LANES;
-  if (column >= COLUMNS / 8) return;
-  const u32 to = tile_address<KEYS>(tile, r, column);
-  from += (first + r) * stride + column * 8;
-#pragma unroll
-  for (int x = 0; x < KEYS; x += SWEEP, from += SWEEP * stride)
-    if (KEYS % SWEEP == 0 || r + x < KEYS)
-      copy_async(tile_address_from<KEYS>(to, x, 0), from, static_cast<unsigned>(first + r + x) < static_cast<unsigned>(rows));
+constexpr int PANEL_ROW = 128;  // bytes
+
+// Address of 16-byte column `column` in row `row` of a tile of ROWS rows.
+template <int ROWS>
+DEVICE u32 tile_address(u32 tile, int row, int column) {
+  return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
-// COPIERS threads copy rows p.. of Q's tile, COUNT of them, in the order of the fragments; `first` is the tile's first row.
-template <int COUNT, int COPIERS>
-DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int rows, int thread) {
+// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
+// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+template <int ROWS>
+DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
+  return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
+}
+
+// ---- Rows of tensors into shared memory, and results out of registers -----------------------------------------------
+
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
+// zeros.
+template <int ROWS, int COLUMNS, int COPIERS, class Element>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+  constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
+  constexpr int SWEEP = COPIERS / LANES;
+  const int r = thread / LANES, column = thread % LANES;
+  if (column >= COLUMNS / CHUNK) return;
+  const u32 to = tile_address<ROWS>(tile, r, column);
+  from += (first + r) * stride + column * CHUNK;
+#pragma unroll
+  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
+    if (ROWS % SWEEP == 0 || r + x < ROWS) {
+      const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
+      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
+    }
+}
+
+// COPIERS threads copy COUNT rows of queries, from row p of the tile on, whose first row is row `first` of a tensor of
+// n_rows. Of each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are
+// neighbours.
+template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
+DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4
-  for (int i = thread; i < COUNT * (D / 8); i += COPIERS) {
-    const int r = p + i / (D / 8), column = i % (D / 8), row = first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1);
-    const bool inside = static_cast<unsigned>(row) < static_cast<unsigned>(rows);
-    copy_async(tile_address<ROWS>(tile, r, column), q + (inside ? row : 0) * stride + column * 8, inside);
+  for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
+    const int r = p + i / (COLUMNS / CHUNK), column = i % (COLUMNS / CHUNK);
+    const int row = first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1);
+    const bool exists = static_cast<unsigned>(row) < static_cast<unsigned>(n_rows);
+    copy_async(tile_address<ROWS>(tile, r, column), q + (exists ? row : 0) * stride + column * CHUNK, exists);
   }
 }
-// Each thread scales what it has copied.
-template <int COUNT, int COPIERS>
-DEVICE void scale_queries(u32 tile, int p, int thread) {
+
+// Each of those threads multiplies what it has copied by a power of two.
+template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
+DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 #pragma unroll 4
-  for (int i = thread; i < COUNT * (D / 8); i += COPIERS) {
-    const u32 at = tile_address<ROWS>(tile, p + i / (D / 8), i % (D / 8));
+  for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
+    const u32 at = tile_address<ROWS>(tile, p + i / (COLUMNS / CHUNK), i % (COLUMNS / CHUNK));
     u32 x[4];
     load_shared(x, at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float2 pair = unpack<Element>(x[e]);
-      x[e] = pack<Element>(pair.x * SCORE_SCALE, pair.y * SCORE_SCALE);
+      x[e] = pack<Element>(pair.x * factor, pair.y * factor);
     }
     store_shared(at, x[0], x[1], x[2], x[3]);
   }
 }
 
-// Of a thread's scores of 16 rows, the first at position `top`, and of KEYS keys from `column` on, those of later keys than some
-// row's own become zeros.
-DEVICE void mask_scores(float (&s)[KEYS / 2], int column, int top, int lane) {
-  if (column + KEYS - 1 > top) {
-    const int row = top + 2 * (lane >> 2);
+// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they are in [begin, end). A row that has
+// seen no key is zeros, and its log-sum-exp is -inf. Of each 8 columns of o the thread holds two, from column 2
+// lane_pair on.
+template <int N, class Element>
+DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax, int row,
+                         int begin, int end, int lane) {
+  constexpr int COLUMNS = 2 * N;
+  const int lane_pair = lane & 3;
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i)
-      if (column + (i >> 2) * 8 + 2 * (lane & 3) + (i & 1) > row + (i >> 1 & 1)) s[i] = 0.f;
+  for (int r = 0; r < 2; ++r) {
+    const float total = softmax.total(r);
+    const int i = row + r;
+    if (i < begin || i >= end) continue;
+    const float inverse = total == 0.f ? 0.f : 1.f / total;
+    if (lane_pair == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
+#pragma unroll
+    for (int n = 0; n < COLUMNS / CHUNK; ++n)
+      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * COLUMNS + CHUNK * n + 2 * lane_pair) =
+          pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
   }
 }
 
-// What the softmax may not see of a thread's convolved scores, of 16 rows and of KEYS keys from `column` on, becomes -inf.
-DEVICE void mask_outputs(float (&c)[KEYS / 2], int column, int top, int lane) {
-  if (column < 0 || column + KEYS - 1 > top) {
-    const int row = top + 2 * (lane >> 2);
+// ---- Masks ----------------------------------------------------------------------------------------------------------
+//
+// They are of a warp's 16 rows, the first at `position`, and of KEYS keys from `key` on.
+
+// Hidden scores become zeros.
+DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, int lane) {
+  if (key + KEYS - 1 > position) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
-      const int j = column + (i >> 2) * 8 + 2 * (lane & 3) + (i & 1);
-      if (j < 0 || j > row + (i >> 1 & 1)) c[i] = -INFINITY;
+      const int j = key + (i >> 2) * 8 + 2 * (lane & 3) + (i & 1);
+      if (j > position + 2 * (lane >> 2) + (i >> 1 & 1)) s[i] = 0.f;
     }
   }
 }
 
-// The same for probabilities, of which there is nothing to be seen there; sums and maximum follow.
-DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax& softmax, int column, int top, int lane) {
-  if (column < 0 || column + KEYS - 1 > top) {
-    const int row = top + 2 * (lane >> 2);
+// What the softmax may not see of convolved scores becomes -inf.
+DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, int lane) {
+  if (key < 0 || key + KEYS - 1 > position) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const int j = key + (i >> 2) * 8 + 2 * (lane & 3) + (i & 1);
+      if (j < 0 || j > position + 2 * (lane >> 2) + (i >> 1 & 1)) c[i] = -INFINITY;
+    }
+  }
+}
+
+// Probabilities of what the softmax may not see become zeros, and the softmax adds up the others anew.
+DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax, int position, int key, int n_k,
+                               int lane) {
+  if (key < 0 || key + KEYS - 1 > position) {
     softmax.begin();
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) {  // two columns of a row
-      const int j = column + (i >> 1) * 8 + 2 * (lane & 3);
+      const int j = key + (i >> 1) * 8 + 2 * (lane & 3);
       u32& pair = p[i >> 2][i & 3];
-      if (j < 0 || j > row + (i & 1)) pair &= 0xffff0000u;
-      if (j + 1 < 0 || j + 1 > row + (i & 1)) pair &= 0xffffu;
+      if (j < 0 || j > position + 2 * (lane >> 2) + (i & 1)) pair &= 0xffff0000u;
+      if (j + 1 < 0 || j + 1 > position + 2 * (lane >> 2) + (i & 1)) pair &= 0xffffu;
       softmax.add(i & 1, unpack<Element>(pair));
     }
   }
 }
 
-// Outputs and their log-sum-exps of rows row and row + 1, those from `from` on; a row that saw no key is 0 with -inf.
-DEVICE void store_output(Element* out, float* lse, const float (&o)[DV / 2], const Softmax& softmax, int row, int from, int n_q, int lane) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float total = softmax.total(r);
-    const int i = row + r;
-    if (i < from || i >= n_q) continue;
-    const float inverse = total == 0.f ? 0.f : 1.f / total;
-    if ((lane & 3) == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
-#pragma unroll
-    for (int n = 0; n < DV / 8; ++n)
-      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * DV + 8 * n + 2 * (lane & 3)) =
-          pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
-  }
-}
-// ---- Forward -----------------------------------------------------------------------------------------------------
-//
-// 3 warpgroups compute, one loads. Warps meet only at K and V's barriers, in wgmma, and where each hands its rows of the
-// strip to the next.
+// ---- Forward --------------------------------------------------------------------------------------------------------
 
-constexpr int WARPGROUPS = 3, THREADS = 512, STAGES = 2;
-constexpr int K_TILE = 2 * KEYS * 128, V_TILE = 2 * KEYS * 128;  // bytes
+constexpr int WARPGROUPS = 3;  // that compute; one more loads
+constexpr int THREADS = 512, STAGES = 2;
+constexpr int K_TILE = 2 * KEYS * PANEL_ROW;  // bytes
+constexpr int V_TILE = 2 * KEYS * PANEL_ROW;
 
-// Barriers: K and V tiles full and empty, then of each warp's rows in either strip: written, read.
-constexpr int K_FULL = 0, K_EMPTY = 8 * STAGES, V_FULL = 16 * STAGES, V_EMPTY = 24 * STAGES;
-constexpr int ROWS_WRITTEN = 32 * STAGES, ROWS_READ = ROWS_WRITTEN + 64 * WARPGROUPS;
+// Barriers of each stage: its tile of K or V is full, or may be written again.
+constexpr int K_FULL = 0, K_EMPTY = K_FULL + BARRIER * STAGES;
+constexpr int V_FULL = K_EMPTY + BARRIER * STAGES, V_EMPTY = V_FULL + BARRIER * STAGES;
+
+// Barriers of each warp and slab: the warp's rows are written, or the warp below has read them.
+constexpr int WARP_BARRIERS = 2 * BARRIER;  // bytes of a warp's
+constexpr int ROWS_WRITTEN = V_EMPTY + BARRIER * STAGES, ROWS_READ = ROWS_WRITTEN + WARP_BARRIERS * 4 * WARPGROUPS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
@@ -584,25 +772,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   const int b = blockIdx.x / heads, h = blockIdx.x % heads;
-  const int block = gridDim.y - 1 - blockIdx.y;  // the longest rows first
-  const int first = block * OWNED - HALO;  // the CTA's first row, its first output's HALO rows before
-  const int off = n_k - n_q;               // query i sits at position i + off
-  const int keys = min(n_k, first + ROWS + off);  // none of the CTA's rows sees more
-  const int steps = max(0, (keys + LAG + KEYS - 1) / KEYS);
+  const int block = gridDim.y - 1 - blockIdx.y;  // those with the most keys first
+
+  // The CTA's first row; query i is at position i + offset; no row of the CTA sees keys from key_end on.
+  const int first = block * OWNED - HALO, offset = n_k - n_q;
+  const int key_end = min(n_k, first + offset + ROWS);
+  const int steps = max(0, (key_end + LAG + KEYS - 1) / KEYS);
   k += b * k_stride_b + h / group * k_stride_h;
   v += b * v_stride_b + h / group * v_stride_h;
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(barriers + K_FULL + 8 * stage, 64);
-      barrier_init(barriers + V_FULL + 8 * stage, 64);
-      barrier_init(barriers + K_EMPTY + 8 * stage, 4 * WARPGROUPS);
-      barrier_init(barriers + V_EMPTY + 8 * stage, 4 * WARPGROUPS);
+      barrier_init(barriers + K_FULL + BARRIER * stage, 64);
+      barrier_init(barriers + V_FULL + BARRIER * stage, 64);
+      barrier_init(barriers + K_EMPTY + BARRIER * stage, 4 * WARPGROUPS);
+      barrier_init(barriers + V_EMPTY + BARRIER * stage, 4 * WARPGROUPS);
     }
-    for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + 8 * i, 32);
+    for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + BARRIER * i, 32);
     barrier_init_fence();
   }
-  clear_strip_pads(base + SHARED_STRIP, base + SHARED_GATHER, threadIdx.x, THREADS);
+  clear_pads(base, threadIdx.x, THREADS);
   __syncthreads();
 
   if (warpgroup == WARPGROUPS) {
@@ -613,66 +802,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
     for (int t = 0; t < steps + loads_k; ++t) {
       const int stage = t % STAGES;
-      if (t >= STAGES) barrier_wait(empty + 8 * stage, (t / STAGES - 1) & 1);
+      if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
       if (loads_k)
-        load_tile<D, 64>(base + SHARED_K + stage * K_TILE, k, k_stride_n, t * KEYS, n_k, thread);
+        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, k, k_stride_n, t * KEYS, n_k, thread);
       else
-        load_tile<DV, 64>(base + SHARED_V + stage * V_TILE, v, v_stride_n, t * KEYS - LAG, n_k, thread);
+        load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, v, v_stride_n, t * KEYS - LAG, n_k, thread);
       copy_commit();
       copy_wait<0>();
       fence_async();
-      barrier_arrive(full + 8 * stage);
+      barrier_arrive(full + BARRIER * stage);
     }
     return;
   }
+
   registers_up_to<160>();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int top = first + 16 * warp, row = top + 2 * (lane >> 2);  // the warp's first row, this thread's first
-  q += b * q_stride_b + h * q_stride_h;
+  const int top = first + 16 * warp, position = top + offset;  // of the warp's first row
 
   // Q, its rows in the order of the fragments, scaled.
   const u32 q_tile = base + SHARED_Q;
-  load_queries<64, 128>(q_tile, 64 * warpgroup, q, q_stride_n, first, n_q, threadIdx.x & 127);
+  q += b * q_stride_b + h * q_stride_h;
+  load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, q, q_stride_n, first, n_q, threadIdx.x & 127);
   copy_commit();
 
   Weights weights;
-  load_weights(weights, weight + h * 66, scale, lane);
-  const float exponent = fmaxf(fabsf(scale) * (LOG2_E / SCORE_SCALE), 1e-20f);  // -inf times it is -inf, whatever the scale
+  load_weights(weights, weight + h * CQ * CK, scale, lane);
 
   copy_wait<0>();
-  scale_queries<64, 128>(q_tile, 64 * warpgroup, threadIdx.x & 127);
+  scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
   fence_async();
   named_barrier(1 + warpgroup, 128);
 
-  WarpStrip strip(base + SHARED_STRIP, base + SHARED_GATHER, warp, lane);
-  const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
-  const u32 given = barriers + 16 * warp, taken = given - 16;
-  Softmax softmax{exponent};
+  WarpSlab scores;
+  scores.locate(base, 16 * warp, 0, lane);
+  Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
   float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
 #pragma unroll
   for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
 
+  // The warp below reads this warp's rows as its halo, and this warp those of the warp above.
+  const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
+  const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
+
   auto issue_scores = [&](int t) {  // s = Q K(t)^T
-    barrier_wait(barriers + K_FULL + 8 * (t % STAGES), t / STAGES & 1);
-    const u64 q_operand = operand(q_tile + warpgroup * 64 * 128);
+    barrier_wait(barriers + K_FULL + BARRIER * (t % STAGES), t / STAGES & 1);
     const u64 k_operand = operand(base + SHARED_K + t % STAGES * K_TILE);
+    const u64 q_operand = operand(q_tile + warpgroup * 64 * PANEL_ROW);
     wgmma_fence();
-    wgmma_scores(s, q_operand + inner_columns(0, ROWS), k_operand + inner_columns(0, KEYS), false);
-    wgmma_scores(s, q_operand + inner_columns(1, ROWS), k_operand + inner_columns(1, KEYS), true);
-    wgmma_scores(s, q_operand + inner_columns(2, ROWS), k_operand + inner_columns(2, KEYS), true);
-    wgmma_scores(s, q_operand + inner_columns(3, ROWS), k_operand + inner_columns(3, KEYS), true);
-    wgmma_scores(s, q_operand + inner_columns(4, ROWS), k_operand + inner_columns(4, KEYS), true);
-    wgmma_scores(s, q_operand + inner_columns(5, ROWS), k_operand + inner_columns(5, KEYS), true);
-    wgmma_scores(s, q_operand + inner_columns(6, ROWS), k_operand + inner_columns(6, KEYS), true);
-    wgmma_scores(s, q_operand + inner_columns(7, ROWS), k_operand + inner_columns(7, KEYS), true);
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk)
+      wgmma_scores(s, q_operand + inner_columns(kk, ROWS), k_operand + inner_columns(kk, KEYS), kk > 0);
     wgmma_commit();
   };
+
   auto write_scores = [&](int t) {
-    mask_scores(s, t * KEYS, top + off, lane);
-    if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + 8 * (t & 1), (t / 2 - 1) & 1);
-    strip.write(s, t, lane);
+    mask_scores(s, position, t * KEYS, n_k, lane);
+    if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + BARRIER * (t & 1), (t / 2 - 1) & 1);
+    scores.write(s, t & 1, lane);
     __syncwarp();
-    if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + 8 * (t & 1));
+    if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * (t & 1));
   };
 
   issue_scores(0);
@@ -681,36 +869,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   write_scores(0);
 
   for (int t = 0; t < steps; ++t) {
-    if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + 8 * (t & 1), t / 2 & 1);
+    // P: probabilities of the outputs' keys.
+    if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * (t & 1), t / 2 & 1);
     u32 p[KEYS / 16][4];
     softmax.begin();
-    strip.convolved(c, t, lane, weights, [&](int n) { softmax.tile(p[n / 2], n & 1, c + 4 * n); });
-    mask_probabilities(p, softmax, t * KEYS - LAG, top + off, lane);
+    scores.convolved(c, t & 1, position, t * KEYS, weights, lane,
+                     [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
+    mask_probabilities(p, softmax, position, t * KEYS - LAG, n_k, lane);
     if (!softmax.end()) {
-      strip.convolved(c, t, lane, weights, [](int) {});
-      mask_outputs(c, t * KEYS - LAG, top + off, lane);
+      scores.convolved(c, t & 1, position, t * KEYS, weights, lane, [](int) {});
+      mask_outputs(c, position, t * KEYS - LAG, n_k, lane);
       float rescale[2];
       softmax.restart(p, c, rescale);
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
     }
-    if (takes_rows) barrier_arrive(taken + ROWS_READ + 8 * (t & 1));
+    if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * (t & 1));
 
+    // While the tensor cores add P V(t) to o, the next scores are written.
     issue_scores(t + 1);
-    barrier_wait(barriers + V_FULL + 8 * (t % STAGES), t / STAGES & 1);
-    const u64 v_operand = operand(base + SHARED_V + t % STAGES * V_TILE, KEYS * 128);
+    barrier_wait(barriers + V_FULL + BARRIER * (t % STAGES), t / STAGES & 1);
+    const u64 v_operand = operand(base + SHARED_V + t % STAGES * V_TILE, KEYS * PANEL_ROW);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
     wgmma_commit();
     wgmma_wait<1>();
-    if (lane == 0) barrier_arrive(barriers + K_EMPTY + 8 * ((t + 1) % STAGES));
+    if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((t + 1) % STAGES));
     write_scores(t + 1);
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(barriers + V_EMPTY + 8 * (t % STAGES));
+    if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
   }
 
   out += static_cast<long long>(blockIdx.x) * n_q * DV;
   lse += static_cast<long long>(blockIdx.x) * n_q;
-  store_output(out, lse, o, softmax, row, first + HALO, n_q, lane);
+  store_output(out, lse, o, softmax, top + 2 * (lane >> 2), first + HALO, n_q, lane);
 }
