@@ -17,6 +17,7 @@ from mtagen.accuracy import compare
 from mtagen.codegen.triton import render
 from mtagen.naive import reference
 from mtagen.planner import plan
+from mtagen.planner.lift.module import LiftModule
 from mtagen.runtime.loader import load_module
 from mtagen.spec import Spec
 
@@ -129,11 +130,11 @@ def _expected(
 @cache
 def _module(spec: Spec) -> ModuleType:
     """Kernels with tiles of 16 keys, so that short sequences have many."""
-    planned = plan(spec)
-    tiles = ((role, replace(t, block_n=16) if role in planned.decode.roles else t, s) for role, t, s in planned.tiles)
-    source = render(replace(planned, tiles=tuple(tiles))).encode()
+    made = plan(spec, "sm_90a", "triton").lift["decode"]
+    tiles = ((role, replace(tile, block_n=16) if role in made.decode.roles else tile) for role, tile in made.tiles)
+    module = LiftModule.of([replace(made, tiles=tuple(tiles))])
     with tempfile.TemporaryDirectory() as folder:
-        return load_module(Path(folder) / f"{planned.name}.py", source)
+        return load_module(Path(folder) / f"{module.name}.py", render(module).encode())
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(str, range(len(CASES))))
