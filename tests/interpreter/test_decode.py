@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtagen.accuracy import compare
-from mtagen.codegen.triton import render
+from mtagen.codegen import render
 from mtagen.naive import reference
 from mtagen.planner import plan
 from mtagen.runtime.loader import load_module
@@ -27,13 +27,14 @@ RAGGED = (40, 0, 3, 26)  # many tiles; nothing; fewer than cq and than the halo;
 
 @dataclass(frozen=True)
 class Case:
-    """One call of decode; ``lengths`` has one per batch entry, None means the whole cache."""
+    """One call of decode; ``lengths`` has one per batch entry, None means the whole cache, of ``capacity`` keys."""
 
     kernel: tuple[int, int] = (6, 11)
     heads: int = 2
     kv_heads: int = 2
     n_new: int = 1
     lengths: tuple[int, ...] | None = RAGGED
+    capacity: int = 45
     splits: int | None = 3
     causal: bool = True
     key_padding: str = "both"
@@ -71,16 +72,15 @@ def run(case: Case) -> list[str]:
     """What is wrong with decode in this case: one line per result that breaks the accuracy rule."""
     torch.manual_seed(0)
     dtype = DTYPES[case.dtype]
-    capacity = 45 if case.lengths is None else max(*case.lengths, 1) + 5
-    lengths = case.lengths or (capacity, capacity)
+    lengths = tuple(min(length, case.capacity) for length in case.lengths or (case.capacity, case.capacity))
     batch, tail = len(lengths), case.kernel[0] - 1 + case.n_new
     q = torch.randn(batch, case.heads, tail, DIM).to(dtype)
-    k, v = _caches(case, batch, capacity, dtype)
+    k, v = _caches(case, batch, dtype)
     weight = torch.randn(case.heads, *case.kernel) / 3
     for entry, length in enumerate(lengths):
         k[entry, :, length:], v[entry, :, length:] = torch.nan, torch.nan
         q[entry, :, : max(0, tail - length)] = torch.nan  # queries at negative positions
-    seqlens = None if case.lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    seqlens = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32)
     out, lse = _module(case.spec).decode(q, k, v, weight, SCALE, seqlens, case.splits)
     eager, exact = (_expected(case, q, k, v, weight, lengths, wide) for wide in (dtype, torch.float64))
     largest = v.nan_to_num().abs().max().item()
@@ -91,13 +91,13 @@ def run(case: Case) -> list[str]:
     return [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
 
 
-def _caches(case: Case, batch: int, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _caches(case: Case, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if case.layout == "packed":  # slices of one projection; rows of values start 16-byte aligned
-        packed = torch.randn(batch, capacity, case.kv_heads, DIM + VALUE_DIM).to(dtype).transpose(1, 2)
+        packed = torch.randn(batch, case.capacity, case.kv_heads, DIM + VALUE_DIM).to(dtype).transpose(1, 2)
         return packed[..., :DIM], packed[..., DIM:]
-    shape = (batch, case.kv_heads, capacity)
+    shape = (batch, case.kv_heads, case.capacity)
     if case.layout == "tokens first":
-        shape = (batch, capacity, case.kv_heads)
+        shape = (batch, case.capacity, case.kv_heads)
     k, v = (torch.randn(*shape, size).to(dtype) for size in (DIM, VALUE_DIM))
     return (k.transpose(1, 2), v.transpose(1, 2)) if case.layout == "tokens first" else (k, v)
 
@@ -129,13 +129,23 @@ def _expected(
 @cache
 def _module(spec: Spec) -> ModuleType:
     """Kernels with tiles of 16 keys, so that short sequences have many."""
-    planned = plan(spec)
-    tiles = ((role, replace(t, block_n=16) if role in planned.decode.roles else t, s) for role, t, s in planned.tiles)
-    source = render(replace(planned, tiles=tuple(tiles))).encode()
+    planned = plan(spec, backend="triton")
+    decode = planned["decode"]
+    tiles = tuple((role, replace(t, block_n=16) if role in decode.decode.roles else t) for role, t in decode.tiles)
+    sources = render(planned.replaced(replace(decode, tiles=tiles)))
     with tempfile.TemporaryDirectory() as folder:
-        return load_module(Path(folder) / f"{planned.name}.py", source)
+        return load_module(Path(folder) / f"{planned.name}.py", sources.module.encode())
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(str, range(len(CASES))))
 def test_decode(case: Case) -> None:
     assert not run(case), case
+
+
+def test_lengths_beyond_the_cache() -> None:
+    """They count as the cache's."""
+    assert not run(Case(lengths=(60, 41, 40), capacity=40))
+
+
+def test_more_splits_than_are_merged_at_once() -> None:
+    assert not run(Case(heads=4, kv_heads=1, lengths=(450,), capacity=450, splits=75))
