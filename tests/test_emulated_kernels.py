@@ -171,9 +171,12 @@ def test_any_scale(target: str, spec: Spec, scale: float, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("heads", "n_new"), [((2, 2), 8), ((8, 1), 8), ((12, 1), 1)], ids=str)
-@pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80, ("sm_80", Spec((3, 3), 256))], ids=case_id)
 def test_decode(target: str, spec: Spec, heads: tuple[int, int], n_new: int, folder: Path) -> None:
-    """A CTA's tokens, or a group's heads, are more than one step or one CTA takes; lengths are any."""
+    """A CTA's tokens, or a group's heads, are more than one step or one CTA takes; lengths are any.
+
+    A step takes one token where tiles have 128 keys, and two with a head dim of 256, where they have 64.
+    """
     op = op_of(spec, target, folder, 0)
     problem = problems.random(spec, Sizes(4, *heads, 1, 70), new_tokens=n_new)
     for splits in (1, 3):
