@@ -219,12 +219,17 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
 
 
 @pytest.mark.parametrize(
-    "lengths", [torch.tensor([9, 4]), torch.tensor([[9, 0], [4, 0]])[:, 0], torch.tensor([7]).expand(B)], ids=str
+    "lengths",
+    [
+        torch.tensor([9, 4], dtype=torch.int32),
+        torch.tensor([[9, 0], [4, 0]], dtype=torch.int32)[:, 0],
+        torch.tensor([7], dtype=torch.int32).expand(B),
+    ],
+    ids=["dense", "column", "expanded"],
 )
 def test_lengths_of_any_stride(executor: Executor, lengths: Tensor) -> None:
     _, k, v, weight = operands()
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
-    lengths = lengths.to(torch.int32)
     got = executor.decode(tail, k, v, weight, lengths, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
 

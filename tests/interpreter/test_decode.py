@@ -27,7 +27,13 @@ RAGGED = (40, 0, 3, 26)  # many tiles; nothing; fewer than cq and than the halo;
 
 @dataclass(frozen=True)
 class Case:
-    """One call of decode; ``lengths`` has one per batch entry, None means the whole cache, of ``capacity`` keys."""
+    """One call of decode.
+
+    Attributes:
+        lengths: one per batch entry; None means the whole cache.
+        capacity: keys that the cache has room for.
+        growth: size of the cache's last key over that of the first.
+    """
 
     kernel: tuple[int, int] = (6, 11)
     heads: int = 2
@@ -35,6 +41,7 @@ class Case:
     n_new: int = 1
     lengths: tuple[int, ...] | None = RAGGED
     capacity: int = 45
+    growth: float = 1.0
     splits: int | None = 3
     causal: bool = True
     key_padding: str = "both"
@@ -76,6 +83,7 @@ def run(case: Case) -> list[str]:
     batch, tail = len(lengths), case.kernel[0] - 1 + case.n_new
     q = torch.randn(batch, case.heads, tail, DIM).to(dtype)
     k, v = _caches(case, batch, dtype)
+    k *= torch.linspace(1, case.growth, case.capacity)[:, None]
     weight = torch.randn(case.heads, *case.kernel) / 3
     for entry, length in enumerate(lengths):
         k[entry, :, length:], v[entry, :, length:] = torch.nan, torch.nan
@@ -148,4 +156,5 @@ def test_lengths_beyond_the_cache() -> None:
 
 
 def test_more_splits_than_are_merged_at_once() -> None:
-    assert not run(Case(heads=4, kv_heads=1, lengths=(450,), capacity=450, splits=75))
+    """And the last ones, merged after the others, have the largest scores."""
+    assert not run(Case(heads=4, kv_heads=1, lengths=(450,), capacity=450, growth=4, splits=75))
