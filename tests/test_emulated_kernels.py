@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import emulator
+import problems
 import pytest
 import torch
 from emulator import host_function, needs_compiler
 from torch import Tensor
 
 from mtagen import plan
+from mtagen.accuracy import compare
 from mtagen.check import failures
 from mtagen.codegen import render
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.cases import Sizes
+from mtagen.measure.judge import eager_op
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
@@ -32,17 +35,19 @@ SIZES = (
     Sizes(1, 4, 2, 133, 150),  # some tiles, grouped queries
     Sizes(1, 1, 1, 70, 9),  # when causal, most queries see no key
 )
+SM90, SM80 = ("sm_90a", Spec((6, 11), 64)), ("sm_80", Spec((6, 11), 64, dtype="fp16"))
+SM90_ONE_TAP, SM80_FULL = ("sm_90a", Spec((1, 1), 32)), ("sm_80", Spec((3, 3), 80, causal=False))
 SPECS = [
-    ("sm_90a", Spec((6, 11), 64)),
+    SM90,
     ("sm_90a", Spec((6, 11), 128, mask="output")),
     ("sm_90a", Spec((3, 3), 32, causal=False, key_padding="left", dtype="fp16")),
     ("sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("sm_90a", Spec((16, 3), 64, causal=False)),
-    ("sm_90a", Spec((1, 1), 32)),
+    SM90_ONE_TAP,
     ("sm_80", Spec((1, 1), 32, mask="output")),
-    ("sm_80", Spec((6, 11), 64, dtype="fp16")),
-    ("sm_80", Spec((3, 3), 80, causal=False)),
+    SM80,
+    SM80_FULL,
     ("sm_89", Spec((11, 4), 32, key_padding="left", mask="output")),
 ]
 RACES = [
@@ -118,6 +123,83 @@ def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int
 def test_accurate(target: str, spec: Spec, folder: Path) -> None:
     for seed, sizes in enumerate((SIZES, SIZES[-2:])):  # copies and products come early, then late
         assert not failures(op_of(spec, target, folder, seed), spec, torch.device("cpu"), sizes)
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)
+def test_scores_that_grow_along_the_keys(target: str, spec: Spec, folder: Path) -> None:
+    """Every other row meets larger scores in each tile of keys than in all tiles before."""
+    op = op_of(spec, target, folder, 0)
+    problem = problems.growing(spec, Sizes(1, 2, 1, 70, 203))
+    assert not problems.failures(op, spec, problem)
+    for splits in (1, 2):
+        assert not problems.decode_failures(op, spec, problem, num_splits=splits)
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80_FULL], ids=case_id)
+def test_products_as_large_as_is_supported(target: str, spec: Spec, folder: Path) -> None:
+    op = op_of(spec, target, folder, 0)
+    problem = problems.large_products(spec, Sizes(1, 2, 1, 70, 90))
+    assert not problems.failures(op, spec, problem)
+    assert not problems.decode_failures(op, spec, problem)
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80_FULL], ids=case_id)
+def test_larger_products_give_nan_and_no_wrong_number(target: str, spec: Spec, folder: Path) -> None:
+    """In the rows that one large query is convolved into, and in no other."""
+    op = op_of(spec, target, folder, 0)
+    inputs, _, _, scale = problems.large_products(spec, Sizes(1, 2, 1, 70, 90))
+    inputs.q[:, :, 40] *= 8
+    eager, tensors = eager_op(spec, return_lse=True), inputs.arguments
+    ours, plain, exact = (
+        op(*tensors, scale=scale, return_lse=True),
+        eager(*tensors, scale=scale),
+        eager(*(x.double() for x in tensors), scale=scale),
+    )
+    others = [*range(40), *range(40 + spec.cq, 70)]
+    for results in zip(ours, plain, exact, strict=True):
+        assert results[0][:, :, 40 : 40 + spec.cq].isnan().all()
+        assert compare(*(x[:, :, others] for x in results), terms=inputs.v.abs().max().item()).ok
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM90_ONE_TAP, SM80], ids=case_id)
+def test_any_scale(target: str, spec: Spec, scale: float, folder: Path) -> None:
+    op = op_of(spec, target, folder, 0)
+    problem = problems.random(spec, Sizes(2, 8, 4, 21, 30), scale)
+    assert not problems.failures(op, spec, problem)
+    assert not problems.decode_failures(op, spec, problem)
+
+
+@pytest.mark.parametrize(("heads", "n_new"), [((2, 2), 8), ((8, 1), 8), ((12, 1), 1)], ids=str)
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80, ("sm_80", Spec((3, 3), 256))], ids=case_id)
+def test_decode(target: str, spec: Spec, heads: tuple[int, int], n_new: int, folder: Path) -> None:
+    """A CTA's tokens, or a group's heads, are more than one step or one CTA takes; lengths are any.
+
+    A step takes one token where tiles have 128 keys, and two with a head dim of 256, where they have 64.
+    """
+    op = op_of(spec, target, folder, 0)
+    problem = problems.random(spec, Sizes(4, *heads, 1, 70), new_tokens=n_new)
+    for splits in (1, 3):
+        assert not problems.decode_failures(op, spec, problem, [75, 0, 3, 70], splits)
+
+
+def test_decode_in_more_splits_than_a_warp_has_lanes(folder: Path) -> None:
+    target, spec = SM90
+    op = op_of(spec, target, folder, 0)
+    assert not problems.decode_failures(op, spec, problems.random(spec, Sizes(1, 1, 1, 1, 4000)), num_splits=36)
+
+
+def test_gradient_through_the_log_sum_exp(folder: Path) -> None:
+    target, spec = SM90
+    op = op_of(spec, target, folder, 0)
+    assert not problems.failures_through_lse(op, spec, problems.random(spec, Sizes(2, 2, 1, 70, 66)))
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)
+def test_far_more_queries_than_keys(target: str, spec: Spec, folder: Path) -> None:
+    """Whole blocks of rows see no key, and wait for none."""
+    op = op_of(spec, target, folder, 0)
+    assert not problems.failures(op, spec, problems.random(spec, Sizes(1, 1, 1, 450, 20)))
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner
 
 import mtagen
@@ -145,18 +147,48 @@ def test_passes_that_one_backend_lacks_are_not_compared(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_is_found_is_kept_for_the_same_spec_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_is_kept() -> None:
     table = Table(TUNED, {"a": {"rows": 16}, "b": {"keys": 64}}, {"forward": {Shape(6, 11, 64, "causal"): 0.5}})
     assert tuned.remembered(SPEC, TARGET) is None
     tuned.remember(SPEC, TARGET, table)
     assert tuned.remembered(SPEC, TARGET) == table
     tuned.remember(SPEC, TARGET, Table(TUNED, {"b": {"keys": 128}}))  # of one backend, say
     assert tuned.remembered(SPEC, TARGET) == replace(table, decisions={"a": {"rows": 16}, "b": {"keys": 128}})
-    assert tuned.remembered(replace(SPEC, causal=False), TARGET) is None
-    monkeypatch.setattr(torch, "__version__", "9.9")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_found_is_not_for_another_spec() -> None:
+    """Whatever field differs."""
+    tuned.remember(SPEC, TARGET, Table(TUNED))
+    others = {
+        "kernel": (6, 9),
+        "head_dim": 32,
+        "value_head_dim": 32,
+        "causal": False,
+        "key_padding": "left",
+        "mask": "output",
+        "dtype": "fp16",
+    }
+    assert set(others) == {field.name for field in fields(Spec)}
+    for name, value in others.items():
+        assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
+        assert tuned.remembered(replace(SPEC, **{name: value}), TARGET) is None, name
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_found_is_not_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.remember(SPEC, TARGET, Table(TUNED))
+    assert tuned.remembered(SPEC, "sm_80") is None
+    others = [(package, "__version__", "9.9") for package in (torch, triton)]
+    others.append((torch.cuda, "get_device_name", lambda: "NVIDIA H100"))
+    others.append((tuned, "toolchain", lambda: SimpleNamespace(nvrtc="9.9")))
+    for owner, name, value in others:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(owner, name, value)
+            assert tuned.remembered(SPEC, TARGET) is None
+    assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tuned.remembered(SPEC, TARGET) is None
-    monkeypatch.undo()
-    assert tuned.remembered(SPEC, TARGET) is None  # no GPU
 
 
 @pytest.mark.usefixtures("gpu")

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mtagen.accuracy import compare
-from mtagen.codegen.triton import render
+from mtagen.codegen import render
 from mtagen.naive import reference
 from mtagen.planner import plan
-from mtagen.planner.lift.module import LiftModule
 from mtagen.runtime.loader import load_module
 from mtagen.spec import Spec
 
@@ -28,13 +27,21 @@ RAGGED = (40, 0, 3, 26)  # many tiles; nothing; fewer than cq and than the halo;
 
 @dataclass(frozen=True)
 class Case:
-    """One call of decode; ``lengths`` has one per batch entry, None means the whole cache."""
+    """One call of decode.
+
+    Attributes:
+        lengths: one per batch entry; None means the whole cache.
+        capacity: keys that the cache has room for.
+        growth: size of the cache's last key over that of the first.
+    """
 
     kernel: tuple[int, int] = (6, 11)
     heads: int = 2
     kv_heads: int = 2
     n_new: int = 1
     lengths: tuple[int, ...] | None = RAGGED
+    capacity: int = 45
+    growth: float = 1.0
     splits: int | None = 3
     causal: bool = True
     key_padding: str = "both"
@@ -72,16 +79,16 @@ def run(case: Case) -> list[str]:
     """What is wrong with decode in this case: one line per result that breaks the accuracy rule."""
     torch.manual_seed(0)
     dtype = DTYPES[case.dtype]
-    capacity = 45 if case.lengths is None else max(*case.lengths, 1) + 5
-    lengths = case.lengths or (capacity, capacity)
+    lengths = tuple(min(length, case.capacity) for length in case.lengths or (case.capacity, case.capacity))
     batch, tail = len(lengths), case.kernel[0] - 1 + case.n_new
     q = torch.randn(batch, case.heads, tail, DIM).to(dtype)
-    k, v = _caches(case, batch, capacity, dtype)
+    k, v = _caches(case, batch, dtype)
+    k *= torch.linspace(1, case.growth, case.capacity)[:, None]
     weight = torch.randn(case.heads, *case.kernel) / 3
     for entry, length in enumerate(lengths):
         k[entry, :, length:], v[entry, :, length:] = torch.nan, torch.nan
         q[entry, :, : max(0, tail - length)] = torch.nan  # queries at negative positions
-    seqlens = None if case.lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    seqlens = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32)
     out, lse = _module(case.spec).decode(q, k, v, weight, SCALE, seqlens, case.splits)
     eager, exact = (_expected(case, q, k, v, weight, lengths, wide) for wide in (dtype, torch.float64))
     largest = v.nan_to_num().abs().max().item()
@@ -92,13 +99,13 @@ def run(case: Case) -> list[str]:
     return [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
 
 
-def _caches(case: Case, batch: int, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _caches(case: Case, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if case.layout == "packed":  # slices of one projection; rows of values start 16-byte aligned
-        packed = torch.randn(batch, capacity, case.kv_heads, DIM + VALUE_DIM).to(dtype).transpose(1, 2)
+        packed = torch.randn(batch, case.capacity, case.kv_heads, DIM + VALUE_DIM).to(dtype).transpose(1, 2)
         return packed[..., :DIM], packed[..., DIM:]
-    shape = (batch, case.kv_heads, capacity)
+    shape = (batch, case.kv_heads, case.capacity)
     if case.layout == "tokens first":
-        shape = (batch, capacity, case.kv_heads)
+        shape = (batch, case.capacity, case.kv_heads)
     k, v = (torch.randn(*shape, size).to(dtype) for size in (DIM, VALUE_DIM))
     return (k.transpose(1, 2), v.transpose(1, 2)) if case.layout == "tokens first" else (k, v)
 
@@ -130,13 +137,24 @@ def _expected(
 @cache
 def _module(spec: Spec) -> ModuleType:
     """Kernels with tiles of 16 keys, so that short sequences have many."""
-    made = plan(spec, "sm_90a", "triton").lift["decode"]
-    tiles = ((role, replace(tile, block_n=16) if role in made.decode.roles else tile) for role, tile in made.tiles)
-    module = LiftModule.of([replace(made, tiles=tuple(tiles))])
+    planned = plan(spec, backend="triton")
+    decode = planned["decode"]
+    tiles = tuple((role, replace(t, block_n=16) if role in decode.decode.roles else t) for role, t in decode.tiles)
+    sources = render(planned.replaced(replace(decode, tiles=tiles)))
     with tempfile.TemporaryDirectory() as folder:
-        return load_module(Path(folder) / f"{module.name}.py", render(module).encode())
+        return load_module(Path(folder) / f"{planned.name}.py", sources.module.encode())
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(str, range(len(CASES))))
 def test_decode(case: Case) -> None:
     assert not run(case), case
+
+
+def test_lengths_beyond_the_cache() -> None:
+    """They count as the cache's."""
+    assert not run(Case(lengths=(60, 41, 40), capacity=40))
+
+
+def test_more_splits_than_are_merged_at_once() -> None:
+    """And the last ones, merged after the others, have the largest scores."""
+    assert not run(Case(heads=4, kv_heads=1, lengths=(450,), capacity=450, growth=4, splits=75))

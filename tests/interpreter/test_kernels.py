@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import problems
 import pytest
 import torch
 
 import mtagen
 from mtagen.check import failures
-from mtagen.codegen import render
 from mtagen.errors import BackendError
 from mtagen.measure.cases import Sizes
-from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
-from mtagen.ops.executor import Executor
+from mtagen.ops.attention import MultiTokenAttention, assemble
 from mtagen.planner.lift.tiling import Tile
-from mtagen.runtime.load import load, plan_key
 
 TINY = (Sizes(4, 2, 1, 1, 1), Sizes(2, 2, 1, 9, 13))
 RAGGED = (Sizes(1, 2, 1, 41, 58), Sizes(1, 1, 1, 50, 7))
@@ -41,15 +38,11 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def retiled(op: MultiTokenAttention, tile: Tile, workspace_bytes: int) -> MultiTokenAttention:
     """The op with small tiles of scores and a small workspace, so that small problems have many of both."""
     plan = op.plan
-    for made in op.plan.lift.values():
-        tiles = tuple(
-            (role, tile if role.startswith(("forward", "scores", "dq_", "dk_")) else own) for role, own in made.tiles
-        )
-        plan = plan.replaced(replace(made, tiles=tiles, workspace_bytes=workspace_bytes))
-    sources = render(plan)
-    key = plan_key(plan, sources)
-    library.register(key, Executor(plan.spec, load(plan, sources), kernels_on_cpu=True, torch_on_cpu=False))
-    return MultiTokenAttention(plan, key, op._dtypes)
+    for one in plan.lift.values():
+        scores = ("forward", "scores", "dq_", "dk_")
+        tiles = tuple((role, tile if role.startswith(scores) else own) for role, own in one.tiles)
+        plan = plan.replaced(replace(one, tiles=tiles, workspace_bytes=workspace_bytes))
+    return assemble(plan, torch_on_cpu=False)
 
 
 def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...]) -> None:
@@ -72,6 +65,49 @@ def test_many_tiles_and_strips(kernel: tuple[int, int], pipeline: str) -> None:
     op = mtagen.build(kernel, 16, dtype="fp32", value_head_dim=32, backend="triton")
     op = retiled(op, Tile(16, 32, pipeline=pipeline), workspace_bytes=2**10)
     assert_accurate(op, (Sizes(1, 2, 1, 150, 161),))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "chunk"),
+    [
+        ((2, 3), Sizes(3, 3, 3, 18, 19), 2),  # chunks start and end in the midst of a batch entry; the last is smaller
+        ((3, 2), Sizes(3, 3, 3, 18, 19), 2),
+        ((2, 3), Sizes(2, 4, 2, 18, 19), 1),  # chunks hold a group of heads
+    ],
+    ids=str,
+)
+def test_chunks_of_heads(kernel: tuple[int, int], sizes: Sizes, chunk: int) -> None:
+    """The workspace holds ``chunk`` heads of keys; 9 heads end on a wave of one in the forward pass."""
+    op = mtagen.build(kernel, 16, dtype="fp32", backend="triton")
+    spec, (cq, ck) = op.plan.spec, kernel
+    gradients = 128 * 20 * 4  # of one head's scores: a strip of 128 rows at least, padded to 16 bytes
+    lifted = (sizes.nk if cq <= ck else sizes.nq) * min(cq, ck) * 16 * (4 + 4)  # operand and its gradient
+    workspace = chunk * sizes.heads // sizes.kv_heads * (gradients + lifted)
+    op = retiled(op, Tile(16, 32), workspace_bytes=workspace)
+    assert not problems.failures(op, spec, problems.random(spec, sizes))
+
+
+@pytest.mark.parametrize("kernel", [(2, 3), (3, 2)])
+def test_gradient_through_the_log_sum_exp(kernel: tuple[int, int]) -> None:
+    op = mtagen.build(kernel, 16, dtype="fp32", backend="triton")
+    problem = problems.random(op.plan.spec, Sizes(2, 2, 1, 9, 13))
+    assert not problems.failures_through_lse(op, op.plan.spec, problem)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale: float) -> None:
+    op = mtagen.build((2, 3), 16, dtype="fp32", backend="triton")
+    problem = problems.random(op.plan.spec, Sizes(2, 2, 1, 9, 13), scale)
+    assert not problems.failures(op, op.plan.spec, problem)
+    assert not problems.decode_failures(op, op.plan.spec, problem)
+
+
+def test_scores_that_grow_along_the_keys() -> None:
+    op = retiled(mtagen.build((2, 3), 16, dtype="fp32", backend="triton"), Tile(16, 16), 2**10)
+    problem = problems.growing(op.plan.spec, Sizes(1, 2, 1, 20, 50))
+    assert not problems.failures(op, op.plan.spec, problem)
+    for splits in (1, 3):
+        assert not problems.decode_failures(op, op.plan.spec, problem, num_splits=splits)
 
 
 def test_largest_kernel() -> None:

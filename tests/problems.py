@@ -1,0 +1,149 @@
+"""Problems that random inputs hardly ever pose, and an op's results on them by the rule of :mod:`mtagen.accuracy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtagen.accuracy import Comparison, compare
+from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Inputs, Sampler
+from mtagen.measure.judge import eager_op, judge
+from mtagen.spec import Spec
+
+LARGEST_PRODUCT = 1.55e7  # of a query and a key; README, "Limits", promises 1.6e7
+NEW_TOKENS = 2
+
+
+class Problem(NamedTuple):
+    """What an op is called with.
+
+    Attributes:
+        inputs: its arguments.
+        grad_out: the gradient of its output.
+        q_tail: queries to decode with the same keys and values.
+        scale: factor of q k^T.
+    """
+
+    inputs: Inputs
+    grad_out: Tensor
+    q_tail: Tensor
+    scale: float
+
+
+def random(spec: Spec, sizes: Sizes, scale: float | None = None, new_tokens: int = NEW_TOKENS) -> Problem:
+    """Normal numbers, with any scale."""
+    sampler = Sampler.for_checks(spec, sizes, torch.device("cpu"))
+    inputs, grad_out, q_tail = sampler.inputs(), sampler.outputs(), sampler.queries(new_tokens, decode=True)
+    return Problem(inputs, grad_out, q_tail, spec.head_dim**-0.5 if scale is None else scale)
+
+
+def growing(spec: Spec, sizes: Sizes) -> Problem:
+    """Scores of every other row grow by 30 along the keys, so that each tile of keys exceeds all tiles before.
+
+    In heads 0, 2, ... these are the even rows, in the others the odd ones; the scores of the rows between them do not
+    grow. The kernel is nearly the identity, so that convolved scores are like that, too.
+    """
+    problem = random(spec, sizes)
+    inputs, axis = problem.inputs, torch.ones(spec.head_dim) / spec.head_dim**0.5
+    size = (30 / problem.scale) ** 0.5
+
+    def queries(q: Tensor) -> Tensor:
+        heads, rows = torch.arange(q.shape[1]), torch.arange(q.shape[2])
+        grows = (rows + heads[:, None]) % 2 == 0
+        return (q + size * grows[..., None] * axis).to(q.dtype)
+
+    position = torch.arange(sizes.nk) / sizes.nk
+    k = (inputs.k + size * position[:, None] * axis).to(inputs.k.dtype)
+    weight = 0.3 / (spec.cq * spec.ck) ** 0.5 * inputs.weights["weight"]
+    weight[:, -1, spec.pad_left] += 1
+    inputs = replace(inputs, q=queries(inputs.q), k=k, weights={"weight": weight})
+    return problem._replace(inputs=inputs, q_tail=queries(problem.q_tail))
+
+
+def large_products(spec: Spec, sizes: Sizes) -> Problem:
+    """Products of queries and keys as large as is supported; their scale makes the scores those of random inputs."""
+    problem = random(spec, sizes)
+    inputs, q_tail = problem.inputs, problem.q_tail
+    keys = inputs.k.double().repeat_interleave(sizes.heads // sizes.kv_heads, 1)
+    largest = max((q.double() @ keys.mT).abs().max().item() for q in (inputs.q, q_tail))
+    factor = (LARGEST_PRODUCT / largest) ** 0.5
+    inputs = replace(inputs, q=inputs.q * factor, k=inputs.k * factor)
+    return problem._replace(inputs=inputs, q_tail=q_tail * factor, scale=problem.scale / factor**2)
+
+
+def failures(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
+    """Results and gradients of ``op`` that break the accuracy rule, a line each."""
+    run, eager = (partial(one, scale=problem.scale, return_lse=True) for one in (op, eager_op(spec)))
+    return _broken(judge(run, eager, problem.inputs, problem.grad_out))
+
+
+def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
+    """The same of gradients that come through the log-sum-exp as well as through the output."""
+
+    def with_lse(function: Callable[..., Any]) -> Callable[..., Tensor]:
+        """The log-sum-exp as one more column of the output; 0 where a row sees no key."""
+
+        def run(*tensors: Tensor) -> Tensor:
+            out, lse = function(*tensors, scale=problem.scale, return_lse=True)
+            return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).unsqueeze(-1)], -1)
+
+        return run
+
+    grad_lse = torch.randn(problem.grad_out.shape[:3], generator=torch.Generator().manual_seed(1))
+    grad_out = torch.cat([problem.grad_out, grad_lse.to(problem.grad_out.dtype).unsqueeze(-1)], -1)
+    return _broken(judge(with_lse(op), with_lse(eager_op(spec)), problem.inputs, grad_out))
+
+
+def decode_failures(
+    op: Any, spec: Spec, problem: Problem, lengths: Sequence[int] | None = None, num_splits: int | None = None
+) -> list[str]:
+    """The same of ``op.decode``, of as many new tokens as ``problem`` has queries for.
+
+    Args:
+        op: what ``mtagen.build`` returns.
+        spec: its spec.
+        problem: the keys and values are the cache.
+        lengths: keys in use, by batch entry; by default all.
+        num_splits: parts the keys are split into; by default as planned.
+    """
+    k, v, weights, q_tail = problem.inputs.k, problem.inputs.v, problem.inputs.weights.values(), problem.q_tail
+    batch, _, capacity, _ = k.shape
+    tail = q_tail.shape[2]
+    used = [min(length, capacity) for length in lengths or batch * [capacity]]
+    before_the_first = torch.arange(tail) < tail - torch.tensor(used)[:, None]
+    unused = torch.arange(capacity) >= torch.tensor(used)[:, None]
+    out, lse = op.decode(
+        q_tail.masked_fill(before_the_first[:, None, :, None], torch.nan),
+        *(x.masked_fill(unused[:, None, :, None], torch.nan) for x in (k, v)),
+        *weights,
+        cache_seqlens=None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
+        scale=problem.scale,
+        num_splits=num_splits,
+        return_lse=True,
+    )
+
+    def expected(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Each entry alone, in ``dtype``; rows of new tokens before its first key are 0, with -inf."""
+        outs, lses = torch.zeros(out.shape, dtype=dtype), torch.full(lse.shape, -torch.inf, dtype=dtype)
+        for entry, n in enumerate(used):
+            rows, new = min(tail, n), min(out.shape[2], n)
+            if not n:
+                continue
+            one = (x[entry : entry + 1].to(dtype) for x in (q_tail[:, :, tail - rows :], k[:, :, :n], v[:, :, :n]))
+            whole = eager_op(spec, return_lse=True)(*one, *weights, scale=problem.scale)
+            outs[entry, :, -new:], lses[entry, :, -new:] = (x[0, :, -new:] for x in whole)
+        return outs, lses
+
+    (eager, eager_lse), (exact, exact_lse) = expected(q_tail.dtype), expected(torch.float64)
+    judged = compare(out, eager, exact, terms=v.abs().max().item()), compare(lse, eager_lse, exact_lse)
+    return _broken(dict(zip(("decode out", "decode lse"), judged, strict=True)))
+
+
+def _broken(judged: dict[str, Comparison]) -> list[str]:
+    return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]

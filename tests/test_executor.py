@@ -1,0 +1,281 @@
+"""What the executor passes to generated kernels, whatever it was given, and what it makes of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtagen.cpu import attention
+from mtagen.ops.executor import Executor
+from mtagen.runtime.load import Passes
+from mtagen.spec import Spec
+
+SPEC = Spec((3, 4), 16, 24, dtype="fp16")
+B, H, HKV, NQ, NK, NEW, SCALE = 2, 4, 2, 9, 13, 2, 0.3
+DTYPE = torch.float16
+
+
+class StrictKernels:
+    """Generated kernels, played by PyTorch: they refuse what the real ones would read or divide wrongly.
+
+    Attributes:
+        calls: how often each pass was called.
+        splits: what decode got as its number of splits.
+    """
+
+    def __init__(self) -> None:
+        self.calls = {"forward": 0, "backward": 0, "decode": 0}
+        self.splits: int | None = None
+
+    def passes(self) -> Passes:
+        return Passes(self.forward, self.backward, self.decode)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        self.calls["forward"] += 1
+        assert_rows(q, k, v)
+        assert_dense_fp32(weight)
+        return attention.forward(SPEC, q, k, v, weight, scale)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        *,
+        deterministic: bool,
+    ) -> tuple[Tensor, ...]:
+        self.calls["backward"] += 1
+        assert_rows(grad_out, q, k, v)
+        assert_dense_fp32(weight, grad_lse, lse)
+        assert out.is_contiguous()
+        return attention.backward(SPEC, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor,
+        scale: float,
+        cache_seqlens: Tensor | None,
+        num_splits: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls["decode"] += 1
+        assert_rows(q_tail, k_cache, v_cache)
+        assert_dense_fp32(weight)
+        assert cache_seqlens is None or (cache_seqlens.is_contiguous() and cache_seqlens.dtype == torch.int32)
+        self.splits = num_splits
+        return attention.decode(SPEC, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+
+
+def assert_rows(*tensors: Tensor) -> None:
+    """There is something to read, in rows of 16-byte vectors, each at a place of its own."""
+    for x in tensors:
+        assert x.numel()
+        assert x.stride(-1) == 1
+        assert x.data_ptr() % 16 == 0
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            assert size == 1 or (stride > 0 and stride * x.element_size() % 16 == 0)
+
+
+def assert_dense_fp32(*tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        assert x.data_ptr() % 16 == 0
+
+
+@pytest.fixture
+def kernels() -> StrictKernels:
+    return StrictKernels()
+
+
+@pytest.fixture
+def executor(kernels: StrictKernels) -> Executor:
+    return Executor(SPEC, kernels.passes(), kernels_on_cpu=True, torch_on_cpu=False)
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def operands(nq: int = NQ, nk: int = NK, weight_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v, weight."""
+    shapes = (B, H, nq, SPEC.head_dim), (B, HKV, nk, SPEC.head_dim), (B, HKV, nk, SPEC.value_head_dim)
+    return [*(random(*shape) for shape in shapes), random(H, *SPEC.kernel, dtype=weight_dtype)]
+
+
+# Layouts of the same values: as they are, and such as kernels cannot read.
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Starts one element after a multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def padded(x: Tensor) -> Tensor:
+    """Rows one element longer than what is used of them."""
+    return torch.nn.functional.pad(x, (0, 1))[..., :-1]
+
+
+def expanded(axis: int) -> Callable[[Tensor], Tensor]:
+    """The first entry along an axis stands for all; its stride is 0."""
+    return lambda x: x.narrow(axis, 0, 1).expand(x.shape)
+
+
+LAYOUTS = {
+    "dense": torch.clone,
+    "tokens first": tokens_first,
+    "shifted": shifted,
+    "padded": padded,
+    **{f"expanded {name}": expanded(axis) for axis, name in enumerate(("batch", "heads", "rows"))},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in expected]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@every_layout
+@pytest.mark.parametrize("index", range(3), ids="qkv")
+@pytest.mark.filterwarnings("ignore:.*rows that do not start at multiples of 16 bytes:RuntimeWarning")
+def test_operands_of_any_layout(executor: Executor, index: int, layout: Callable[[Tensor], Tensor]) -> None:
+    *qkv, weight = operands()
+    qkv[index] = layout(qkv[index])
+    dense = [x.contiguous() for x in qkv]
+    out, lse = executor.forward(*qkv, weight, SCALE)
+    assert_equal((out, lse), attention.forward(SPEC, *dense, weight, SCALE))
+    grads = random(*out.shape), random(*lse.shape, dtype=torch.float32)
+    got = executor.backward(*grads, *qkv, weight, out, lse, SCALE)
+    assert_equal(got, attention.backward(SPEC, *grads, *dense, weight, out, lse, SCALE))
+
+
+@every_layout
+def test_gradients_of_any_layout(executor: Executor, layout: Callable[[Tensor], Tensor]) -> None:
+    tensors = operands()
+    out, lse = executor.forward(*tensors, SCALE)
+    grad_out, grad_lse = layout(random(*out.shape)), layout(random(*lse.shape, 8, dtype=torch.float32))[..., 0]
+    got = executor.backward(grad_out, grad_lse, *tensors, out, lse, SCALE)
+    dense = grad_out.contiguous(), grad_lse.contiguous()
+    assert_equal(got, attention.backward(SPEC, *dense, *tensors, out, lse, SCALE))
+
+
+def test_the_gradient_of_a_sum(executor: Executor, kernels: StrictKernels) -> None:
+    """``out.sum().backward()`` gives one number the shape of the output; all its strides are 0."""
+    tensors = operands()
+    out, lse = executor.forward(*tensors, SCALE)
+    one = torch.ones((), dtype=out.dtype).expand(out.shape), torch.zeros(()).expand(lse.shape)
+    got = executor.backward(*one, *tensors, out, lse, SCALE)
+    assert kernels.calls["backward"] == 1
+    assert_equal(got, attention.backward(SPEC, torch.ones_like(out), torch.zeros_like(lse), *tensors, out, lse, SCALE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+@pytest.mark.parametrize("layout", [torch.clone, shifted, padded])
+def test_weights_of_any_layout_and_dtype(
+    executor: Executor, layout: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """The kernels read fp32; the gradient has the weight's own dtype."""
+    q, k, v, weight = operands(weight_dtype=dtype)
+    weight = layout(weight)
+    exact = weight.float().contiguous()
+    out, lse = executor.forward(q, k, v, weight, SCALE)
+    assert_equal((out, lse), attention.forward(SPEC, q, k, v, exact, SCALE))
+    grads = random(*out.shape), torch.zeros_like(lse)
+    got = executor.backward(*grads, q, k, v, weight, out, lse, SCALE)
+    *expected, dweight = attention.backward(SPEC, *grads, q, k, v, exact, out, lse, SCALE)
+    assert_equal(got, (*expected, dweight.to(dtype)))
+    tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
+    got = executor.decode(tail, k, v, weight, None, SCALE, 0)
+    assert_equal(got, attention.decode(SPEC, tail, k, v, exact, SCALE, None))
+
+
+@every_layout
+@pytest.mark.parametrize("index", range(3), ids=["q_tail", "k_cache", "v_cache"])
+@pytest.mark.filterwarnings("ignore:.*rows that do not start at multiples of 16 bytes:RuntimeWarning")
+def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[Tensor], Tensor]) -> None:
+    _, k, v, weight = operands()
+    tensors = [random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim), k, v]
+    tensors[index] = layout(tensors[index])
+    dense = [x.contiguous() for x in tensors]
+    got = executor.decode(*tensors, weight, None, SCALE, 0)
+    assert_equal(got, attention.decode(SPEC, *dense, weight, SCALE, None))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        torch.tensor([9, 4], dtype=torch.int32),
+        torch.tensor([[9, 0], [4, 0]], dtype=torch.int32)[:, 0],
+        torch.tensor([7], dtype=torch.int32).expand(B),
+    ],
+    ids=["dense", "column", "expanded"],
+)
+def test_lengths_of_any_stride(executor: Executor, lengths: Tensor) -> None:
+    _, k, v, weight = operands()
+    tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
+    got = executor.decode(tail, k, v, weight, lengths, SCALE, 0)
+    assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
+
+
+@pytest.mark.parametrize(("asked", "passed"), [(0, None), (1, 1), (5, 5)])
+def test_no_number_of_splits_leaves_it_to_the_plan(
+    executor: Executor, kernels: StrictKernels, asked: int, passed: int | None
+) -> None:
+    _, k, v, weight = operands()
+    executor.decode(random(B, H, SPEC.cq, SPEC.head_dim), k, v, weight, None, SCALE, asked)
+    assert kernels.splits == passed
+
+
+def test_rows_that_are_copied_are_warned_of(executor: Executor) -> None:
+    q, k, v, weight = operands()
+    with pytest.warns(RuntimeWarning, match="k has strides .* are copied before each call"):
+        executor.forward(q, padded(k), v, weight, SCALE)
+
+
+# Nothing to launch.
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(0, NK), (NQ, 0), (0, 0)])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, DTYPE])
+def test_no_scores(executor: Executor, kernels: StrictKernels, nq: int, nk: int, weight_dtype: torch.dtype) -> None:
+    tensors = operands(nq, nk, weight_dtype)
+    out, lse = executor.forward(*tensors, SCALE)
+    assert_equal((out, lse), attention.forward(SPEC, *tensors, SCALE))
+    got = executor.backward(out, lse, *tensors, out, lse, SCALE)
+    assert_equal(got, tuple(torch.zeros_like(x) for x in tensors))
+    assert not any(kernels.calls.values())
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_decode_of_an_empty_cache(executor: Executor, kernels: StrictKernels, with_lengths: bool) -> None:
+    _, k, v, weight = operands(nk=0)
+    tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
+    lengths = torch.zeros(B, dtype=torch.int32) if with_lengths else None
+    got = executor.decode(tail, k, v, weight, lengths, SCALE, 0)
+    assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
+    assert not any(kernels.calls.values())
+
+
+def test_decode_without_a_sequence(executor: Executor, kernels: StrictKernels) -> None:
+    _, k, v, weight = operands()
+    tail: Any = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)[:0]
+    got = executor.decode(tail, k[:0], v[:0], weight, None, SCALE, 0)
+    assert_equal(got, attention.decode(SPEC, tail, k[:0], v[:0], weight, SCALE, None))
+    assert not any(kernels.calls.values())
