@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
+import mtagen
 from mtagen import Spec, plan
-from mtagen.codegen import emit
-from mtagen.codegen.triton import render
+from mtagen.codegen import emit, render, triton
 from mtagen.planner import Plan
+from mtagen.planner.lift.module import LiftModule
+from mtagen.planner.passes import PASSES
 
 FOLDER = Path(__file__).parent.parent / "generated"
+TEMPLATES = Path(mtagen.__file__).parent / "templates"
+WIDTH = 120  # of a line
 SHOWN = [Spec(kernel, head_dim) for kernel in ((6, 11), (1, 1)) for head_dim in (64, 128)]
 VARIANTS = [  # together they take every branch of the templates
     plan(Spec((6, 11), 80, 24, causal=False), "sm_90a", "triton"),
@@ -27,6 +31,12 @@ VARIANTS = [  # together they take every branch of the templates
     plan(Spec((3, 1), 64, mask="output"), "sm_89", "triton"),
     plan(Spec((1, 7), 256), "sm_89", "triton"),
     plan(Spec((3, 40), 64), "sm_90a", "triton"),
+    plan(Spec((16, 16), 128), "sm_90a", "triton"),
+    plan(Spec((40, 9), 248, 152, dtype="fp16"), "sm_90a", "triton"),
+    plan(Spec((64, 16), 248, 256, key_padding="right", mask="output", dtype="fp32"), "sm_90a", "triton"),
+    plan(Spec((6, 11), 64, 128, key_padding="right", mask="output"), "sm_90a"),
+    plan(Spec((16, 17), 64, key_padding="right", mask="output", dtype="fp16"), "sm_90a", "cuda"),
+    plan(Spec((1, 1), 128, causal=False), "sm_80", "cuda"),
 ]
 
 
@@ -72,29 +82,59 @@ def test_rendering_does_not_depend_on_hashes() -> None:
     """Fresh processes with other orders of sets agree, on the source and on the key of its cache entry."""
     code = """
 from mtagen import Spec, plan
-from mtagen.codegen import sources
+from mtagen.codegen import render
 from mtagen.runtime.load import plan_key
 for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32")):
     made = plan(spec, "sm_90a")
-    print(sources(made), made.to_json(), plan_key(made))
+    sources = render(made)
+    print(sources.files, made.to_json(), plan_key(made, sources))
 """
     first, second = (python(code, hash_seed=seed) for seed in ("1", "2"))
     assert first == second
     assert len(first) > 10_000
 
 
-@pytest.mark.parametrize("made", VARIANTS, ids=lambda made: made.suffix)
-def test_source_is_clean(made: Plan, tmp_path: Path) -> None:
-    """Valid Python without Jinja's marks; by ruff, no name is undefined and none unused."""
-    source = render(made)
+def assert_clean(source: str, path: Path) -> None:
+    """Valid Python without Jinja's marks, whose lines fit; by ruff, no name is undefined and none unused."""
     ast.parse(source)
     assert not [mark for mark in ("{{", "}}", "{%", "%}", "{#", "#}") if mark in source]
-    assert not [line for line in source.splitlines() if line != line.rstrip()]
-    path = tmp_path / f"{made.name}.py"
+    assert not [line for line in source.splitlines() if line != line.rstrip() or len(line) > WIDTH]
+    assert not re.search(r":\n\n\s*[^\W\d]\w*(\.\w+)* [-+*]?= ", source)  # a block begins where it is opened
     path.write_text(source)
-    check = ["ruff", "check", "--isolated", "--no-cache", "--select", "F,W,E7,E9", path]
+    check = ["ruff", "check", "--isolated", "--no-cache", "--select", "F,W,E3,E7,E9", "--preview", path]
     run = subprocess.run([sys.executable, "-m", *check], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("made", VARIANTS, ids=lambda made: f"{made.backend}_{made.suffix}")
+def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
+    modules = {name: text for name, text in render(made).files.items() if name.endswith(".py")}
+    assert modules
+    for name, text in modules.items():
+        assert_clean(text, tmp_path / name)
+
+
+@pytest.mark.parametrize("passes", [*((name,) for name in PASSES), PASSES[:2]], ids="_".join)
+@pytest.mark.parametrize("spec", [Spec((6, 11), 64), Spec((5, 2), 64), Spec((2, 3), 40, causal=False)], ids=str)
+def test_modules_of_some_passes(spec: Spec, passes: tuple[str, ...], tmp_path: Path) -> None:
+    """They are clean, and their legend explains what occurs in their kernels and nothing else."""
+    made = plan(spec, "sm_90a", "triton")
+    source = triton.render(LiftModule.of(made.lift[name] for name in passes))
+    assert_clean(source, tmp_path / "module.py")
+    formulas, rest = source.split("Symbols\n")
+    legend, code = rest.split('\n"""\n', maxsplit=1)
+    explained = {name for line in legend.splitlines() for name in line[4:24].strip().split(", ")}
+    assert not {name for name in explained if not re.search(rf"\b{name}\b", formulas + code, re.IGNORECASE)}
+    names = "b d delta e f g grad h head i0 j0 pair partial s slot split strip t tap x"
+    assigned = {name for name in names.split() if re.search(rf"^ +(for )?{name}(, \w+)* (=|in) ", code, re.MULTILINE)}
+    assert assigned <= explained
+
+
+def test_lines_of_templates_and_of_generated_modules_fit() -> None:
+    templates = [*TEMPLATES.glob("triton/*"), *TEMPLATES.glob("host/*"), TEMPLATES / "cuda/host.py.j2"]
+    paths = [*templates, *FOLDER.glob("*.py")]
+    assert len(paths) > 20
+    assert not [path.name for path in paths if any(len(line) > WIDTH for line in path.read_text().splitlines())]
 
 
 def test_modules_stand_alone() -> None:
@@ -110,5 +150,6 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
     print(path.name, *(name for name in names if callable(getattr(module, name, None))))
 """
     lines = python(code, str(FOLDER)).splitlines()
-    names = sorted(f"{plan(spec, 'sm_90a').name}.py" for spec in SHOWN)
-    assert lines == [f"{name} forward backward decode" for name in names]
+    modules = {f"mta_{lowering}_{plan(spec, 'sm_90a').suffix}.py" for lowering in ("lift", "tile") for spec in SHOWN}
+    modules -= {name for name in modules if name.startswith("mta_tile_cq1")}
+    assert lines == [f"{name} forward backward decode" for name in sorted(modules)]
