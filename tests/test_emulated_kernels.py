@@ -248,8 +248,8 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
             "barriers + V_EMPTY + 4 * (t %",
             "not initialised",
         ),
-        ("backward", "sm_90a", "barrier_wait(written, steps++ & 1);", "steps++;", "races with"),
-        ("backward", "sm_90a", "barrier_wait(taken, ~steps & 1);", "", "races with"),
+        ("backward", "sm_90a", "barrier_wait(written, done++ & 1);", "done++;", "races with"),
+        ("backward", "sm_90a", "barrier_wait(taken, ~done & 1);", "", "races with"),
     ],
 )
 def test_mistakes_are_seen(

@@ -83,7 +83,7 @@ def test_every_row_shift_has_its_block() -> None:
     for plan in plans():
         share = plan.weight_gradient
         assert share.shifts * share.sets >= plan.spec.cq
-        blocks = [block for block, _, _ in share.sums]
+        blocks = [(u, d) for u, d, _, _ in share.sums]
         assert sorted(blocks) == sorted(itertools.product(range(share.shifts), range(share.chunks)))
 
 
@@ -200,10 +200,8 @@ def modelled(
                     at = 8 * (chunk + plan.first_weight_chunk + d)
                     if at < 0:
                         continue
-                    part = (
-                        scores[(step * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)][:, at : at + 8].T
-                        @ owned
-                    )
+                    shifted = scores[(step * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)]
+                    part = shifted[:, at : at + 8].T @ owned
                     for diagonal in range(-7, 8):  # row - column
                         i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.shift
                         if 0 <= i < spec.ck:

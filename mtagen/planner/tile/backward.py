@@ -5,9 +5,9 @@
 
 Columns. A CTA whose first column is key c0 keeps S at column j - c0 of a slab in shared memory. Output column x of a
 convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left. G goes to its
-slab ``shift`` columns further right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo -
-shift a multiple of 8, such that dQ reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the
-keys whose dS is complete.
+slab ``shift`` columns further right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift
+a multiple of 8, such that dQ reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the keys
+whose dS is complete.
 
 Rows. The slabs are rings of row tiles, 16 rows each, a warp's share of a step. Row i of C needs rows i-(cq-1) .. i of
 S, row i of dS rows i .. i+(cq-1) of G: dS lags a row tile behind a step, and its product with Q takes the last row tile
@@ -73,14 +73,19 @@ class WeightGradient(NamedTuple):
     products: tuple[tuple[Block, Block | None], ...]
 
     @property
-    def sums(self) -> tuple[tuple[Block, int, int], ...]:
-        """(block, product, half of its rows) of the sums that count, a block once."""
+    def sums(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(u, d, product, half of its rows) of the blocks whose sums count, each once."""
         places: dict[Block, tuple[int, int]] = {}
         for product, pair in enumerate(self.products):
             for half, block in enumerate(pair):
                 if block:
                     places.setdefault(block, (product, half))
-        return tuple((block, *place) for block, place in places.items())
+        return tuple((*block, *place) for block, place in places.items())
+
+    @property
+    def operands(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(u, d, u', d') of each product; u' = -1 where there is no second block."""
+        return tuple((*first, *(second or (-1, 0))) for first, second in self.products)
 
     @property
     def loads(self) -> int:
@@ -463,17 +468,16 @@ class TileBackward(TilePass):
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the numbers of the source mean."""
-        yield f"A CTA has {self.keys} columns of scores, owns {self.owned} keys, and streams tiles of {self.rows} rows."
-        lags = f"S j - c0, C, P and G j - c0 - {self.pad_left}, dS j - c0 - {self.lag}"
-        yield f"Columns of key j in a strip from key c0: {lags}."
-        yield f"For 16 x 8 scores, {self._convolutions}."
-        yield "The kernels run in this order on one stream, and hand on, in fp32:"
-        yield f"row_lse and row_dot (batch * heads, row_pitch), row_pitch = {self.sizes['row_pitch']};"
-        yield "dq_sum, as large as q, contiguous, in dq_pieces of 16 elements;"
+        """What the kernels do one after the other, and what they hand on."""
         taps = self.spec.cq * self.spec.ck
-        yield f"dw_sums (heads * {taps}, dw_terms), dw_terms = batch * ceil(n_k / {self.owned})."
-        yield "progress: null, or int32 zeros (batch * heads, dw_terms / batch), which make dq reproducible."
+        yield "Its three kernels run one after the other on one stream. They hand on, in fp32:"
+        yield "  row_lse, row_dot  of every row, (batch * heads, row_pitch);"
+        yield "  dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;"
+        yield f"  dw_sums           terms of dweight, (heads * {taps}, dw_terms)."
+        yield "progress is null, or int32 zeros (batch * heads, key_blocks), which make dq reproducible."
+        yield f"row_pitch = {self.sizes['row_pitch']}, key_blocks = ceil(n_k / {self.owned}),"
+        yield "dw_terms = batch * key_blocks."
+        yield f"The main kernel takes, for 16 x 8 scores, {self._convolutions}."
 
     @property
     def _convolutions(self) -> str:
@@ -481,8 +485,8 @@ class TileBackward(TilePass):
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
-        tile = f"{self.keys} columns ({self.owned} owned), {self.rows} rows a tile"
-        yield "backward", "CTA", f"{tile}, {self.threads} threads"
+        step = f"{self.keys} columns ({self.owned} owned), {self.rows} rows a step"
+        yield "backward", "CTA", f"{step}, {self.threads} threads"
         yield "backward", "convolutions", f"{self._convolutions}, dS lags {self.lag} columns"
         yield "backward", "shared memory", f"{self.shared.size} bytes"
 

@@ -1,26 +1,50 @@
+#pragma once
+
+#include "swizzle.cuh"
+
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
 //
-// A slab is a ring of RING row tiles of scores or of their gradients. It keeps even and odd rows apart, so that every
-// other row of a row tile, which is what the convolution's fragments take together, is a row of ldmatrix.
+// A slab is a ring of row tiles. It keeps even and odd rows apart, because the convolution's fragments take every other
+// row of a row tile together. TABLE is the table of taps that convolves it, HALO_ABOVE the rows that this reads above.
+struct Scores {
+  using Type = fp16;
+  static constexpr int SHARED = SHARED_S, RING = SCORE_RING, TABLE = 0, HALO_ABOVE = ROW_HALO;
+};
 
-template <int RING>
-constexpr int PARITY = RING * (ROW_TILE / 2) * SLAB_ROW;  // bytes from a slab's even rows to its odd ones
+struct Gradients {
+  using Type = Element;
+  static constexpr int SHARED = SHARED_G, RING = GRADIENT_RING, TABLE = 1, HALO_ABOVE = 0;
+};
 
-// Row 2 g + s of row tile `row_tile` of a slab, s from -ROW_TILE to ROW_TILE.
-template <int RING>
-DEVICE u32 slab_row(u32 slab, int row_tile, int g, int s) {
-  constexpr int PAIRS = RING * (ROW_TILE / 2);
-  int pair = row_tile * (ROW_TILE / 2) + g + (s >> 1);
+// Address of row 2 r + s of row tile `row_tile` of a slab, s from -ROW_TILE to ROW_TILE.
+template <class Slab>
+DEVICE u32 slab_row(u32 base, int row_tile, int r, int s) {
+  constexpr int PAIRS = Slab::RING * (ROW_TILE / 2);
+  int pair = row_tile * (ROW_TILE / 2) + r + (s >> 1);
   if (s < 0) pair += pair < 0 ? PAIRS : 0;
   if (s > 0) pair -= pair >= PAIRS ? PAIRS : 0;
-  return slab + ((s & 1) * PAIRS + pair) * SLAB_ROW;
+  return base + Slab::SHARED + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
-// Of each row tile, row 2 g lies at place g of tiles of vectors and row 2 g + 1 at place g + 8, as the fragments have
-// them.
+// Stores two rows of a fragment, x, into a slab, the first at `even`.
+template <class Slab>
+DEVICE void store_rows(u32 even, const float (&x)[4]) {
+  store_shared(even, pack<typename Slab::Type>(x[0], x[1]));
+  store_shared(even + Slab::RING * (ROW_TILE / 2) * SLAB_ROW, pack<typename Slab::Type>(x[2], x[3]));
+}
+
+// Two words of shared memory.
+DEVICE float2 load_pair(u32 from) {
+  u32 x[2];
+  load_shared(x, from);
+  return make_float2(__uint_as_float(x[0]), __uint_as_float(x[1]));
+}
+
+// The row at a place of a tile of Q or dO: of each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
+// fragments have them.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT vectors, from row `first`, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
+// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;
@@ -38,12 +62,12 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
   }
 }
 
-// The threads of the CTA fill shared memory from `begin` to `end` with zeros.
+// The threads of the CTA fill shared memory with zeros, from offset `begin` to `end`.
 DEVICE void fill_zeros(u32 base, int begin, int end, int thread) {
   for (int at = begin + thread * 16; at < end; at += THREADS * 16) store_shared(base + at, 0, 0, 0, 0);
 }
 
-// The threads of the CTA make tables of pairs of neighbouring taps of head h: of the convolution, then of its adjoint.
+// The threads of the CTA make two tables of pairs of neighbouring taps of head h, the convolution's and its adjoint's.
 DEVICE void fill_taps(u32 base, const float* weight, int h, int thread) {
   for (int i = thread; i < 2 * CQ * TAP_WORDS; i += THREADS) {
     const bool adjoint = i >= CQ * TAP_WORDS;
@@ -57,7 +81,7 @@ DEVICE void fill_taps(u32 base, const float* weight, int h, int thread) {
   }
 }
 
-// Taps (u, v) and (u, v + 1) out of the table of the convolution, 0, or of its adjoint, 1.
+// Taps (u, v) and (u, v + 1) of the convolution, table 0, or of its adjoint, table 1.
 DEVICE u32 load_taps(u32 base, int table, int u, int v) {
   return load_shared(base + SHARED_TAPS + (table * CQ * TAP_WORDS + u * TAP_WORDS + v + (CHUNK - 1)) * 4);
 }
