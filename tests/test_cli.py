@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 import mtagen
 from mtagen.cli import app
 from mtagen.codegen import render
+from mtagen.codegen.host import codes
 from mtagen.planner import Plan, plan
 from mtagen.runtime.cache import Cache, cache_key
 from mtagen.spec import Spec
@@ -168,13 +169,18 @@ def test_emit_writes_cuda_sources_and_the_module_that_launches_them(tmp_path: Pa
     }
     host = files[f"mta_tile_{made.suffix}.py"]
     assert imported(host) == {"torch", "cuda"}
-    launches = host.read_text()
-    for one in made.tile.values():
+    facts = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(host.read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id in ("SOURCES", "KERNELS")
+    }
+    assert facts["SOURCES"] == {name: f"{one.name}.cu" for name, one in made.tile.items()}
+    for name, one in made.tile.items():
         source = files[f"{one.name}.cu"].read_text()
-        assert f'"{one.pass_name}": "{one.name}.cu"' in launches
-        for kernel in one.kernels:
-            assert f"{kernel.name}(" in source
-            assert f'("{kernel.name}", {kernel.threads}, {kernel.shared}, "' in launches
+        assert all(f"{kernel.name}(" in source for kernel in one.kernels)
+        assert facts["KERNELS"][name] == {
+            kernel.role: (kernel.name, kernel.threads, kernel.shared, codes(kernel)) for kernel in one.kernels
+        }
 
 
 def test_emit_writes_both_where_both_serve(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rendered source: that in ``generated/`` is current; it is deterministic, clean, and Triton's stands alone."""
+"""Rendered source: that in ``generated/`` is current; it is deterministic, clean, made once and stands alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import mtagen
-from mtagen import Spec, plan
-from mtagen.codegen import emit, render, triton
+from mtagen import PlanError, Spec, plan
+from mtagen.codegen import Sources, emit, render, triton
 from mtagen.planner import Plan
 from mtagen.planner.lift.module import LiftModule
 from mtagen.planner.passes import PASSES
+from mtagen.runtime import load as runtime
 
 FOLDER = Path(__file__).parent.parent / "generated"
 TEMPLATES = Path(mtagen.__file__).parent / "templates"
@@ -38,6 +41,15 @@ VARIANTS = [  # together they take every branch of the templates
     plan(Spec((16, 17), 64, key_padding="right", mask="output", dtype="fp16"), "sm_90a", "cuda"),
     plan(Spec((1, 1), 128, causal=False), "sm_80", "cuda"),
 ]
+CPU, CUDA, PORTABLE_CUDA, TRITON = (
+    plan(Spec((6, 11), 64), target, backend)
+    for target, backend in (("cpu", "auto"), ("sm_90a", "cuda"), ("sm_80", "cuda"), ("sm_90a", "triton"))
+)
+MIXED = plan(Spec((6, 11), 64, 128), "sm_90a")  # CUDA's backward pass has one head dim
+
+
+def name_of(made: Plan) -> str:
+    return f"{made.backend}_{made.suffix}"
 
 
 def emitted(folder: Path) -> dict[str, str]:
@@ -78,13 +90,47 @@ def test_regenerate_writes_what_is_there(tmp_path: Path) -> None:
     assert emitted(tmp_path) == emitted(FOLDER)
 
 
+@pytest.mark.parametrize("made", [TRITON, CUDA, MIXED], ids=name_of)
+def test_a_file_for_each_source(made: Plan, tmp_path: Path) -> None:
+    sources = render(made)
+    assert sources.kernels.keys() == made.tile.keys()
+    assert (sources.host is None, sources.module is None) == (not made.tile, not made.lift)
+    names = {f"{made.tile[name].name}.cu": text for name, text in sources.kernels.items()}
+    names |= {f"mta_tile_{made.suffix}.py": sources.host} if made.tile else {}
+    names |= {f"mta_lift_{made.suffix}.py": sources.module} if made.lift else {}
+    assert sources.files == names
+    paths = emit(made, tmp_path / "new" / "folder")
+    assert {path.name: path.read_text() for path in paths} == names
+
+
+def test_pytorch_ops_have_no_source(tmp_path: Path) -> None:
+    assert render(CPU) == Sources({}, None, None, {})
+    with pytest.raises(PlanError, match="backend: got 'torch'; has no generated source"):
+        emit(CPU, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_part_of_the_sources_is_in_their_digest() -> None:
+    sources = render(MIXED)
+    files = dict(sources.files)
+    name = next(iter(files))
+    changed = [
+        *({**files, other: files[other] + "\n"} for other in files),
+        {other: text for other, text in files.items() if other != name},
+        {**{other: text for other, text in files.items() if other != name}, f"{name}2": files[name]},
+    ]
+    digests = {replace(sources, files=one).digest for one in (files, *changed)}
+    assert len(digests) == len(changed) + 1
+    assert replace(sources, files=dict(reversed(files.items()))).digest == sources.digest == render(MIXED).digest
+
+
 def test_rendering_does_not_depend_on_hashes() -> None:
     """Fresh processes with other orders of sets agree, on the source and on the key of its cache entry."""
     code = """
 from mtagen import Spec, plan
 from mtagen.codegen import render
 from mtagen.runtime.load import plan_key
-for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32")):
+for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32"), Spec((6, 11), 64, 128)):
     made = plan(spec, "sm_90a")
     sources = render(made)
     print(sources.files, made.to_json(), plan_key(made, sources))
@@ -92,6 +138,37 @@ for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32")):
     first, second = (python(code, hash_seed=seed) for seed in ("1", "2"))
     assert first == second
     assert len(first) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("made", "templates"),
+    [
+        (CUDA, ["forward_sm90.cu.j2", "backward_sm90.cu.j2", "decode.cu.j2", "host.py.j2"]),
+        (PORTABLE_CUDA, ["forward_sm80.cu.j2", "backward_sm80.cu.j2", "decode.cu.j2", "host.py.j2"]),
+        (TRITON, ["module.py.j2"]),
+        (MIXED, ["forward_sm90.cu.j2", "decode.cu.j2", "host.py.j2", "module.py.j2"]),
+        (CPU, []),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, Plan) else "",
+)
+def test_build_renders_each_source_once(
+    made: Plan, templates: list[str], rendered: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a machine without a GPU, where CUDA's sources are compiled; see ``interpreter/`` for calls."""
+    compiled: Counter[str] = Counter()
+
+    def compile_source(source: str, arch: str, name: str) -> bytes:
+        compiled[name] += 1
+        return b""
+
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(runtime, "devices_for", lambda _: [])
+    monkeypatch.setattr(runtime, "cached_cubin", compile_source)
+    backend = made.backend if made in (CUDA, PORTABLE_CUDA, TRITON) else "auto"
+    for builds in (1, 2):
+        assert mtagen.build(**made.spec.to_dict(), backend=backend, target=made.target).plan == made
+        assert rendered == dict.fromkeys(templates, builds)
+        assert compiled == {one.name: builds for one in made.tile.values()}
 
 
 def assert_clean(source: str, path: Path) -> None:
@@ -106,12 +183,22 @@ def assert_clean(source: str, path: Path) -> None:
     assert run.returncode == 0, run.stdout
 
 
-@pytest.mark.parametrize("made", VARIANTS, ids=lambda made: f"{made.backend}_{made.suffix}")
+@pytest.mark.parametrize("made", VARIANTS, ids=name_of)
 def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
     modules = {name: text for name, text in render(made).files.items() if name.endswith(".py")}
     assert modules
     for name, text in modules.items():
         assert_clean(text, tmp_path / name)
+
+
+@pytest.mark.parametrize("made", [one for one in VARIANTS if one.tile], ids=name_of)
+def test_cuda_sources_are_clean(made: Plan) -> None:
+    """They hold no marks of Jinja's, and blank lines as a formatter leaves them."""
+    for source in render(made).kernels.values():
+        assert not [mark for mark in ("{{ ", " }}", "{%", "%}", "{#", "#}") if mark in source]
+        assert not [line for line in source.splitlines() if line != line.rstrip()]
+        assert "\n\n\n" not in source
+        assert source.endswith("\n")
 
 
 @pytest.mark.parametrize("passes", [*((name,) for name in PASSES), PASSES[:2]], ids="_".join)
@@ -137,19 +224,40 @@ def test_lines_of_templates_and_of_generated_modules_fit() -> None:
     assert not [path.name for path in paths if any(len(line) > WIDTH for line in path.read_text().splitlines())]
 
 
-def test_modules_stand_alone() -> None:
-    """They import, and have their three functions, where there is no mtagen."""
+def functions(folder: Path, *blocked: str) -> dict[str, list[str]]:
+    """Of each module of a folder: the passes that it has, where these packages cannot be imported."""
     code = """
 import importlib.util, pathlib, sys
-sys.modules["mtagen"] = None  # importing it now fails
-for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
+import torch
+folder, *blocked = sys.argv[1:]
+sys.modules.update(dict.fromkeys(blocked))  # importing them now fails
+for path in sorted(pathlib.Path(folder).glob("*.py")):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = ("forward", "backward", "decode")
     print(path.name, *(name for name in names if callable(getattr(module, name, None))))
 """
-    lines = python(code, str(FOLDER)).splitlines()
-    modules = {f"mta_{lowering}_{plan(spec, 'sm_90a').suffix}.py" for lowering in ("lift", "tile") for spec in SHOWN}
-    modules -= {name for name in modules if name.startswith("mta_tile_cq1")}
-    assert lines == [f"{name} forward backward decode" for name in sorted(modules)]
+    lines = python(code, str(folder), *blocked).splitlines()
+    return {name: names for name, *names in map(str.split, lines)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "lowering", "blocked"),
+    [("triton", "lift", ("mtagen", "cuda")), ("cuda", "tile", ("mtagen", "triton"))],
+)
+def test_modules_stand_alone(backend: str, lowering: str, blocked: tuple[str, ...], tmp_path: Path) -> None:
+    """They import, and have their three functions, where there is no mtagen, nor what the other backend needs."""
+    made = [plan(spec, "sm_90a", backend) for spec in SHOWN]
+    for one in made:
+        emit(one, tmp_path)
+    found = functions(tmp_path, *blocked)
+    assert found == {f"mta_{lowering}_{one.suffix}.py": ["forward", "backward", "decode"] for one in made}
+
+
+def test_modules_have_the_passes_that_their_backend_serves(tmp_path: Path) -> None:
+    emit(MIXED, tmp_path)
+    assert functions(tmp_path, "mtagen") == {
+        f"mta_tile_{MIXED.suffix}.py": ["forward", "decode"],
+        f"mta_lift_{MIXED.suffix}.py": ["backward"],
+    }
