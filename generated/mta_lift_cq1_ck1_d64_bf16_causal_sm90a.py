@@ -24,20 +24,22 @@ Symbols
     b, h                batch entry and head of queries; a group of `group` heads reads the same head of keys
     d, e                places in a vector of q or k and in one of v
     D, DV               head dims, 64 and 64, padded to powers of two
+    c                   the scores C of a tile
     units of log2       C and lse are kept multiplied by log2(e), so that exp is exp2
     head, slot          h numbered through the batch; its place among the heads of a launch, which begin with head0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
+    x                   a vector of the operand that is lifted, or of any gradient; there are n_x of them
     t, s                term, one of the 1 dot products; tap, one of 1 weights in a term
-    interior, edge      tiles: interior if no score is hidden, else edge
+    interior, edge      tiles: interior if no score is hidden or past the keys, else edge
     p, dp, g            of a tile: softmax and its gradient, and the gradient of C
     strip               the rows strip_begin <= i < strip_end, whose g is in the workspace at once
     row_begin, row_end  the rows of g that a launch sums over, or the rows of a gradient that it computes
     grad                fp32 gradient of an operand: of the lifted one for each term, of the other summed over terms
-    x                   a vector of an operand or of its gradient; there are n_x of them
     partial             what each block of rows or keys adds to the gradient of W
     pair                a head of a group with a new query; a program takes PAIRS of them, which share their keys
     tap                 v, a column of W; a pair's product has a row for each, padded to TAPS
-    split               a part of the keys, for one program; decode_combine merges the splits
+    j0, product         first key of a tile of keys; its product with the pairs' taps
+    split, partial      a part of the keys, for one program; its out and lse, which decode_combine merges
 """
 
 import torch
@@ -117,10 +119,10 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
     # Interior tiles: no score is hidden.
     for j0 in tl.range(0, interior_end, BLOCK_N):
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
-        s = tl.dot(q_0, key_term.trans())
+        c = tl.dot(q_0, key_term.trans())
 
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        p = tl.exp2(s - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(c, 1))
+        p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
@@ -131,13 +133,13 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
     for j0 in tl.range(interior_end, end, BLOCK_N, num_stages=1):
         cols = j0 + tl.arange(0, BLOCK_N)
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
-        s = tl.dot(q_0, key_term.trans())
+        c = tl.dot(q_0, key_term.trans())
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
-        s = tl.where(allowed, s, -float("inf"))
+        c = tl.where(allowed, c, -float("inf"))
 
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        p = tl.exp2(s - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(c, 1))
+        p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
@@ -225,14 +227,14 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
         row_term = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
-        s = tl.dot(row_term, k_0.trans())
+        c = tl.dot(row_term, k_0.trans())
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
 
         row0 = head * n_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(s - lse[:, None])
+        p = tl.exp2(c - lse[:, None])
         p = tl.where(allowed, p, 0.0)
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
@@ -244,12 +246,12 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
     for i0 in tl.range(interior_begin, strip_end, BLOCK_M):
         rows = i0 + tl.arange(0, BLOCK_M)
         row_term = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
-        s = tl.dot(row_term, k_0.trans())
+        c = tl.dot(row_term, k_0.trans())
 
         row0 = head * n_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(s - lse[:, None])
+        p = tl.exp2(c - lse[:, None])
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
         dv = tl.dot(p.to(grad.dtype).trans(), grad, dv)
@@ -406,8 +408,8 @@ def mta_lift_bwd_dq_cq1_ck1_d64_bf16_causal_sm90a(
     grad = tl.load(grad_ptr + (slot * n_x + x) * 64 + d, mask=inside, other=0.0)
     out += 0.6931471805599453 * grad  # lifted keys are in units of log2
 
-    first = head * n_x
-    tl.store(out_ptr + (first + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+    row0 = head * n_x
+    tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=[
@@ -450,13 +452,13 @@ def mta_lift_bwd_dk_cq1_ck1_d64_bf16_causal_sm90a(
                 reached = (from_x >= 0) & (from_x < n_x)
                 at = (slot * 1 + t) * n_x + from_x
                 grad = tl.load(grad_ptr + at * 64 + d, mask=reached, other=0.0)
-                tap = t * 1 + s
-                out += scale * tl.load(weight_ptr + h * (1 * 1) + tap) * grad
+                entry = t * 1 + s
+                out += scale * tl.load(weight_ptr + h * (1 * 1) + entry) * grad
                 partial = partial_ptr + (block * all_heads + head) * (1 * 1)
-                tl.store(partial + tap, scale * tl.sum(grad * operand))
+                tl.store(partial + entry, scale * tl.sum(grad * operand))
 
-    first = (head0 // group + kv_slot) * n_x
-    tl.store(out_ptr + (first + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+    row0 = (head0 // group + kv_slot) * n_x
+    tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _tiles(x, rows, width):
@@ -706,7 +708,7 @@ def mta_lift_decode_cq1_ck1_d64_bf16_causal_sm90a(
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
     row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    weights = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of softmax, column by column: they are summed over keys once
+    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
     for index in tl.range(0, n_tiles):
         j0 = begin - 0 + index * BLOCK_N
         key = j0 + cols
@@ -714,10 +716,10 @@ def mta_lift_decode_cq1_ck1_d64_bf16_causal_sm90a(
         k_tile = keys + j0 * k_n
         k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
-        s = tl.dot(folded, k.trans())
+        product = tl.dot(folded, k.trans())
         seen = key[None, :] <= (position + 0)[:, None]
-        s = tl.where(seen, s, 0.0)
-        c = s
+        product = tl.where(seen, product, 0.0)
+        c = product
 
         out_j0 = j0
         j = out_j0 + cols
@@ -726,7 +728,7 @@ def mta_lift_decode_cq1_ck1_d64_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        weights = weights * rescale[:, None] + p
+        shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v_tile = values + out_j0 * v_n
@@ -734,13 +736,13 @@ def mta_lift_decode_cq1_ck1_d64_bf16_causal_sm90a(
         v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(weights, 1)
+    row_sum = tl.sum(shares, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    slot = (kv_index * n_pairs + pair) * num_splits + split
-    lse = tl.where(empty, -float("inf"), row_max + tl.log2(row_sum))
-    tl.store(partial_lse_ptr + slot, lse, mask=pair < n_pairs)
-    tl.store(partial_ptr + slot[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
+    part = (kv_index * n_pairs + pair) * num_splits + split
+    partial_lse = partial_lse_ptr + part
+    tl.store(partial_lse, tl.where(empty, -float("inf"), row_max + tl.log2(row_sum)), mask=pair < n_pairs)
+    tl.store(partial_ptr + part[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
 
 
 @triton.jit(do_not_specialize=[
@@ -807,7 +809,7 @@ def mta_lift_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
     row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    weights = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of softmax, column by column: they are summed over keys once
+    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
     for index in tl.range(0, n_tiles):
         j0 = begin - 0 + index * BLOCK_N
         key = j0 + cols
@@ -815,10 +817,10 @@ def mta_lift_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
         k_tile = keys + j0 * k_n
         k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
-        s = tl.dot(folded, k.trans())
+        product = tl.dot(folded, k.trans())
         seen = key[None, :] <= (position + 0)[:, None]
-        s = tl.where(seen, s, 0.0)
-        c = s
+        product = tl.where(seen, product, 0.0)
+        c = product
 
         out_j0 = j0
         j = out_j0 + cols
@@ -827,7 +829,7 @@ def mta_lift_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        weights = weights * rescale[:, None] + p
+        shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v_tile = values + out_j0 * v_n
@@ -835,13 +837,13 @@ def mta_lift_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
         v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(weights, 1)
+    row_sum = tl.sum(shares, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    slot = (kv_index * n_pairs + pair) * num_splits + split
-    lse = tl.where(empty, -float("inf"), row_max + tl.log2(row_sum))
-    tl.store(partial_lse_ptr + slot, lse, mask=pair < n_pairs)
-    tl.store(partial_ptr + slot[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
+    part = (kv_index * n_pairs + pair) * num_splits + split
+    partial_lse = partial_lse_ptr + part
+    tl.store(partial_lse, tl.where(empty, -float("inf"), row_max + tl.log2(row_sum)), mask=pair < n_pairs)
+    tl.store(partial_ptr + part[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -866,8 +868,8 @@ def mta_lift_decode_combine_cq1_ck1_d64_bf16_causal_sm90a(
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         share = tl.exp2(lse - new_peak)
         rescale = tl.exp2(peak - new_peak)
-        slot = (row * num_splits + split)[:, None]
-        partial = tl.load(partial_ptr + slot * DV + e[None, :], mask=(split < num_splits)[:, None], other=0.0)
+        part = (row * num_splits + split)[:, None]
+        partial = tl.load(partial_ptr + part * DV + e[None, :], mask=(split < num_splits)[:, None], other=0.0)
         acc = acc * rescale + tl.sum(share[:, None] * partial, 0)
         total = total * rescale + tl.sum(share, 0)
         peak = new_peak

@@ -26,9 +26,11 @@ Symbols
     b, h                batch entry and head of queries; a group of `group` heads reads the same head of keys
     d, e                places in a vector of q or k and in one of v
     D, DV               head dims, 64 and 64, padded to powers of two
+    c                   the scores C of a tile
     units of log2       C and lse are kept multiplied by log2(e), so that exp is exp2
     head, slot          h numbered through the batch; its place among the heads of a launch, which begin with head0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
+    x                   a vector of the operand that is lifted, or of any gradient; there are n_x of them
     t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
     interior, edge      tiles: interior if no score is hidden or on the band, else edge
     delta, f            diagonal of a score, i + off - j; f = -delta counts the diagonals that are hidden
@@ -39,11 +41,11 @@ Symbols
     kept rows           the last 5 rows of the strip before; in the workspace before a strip's own
     row_begin, row_end  the rows of g that a launch sums over, or the rows of a gradient that it computes
     grad                fp32 gradient of an operand: of the lifted one for each term, of the other summed over terms
-    x                   a vector of an operand or of its gradient; there are n_x of them
     partial             what each block of rows or keys adds to the gradient of W
     pair                a head of a group with a new query; a program takes PAIRS of them, which share their keys
     tap                 v, a column of W; a pair's product has a row for each, padded to TAPS
-    split               a part of the keys, for one program; decode_combine merges the splits
+    j0, product         first key of a tile of keys; its product with the pairs' taps
+    split, partial      a part of the keys, for one program; its out and lse, which decode_combine merges
 """
 
 import torch
@@ -122,12 +124,12 @@ def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
 
     q = q_desc.load([b, h, i0, 0]).reshape(BLOCK, D)
     k = k_desc.load([b, h // group, i0 + off + 1, 0]).reshape(WINDOW, D)
-    s = tl.dot(q, k.trans())
+    product = tl.dot(q, k.trans())
 
     row = tl.arange(0, BLOCK)[:, None]
     f = 1 + tl.arange(0, WINDOW)[None, :] - row
     scores = scores_ptr + (head.to(tl.int64) * n_q + i0) * REACH
-    tl.store(scores + row * REACH + f - 1, s, mask=(i0 + row < n_q) & (f >= 1) & (f <= REACH))
+    tl.store(scores + row * REACH + f - 1, product, mask=(i0 + row < n_q) & (f >= 1) & (f <= REACH))
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_q", "factor"])
@@ -193,14 +195,14 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
 
     # Interior tiles: no score is hidden.
     for j0 in tl.range(0, interior_end, BLOCK_N):
-        s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
-            s = tl.dot(row_term, key_term.trans(), s)
+            c = tl.dot(row_term, key_term.trans(), c)
 
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        p = tl.exp2(s - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(c, 1))
+        p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
@@ -210,21 +212,21 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     # Edge tiles: each score is checked.
     for j0 in tl.range(interior_end, end, BLOCK_N, num_stages=1):
         cols = j0 + tl.arange(0, BLOCK_N)
-        s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
-            s = tl.dot(row_term, key_term.trans(), s)
+            c = tl.dot(row_term, key_term.trans(), c)
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
-        for delta in range(BAND):  # row by row: a gather of the tile would move s to another register layout
+        for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
             correction = correction_ptr + (head * BAND + delta) * n_q + rows
             dropped = tl.load(correction, mask=rows < n_q, other=0.0)
-            s -= tl.where(cols[None, :] == (rows + off - delta)[:, None], dropped[:, None], 0.0)
-        s = tl.where(allowed, s, -float("inf"))
+            c -= tl.where(cols[None, :] == (rows + off - delta)[:, None], dropped[:, None], 0.0)
+        c = tl.where(allowed, c, -float("inf"))
 
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        p = tl.exp2(s - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(c, 1))
+        p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
@@ -311,22 +313,22 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     # Edge tiles: each score is checked.
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
-        s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
-            s = tl.dot(row_term, key_term.trans(), s)
+            c = tl.dot(row_term, key_term.trans(), c)
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
-        for delta in range(BAND):  # row by row: a gather of the tile would move s to another register layout
+        for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
             correction = correction_ptr + (head * BAND + delta) * n_q + rows
             dropped = tl.load(correction, mask=rows < n_q, other=0.0)
-            s -= tl.where(cols[None, :] == (rows + off - delta)[:, None], dropped[:, None], 0.0)
+            c -= tl.where(cols[None, :] == (rows + off - delta)[:, None], dropped[:, None], 0.0)
 
         row0 = head * n_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(s - lse[:, None])
+        p = tl.exp2(c - lse[:, None])
         p = tl.where(allowed, p, 0.0)
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
@@ -337,16 +339,16 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     # Interior tiles: no score is hidden.
     for i0 in tl.range(interior_begin, strip_end, BLOCK_M):
         rows = i0 + tl.arange(0, BLOCK_M)
-        s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
-            s = tl.dot(row_term, key_term.trans(), s)
+            c = tl.dot(row_term, key_term.trans(), c)
 
         row0 = head * n_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(s - lse[:, None])
+        p = tl.exp2(c - lse[:, None])
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
         dv = tl.dot(p.to(grad.dtype).trans(), grad, dv)
@@ -569,18 +571,19 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
     grad = tl.load(grad_ptr + (slot * n_x + x) * 64 + d, mask=inside, other=0.0)
     out += 0.6931471805599453 * grad  # lifted keys are in units of log2
 
-    # The correction is made of the scores q[row] . k[key], key = row + off + f.
+    # The correction is made of the scores q[row] . k[row + off + f]; x is the row of one.
     other = other_ptr + (b * other_b + h // group * other_h) // 8 * 8 + d
     for f in range(1, REACH + 1):
-        row, key = x, x + off + f
+        row = x
         met = (row >= 0) & (row < n_q)
         band_grad = tl.load(band_grad_ptr + (head * n_q + row) * REACH + f - 1, mask=met, other=0.0)
+        key = row + off + f
         met = met & (key >= 0) & (key < n_k)
         partner = tl.load(other + key * other_n, mask=met, other=0.0)
         out += band_grad * partner.to(tl.float32)
 
-    first = head * n_x
-    tl.store(out_ptr + (first + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+    row0 = head * n_x
+    tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=[
@@ -627,22 +630,22 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
                 reached = (from_x >= 0) & (from_x < n_x)
                 at = (slot * 6 + t) * n_x + from_x
                 grad = tl.load(grad_ptr + at * 64 + d, mask=reached, other=0.0)
-                tap = t * 11 + s
-                out += scale * tl.load(weight_ptr + h * (6 * 11) + tap) * grad
+                entry = t * 11 + s
+                out += scale * tl.load(weight_ptr + h * (6 * 11) + entry) * grad
                 partial = partial_ptr + (block * all_heads + head) * (6 * 11)
-                tl.store(partial + tap, scale * tl.sum(grad * operand))
+                tl.store(partial + entry, scale * tl.sum(grad * operand))
 
-        # The correction is made of the scores q[row] . k[key], key = row + off + f.
+        # The correction is made of the scores q[row] . k[row + off + f]; x is the key of one.
         other = other_ptr + (b * other_b + h * other_h) // 8 * 8 + d
         for f in range(1, REACH + 1):
-            row, key = x - off - f, x
+            row = x - off - f
             met = (row >= 0) & (row < n_q)
             band_grad = tl.load(band_grad_ptr + (head * n_q + row) * REACH + f - 1, mask=met, other=0.0)
             partner = tl.load(other + row * other_n, mask=met, other=0.0)
             out += band_grad * partner.to(tl.float32)
 
-    first = (head0 // group + kv_slot) * n_x
-    tl.store(out_ptr + (first + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+    row0 = (head0 // group + kv_slot) * n_x
+    tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _tiles(x, rows, width):
@@ -806,7 +809,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         lifted = _lift(k, weight, n_heads, group, head0, heads, scale)
         for begin in range(0, n_q, strip):
             end = min(begin + strip, n_q)
-            g_strip = g[:heads, : 5 + end - begin, :n_k]
+            g_strip = g[:heads, : 5 + end - begin, :n_k]  # behind the kept rows
 
             grid = (triton.cdiv(n_k, 128) * heads,)
             mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
@@ -942,15 +945,15 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
     e = tl.arange(0, DV)[None, :]
     keys = k_ptr + b * k_b + kv_head * k_h
     values = v_ptr + b * v_b + kv_head * v_h
-    # Column c of a convolved tile is a sum over taps of columns c + tap - 10 of the product; where these are
-    # negative they are columns of the product before, the halo, counted from its end.
+    # Column n of a convolved tile is a sum over taps of columns n + tap - 10 of the product. Negative columns
+    # are the halo: columns of the product before, counted from its end.
     source = (cols[None, :] + tap[:, None] + BLOCK_N - 10) & (BLOCK_N - 1)  # modulo BLOCK_N
     is_current = cols[None, :] <= BLOCK_N - 11 + tap[:, None]  # the other columns serve the halo
     previous = tl.zeros([PAIRS * TAPS, BLOCK_N], tl.float32)
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
     row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    weights = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of softmax, column by column: they are summed over keys once
+    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
     for index in tl.range(0, n_tiles):
         j0 = begin - 5 + index * BLOCK_N
         key = j0 + cols
@@ -958,15 +961,15 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         k_tile = keys + j0 * k_n
         k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
-        s = tl.dot(folded, k.trans())
+        product = tl.dot(folded, k.trans())
         if j0 + BLOCK_N > first_edge:  # a key that some query must not see is in the tile: sum u by u
-            s = tl.where((key < first_edge)[None, :], s, 0.0)
+            product = tl.where((key < first_edge)[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
                 seen = (key >= first_edge)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
-                s += tl.where(seen, tl.dot(term, k.trans()), 0.0)
-        sheared = tl.gather(tl.where(is_current, s, previous), source, 1)
-        previous = s
+                product += tl.where(seen, tl.dot(term, k.trans()), 0.0)
+        sheared = tl.gather(tl.where(is_current, product, previous), source, 1)
+        previous = product
         c = tl.sum(sheared.reshape(PAIRS, TAPS, BLOCK_N), 1)
 
         out_j0 = j0 - 5  # a convolved tile lags its keys
@@ -976,7 +979,7 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        weights = weights * rescale[:, None] + p
+        shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v_tile = values + out_j0 * v_n
@@ -984,13 +987,13 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(weights, 1)
+    row_sum = tl.sum(shares, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    slot = (kv_index * n_pairs + pair) * num_splits + split
-    lse = tl.where(empty, -float("inf"), row_max + tl.log2(row_sum))
-    tl.store(partial_lse_ptr + slot, lse, mask=pair < n_pairs)
-    tl.store(partial_ptr + slot[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
+    part = (kv_index * n_pairs + pair) * num_splits + split
+    partial_lse = partial_lse_ptr + part
+    tl.store(partial_lse, tl.where(empty, -float("inf"), row_max + tl.log2(row_sum)), mask=pair < n_pairs)
+    tl.store(partial_ptr + part[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
 
 
 @triton.jit(do_not_specialize=[
@@ -1056,15 +1059,15 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
     e = tl.arange(0, DV)[None, :]
     keys = k_ptr + b * k_b + kv_head * k_h
     values = v_ptr + b * v_b + kv_head * v_h
-    # Column c of a convolved tile is a sum over taps of columns c + tap - 10 of the product; where these are
-    # negative they are columns of the product before, the halo, counted from its end.
+    # Column n of a convolved tile is a sum over taps of columns n + tap - 10 of the product. Negative columns
+    # are the halo: columns of the product before, counted from its end.
     source = (cols[None, :] + tap[:, None] + BLOCK_N - 10) & (BLOCK_N - 1)  # modulo BLOCK_N
     is_current = cols[None, :] <= BLOCK_N - 11 + tap[:, None]  # the other columns serve the halo
     previous = tl.zeros([PAIRS * TAPS, BLOCK_N], tl.float32)
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
     row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    weights = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of softmax, column by column: they are summed over keys once
+    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
     for index in tl.range(0, n_tiles):
         j0 = begin - 5 + index * BLOCK_N
         key = j0 + cols
@@ -1072,15 +1075,15 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         k_tile = keys + j0 * k_n
         k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
-        s = tl.dot(folded, k.trans())
+        product = tl.dot(folded, k.trans())
         if j0 + BLOCK_N > first_edge:  # a key that some query must not see is in the tile: sum u by u
-            s = tl.where((key < first_edge)[None, :], s, 0.0)
+            product = tl.where((key < first_edge)[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
                 seen = (key >= first_edge)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
-                s += tl.where(seen, tl.dot(term, k.trans()), 0.0)
-        sheared = tl.gather(tl.where(is_current, s, previous), source, 1)
-        previous = s
+                product += tl.where(seen, tl.dot(term, k.trans()), 0.0)
+        sheared = tl.gather(tl.where(is_current, product, previous), source, 1)
+        previous = product
         c = tl.sum(sheared.reshape(PAIRS, TAPS, BLOCK_N), 1)
 
         out_j0 = j0 - 5  # a convolved tile lags its keys
@@ -1090,7 +1093,7 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        weights = weights * rescale[:, None] + p
+        shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v_tile = values + out_j0 * v_n
@@ -1098,13 +1101,13 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(weights, 1)
+    row_sum = tl.sum(shares, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    slot = (kv_index * n_pairs + pair) * num_splits + split
-    lse = tl.where(empty, -float("inf"), row_max + tl.log2(row_sum))
-    tl.store(partial_lse_ptr + slot, lse, mask=pair < n_pairs)
-    tl.store(partial_ptr + slot[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
+    part = (kv_index * n_pairs + pair) * num_splits + split
+    partial_lse = partial_lse_ptr + part
+    tl.store(partial_lse, tl.where(empty, -float("inf"), row_max + tl.log2(row_sum)), mask=pair < n_pairs)
+    tl.store(partial_ptr + part[:, None] * DV + e, acc, mask=(pair < n_pairs)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -1129,8 +1132,8 @@ def mta_lift_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         share = tl.exp2(lse - new_peak)
         rescale = tl.exp2(peak - new_peak)
-        slot = (row * num_splits + split)[:, None]
-        partial = tl.load(partial_ptr + slot * DV + e[None, :], mask=(split < num_splits)[:, None], other=0.0)
+        part = (row * num_splits + split)[:, None]
+        partial = tl.load(partial_ptr + part * DV + e[None, :], mask=(split < num_splits)[:, None], other=0.0)
         acc = acc * rescale + tl.sum(share[:, None] * partial, 0)
         total = total * rescale + tl.sum(share, 0)
         peak = new_peak

@@ -153,8 +153,8 @@ def ldmatrix(memory: np.ndarray, address: np.ndarray) -> np.ndarray:
     return np.stack([rows[:, lane // 4, 2 * (lane % 4) + e].T for e in range(2)], axis=-1)
 
 
-def convolved(plan: TileDecode, tile: DecodeTile, strip: np.ndarray, weight: np.ndarray, n_new: int) -> np.ndarray:
-    """What decode.cu.j2 computes of one head's strip: (n_new, keys)."""
+def convolved(plan: TileDecode, tile: DecodeTile, slab: np.ndarray, weight: np.ndarray, n_new: int) -> np.ndarray:
+    """What decode.cu.j2 computes of one head's slab: (n_new, keys)."""
     cq, ck = plan.spec.kernel
     window, lane = plan.window_chunks, np.arange(32)
     g, t = lane // 4, lane % 4
@@ -162,7 +162,7 @@ def convolved(plan: TileDecode, tile: DecodeTile, strip: np.ndarray, weight: np.
 
     def tap_offset(i: int) -> int:
         tap = min(i, cq * window - 1)
-        return tap // window * tile.strip_row + tap % window * 16
+        return tap // window * tile.slab_row + tap % window * 16
 
     def fragment(tap: int) -> np.ndarray:
         u, v = tap // window, tap % window * 8 + 2 * t[:, None] + np.arange(2) - g[:, None]
@@ -171,10 +171,10 @@ def convolved(plan: TileDecode, tile: DecodeTile, strip: np.ndarray, weight: np.
 
     for token in range(0, n_new, tile.tokens):
         row = np.minimum(token + lane % 16 // tile.chunks, n_new - 1)
-        base = row * tile.strip_row + lane % 16 % tile.chunks * 16
+        base = row * tile.slab_row + lane % 16 % tile.chunks * 16
         c = np.zeros((32, 4))
         for step in range(plan.steps):
-            a = ldmatrix(strip, base + np.where(lane < 16, tap_offset(2 * step), tap_offset(2 * step + 1)))
+            a = ldmatrix(slab, base + np.where(lane < 16, tap_offset(2 * step), tap_offset(2 * step + 1)))
             mma(c, a, np.stack([fragment(2 * step), fragment(2 * step + 1)], axis=1))
         for r, e in itertools.product(range(2), range(2)):
             m = g + 8 * r
@@ -192,21 +192,21 @@ def test_convolution(kernel: tuple[int, int]) -> None:
     tiles = {tile.keys: (plan, tile) for plan in plans for tile in plan.tiles}
     assert {32, 64} <= tiles.keys()
     for (plan, tile), n_new in itertools.product(tiles.values(), (1, 2, 3, 8)):
-        strip = random.standard_normal((cq - 1 + n_new, tile.strip_row // 2))
+        slab = random.standard_normal((cq - 1 + n_new, tile.slab_row // 2))
         expected = np.zeros((n_new, tile.keys))
         for u, v in np.ndindex(cq, ck):
-            expected += weight[u, v] * strip[u : u + n_new, v : v + tile.keys]
-        np.testing.assert_allclose(convolved(plan, tile, strip.ravel(), weight, n_new), expected, atol=1e-12)
+            expected += weight[u, v] * slab[u : u + n_new, v : v + tile.keys]
+        np.testing.assert_allclose(convolved(plan, tile, slab.ravel(), weight, n_new), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_strip_has_room_for_the_tile_and_the_one_before(kernel: tuple[int, int]) -> None:
+def test_the_slab_has_room_for_the_tile_and_the_one_before(kernel: tuple[int, int]) -> None:
     plan = cheapest("decode", Spec(kernel, 64), get_target("sm_90a"))
     carry = plan.window_chunks - 1
     assert 8 * (carry - 1) < kernel[1] - 1 <= 8 * carry
     for tile in plan.tiles:
-        assert tile.strip_row >= 16 * (tile.chunks + carry)
-        assert tile.strip_row // 16 % 2 == tile.weights_row // 16 % 2 == 1  # no bank conflicts
+        assert tile.slab_row >= 16 * (tile.chunks + carry)
+        assert tile.slab_row // 16 % 2 == tile.weights_row // 16 % 2 == 1  # no bank conflicts
 
 
 # ---- What the compiler makes of it ----
@@ -379,7 +379,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     def test_large_scores(self, dtype: str) -> None:
-        """q.k in the range of 1e6 does not overflow the strip's fp16."""
+        """q.k in the range of 1e6 does not overflow the slab's fp16."""
         spec = Spec((6, 11), 64, dtype=dtype)
         assert not failures(spec, 2, 2, 300, 1, magnitude=256, scale=2.0**-16)
 

@@ -4,11 +4,11 @@ A CTA owns a split, a range of keys, and some query heads that share them, each 
 It streams K and V through a ring of tiles and shares out its work anew at each step:
 
     scores^T [keys, rows] = K Q^T            a warp takes some keys of the tile, for all rows, 8 rows to an mma
-    strip    [rows, keys]                    the scores in fp16, behind the last ck - 1 columns of the tile before
-    c        [16, 8] += strip x T            a warp takes some (head, new token)s; 16 = (new token, chunk of 8 keys)
+    slab    [rows, keys]                    the scores in fp16, behind the last ck - 1 columns of the tile before
+    c        [16, 8] += slab x T            a warp takes some (head, new token)s; 16 = (new token, chunk of 8 keys)
     out^T    [dv, pairs] += V^T P^T          a warp takes some keys, for all pairs (head, new token), 8 pairs to an mma
 
-A chunk of the strip, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a
+A chunk of the slab, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a
 row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag
 the keys by ``pad_right`` columns, so that a tile's windows end inside it.
 """
@@ -89,8 +89,8 @@ class DecodeTile:
         return 16 // self.chunks
 
     @property
-    def strip_row(self) -> int:
-        """Bytes from one row of the strip to the next: an odd number of chunks, for no bank conflicts."""
+    def slab_row(self) -> int:
+        """Bytes from one row of the slab to the next: an odd number of chunks, for no bank conflicts."""
         return 16 * (self.chunks + window_chunks(self.spec) - 1 | 1)
 
     @property
@@ -122,7 +122,7 @@ class DecodeTile:
                 ("RING", max(self.stages * self.ring_tile, outputs), 16),
                 ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
                 ("BAND", self.heads * convolution_steps(self.spec) * 256, 16),
-                ("STRIP", self.rows * self.strip_row, 16),
+                ("SLAB", self.rows * self.slab_row, 16),
                 ("P", self.pairs * self.weights_row, 16),
                 ("SUM", 256 * self.convolved_tiles, 16),
                 ("PEAK", 4 * self.pairs, 16),
@@ -188,7 +188,7 @@ class TileDecode(TilePass):
 
     @property
     def score_exponent(self) -> int:
-        """Strips hold q.k 2^-score_exponent."""
+        """Slabs hold q.k 2^-score_exponent."""
         return SCORE_EXPONENT
 
     @property
