@@ -161,7 +161,7 @@ BACKWARD = (
     Mutant(
         "backward-sm90-scores-overwritten-while-read",
         f"{CUDA}/backward_sm90.cu.j2",
-        "barrier_wait(above_taken, ~steps & 1);",
+        "barrier_wait(above_taken, ~done & 1);",
         "",
         "The next tile's scores replace those that the gradient of W is still being made of.",
         (f"{EMULATED}::test_no_races[backward-{SM90}]",),
@@ -225,8 +225,8 @@ BACKWARD = (
     Mutant(
         "triton-gradient-of-keys-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        "first = (head0 // group + kv_slot) * n_x",
-        "first = kv_slot * n_x",
+        "row0 = (head0 // group + kv_slot) * n_x",
+        "row0 = kv_slot * n_x",
         "Where the workspace holds fewer heads than there are, all gradients of keys go to the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
