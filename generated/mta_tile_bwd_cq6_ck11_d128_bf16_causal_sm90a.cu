@@ -471,7 +471,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 
 using Element = bf16;
 constexpr int D = 128, CQ = 6, CK = 11;
-constexpr int THREADS = 384, WARPS = 8;  // WARPS of the CTA's warps make scores
+constexpr int THREADS = 384;
 // A step has ROWS rows, a warp works on a row tile of them.
 constexpr int ROWS = 64, ROW_TILE = 16, ROW_TILES = ROWS / ROW_TILE;
 // S has KEYS columns, in parts of ROW_TILES warps each. The CTA makes the gradients of OWNED keys.
@@ -943,8 +943,9 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
   auto finish = [&](int n, bool edge) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int column = first_column + CHUNK * n + (e & 1), row = e >> 1;
+      const int column = first_column + CHUNK * n + (e & 1);
       float& x = ds[4 * n + e];
+      const int row = e >> 1;
       const int past = ahead + CHUNK * n + (e & 1) - row - SEEN_AHEAD;
       if (edge && past > 0) x = 0.f;
       if (CHUNK * n < SHIFT && column < SHIFT) x = 0.f;
