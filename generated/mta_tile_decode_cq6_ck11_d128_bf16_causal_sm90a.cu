@@ -178,6 +178,20 @@ DEVICE float exp2_fast(float x) {
 }
 
 // ---- Decode ------------------------------------------------------------------------------------------------------
+//
+// A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
+//
+//   ring    | K(t) | V(t) | K(t + 1) | ..     STAGES tiles, which all warps copy ahead of their use
+//   slab    | 10 columns of tile t - 1 | KEYS columns of tile t |     fp16, a row for each query row
+//   window  the output of key j reads columns of keys j - PAD_LEFT .. j + PAD_RIGHT: outputs lag by PAD_RIGHT keys
+//
+// All warps wait for each other three times a tile, once each item of the ring is there and once the slab is written:
+//
+//   K(t) is there:     scores = K(t) Q^T, into the slab       a warp takes some keys, for all rows
+//   slab is written:   convolution, softmax, P                a warp takes some pairs of a head and a new token
+//   V(t) is there:     out^T += V(t)^T P^T                    a warp takes some keys; the slab's last columns move
+//
+// One split writes the results; several write partial results, which the last kernel merges.
 
 using Element = bf16;
 constexpr int D = 128, DV = 128, CQ = 6, CK = 11;
