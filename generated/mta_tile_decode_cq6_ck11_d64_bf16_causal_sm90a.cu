@@ -182,7 +182,7 @@ DEVICE float exp2_fast(float x) {
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
 //
 //   ring    | K(t) | V(t) | K(t + 1) | ..     STAGES tiles, which all warps copy ahead of their use
-//   slab    | 10 columns of tile t - 1 | KEYS columns of tile t |     fp16, a row for each query row
+//   slab    | CK - 1 columns of tile t - 1 | KEYS columns of tile t |     fp16, a row for each query row
 //   window  the output of key j reads columns of keys j - PAD_LEFT .. j + PAD_RIGHT: outputs lag by PAD_RIGHT keys
 //
 // All warps wait for each other three times a tile, once each item of the ring is there and once the slab is written:

@@ -377,7 +377,8 @@ struct Softmax {
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
 // A slab holds rows of scores in shared memory, even rows apart from odd ones, as chunks of CHUNK = 8 columns. A tile
-// is 16 rows and 8 columns of outputs. Column n of the outputs reads columns n .. n + 10 of the slab,
+// is 16 rows and 8 columns of outputs.
+// Column n of the outputs reads columns n .. n + 10 of the slab,
 // so that a tile reads a window of 2 chunks and two columns.
 //
 // The A operand of an mma is a quad of 8 x 8 matrices. Matrix s of a chunk is its rows 2 r + s for r = 0 .. 7, and the
