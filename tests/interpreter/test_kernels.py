@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,13 @@ def test_largest_kernel() -> None:
 def test_bf16_is_refused(backend: str) -> None:
     with pytest.raises(BackendError, match="Triton's interpreter computes bf16 wrongly"):
         mtagen.build((2, 3), 16, dtype="bf16", backend=backend, target="generic")
+
+
+def test_build_renders_the_module_once_and_calls_render_nothing(rendered: Counter[str]) -> None:
+    op = mtagen.build((2, 3), 16, dtype="fp32", backend="triton")
+    assert rendered == {"module.py.j2": 1}
+    assert_accurate(op, TINY[:1])
+    assert rendered == {"module.py.j2": 1}
 
 
 def test_lengths_of_any_stride() -> None:
