@@ -438,4 +438,98 @@ HOST = (
     ),
 )
 
-MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *HOST)
+PLANNER = (
+    Mutant(
+        "window-starts-a-tile-early",
+        "mtagen/planner/geometry/loops.py",
+        "Min(end, _align_down(last_skipped + block_n, block_n))",
+        "Min(end, _align_down(last_skipped + 1, block_n))",
+        "A tile of keys is visited of which no row of the block sees any.",
+        ("tests/test_loops.py",),
+    ),
+    Mutant(
+        "window-ends-a-row-early",
+        "mtagen/planner/geometry/loops.py",
+        "Min(N_Q, root(mask.left - least, _s) + 1)",
+        "Min(N_Q, root(mask.left - least, _s))",
+        "The last tile of rows that see a key of the block is passed over.",
+        ("tests/test_loops.py",),
+    ),
+    Mutant(
+        "mask-asks-the-wrong-row-of-a-tile",
+        "mtagen/planner/geometry/mask.py",
+        "self.first_key(last_position)",
+        "self.first_key(first_position)",
+        "Keys that are too far back for the last rows of a tile are taken for visible.",
+        ("tests/test_mask.py",),
+    ),
+    Mutant(
+        "keys-past-the-end-of-a-window",
+        "mtagen/planner/geometry/mask.py",
+        "self.right is not None and self.right <= 0",
+        "self.right is not None",
+        "Where a query sees later keys than its own, it sees keys that do not exist.",
+        ("tests/test_mask.py",),
+    ),
+    Mutant(
+        "last-table-wins",
+        "mtagen/planner/choice.py",
+        "sources[key] = table.source\n                break",
+        "sources[key] = table.source",
+        "What was measured elsewhere is preferred to what was tuned here.",
+        ("tests/test_tables.py",),
+    ),
+    Mutant(
+        "ratios-of-any-mask",
+        "mtagen/planner/choice.py",
+        "(shape.mask != here.mask, _distance(shape[:3], here[:3]), shape)",
+        "(_distance(shape[:3], here[:3]), shape)",
+        "A causal request follows what was measured without a mask.",
+        ("tests/test_choice.py",),
+    ),
+    Mutant(
+        "measured-tile-not-among-alternatives",
+        "mtagen/planner/lift/passes.py",
+        "return sorted([self, *made], key=lambda one: one.decision_cost(key))",
+        "return made",
+        "Tuning loses the tile that is planned if the register model refuses it.",
+        ("tests/test_plan.py",),
+    ),
+)
+
+SOURCES = (
+    Mutant(
+        "digest-without-names",
+        "mtagen/codegen/__init__.py",
+        "for part in (name, text):",
+        "for part in (text,):",
+        "Plans whose kernels have other names share an entry of the cache.",
+        ("tests/test_generated.py::test_every_part_of_the_sources_is_in_their_digest",),
+    ),
+    Mutant(
+        "thread-without-context",
+        "mtagen/templates/host/launcher.py",
+        "driver.cuCtxSetCurrent(self._context)",
+        "pass",
+        "Launches from a thread that never used the device fail.",
+        ("tests/test_cuda_runtime.py::test_a_thread_that_never_used_the_device_gets_its_context",),
+    ),
+    Mutant(
+        "strides-of-32-bits",
+        "mtagen/codegen/host.py",
+        '"long long": "q"',
+        '"long long": "i"',
+        "Arguments after a stride are read from the wrong place.",
+        ("tests/test_cuda_runtime.py::test_types_of_arguments",),
+    ),
+    Mutant(
+        "decode-takes-the-largest-kernel",
+        "mtagen/templates/cuda/host.py.j2",
+        "if cta_heads == group:",
+        "if cta_heads > group:",
+        "One token of one head is decoded by the kernel for many heads.",
+        ("tests/test_tile_decode.py::test_a_group_takes_the_smallest_kernel_that_holds_it",),
+    ),
+)
+
+MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *HOST, *PLANNER, *SOURCES)
