@@ -14,8 +14,8 @@ from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 from mtagen.spec import Spec
 
-SPEC = Spec((3, 4), 16, 24, dtype="fp16")
-B, H, HKV, NQ, NK, NEW, SCALE = 2, 4, 2, 9, 13, 2, 0.3
+SPEC = Spec((2, 3), 16, 24, dtype="fp16")
+B, H, HKV, NQ, NK, NEW, SCALE = 2, 2, 1, 5, 7, 2, 0.3
 DTYPE = torch.float16
 
 
@@ -221,9 +221,9 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
 @pytest.mark.parametrize(
     "lengths",
     [
-        torch.tensor([9, 4], dtype=torch.int32),
-        torch.tensor([[9, 0], [4, 0]], dtype=torch.int32)[:, 0],
-        torch.tensor([7], dtype=torch.int32).expand(B),
+        torch.tensor([7, 4], dtype=torch.int32),
+        torch.tensor([[7, 0], [4, 0]], dtype=torch.int32)[:, 0],
+        torch.tensor([6], dtype=torch.int32).expand(B),
     ],
     ids=["dense", "column", "expanded"],
 )
