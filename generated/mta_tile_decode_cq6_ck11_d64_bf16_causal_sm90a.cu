@@ -30,6 +30,10 @@ using fp16 = __half;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+// Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
+constexpr int CHUNK = 8;
+constexpr int CHUNK_BYTES = 16;
+
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 // The same for data that is read in order: the rest of the 128 bytes comes to L2 with it.
@@ -177,7 +181,7 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// ---- Decode ------------------------------------------------------------------------------------------------------
+// ---- Decode ---------------------------------------------------------------------------------------------------------
 //
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
 //
@@ -197,8 +201,9 @@ using Element = bf16;
 constexpr int D = 64, DV = 64, CQ = 6, CK = 11;
 constexpr int PAD_LEFT = 5, PAD_RIGHT = 5;
 constexpr int K_ROW = 2 * D + 16, V_ROW = 2 * DV + 16;  // bytes from row to row in shared memory: no bank conflicts
-constexpr int WINDOW = 3;  // chunks that 8 neighbouring outputs read
+constexpr int WINDOW_CHUNKS = 3;  // chunks that 8 neighbouring outputs read
 constexpr int STEPS = 9;  // mma's that convolve 16 x 8 scores
+constexpr int FRAGMENT = 8, STEP = 32 * FRAGMENT;  // bytes of a step's B operand: a lane's and the warp's
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float SCORE_SCALE = 0.00390625f;  // what slabs hold of q . k
 constexpr float NO_PEAK = -1e30f;  // below every score, yet finite: exp2(-inf - NO_PEAK) is 0
@@ -206,14 +211,16 @@ constexpr float NO_PEAK = -1e30f;  // below every score, yet finite: exp2(-inf -
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 struct Heads1 {  // a kernel for up to so many heads of a group
-  static constexpr int WARPS = 4, ROWS = 16, PAIRS = 8;
+  static constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16, PAIRS = 8;
   static constexpr int KEYS = 128, STAGES = 3;
+  static constexpr int WARP_KEYS = KEYS / WARPS;  // keys of a warp in the products
+  static constexpr int CHUNKS = KEYS / CHUNK, TOKENS = 16 / CHUNKS;  // a convolved tile: chunks of keys, new tokens
   // Bytes of rows and of a tile in the ring, and where each region of shared memory starts.
   static constexpr int SLAB_ROW = 304, P_ROW = 272;
   static constexpr int RING_TILE = 18432;
   static constexpr int RING = 0;
   static constexpr int Q = 55296;
-  static constexpr int BAND = 57600;
+  static constexpr int TOEPLITZ = 57600;
   static constexpr int SLAB = 59904;
   static constexpr int P = 64768;
   static constexpr int SUM = 66944;
@@ -223,14 +230,16 @@ struct Heads1 {  // a kernel for up to so many heads of a group
 };
 
 struct Heads4 {  // a kernel for up to so many heads of a group
-  static constexpr int WARPS = 4, ROWS = 24, PAIRS = 8;
+  static constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 24, PAIRS = 8;
   static constexpr int KEYS = 128, STAGES = 3;
+  static constexpr int WARP_KEYS = KEYS / WARPS;  // keys of a warp in the products
+  static constexpr int CHUNKS = KEYS / CHUNK, TOKENS = 16 / CHUNKS;  // a convolved tile: chunks of keys, new tokens
   // Bytes of rows and of a tile in the ring, and where each region of shared memory starts.
   static constexpr int SLAB_ROW = 304, P_ROW = 272;
   static constexpr int RING_TILE = 18432;
   static constexpr int RING = 0;
   static constexpr int Q = 55296;
-  static constexpr int BAND = 58752;
+  static constexpr int TOEPLITZ = 58752;
   static constexpr int SLAB = 67968;
   static constexpr int P = 75264;
   static constexpr int SUM = 77440;
@@ -240,14 +249,16 @@ struct Heads4 {  // a kernel for up to so many heads of a group
 };
 
 struct Heads8 {  // a kernel for up to so many heads of a group
-  static constexpr int WARPS = 8, ROWS = 48, PAIRS = 16;
+  static constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 48, PAIRS = 16;
   static constexpr int KEYS = 128, STAGES = 3;
+  static constexpr int WARP_KEYS = KEYS / WARPS;  // keys of a warp in the products
+  static constexpr int CHUNKS = KEYS / CHUNK, TOKENS = 16 / CHUNKS;  // a convolved tile: chunks of keys, new tokens
   // Bytes of rows and of a tile in the ring, and where each region of shared memory starts.
   static constexpr int SLAB_ROW = 304, P_ROW = 272;
   static constexpr int RING_TILE = 18432;
   static constexpr int RING = 0;
   static constexpr int Q = 55296;
-  static constexpr int BAND = 62208;
+  static constexpr int TOEPLITZ = 62208;
   static constexpr int SLAB = 80640;
   static constexpr int P = 95232;
   static constexpr int SUM = 99584;
@@ -266,6 +277,46 @@ struct Problem {
   int n_max, kv_heads, group, n_new, cta_heads, num_splits;
   float scale;
 };
+
+extern __shared__ __align__(128) unsigned char dynamic[];
+
+// A region of shared memory as an array.
+template <class T>
+DEVICE T* region(int offset) {
+  return reinterpret_cast<T*>(dynamic + offset);
+}
+
+// The share of a CTA: a split of the keys and some query heads. CTAs that share their keys are neighbours in the grid.
+template <class Tile>
+struct Share {
+  int split, b, kv_head, head, heads;  // `heads` query heads, from `head` on
+  int n_new, head_rows, rows;          // new tokens; query rows of a head and of all heads
+  int pairs, token_tiles;              // pairs of a head and a new token; convolved tiles of a head
+  int length, first_position;          // keys in use; the position of the first new token
+  int begin, end, tiles;               // the split makes outputs [begin, end), in so many tiles
+
+  DEVICE explicit Share(const Problem& x) {
+    const int blocks = ceil_div(x.group, x.cta_heads);
+    const int block = blockIdx.x % blocks, owner = blockIdx.x / blocks / x.num_splits;
+    split = blockIdx.x / blocks % x.num_splits;
+    b = owner / x.kv_heads, kv_head = owner % x.kv_heads;
+    head = kv_head * x.group + block * x.cta_heads, heads = min(x.cta_heads, x.group - block * x.cta_heads);
+    n_new = x.n_new, head_rows = CQ - 1 + n_new, rows = heads * head_rows;
+    pairs = heads * n_new, token_tiles = ceil_div(n_new, Tile::TOKENS);
+    length = x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max;
+    first_position = length - n_new;
+    // A tile's first output is CK - 1 keys before its first key, so that a split reads CK - 1 keys more than it makes.
+    const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, Tile::KEYS) * Tile::KEYS - (CK - 1);
+    begin = split * span, end = min(begin + span, length);
+    tiles = begin < end ? ceil_div(end - begin + CK - 1, Tile::KEYS) : 0;
+  }
+
+  // The key of a tile's first score, and that of its first output.
+  DEVICE int first_key(int tile) const { return begin - PAD_LEFT + tile * Tile::KEYS; }
+  DEVICE int first_output(int tile) const { return first_key(tile) - PAD_RIGHT; }
+};
+
+// ---- Loads ----------------------------------------------------------------------------------------------------------
 
 // A CTA copies rows key, key + 1, ... of K or V; those outside [first, last) become zeros.
 template <int COLUMNS, int KEYS, int THREADS>
@@ -290,263 +341,318 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, 
     copy(false);
 }
 
+// The ring of tiles. Item 2 i is K of tile i, item 2 i + 1 its V.
+template <class Tile>
+struct Ring {
+  static constexpr int LAST = (Tile::STAGES - 1) * Tile::RING_TILE;
+  const Problem& x;
+  const Share<Tile>& share;
+  const Element *k, *v;
+  u32 first, slot;  // the first slot, and the one that was filled last or is filled next
+
+  DEVICE Ring(const Problem& x, const Share<Tile>& share) : x(x), share(share) {
+    k = x.k + share.b * x.k_stride_b + share.kv_head * x.k_stride_h;
+    v = x.v + share.b * x.v_stride_b + share.kv_head * x.v_stride_h;
+    first = shared_address(dynamic) + Tile::RING, slot = first + LAST;
+#pragma unroll
+    for (int item = 0; item < Tile::STAGES - 1; ++item) load(item, first + item * Tile::RING_TILE);
+  }
+
+  DEVICE void load(int item, u32 to) {
+    if (item / 2 < share.tiles) {
+      if (item % 2 == 0)
+        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, x.k_stride_n, share.first_key(item / 2), 0, share.length);
+      else
+        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, x.v_stride_n, share.first_output(item / 2), share.begin,
+                                                 share.end);
+    }
+    copy_commit();
+  }
+
+  // Waits for an item, refills the slot of the one before, which every warp has done with, and returns the item's slot.
+  DEVICE u32 await(int item) {
+    copy_wait<Tile::STAGES - 2>();
+    __syncthreads();
+    load(item + Tile::STAGES - 1, slot);
+    slot = slot == first + LAST ? first : slot + Tile::RING_TILE;
+    return slot;
+  }
+};
+
 // The queries, head by head, `head_rows` each; rows before the sequence's start and rows of no head are zeros.
 template <class Tile>
-DEVICE void load_queries(u32 shared, const Problem& x, const Element* q, int heads, int length) {
-  const int head_rows = CQ - 1 + x.n_new;
+DEVICE void load_queries(u32 shared, const Problem& x, const Share<Tile>& share) {
+  const Element* q = x.q + share.b * x.q_stride_b + share.head * x.q_stride_h;
 #pragma unroll 3
-  for (int i = threadIdx.x; i < Tile::ROWS * (D / 8); i += 32 * Tile::WARPS) {
-    const int row = i / (D / 8), column = i % (D / 8), h = row / head_rows, n = row % head_rows;
-    const int position = length - head_rows + n;
+  for (int i = threadIdx.x; i < Tile::ROWS * (D / CHUNK); i += Tile::THREADS) {
+    const int row = i / (D / CHUNK), column = i % (D / CHUNK), h = row / share.head_rows, n = row % share.head_rows;
+    const int position = share.length - share.head_rows + n;
     uint4 chunk = make_uint4(0, 0, 0, 0);
-    if (h < heads && position >= 0)
-      chunk = *reinterpret_cast<const uint4*>(q + h * x.q_stride_h + n * x.q_stride_n + column * 8);
+    if (h < share.heads && position >= 0)
+      chunk = *reinterpret_cast<const uint4*>(q + h * x.q_stride_h + n * x.q_stride_n + column * CHUNK);
     u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float2 pair = unpack<Element>(words[e]);
       words[e] = pack<Element>(pair.x * SCORE_SCALE, pair.y * SCORE_SCALE);
     }
-    store_shared(shared + Tile::Q + row * K_ROW + column * 16, words[0], words[1], words[2], words[3]);
+    store_shared(shared + Tile::Q + row * K_ROW + column * CHUNK_BYTES, words[0], words[1], words[2], words[3]);
     if (column == 0) store_shared(shared + Tile::POSITION + row * 4, position);
   }
 }
 
-// B operands: tap i is row shift u = i / WINDOW in chunk d = i % WINDOW of the window, T[k, n] = W[u, 8 d + k - n].
-template <class Tile>
-DEVICE void make_band(u32 shared, const float* weight, int heads) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll 3
-  for (int i = threadIdx.x >> 5; i < heads * STEPS; i += Tile::WARPS) {
-    const int h = i / STEPS, step = i % STEPS;
-    auto weight_at = [&](int tap, int k) {
-      const int u = tap / WINDOW, v = tap % WINDOW * 8 + k - g;
-      return u < CQ && 0 <= v && v < CK ? __ldg(weight + (h * CQ + u) * CK + v) : 0.f;
-    };
-    auto fragment = [&](int tap) { return pack<fp16>(weight_at(tap, 2 * t), weight_at(tap, 2 * t + 1)); };
-    store_shared(shared + Tile::BAND + i * 256 + lane * 8, fragment(2 * step), fragment(2 * step + 1));
-  }
-}
+// ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// Bytes from a window's first row and chunk to tap i's; the tap after the last, which has no weights, is the last.
-template <class Tile>
-DEVICE constexpr int tap_offset(int i) {
-  const int tap = i < CQ * WINDOW ? i : i - 1;
-  return tap / WINDOW * Tile::SLAB_ROW + tap % WINDOW * 16;
-}
-
-// The scores of a warp's keys, which start at `k_tile`, and ROW_TILES * 8 rows, which start at `q`, go to the slab as
-// fp16;
-// `slab` is where the first key's column of the first row is.
-template <class Tile, int ROW_TILES>
+// The scores of a warp's keys and ROWS rows, at most 24, go to the slab as fp16. `k_tile` is where the warp's keys are,
+// `q` where the first row's query is, and `slab` where the column of the warp's first key is in the first row.
+template <class Tile, int ROWS>
 DEVICE void write_scores(u32 k_tile, u32 q, u32 slab, const int* positions, int key, bool edge, int lane) {
-  constexpr int KEYS = Tile::KEYS / Tile::WARPS;
-  const int g = lane >> 2, t = lane & 3;
-  float s[KEYS / 16][ROW_TILES][4] = {};
+  constexpr int KEYS = Tile::WARP_KEYS;
+  const int lane_row = lane >> 2, lane_pair = lane & 3;
+  float s[KEYS / 16][ROWS / 8][4] = {};
 #pragma unroll
   for (int kk = 0; kk < D / 16; ++kk) {
-    u32 queries[ROW_TILES][2];
+    u32 queries[ROWS / 8][2];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
+    for (int r = 0; r < ROWS / 8; ++r)
       load_matrices(queries[r], q + (8 * r + (lane & 7)) * K_ROW + kk * 32 + (lane & 8) * 2);
 #pragma unroll
     for (int m = 0; m < KEYS / 16; ++m) {
       u32 keys[4];
       load_matrices(keys, k_tile + (16 * m + (lane & 15)) * K_ROW + kk * 32 + (lane & 16));
 #pragma unroll
-      for (int r = 0; r < ROW_TILES; ++r) mma<Element>(s[m][r], keys, queries[r][0], queries[r][1]);
+      for (int r = 0; r < ROWS / 8; ++r) mma<Element>(s[m][r], keys, queries[r][0], queries[r][1]);
     }
   }
 #pragma unroll
-  for (int r = 0; r < ROW_TILES; ++r) {
-    const int row = 8 * r + 2 * t;
-    const u32 to = slab + row * Tile::SLAB_ROW + g * 2;
-    if (edge) {  // a later key than some row's own: its score is zero
+  for (int r = 0; r < ROWS / 8; ++r) {
+    const int row = 8 * r + 2 * lane_pair;
+    const u32 to = slab + row * Tile::SLAB_ROW + lane_row * 2;
+    if (edge) {  // hidden scores are zeros
 #pragma unroll
       for (int i = 0; i < KEYS / 4; ++i)
-        if (key + 8 * (i >> 1) + g > positions[row + (i & 1)]) s[i >> 2][r][i & 3] = 0.f;
+        if (key + 8 * (i >> 1) + lane_row > positions[row + (i & 1)])
+          s[i >> 2][r][i & 3] = 0.f;
     }
 #pragma unroll
     for (int i = 0; i < KEYS / 8; ++i) {
-      const float lo = s[i >> 1][r][2 * (i & 1)], hi = s[i >> 1][r][2 * (i & 1) + 1];
-      const u32 scores = pack<fp16>(lo, hi);
-      store_shared_halves(to + i * 16, to + Tile::SLAB_ROW + i * 16, scores);
+      const float low = s[i >> 1][r][2 * (i & 1)], high = s[i >> 1][r][2 * (i & 1) + 1];
+      const u32 scores = pack<fp16>(low, high);
+      store_shared_halves(to + i * CHUNK_BYTES, to + Tile::SLAB_ROW + i * CHUNK_BYTES, scores);
     }
   }
 }
 
+// The scores of a tile. The tile's first key is `key`.
 template <class Tile>
-DEVICE void decode(const Problem& x) {
-  constexpr int KEYS = Tile::KEYS, STAGES = Tile::STAGES, WARPS = Tile::WARPS, WARP_KEYS = KEYS / WARPS;
-  constexpr int CHUNKS = KEYS / 8, TOKENS = 16 / CHUNKS;  // a convolved tile: chunks of keys, new tokens
-  constexpr int CARRY = WINDOW - 1;  // chunks of the slab for the last CK - 1 columns of the tile before
-  constexpr int PAIR_TILES = Tile::PAIRS / 8;
-  extern __shared__ __align__(128) unsigned char dynamic[];
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const u32 shared = shared_address(dynamic), ring = shared + Tile::RING, slab = shared + Tile::SLAB;
-  float* const peaks = reinterpret_cast<float*>(dynamic + Tile::PEAK);  // by pair, in units of log2
-  float* const totals = reinterpret_cast<float*>(dynamic + Tile::TOTAL);
-  float2* const sums = reinterpret_cast<float2*>(dynamic + Tile::SUM);  // by convolved tile and lane
-  const int* const positions = reinterpret_cast<const int*>(dynamic + Tile::POSITION);
+DEVICE void write_tile_scores(u32 shared, u32 k_tile, const Share<Tile>& share, int key, int warp, int lane) {
+  const int warp_key = warp * Tile::WARP_KEYS;  // the warp's first, in the tile
+  const int* const positions = region<const int>(Tile::POSITION);
+  const bool edge = key + Tile::KEYS - 1 > share.length - share.head_rows;
+  for (int row = 0; row < share.rows; row += 24) {
+    const u32 q = shared + Tile::Q + row * K_ROW;
+    const u32 slab = shared + Tile::SLAB + row * Tile::SLAB_ROW + (CK - 1 + warp_key) * 2;
+    if (Tile::ROWS > 16 && share.rows - row > 16)
+      write_scores<Tile, 24>(k_tile + warp_key * K_ROW, q, slab, positions + row, key + warp_key, edge, lane);
+    else if (Tile::ROWS > 8 && share.rows - row > 8)
+      write_scores<Tile, 16>(k_tile + warp_key * K_ROW, q, slab, positions + row, key + warp_key, edge, lane);
+    else
+      write_scores<Tile, 8>(k_tile + warp_key * K_ROW, q, slab, positions + row, key + warp_key, edge, lane);
+  }
+}
 
-  // This CTA's split and heads. CTAs that share their keys are neighbours in the grid.
-  const int blocks = ceil_div(x.group, x.cta_heads);
-  const int block = blockIdx.x % blocks, split = blockIdx.x / blocks % x.num_splits;
-  const int owner = blockIdx.x / blocks / x.num_splits, b = owner / x.kv_heads, kv_head = owner % x.kv_heads;
-  const int head = kv_head * x.group + block * x.cta_heads, heads = min(x.cta_heads, x.group - block * x.cta_heads);
-  const int n_new = x.n_new, head_rows = CQ - 1 + n_new, rows = heads * head_rows;
-  const int pairs = heads * n_new, token_tiles = ceil_div(n_new, TOKENS);  // of a head
-  const int length = x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max;
+// The last columns of a tile's slab become the first of the next one's.
+template <class Tile>
+DEVICE void carry_columns(u32 slab, int rows) {
+  constexpr int CARRY_CHUNKS = WINDOW_CHUNKS - 1;  // they hold CK - 1 columns
+  for (int i = threadIdx.x; i < rows * CARRY_CHUNKS; i += Tile::THREADS) {
+    u32 chunk[4];
+    const u32 to = slab + i / CARRY_CHUNKS * Tile::SLAB_ROW + i % CARRY_CHUNKS * CHUNK_BYTES;
+    load_shared(chunk, to + Tile::KEYS * 2);
+    store_shared(to, chunk[0], chunk[1], chunk[2], chunk[3]);
+  }
+}
 
-  // The split makes outputs [begin, end), of which a tile's first is CK - 1 before its first key's.
-  const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, KEYS) * KEYS - (CK - 1);
-  const int begin = split * span, end = min(begin + span, length);
-  const int tiles = begin < end ? ceil_div(end - begin + CK - 1, KEYS) : 0;
-  const Element* k = x.k + b * x.k_stride_b + kv_head * x.k_stride_h;
-  const Element* v = x.v + b * x.v_stride_b + kv_head * x.v_stride_h;
+// ---- Convolution ----------------------------------------------------------------------------------------------------
+//
+// A convolved tile is TOKENS new tokens of one head. Row m of its 16 is chunk m % CHUNKS of the keys, of token
+// m / CHUNKS. Tap i of the convolution is row shift u = i / WINDOW_CHUNKS in chunk d = i % WINDOW_CHUNKS of the window;
+// a step sums two.
 
-  // The ring: item 2 i is K of tile i, item 2 i + 1 its V.
-  auto load_item = [&](int item, u32 slot) {
-    const int key = begin - PAD_LEFT + item / 2 * KEYS;
-    if (item / 2 < tiles) {
-      if (item % 2 == 0)
-        load_tile<D, KEYS, 32 * WARPS>(slot, k, x.k_stride_n, key, 0, length);
-      else
-        load_tile<DV, KEYS, 32 * WARPS>(slot, v, x.v_stride_n, key - PAD_RIGHT, begin, end);
-    }
-    copy_commit();
-  };
+// Makes the B operands of all heads: of tap i, T[k, n] = W[u, 8 d + k - n].
+template <class Tile>
+DEVICE void make_toeplitz(u32 shared, const float* weight, int heads) {
+  const int lane = threadIdx.x & 31, lane_row = lane >> 2, lane_pair = lane & 3;
+#pragma unroll 3
+  for (int i = threadIdx.x >> 5; i < heads * STEPS; i += Tile::WARPS) {
+    const int h = i / STEPS, step = i % STEPS;
+    auto weight_at = [&](int tap, int k) {
+      const int u = tap / WINDOW_CHUNKS, v = tap % WINDOW_CHUNKS * CHUNK + k - lane_row;
+      return u < CQ && 0 <= v && v < CK ? __ldg(weight + (h * CQ + u) * CK + v) : 0.f;
+    };
+    auto half = [&](int tap) { return pack<fp16>(weight_at(tap, 2 * lane_pair), weight_at(tap, 2 * lane_pair + 1)); };
+    store_shared(shared + Tile::TOEPLITZ + i * STEP + lane * FRAGMENT, half(2 * step), half(2 * step + 1));
+  }
+}
+
+// Bytes from a window's first row and chunk to tap i's; the tap after the last, which has no weights, is the last.
+template <class Tile>
+DEVICE constexpr int tap_offset(int i) {
+  const int tap = i < CQ * WINDOW_CHUNKS ? i : i - 1;
+  return tap / WINDOW_CHUNKS * Tile::SLAB_ROW + tap % WINDOW_CHUNKS * CHUNK_BYTES;
+}
+
+// Convolves tokens `token` and on of head h; c[2 r] and c[2 r + 1] are of row lane_row + 8 r. The slab's first key is
+// `key`.
+template <class Tile>
+DEVICE void convolve(float (&c)[4], u32 shared, const Share<Tile>& share, int h, int token, int key, int lane) {
+  constexpr int CHUNKS = Tile::CHUNKS;
+  const int row = h * share.head_rows + min(token + (lane & 15) / CHUNKS, share.n_new - 1);
+  const u32 from = shared + Tile::SLAB + row * Tile::SLAB_ROW + (lane & 15) % CHUNKS * CHUNK_BYTES;
+  const u32 toeplitz = shared + Tile::TOEPLITZ + h * (STEPS * STEP) + lane * FRAGMENT;
+  float sums[2][4] = {};  // of even and odd steps, so that an mma need not wait for the one before
 #pragma unroll
-  for (int item = 0; item < STAGES - 1; ++item) load_item(item, ring + item * Tile::RING_TILE);
-  u32 slot = ring + (STAGES - 1) * Tile::RING_TILE;
-  // Waits for an item, refills the slot of the one before, which every warp has done with, and returns the item's.
-  auto await_item = [&](int item) {
-    copy_wait<STAGES - 2>();
-    __syncthreads();
-    load_item(item + STAGES - 1, slot);
-    slot = slot == ring + (STAGES - 1) * Tile::RING_TILE ? ring : slot + Tile::RING_TILE;
-    return slot;
-  };
+  for (int step = 0; step < STEPS; ++step) {
+    u32 a[4], weights[2];
+    load_matrices(a, from + (lane < 16 ? tap_offset<Tile>(2 * step) : tap_offset<Tile>(2 * step + 1)));
+    load_shared(weights, toeplitz + step * STEP);
+    mma<fp16>(sums[step & 1], a, weights[0], weights[1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] = sums[0][i] + sums[1][i];
+}
 
-  load_queries<Tile>(shared, x, x.q + b * x.q_stride_b + head * x.q_stride_h, heads, length);
-  make_band<Tile>(shared, x.weight + head * CQ * CK, heads);
-  for (int i = threadIdx.x; i < Tile::ROWS * (Tile::SLAB_ROW / 16); i += 32 * WARPS)
-    store_shared(slab + i * 16, 0u, 0u, 0u, 0u);
-  for (int i = threadIdx.x; i < heads * token_tiles * 32; i += 32 * WARPS) sums[i] = make_float2(0.f, 0.f);
-  if (threadIdx.x < Tile::PAIRS) peaks[threadIdx.x] = NO_PEAK;
+// ---- Softmax --------------------------------------------------------------------------------------------------------
+//
+// The lanes of a convolved tile hold parts of a pair: 4 to a row, and a token has CHUNKS rows. PEAK has the largest
+// score of each pair so far, in units of log2; SUM the sum of exp2(score - peak) of each lane's two rows.
 
-  const float exponent = x.scale * (LOG2_E / SCORE_SCALE);
+// Over the lanes that hold a token's rows. The two values are of rows lane_row and lane_row + 8.
+template <class Tile, class Combine>
+DEVICE void combine_lanes(float (&x)[2], Combine combine) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int other = 1; other < 4 * Tile::CHUNKS && other < 32; other *= 2)
+      x[r] = combine(x[r], __shfl_xor_sync(~0u, x[r], other));
+  if (Tile::CHUNKS == 16) x[0] = x[1] = combine(x[0], x[1]);  // both rows are the same token's
+}
+
+// The convolution and softmax of a tile: P gets exp2(score - peak), in the order of pairs and of the tile's outputs.
+template <class Tile>
+DEVICE void softmax_tile(u32 shared, const Share<Tile>& share, int tile, float exponent, int warp, int lane) {
+  constexpr int CHUNKS = Tile::CHUNKS;
+  const int lane_row = lane >> 2, lane_pair = lane & 3;
+  float* const peaks = region<float>(Tile::PEAK);
+  float2* const sums = region<float2>(Tile::SUM);
+  const int column = share.first_output(tile), first_position = share.first_position;
+  const bool edge = column < share.begin || column + Tile::KEYS > share.end || column + Tile::KEYS - 1 > first_position;
+  for (int index = warp; index < share.heads * share.token_tiles; index += Tile::WARPS) {
+    const int h = index / share.token_tiles, token = index % share.token_tiles * Tile::TOKENS;
+    float c[4];
+    convolve(c, shared, share, h, token, share.first_key(tile) - (CK - 1), lane);
+    int pair[2];
+    float score[2][2], peak[2], top[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int m = lane_row + 8 * r, n = min(token + m / CHUNKS, share.n_new - 1);  // past the last: the last again
+      pair[r] = h * share.n_new + n;
+      peak[r] = peaks[pair[r]];
+      score[r][0] = c[2 * r] * exponent;
+      score[r][1] = c[2 * r + 1] * exponent;
+      if (edge) {
+        const int position = first_position + n;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = column + m % CHUNKS * CHUNK + 2 * lane_pair + e;
+          if (j < share.begin || j >= share.end || j > position) score[r][e] = -INFINITY;
+        }
+      }
+      top[r] = fmaxf(score[r][0], score[r][1]);
+    }
+    float2 sum = sums[index * 32 + lane];
+    if (__any_sync(~0u, top[0] > peak[0] || top[1] > peak[1])) {
+      combine_lanes<Tile>(top, [](float x, float y) { return fmaxf(x, y); });
+      __syncwarp();  // all lanes have read their peaks
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(top[r], peak[r]);
+        (r ? sum.y : sum.x) *= exp2_fast(peak[r] - top[r]);
+        peaks[pair[r]] = peak[r] = top[r];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float p0 = exp2_fast(score[r][0] - peak[r]), p1 = exp2_fast(score[r][1] - peak[r]);
+      (r ? sum.y : sum.x) += p0 + p1;
+      const u32 p_row = shared + Tile::P + pair[r] * Tile::P_ROW;
+      store_shared(p_row + (lane_row + 8 * r) % CHUNKS * CHUNK_BYTES + lane_pair * 4, pack<Element>(p0, p1));
+    }
+    sums[index * 32 + lane] = sum;
+  }
+}
+
+// The sums of pairs, from those of lanes.
+template <class Tile>
+DEVICE void total_sums(const Share<Tile>& share, int warp, int lane) {
+  const float2* const sums = region<const float2>(Tile::SUM);
+  float* const totals = region<float>(Tile::TOTAL);
+  for (int index = warp; index < share.heads * share.token_tiles; index += Tile::WARPS) {
+    const float2 sum = sums[index * 32 + lane];
+    float total[2] = {sum.x, sum.y};
+    combine_lanes<Tile>(total, [](float x, float y) { return x + y; });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int n = index % share.token_tiles * Tile::TOKENS + ((lane >> 2) + 8 * r) / Tile::CHUNKS;
+      if (n < share.n_new) totals[index / share.token_tiles * share.n_new + n] = total[r];
+    }
+  }
+}
+
+// ---- Outputs --------------------------------------------------------------------------------------------------------
+
+// A warp's part of out^T, of its keys: [DV, PAIRS], relative to the peaks that each pair had when it was last added to.
+template <class Tile>
+struct WarpOutputs {
+  static constexpr int PAIR_TILES = Tile::PAIRS / 8;
   float o[DV / 16][PAIR_TILES][4] = {}, o_peak[PAIR_TILES][2];
-#pragma unroll
-  for (int p = 0; p < PAIR_TILES; ++p) o_peak[p][0] = o_peak[p][1] = NO_PEAK;
 
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int key = begin - PAD_LEFT + tile * KEYS, column = key - PAD_RIGHT;  // of the tile's first score and output
-    const u32 k_tile = await_item(2 * tile) + warp * WARP_KEYS * K_ROW;
-    for (int row = 0; row < rows; row += 24) {
-      const u32 q = shared + Tile::Q + row * K_ROW;
-      const u32 to = slab + row * Tile::SLAB_ROW + (CK - 1 + warp * WARP_KEYS) * 2;
-      if (Tile::ROWS > 16 && rows - row > 16)
-        write_scores<Tile, 3>(k_tile, q, to, positions + row, key + warp * WARP_KEYS, key + KEYS > length - head_rows, lane);
-      else if (Tile::ROWS > 8 && rows - row > 8)
-        write_scores<Tile, 2>(k_tile, q, to, positions + row, key + warp * WARP_KEYS, key + KEYS > length - head_rows, lane);
-      else
-        write_scores<Tile, 1>(k_tile, q, to, positions + row, key + warp * WARP_KEYS, key + KEYS > length - head_rows, lane);
-    }
-    __syncthreads();
+  DEVICE WarpOutputs() {
+#pragma unroll
+    for (int p = 0; p < PAIR_TILES; ++p) o_peak[p][0] = o_peak[p][1] = NO_PEAK;
+  }
 
-    // Convolution and softmax, TOKENS new tokens of one head at a time: row m is chunk m % CHUNKS of token m / CHUNKS.
-    const int first_position = length - n_new;  // of the new tokens
-    const bool edge = column < begin || column + KEYS > min(end, first_position + 1);
-    for (int index = warp; index < heads * token_tiles; index += WARPS) {
-      const int h = index / token_tiles, token = index % token_tiles * TOKENS;
-      const int from_row = h * head_rows + min(token + (lane & 15) / CHUNKS, n_new - 1);
-      const u32 from = slab + from_row * Tile::SLAB_ROW + (lane & 15) % CHUNKS * 16;
-      const u32 band = shared + Tile::BAND + h * (STEPS * 256) + lane * 8;
-      float c[2][4] = {};
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        u32 a[4], weights[2];
-        load_matrices(a, from + (lane < 16 ? tap_offset<Tile>(2 * step) : tap_offset<Tile>(2 * step + 1)));
-        load_shared(weights, band + step * 256);
-        mma<fp16>(c[step & 1], a, weights[0], weights[1]);
-      }
-      int pair[2];
-      float score[2][2], peak[2], top[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int m = g + 8 * r, n = min(token + m / CHUNKS, n_new - 1);  // past the last token: the last again
-        pair[r] = h * n_new + n;
-        peak[r] = peaks[pair[r]];
-        score[r][0] = (c[0][2 * r] + c[1][2 * r]) * exponent;
-        score[r][1] = (c[0][2 * r + 1] + c[1][2 * r + 1]) * exponent;
-        if (edge) {
-          const int j = column + m % CHUNKS * 8 + 2 * t, position = first_position + n;
-          const int stop = min(end, position + 1);
-          if (j < begin || j >= stop) score[r][0] = -INFINITY;
-          if (j + 1 < begin || j + 1 >= stop) score[r][1] = -INFINITY;
-        }
-        top[r] = fmaxf(score[r][0], score[r][1]);
-      }
-      float2 sum = sums[index * 32 + lane];
-      if (__any_sync(~0u, top[0] > peak[0] || top[1] > peak[1])) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-          for (int other = 1; other < 4 * CHUNKS && other < 32; other *= 2)
-            top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], other));
-        }
-        if (CHUNKS == 16) top[0] = top[1] = fmaxf(top[0], top[1]);  // both rows are the same token's
-        __syncwarp();                                               // all lanes have read their peaks
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          top[r] = fmaxf(top[r], peak[r]);
-          (r ? sum.y : sum.x) *= exp2_fast(peak[r] - top[r]);
-          peaks[pair[r]] = peak[r] = top[r];
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float p0 = exp2_fast(score[r][0] - peak[r]), p1 = exp2_fast(score[r][1] - peak[r]);
-        (r ? sum.y : sum.x) += p0 + p1;
-        const u32 p_row = shared + Tile::P + pair[r] * Tile::P_ROW;
-        store_shared(p_row + (g + 8 * r) % CHUNKS * 16 + t * 4, pack<Element>(p0, p1));
-      }
-      sums[index * 32 + lane] = sum;
-    }
-
-    const u32 v_tile = await_item(2 * tile + 1);
-    for (int i = threadIdx.x; i < rows * CARRY; i += 32 * WARPS) {
-      u32 chunk[4];
-      const u32 to = slab + i / CARRY * Tile::SLAB_ROW + i % CARRY * 16;
-      load_shared(chunk, to + KEYS * 2);
-      store_shared(to, chunk[0], chunk[1], chunk[2], chunk[3]);
-    }
-    bool rescale = false;
+  // Makes them relative to the peaks of now.
+  DEVICE void rescale(int lane) {
+    const float* const peaks = region<const float>(Tile::PEAK);
+    bool risen = false;
     float peak[PAIR_TILES][2];
 #pragma unroll
     for (int i = 0; i < 2 * PAIR_TILES; ++i) {
-      peak[i >> 1][i & 1] = peaks[8 * (i >> 1) + 2 * t + (i & 1)];
-      rescale |= peak[i >> 1][i & 1] != o_peak[i >> 1][i & 1];
+      peak[i >> 1][i & 1] = peaks[8 * (i >> 1) + 2 * (lane & 3) + (i & 1)];
+      risen |= peak[i >> 1][i & 1] != o_peak[i >> 1][i & 1];
     }
-    if (__any_sync(~0u, rescale)) {
+    if (!__any_sync(~0u, risen)) return;
 #pragma unroll
-      for (int i = 0; i < 2 * PAIR_TILES; ++i) {
-        const int p = i >> 1, e = i & 1;
-        const float factor = exp2_fast(o_peak[p][e] - peak[p][e]);
-        o_peak[p][e] = peak[p][e];
+    for (int i = 0; i < 2 * PAIR_TILES; ++i) {
+      const int p = i >> 1, e = i & 1;
+      const float factor = exp2_fast(o_peak[p][e] - peak[p][e]);
+      o_peak[p][e] = peak[p][e];
 #pragma unroll
-        for (int m = 0; m < DV / 16; ++m) o[m][p][e] *= factor, o[m][p][2 + e] *= factor;
-      }
+      for (int m = 0; m < DV / 16; ++m) o[m][p][e] *= factor, o[m][p][2 + e] *= factor;
     }
-    const u32 v_rows = v_tile + (warp * WARP_KEYS + (lane & 7) + (lane >> 4) * 8) * V_ROW + (lane & 8) * 2;
-    const u32 p_rows = shared + Tile::P + (lane & 7) * Tile::P_ROW + (warp * WARP_KEYS + (lane & 8)) * 2;
+  }
+
+  // out^T += V^T P^T
+  DEVICE void add(u32 shared, u32 v_tile, int pairs, int warp, int lane) {
+    const int warp_key = warp * Tile::WARP_KEYS;
+    const u32 v_rows = v_tile + (warp_key + (lane & 7) + (lane >> 4) * 8) * V_ROW + (lane & 8) * 2;
+    const u32 p_rows = shared + Tile::P + (lane & 7) * Tile::P_ROW + (warp_key + (lane & 8)) * 2;
 #pragma unroll
-    for (int kk = 0; kk < WARP_KEYS / 16; ++kk) {
+    for (int kk = 0; kk < Tile::WARP_KEYS / 16; ++kk) {
       u32 weights[PAIR_TILES][2];
 #pragma unroll
-      for (int p = 0; p < PAIR_TILES; ++p)
-        load_matrices(weights[p], p_rows + 8 * p * Tile::P_ROW + kk * 32);
+      for (int p = 0; p < PAIR_TILES; ++p) load_matrices(weights[p], p_rows + 8 * p * Tile::P_ROW + kk * 32);
 #pragma unroll
       for (int m = 0; m < DV / 16; ++m) {
         u32 values[4];
@@ -558,42 +664,35 @@ DEVICE void decode(const Problem& x) {
     }
   }
 
-  // A pair's sum is spread over the lanes of its token's chunks; its outputs are over the warps, and meet in the ring.
-  for (int index = warp; index < heads * token_tiles; index += WARPS) {
-    const float2 sum = sums[index * 32 + lane];
-    float total[2] = {sum.x, sum.y};
+  // Writes them where the ring was, as [WARPS][PAIRS][DV].
+  DEVICE void write(int warp, int lane) const {
+    float* const outputs = region<float>(Tile::RING) + warp * Tile::PAIRS * DV;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int i = 0; i < 2 * PAIR_TILES; ++i) {
+      const int pair = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
 #pragma unroll
-      for (int other = 1; other < 4 * CHUNKS && other < 32; other *= 2)
-        total[r] += __shfl_xor_sync(~0u, total[r], other);
-    if (CHUNKS == 16) total[0] = total[1] = total[0] + total[1];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int n = index % token_tiles * TOKENS + (g + 8 * r) / CHUNKS;
-      if (n < n_new) totals[index / token_tiles * n_new + n] = total[r];
+      for (int e = 0; e < DV / 8; ++e)
+        outputs[pair * DV + 8 * e + (lane >> 2)] = o[e >> 1][i >> 1][2 * (e & 1) + (i & 1)];
     }
   }
-  float* const outputs = reinterpret_cast<float*>(dynamic + Tile::RING);  // [WARPS][PAIRS][DV]
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2 * PAIR_TILES; ++i) {
-    const int pair = 8 * (i >> 1) + 2 * t + (i & 1);
-#pragma unroll
-    for (int e = 0; e < DV / 8; ++e)
-      outputs[(warp * Tile::PAIRS + pair) * DV + 8 * e + g] = o[e >> 1][i >> 1][2 * (e & 1) + (i & 1)];
-  }
-  __syncthreads();
-  const long long row = static_cast<long long>(b * x.kv_heads * x.group + head) * n_new;  // of the first pair in out
-  for (int i = threadIdx.x; i < pairs * DV; i += 32 * WARPS) {
+};
+
+// Sums the warps' outputs and stores the results of the split.
+template <class Tile>
+DEVICE void store_results(const Problem& x, const Share<Tile>& share) {
+  const float* const outputs = region<const float>(Tile::RING);
+  const float* const peaks = region<const float>(Tile::PEAK);
+  const float* const totals = region<const float>(Tile::TOTAL);
+  const long long first = static_cast<long long>(share.b * x.kv_heads * x.group + share.head) * x.n_new;
+  for (int i = threadIdx.x; i < share.pairs * DV; i += Tile::THREADS) {
     const int pair = i / DV, d = i % DV;
     const float total = totals[pair];
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += outputs[w * Tile::PAIRS * DV + i];
+    for (int w = 0; w < Tile::WARPS; ++w) sum += outputs[w * Tile::PAIRS * DV + i];
     if (total != 0.f) sum /= total;
     const float log_sum = total == 0.f ? -INFINITY : peaks[pair] + log2f(total);
-    const long long place = (row + pair) * x.num_splits + split;  // of one split only: row + pair
+    const long long place = (first + pair) * x.num_splits + share.split;  // where there is one split: first + pair
     if (x.num_splits == 1) {
       x.out[place * DV + d] = static_cast<Element>(sum);
       if (d == 0) x.lse[place] = log_sum * LN_2;
@@ -604,7 +703,45 @@ DEVICE void decode(const Problem& x) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128, 3) mta_tile_decode_1_cq6_ck11_d64_bf16_causal_sm90a(
+// ---- The kernels ----------------------------------------------------------------------------------------------------
+
+template <class Tile>
+DEVICE void decode(const Problem& x) {
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const u32 shared = shared_address(dynamic), slab = shared + Tile::SLAB;
+  const Share<Tile> share(x);
+  Ring<Tile> ring(x, share);
+
+  load_queries(shared, x, share);
+  make_toeplitz<Tile>(shared, x.weight + share.head * CQ * CK, share.heads);
+  for (int i = threadIdx.x; i < Tile::ROWS * (Tile::SLAB_ROW / CHUNK_BYTES); i += Tile::THREADS)
+    store_shared(slab + i * CHUNK_BYTES, 0u, 0u, 0u, 0u);
+  for (int i = threadIdx.x; i < share.heads * share.token_tiles * 32; i += Tile::THREADS)
+    region<float2>(Tile::SUM)[i] = make_float2(0.f, 0.f);
+  if (threadIdx.x < Tile::PAIRS) region<float>(Tile::PEAK)[threadIdx.x] = NO_PEAK;
+
+  const float exponent = x.scale * (LOG2_E / SCORE_SCALE);
+  WarpOutputs<Tile> outputs;
+  for (int tile = 0; tile < share.tiles; ++tile) {
+    const u32 k_tile = ring.await(2 * tile);
+    write_tile_scores(shared, k_tile, share, share.first_key(tile), warp, lane);
+    __syncthreads();
+    softmax_tile(shared, share, tile, exponent, warp, lane);
+    const u32 v_tile = ring.await(2 * tile + 1);
+    carry_columns<Tile>(slab, share.rows);
+    outputs.rescale(lane);
+    outputs.add(shared, v_tile, share.pairs, warp, lane);
+  }
+
+  total_sums(share, warp, lane);
+  __syncthreads();  // the ring has been read
+  outputs.write(warp, lane);
+  __syncthreads();
+  store_results(x, share);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 3)
+mta_tile_decode_1_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens, Element* out,
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
@@ -615,7 +752,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) mta_tile_decode_1_cq6_ck11_
                   n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
-extern "C" __global__ void __launch_bounds__(128, 2) mta_tile_decode_4_cq6_ck11_d64_bf16_causal_sm90a(
+extern "C" __global__ void __launch_bounds__(128, 2)
+mta_tile_decode_4_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens, Element* out,
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
@@ -626,7 +764,8 @@ extern "C" __global__ void __launch_bounds__(128, 2) mta_tile_decode_4_cq6_ck11_
                   n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) mta_tile_decode_8_cq6_ck11_d64_bf16_causal_sm90a(
+extern "C" __global__ void __launch_bounds__(256, 2)
+mta_tile_decode_8_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* q, const Element* k, const Element* v, const float* weight, const int* seqlens, Element* out,
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
@@ -640,7 +779,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) mta_tile_decode_8_cq6_ck11_
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse.
 constexpr int COMBINE_WARPS = 4, COLUMNS = (DV + 31) / 32;  // columns of a lane
 
-extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS) mta_tile_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
+mta_tile_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
     const float* __restrict__ partial, const float* __restrict__ partial_lse, Element* __restrict__ out,
     float* __restrict__ lse, int num_splits) {
   __shared__ float sums[COMBINE_WARPS][DV];

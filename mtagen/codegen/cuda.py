@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from ..planner.geometry.affine import N_K, Size
 from ..planner.geometry.mask import Mask
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
@@ -137,13 +138,13 @@ def _filled(items: Iterable[str], indent: int) -> str:
     return filled.replace("\0", " ")
 
 
-def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, str]) -> str:
-    """The condition that a key is hidden from the query at a position, or does not exist.
+def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, str], *, n_k: Size | None = N_K) -> str:
+    """The condition that a key is hidden from the query at a position, or is past the keys (see :meth:`Mask.hidden`).
 
     Of tiles, given by the first and the last position or key: that some key is hidden from some query.
     """
     positions, keys = ([*map(Source, (x, x) if isinstance(x, str) else x)] for x in (position, key))
-    comparisons = mask.hidden((positions[0], positions[1]), (keys[0], keys[1]))
+    comparisons = mask.hidden((positions[0], positions[1]), (keys[0], keys[1]), n_k=n_k)
     return " || ".join(f"{c_code(left)} {operator} {c_code(right)}" for left, operator, right in comparisons)
 
 

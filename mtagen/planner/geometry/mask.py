@@ -103,16 +103,17 @@ class Mask:
 
     # ---- Of tiles, which are given by their first and last position or key.
 
-    def hidden(self, positions: Interval, keys: Interval, *, n_k: Size = N_K) -> tuple[Comparison, ...]:
+    def hidden(self, positions: Interval, keys: Interval, *, n_k: Size | None = N_K) -> tuple[Comparison, ...]:
         """Comparisons of which one holds if and only if some pair of a position and a key is hidden or past the keys.
 
-        ``mask.hidden((p, p), (j, j))`` is the rule for a single pair. Keys before the first are not looked for.
+        ``mask.hidden((p, p), (j, j))`` is the rule for a single pair. Keys before the first are not looked for,
+        nor are those past the keys where ``n_k`` is None.
         """
         (first_position, last_position), (first_key, last_key) = positions, keys
         comparisons = []
         if (limit := self.last_key(first_position)) is not None:
             comparisons.append(Comparison(last_key, ">", limit))
-        if not self.bounds_keys:
+        if n_k is not None and not self.bounds_keys:
             comparisons.append(Comparison(last_key, ">=", n_k))
         if (limit := self.first_key(last_position)) is not None:
             comparisons.append(Comparison(first_key, "<", limit))

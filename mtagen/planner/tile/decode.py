@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
-from sympy import Expr, Min, ceiling
+from sympy import ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
@@ -45,7 +45,6 @@ _COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
 _REGISTERS = 128  # that a thread is given at least
 
 N_NEW, CTA_HEADS, SPLITS = sympy.symbols("n_new cta_heads splits", integer=True, positive=True)
-_END, _POSITION, _FIRST_POSITION = sympy.symbols("end position first_position", integer=True)  # in the source
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class DecodeTile:
             (
                 ("RING", max(self.stages * self.ring_tile, outputs), 16),
                 ("Q", self.rows * (2 * self.spec.head_dim + 16), 16),
-                ("BAND", self.heads * convolution_steps(self.spec) * 256, 16),
+                ("TOEPLITZ", self.heads * convolution_steps(self.spec) * 256, 16),
                 ("SLAB", self.rows * self.slab_row, 16),
                 ("P", self.pairs * self.weights_row, 16),
                 ("SUM", 256 * self.convolved_tiles, 16),
@@ -219,21 +218,7 @@ class TileDecode(TilePass):
     @property
     def masks_windows(self) -> bool:
         """Whether a window holds scores that count for some new tokens and not for others."""
-        return self.mask.zeroes_terms and self.spec.pad_right > 0
-
-    @property
-    def seen_end(self) -> Expr:
-        """End of those keys of a split, ``end`` in the source, that the token at ``position`` sees."""
-        return self._seen_end(_POSITION)
-
-    @property
-    def first_seen_end(self) -> Expr:
-        """The same of the first new token."""
-        return self._seen_end(_FIRST_POSITION)
-
-    def _seen_end(self, position: Expr) -> Expr:
-        key = self.mask.last_key(position)
-        return _END if key is None else Min(_END, key + 1)
+        return self.mask.zeroes_terms and (self.mask.hides_earlier or self.spec.pad_right > 0)
 
     def resident(self, tile: DecodeTile) -> int:
         """CTAs of a kernel that a multiprocessor is to hold."""
