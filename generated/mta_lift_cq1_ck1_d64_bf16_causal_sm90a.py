@@ -558,7 +558,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         dweight (H, 1, 1) fp32.
     """
     batch, n_heads, n_q, _ = q.shape
-    kv_heads, n_k = k.shape[1:3]
+    _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
     all_heads = batch * n_heads
     f32 = dict(dtype=torch.float32, device=q.device)
@@ -918,7 +918,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     batch, n_heads, tail, _ = q_tail.shape
-    kv_heads, n_max = k_cache.shape[1:3]
+    _, kv_heads, n_max, _ = k_cache.shape
     group, n_new = n_heads // kv_heads, tail
     rows = batch * n_heads * n_new
     out = torch.empty((batch, n_heads, n_new, 64), dtype=q_tail.dtype, device=q_tail.device)

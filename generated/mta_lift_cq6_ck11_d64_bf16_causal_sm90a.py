@@ -682,7 +682,7 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
 def _band_scores(q, k):
     """Unscaled scores on the hidden diagonals next to the mask's edge: (B * H, Nq, 10) fp32."""
     batch, n_heads, n_q, _ = q.shape
-    kv_heads, n_k = k.shape[1:3]
+    _, kv_heads, n_k, _ = k.shape
     scores = torch.empty((batch * n_heads, n_q, 10), dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(n_q, 64) * batch * n_heads,)
     mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
@@ -773,7 +773,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         dweight (H, 6, 11) fp32.
     """
     batch, n_heads, n_q, _ = q.shape
-    kv_heads, n_k = k.shape[1:3]
+    _, kv_heads, n_k, _ = k.shape
     group = n_heads // kv_heads
     all_heads = batch * n_heads
     f32 = dict(dtype=torch.float32, device=q.device)
@@ -1182,7 +1182,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     batch, n_heads, tail, _ = q_tail.shape
-    kv_heads, n_max = k_cache.shape[1:3]
+    _, kv_heads, n_max, _ = k_cache.shape
     group, n_new = n_heads // kv_heads, tail - 5
     rows = batch * n_heads * n_new
     out = torch.empty((batch, n_heads, n_new, 64), dtype=q_tail.dtype, device=q_tail.device)

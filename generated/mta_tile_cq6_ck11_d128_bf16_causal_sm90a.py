@@ -67,10 +67,10 @@ class Kernel:
             RuntimeError: the driver refuses the launch.
         """
         status = self._launch(grid, arguments)
-        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
-            driver.cuCtxSetCurrent(self._context)
-            status = self._launch(grid, arguments)
         if status:
+            if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
+                driver.cuCtxSetCurrent(self._context)
+                status = self._launch(grid, arguments)
             checked((status,), f"the launch of {self.name}, grid {grid},")
 
     def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
@@ -222,7 +222,7 @@ def forward(q, k, v, weight, scale):
         out (B, H, Nq, 128) in the dtype of q, and lse (B, H, Nq) fp32.
     """
     batch, heads, n_q, _ = q.shape
-    kv_heads, n_k = k.shape[1:3]
+    _, kv_heads, n_k, _ = k.shape
     group = heads // kv_heads
     out = q.new_empty(batch, heads, n_q, 128)
     lse = q.new_empty((batch, heads, n_q), dtype=torch.float32)
@@ -255,7 +255,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         dweight (H, 6, 11) fp32.
     """
     batch, heads, n_q, _ = q.shape
-    kv_heads, n_k = k.shape[1:3]
+    _, kv_heads, n_k, _ = k.shape
     group = heads // kv_heads
     row_pitch = n_q + 144
     key_blocks = -(-n_k // 108)
@@ -340,7 +340,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         out (B, H, n_new, 128) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     batch, heads, tail, _ = q_tail.shape
-    kv_heads, n_max = k_cache.shape[1:3]
+    _, kv_heads, n_max, _ = k_cache.shape
     group, n_new = heads // kv_heads, tail - 5
 
     # The first kernel, of ever larger ones, whose block takes all heads of a group. If there is none it is the last,

@@ -58,10 +58,10 @@ class Kernel:
             RuntimeError: the driver refuses the launch.
         """
         status = self._launch(grid, arguments)
-        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
-            driver.cuCtxSetCurrent(self._context)
-            status = self._launch(grid, arguments)
         if status:
+            if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used the driver before
+                driver.cuCtxSetCurrent(self._context)
+                status = self._launch(grid, arguments)
             checked((status,), f"the launch of {self.name}, grid {grid},")
 
     def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
