@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from .accuracy import Comparison
 from .dtypes import TORCH_DTYPES
 from .errors import SpecError, explain
 from .measure.cases import Sizes
-from .measure.inputs import Sampler, weight_shapes
+from .measure.inputs import Sampler
 from .measure.judge import eager_op, judge, judge_decode
 from .spec import Spec
 
@@ -33,18 +32,9 @@ _MIN_ENTRIES = 16  # of a weight, whose gradients are compared, or eager's large
 class Op(Protocol):
     """What is used here of the op that ``mtagen.build`` returns."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, return_lse: bool) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def decode(
-        self,
-        q_tail: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        weight: Tensor,
-        *,
-        cache_seqlens: Tensor,
-        return_lse: bool,
-    ) -> Any: ...
+    def decode(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Row(NamedTuple):
@@ -88,7 +78,8 @@ def failures(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = 
 
 
 def _with_enough_entries(spec: Spec, sizes: Sizes) -> Sizes:
-    """The same with as many times the heads as the smallest weight needs."""
-    smallest = min(math.prod(shape) for shape in weight_shapes(spec, sizes.heads).values())
-    times = math.ceil(_MIN_ENTRIES / smallest)
+    """The same with as many times the heads as the smallest weight and the groups that are mixed need."""
+    times = math.lcm(*(mixed // math.gcd(mixed, sizes.heads) for mixed in spec.mixed.values()))
+    entries = [math.prod(shape) for shape in spec.weights(times * sizes.heads).values()]
+    times *= math.ceil(_MIN_ENTRIES / min(entries, default=_MIN_ENTRIES))
     return sizes._replace(heads=times * sizes.heads, kv_heads=times * sizes.kv_heads)

@@ -44,7 +44,9 @@ app = typer.Typer(
 
 
 def _spec(
-    kernel: Annotated[str, typer.Option(help="Extents of the convolution.", metavar="CQ,CK")],
+    kernel: Annotated[
+        str, typer.Option(help="Extents of the convolution before the softmax, or none.", metavar="CQ,CK|none")
+    ],
     head_dim: Annotated[int, typer.Option(help="Size of a query or key vector.")],
     value_head_dim: Annotated[
         int | None, typer.Option(help="Size of a value vector.", show_default="the head dim")
@@ -58,16 +60,33 @@ def _spec(
         typer.Option(help="Whose causal mask zeroes scores before the convolution.", metavar="|".join(MASKS)),
     ] = "source",
     dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
+    mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed before the softmax.")] = None,
+    post_kernel: Annotated[
+        str, typer.Option(help="Extents of the convolution after the softmax.", metavar="CQ,CK|none")
+    ] = "none",
+    post_mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed after the softmax.")] = None,
 ) -> Spec:
-    value_head_dim = head_dim if value_head_dim is None else value_head_dim
-    return Spec(_extents(kernel), head_dim, value_head_dim, causal, key_padding, mask, dtype)
+    return Spec(
+        _extents("kernel", kernel),
+        head_dim,
+        head_dim if value_head_dim is None else value_head_dim,
+        causal,
+        key_padding,
+        mask,
+        dtype,
+        mixed_heads,
+        _extents("post_kernel", post_kernel),
+        post_mixed_heads,
+    )
 
 
-def _extents(kernel: str) -> tuple[int, int]:
+def _extents(name: str, kernel: str) -> tuple[int, int] | None:
+    if kernel == "none":
+        return None
     try:
         cq, ck = map(int, kernel.split(","))
     except ValueError:
-        raise SpecError(explain("kernel", kernel, "must be two integers", "CQ,CK, such as 6,11")) from None
+        raise SpecError(explain(name, kernel, "must be two integers", "CQ,CK, such as 6,11, or none")) from None
     return cq, ck
 
 
@@ -270,7 +289,9 @@ def bench(
     from .environment import collect
 
     where = torch.empty(0, device=_present(device)).device  # with its index
-    chosen = suites.suite(suite, where.type, [*map(_extents, kernel or ())], head_dim or (), length or ())
+    chosen = suites.suite(
+        suite, where.type, [_extents("kernel", one) for one in kernel or ()], head_dim or (), length or ()
+    )
     entrants = contenders.entrants(suite, where, contender or (), max_materialised)
     _check_writable(json_file, plot)
     if plot:

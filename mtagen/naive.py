@@ -11,37 +11,45 @@ def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     *,
+    head_weight: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    post_head_weight: Tensor | None = None,
     causal: bool = True,
     key_padding: str = "both",
     mask: str = "source",
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(conv2d(mask0(scale * q k^T), weight) masked) v, all of it in ``q.dtype`` and O(Nq * Nk) memory.
+    """mix(conv(softmax(mix(conv(scale * q k^T))))) v, all of it in ``q.dtype`` and O(Nq * Nk) memory.
 
-    The key-query convolution of Multi-Token Attention (Golovneva et al., 2025): it sees cq-1 past queries and
-    the current one, and ck keys around the current one. Queries are aligned to the end of the keys. A score
-    is zeroed before the convolution where its own query must not see its key (``mask="source"``, the authors'
-    code) or where the query of the convolution's result must not (``mask="output"``, the formula printed in
-    the paper).
+    Multi-Token Attention (Golovneva et al., 2025). A convolution sees cq-1 past queries and the current one, and ck
+    keys around the current one; a mixture is over the heads of a group. Each of the four stages is left out if its
+    weight is not given. Queries are aligned to the end of the keys. An entry is zeroed before a convolution where its
+    own query must not see its key (``mask="source"``, the authors' code) or where the query of the convolution's result
+    must not (``mask="output"``, the formula printed in the paper).
 
     Args:
         q: queries ``[B, H, Nq, D]``, any float dtype.
         k: keys ``[B, Hkv, Nk, D]`` with H a multiple of Hkv.
         v: values ``[B, Hkv, Nk, DV]``.
-        weight: convolution kernels ``[H, cq, ck]`` or ``[H, 1, cq, ck]``; cast to ``q.dtype``.
+        weight: kernels ``[H, cq, ck]`` or ``[H, 1, cq, ck]`` of the convolution before the softmax. As the other
+            weights it is cast to ``q.dtype``.
+        head_weight: matrices ``[H/m, m, m]`` that mix the heads before the softmax, indexed [group, out head, in head];
+            groups are of m consecutive heads. ``[m, m]`` where m = H.
+        post_weight: kernels of the convolution after the softmax, as ``weight``; its extents may differ.
+        post_head_weight: matrices that mix the heads after the softmax, as ``head_weight``; its m may differ.
         causal: query i sees keys ``j <= i + Nk - Nq`` only.
-        key_padding: ``both``: the convolution is centred on key j, at tap (ck-1)//2; ``left``: it ends there;
+        key_padding: of both convolutions: ``both``: centred on key j, at tap (ck-1)//2; ``left``: it ends there;
             ``right``: it begins there.
-        mask: ``source`` or ``output``; without effect unless ``causal``.
+        mask: of both convolutions: ``source`` or ``output``; without effect unless ``causal``.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
-        return_lse: also return the log-sum-exp of each row of masked scores.
+        return_lse: also return the log-sum-exp of each row of masked scores, as the softmax takes them.
 
     Returns:
-        ``out [B, H, Nq, DV]``, or ``(out, lse [B, H, Nq])``, in ``q.dtype``. A query that sees no key gets 0
-        and -inf.
+        ``out [B, H, Nq, DV]``, or ``(out, lse [B, H, Nq])``, in ``q.dtype``. A query that sees no key gets the
+        probabilities 0 and -inf.
 
     Raises:
         KeyError: ``key_padding`` is not known.
@@ -49,32 +57,48 @@ def reference(
     """
     if mask not in ("source", "output"):
         raise ValueError(f"mask: got {mask!r}; legal: ('source', 'output')")
-    heads, (cq, ck) = q.shape[1], weight.shape[-2:]
-    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    weight = weight.to(q.dtype).reshape(heads, 1, cq, ck)
-    left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[key_padding]
-    pad = (left, ck - 1 - left, cq - 1, 0)
-
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     nq, nk = scores.shape[-2:]
     forbidden = torch.ones(nq, nk, dtype=torch.bool, device=q.device).triu(nk - nq + 1) & causal
-    if scores.numel() == 0:
-        mixed = scores
-    elif mask == "source":
-        mixed = _convolve(F.pad(scores.masked_fill(forbidden, 0), pad), weight)
-    else:  # the mask follows the output's row: it commutes with the sum over rows, not with that over columns
-        mixed, scores, hidden = torch.zeros_like(scores), F.pad(scores, pad), F.pad(forbidden, pad[:2])
-        for c in range(ck):
-            rows = _convolve(scores[..., c : c + nk], weight[..., c : c + 1])
-            mixed = mixed + rows.masked_fill(hidden[:, c : c + nk], 0)
-    mixed = mixed.masked_fill(forbidden, -torch.inf)
-    out = mixed.softmax(-1).masked_fill(forbidden, 0) @ v  # the fill clears the NaN of rows that see no key
-    return (out, mixed.logsumexp(-1)) if return_lse else out
+    scores = _mix(_convolve(scores, weight, forbidden, key_padding, mask), head_weight)
+    scores = scores.masked_fill(forbidden, -torch.inf)
+    shares = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
+    if post_weight is not None:
+        shares = _convolve(shares, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
+    out = _mix(shares, post_head_weight) @ v
+    return (out, scores.logsumexp(-1)) if return_lse else out
 
 
-def _convolve(scores: Tensor, weight: Tensor) -> Tensor:
-    """Each head by its own kernel, ``weight [H, 1, cq, ck]``."""
+def _mix(x: Tensor, weight: Tensor | None) -> Tensor:
+    """The heads of each group by its matrix."""
+    if weight is None:
+        return x
+    weight = weight.to(x.dtype).reshape(-1, *weight.shape[-2:])
+    grouped = torch.unflatten(x, 1, weight.shape[:2])
+    return torch.einsum("goi,bgirc->bgorc", weight, grouped).flatten(1, 2)
+
+
+def _convolve(x: Tensor, weight: Tensor | None, forbidden: Tensor, key_padding: str, mask: str) -> Tensor:
+    """Each head by its own kernel."""
+    if weight is None or x.numel() == 0:
+        return x
+    (heads, nk), (cq, ck) = x.shape[1::2], weight.shape[-2:]
+    weight = weight.to(x.dtype).reshape(heads, 1, cq, ck)
+    left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[key_padding]
+    pad = (left, ck - 1 - left, cq - 1, 0)
+    if mask == "source":
+        return _correlate(F.pad(x.masked_fill(forbidden, 0), pad), weight)
+    # The mask follows the output's row: it commutes with the sum over rows, not with that over columns.
+    padded, hidden, convolved = F.pad(x, pad), F.pad(forbidden, pad[:2]), torch.zeros_like(x)
+    for c in range(ck):
+        rows = _correlate(padded[..., c : c + nk], weight[..., c : c + 1])
+        convolved = convolved + rows.masked_fill(hidden[:, c : c + nk], 0)
+    return convolved
+
+
+def _correlate(x: Tensor, weight: Tensor) -> Tensor:
     # On CPUs with AVX512-FP16, oneDNN never finishes compiling a convolution in fp16 by 16 columns or more.
-    hangs = scores.device.type == "cpu" and scores.dtype == torch.float16 and weight.shape[-1] > 15
-    dtype = torch.float32 if hangs else scores.dtype
-    return F.conv2d(scores.to(dtype), weight.to(dtype), groups=len(weight)).to(scores.dtype)
+    hangs = x.device.type == "cpu" and x.dtype == torch.float16 and weight.shape[-1] > 15
+    dtype = torch.float32 if hangs else x.dtype
+    return F.conv2d(x.to(dtype), weight.to(dtype), groups=len(weight)).to(x.dtype)

@@ -20,9 +20,12 @@ _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operati
 
 
 def build(
-    kernel: tuple[int, int],
+    kernel: tuple[int, int] | None,
     head_dim: int,
     *,
+    mixed_heads: int | None = None,
+    post_kernel: tuple[int, int] | None = None,
+    post_mixed_heads: int | None = None,
     value_head_dim: int | None = None,
     causal: bool = True,
     key_padding: str = "both",
@@ -33,7 +36,7 @@ def build(
     deterministic: bool | None = None,
     tune: bool = False,
 ) -> MultiTokenAttention:
-    """Plan, render, compile and cache the op of one kernel shape and head dim. Everything is built here, not in calls.
+    """Plan, render, compile and cache the op of some stages and a head dim. Everything is built here, not in calls.
 
     Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's; on the current GPU alone if
     there is none, and in a process of an initialised ``torch.distributed`` job, which leaves other GPUs to other
@@ -41,8 +44,12 @@ def build(
     run the target's instructions.
 
     Args:
-        kernel: ``(cq, ck)``, extent of the convolution over queries and over keys.
+        kernel: ``(cq, ck)``, extent over queries and over keys of the convolution before the softmax; None: there is
+            none.
         head_dim: D, 16..256 in multiples of 8.
+        mixed_heads: m: scores are mixed in groups of m heads before the softmax, 1..64; default not at all.
+        post_kernel: extent of the convolution after the softmax, default none.
+        post_mixed_heads: as ``mixed_heads``, after the softmax.
         value_head_dim: DV, default D.
         causal: query i sees keys j <= i + Nk - Nq.
         key_padding: ``both``, ``left`` or ``right``.
@@ -86,6 +93,9 @@ def build(
         key_padding=key_padding,
         mask=mask,
         dtype=named or default,
+        mixed_heads=mixed_heads,
+        post_kernel=post_kernel,
+        post_mixed_heads=post_mixed_heads,
     )
     if tune and backend == "torch":
         raise BackendError(explain("tune", tune, "there are no candidates of the torch backend", GENERATED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from .errors import SpecError, check_choice, explain
@@ -14,14 +15,21 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per eleme
 KEY_PADDINGS = ("both", "left", "right")
 MASKS = ("source", "output")
 MAX_NEW_TOKENS = 8  # queries of one decode step
+MAX_MIXED_HEADS = 64  # of a group
+WEIGHTS = ("weight", "head_weight", "post_weight", "post_head_weight")  # of stages, in the order they are applied
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One conv-attention operator: softmax(conv2d(mask0(scale * q k^T), W) masked) v.
+    """One multi-token attention operator, a pipeline of stages over scores (head, query, key).
+
+    Scores are scale * q k^T, convolved (with zeros where masked), mixed over heads, masked, and turned to probabilities
+    by softmax; these are convolved, masked and mixed over heads again, and multiplied with v. Each of the four stages
+    may be left out; without any it is plain attention.
 
     Args:
-        kernel: ``(cq, ck)``, extent of the convolution over queries and over keys.
+        kernel: ``(cq, ck)``, extent of the convolution before the softmax over queries and over keys; ``None`` for no
+            convolution.
         head_dim: size D of a query or key vector, 16..256 in multiples of 8.
         value_head_dim: size DV of a value vector; ``None`` means ``head_dim``.
         causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only.
@@ -29,26 +37,33 @@ class Spec:
         mask: which scores the causal rule zeroes before the convolution: ``source`` (terms with j' > i' + off, as in
             the MTA authors' code) or ``output`` (terms with j' > i + off, as in the paper's formula).
         dtype: element type of q, k, v and out: ``bf16``, ``fp16``, ``fp32`` (and ``fp64`` for the torch backend).
+        mixed_heads: m: before the softmax, scores are mixed in groups of m consecutive heads, 1..64; ``None``: not at
+            all.
+        post_kernel: extent of the convolution after the softmax; ``None`` for no convolution.
+        post_mixed_heads: the same as ``mixed_heads``, after the softmax.
 
     Raises:
         SpecError: a field is out of range.
     """
 
-    kernel: tuple[int, int]
+    kernel: tuple[int, int] | None
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # filled in from head_dim
     causal: bool = True
     key_padding: str = "both"
     mask: str = "source"
     dtype: str = "bf16"
+    mixed_heads: int | None = None
+    post_kernel: tuple[int, int] | None = None
+    post_mixed_heads: int | None = None
 
     def __post_init__(self) -> None:
-        kernel = self.kernel
-        if not (isinstance(kernel, (tuple, list)) and len(kernel) == 2 and all(_is_int(c) for c in kernel)):
-            raise SpecError(explain("kernel", kernel, "must be a pair of ints (cq, ck)", f"1..{MAX_KERNEL} each"))
-        object.__setattr__(self, "kernel", (int(kernel[0]), int(kernel[1])))
-        if not all(1 <= c <= MAX_KERNEL for c in self.kernel):
-            raise SpecError(explain("kernel", kernel, "cq and ck are out of range", f"1..{MAX_KERNEL} each"))
+        for name in ("kernel", "post_kernel"):
+            object.__setattr__(self, name, _extents(name, getattr(self, name)))
+        for name in ("mixed_heads", "post_mixed_heads"):
+            heads = getattr(self, name)
+            if heads is not None and not (_is_int(heads) and 1 <= heads <= MAX_MIXED_HEADS):
+                raise SpecError(explain(name, heads, "must be a number of heads", f"1..{MAX_MIXED_HEADS}, or None"))
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("head_dim", "value_head_dim"):
@@ -62,23 +77,66 @@ class Spec:
 
     @property
     def cq(self) -> int:
-        """Kernel extent over queries; row W[cq-1] multiplies the current query."""
-        return self.kernel[0]
+        """Extent over queries of the convolution before the softmax; row W[cq-1] multiplies the current query."""
+        return self.kernel[0] if self.kernel else 1
 
     @property
     def ck(self) -> int:
-        """Kernel extent over keys; column W[:, pad_left] multiplies the current key."""
-        return self.kernel[1]
+        """Extent over keys of the convolution before the softmax; column W[:, pad_left] multiplies the current key."""
+        return self.kernel[1] if self.kernel else 1
 
     @property
     def pad_left(self) -> int:
         """pL: keys to the left of j that enter C[i, j]."""
-        return {"both": (self.ck - 1) // 2, "left": self.ck - 1, "right": 0}[self.key_padding]
+        return self.padding(self.ck)[0]
 
     @property
     def pad_right(self) -> int:
         """pR = ck - 1 - pL: keys to the right of j that enter C[i, j]."""
-        return self.ck - 1 - self.pad_left
+        return self.padding(self.ck)[1]
+
+    def padding(self, ck: int) -> tuple[int, int]:
+        """Keys to the left and to the right of j that a convolution by ``ck`` columns reads."""
+        left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[self.key_padding]
+        return left, ck - 1 - left
+
+    @property
+    def context(self) -> int:
+        """Queries before its own that a row of the output depends on."""
+        return self.cq - 1 + (self.post_kernel[0] - 1 if self.post_kernel else 0)
+
+    @property
+    def convolves_only(self) -> bool:
+        """Whether there is no stage but, maybe, a convolution before the softmax."""
+        return self.mixed_heads is None and self.post_kernel is None and self.post_mixed_heads is None
+
+    @cached_property
+    def mixed(self) -> dict[str, int]:
+        """Heads of a group by the name of the weight that mixes them."""
+        groups = {"head_weight": self.mixed_heads, "post_head_weight": self.post_mixed_heads}
+        return {name: heads for name, heads in groups.items() if heads}
+
+    @cached_property
+    def kernels(self) -> dict[str, tuple[int, int]]:
+        """Extents of convolutions by the name of the weight."""
+        kernels = {"weight": self.kernel, "post_weight": self.post_kernel}
+        return {name: kernel for name, kernel in kernels.items() if kernel}
+
+    @cached_property
+    def weight_names(self) -> tuple[str, ...]:
+        """The weights that the op takes, in the order of ``WEIGHTS``."""
+        return tuple(name for name in WEIGHTS if name in self.kernels or name in self.mixed)
+
+    def weights(self, heads: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight by its name, in the order of ``WEIGHTS``, where q has so many heads."""
+        return {name: self.weight_shape(name, heads) for name in self.weight_names}
+
+    def weight_shape(self, name: str, heads: int) -> tuple[int, ...]:
+        """The shape of one weight."""
+        if name in self.kernels:
+            return heads, *self.kernels[name]
+        mixed = self.mixed[name]
+        return heads // mixed, mixed, mixed
 
     @property
     def masks_by_output(self) -> bool:
@@ -92,12 +150,24 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict; ``Spec.from_dict`` inverts it."""
-        return asdict(self) | {"kernel": list(self.kernel)}
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Spec:
         """Inverse of :meth:`to_dict`."""
-        return cls(**{**fields, "kernel": tuple(fields["kernel"])})
+        return cls(**fields)
+
+
+def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
+    """A kernel's extents, checked."""
+    if kernel is None:
+        return None
+    if not (isinstance(kernel, (tuple, list)) and len(kernel) == 2 and all(_is_int(c) for c in kernel)):
+        rule, legal = "must be a pair of ints (cq, ck)", f"1..{MAX_KERNEL} each, or None for no convolution"
+        raise SpecError(explain(name, kernel, rule, legal))
+    if not all(1 <= c <= MAX_KERNEL for c in kernel):
+        raise SpecError(explain(name, kernel, "cq and ck are out of range", f"1..{MAX_KERNEL} each"))
+    return kernel[0], kernel[1]
 
 
 def _is_int(value: object) -> bool:

@@ -214,7 +214,7 @@ def typical_length(cases: Iterable[Case]) -> int:
     return LENGTH if LENGTH in lengths else max(lengths)
 
 
-def typical_kernel(cases: Iterable[Case]) -> tuple[int, int]:
+def typical_kernel(cases: Iterable[Case]) -> tuple[int, int] | None:
     """The kernel of those that show one: the paper's, or the first there is."""
     kernels = [case.spec.kernel for case in cases]
     return PAPER if PAPER in kernels else kernels[0]

@@ -37,7 +37,7 @@ _QUICK_CACHES = {"cuda": CACHE_LENGTH, "cpu": 4096}
 def suite(
     name: str,
     device: str,
-    kernels: Sequence[tuple[int, int]] = (),
+    kernels: Sequence[tuple[int, int] | None] = (),
     head_dims: Sequence[int] = (),
     lengths: Sequence[int] = (),
 ) -> list[Case]:
@@ -87,7 +87,7 @@ def _training(
     scale: Scale,
     head_dims: Sequence[int],
     lengths: Sequence[int],
-    kernels: Sequence[tuple[int, int]],
+    kernels: Sequence[tuple[int, int] | None],
     *,
     causal: bool = True,
     batch: int | None = None,
@@ -100,7 +100,7 @@ def _training(
 
 
 def _full(
-    scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int]]
+    scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], kernels: Sequence[tuple[int, int] | None]
 ) -> Iterator[Case]:
     for head_dim, causal in product(head_dims, (True, False)):
         yield from _training(scale, [head_dim], lengths, kernels, causal=causal)
@@ -112,7 +112,7 @@ def _decode(
     scale: Scale,
     head_dims: Sequence[int],
     lengths: Sequence[int],
-    kernels: Sequence[tuple[int, int]],
+    kernels: Sequence[tuple[int, int] | None],
     *,
     every_step: bool,
 ) -> Iterator[Case]:

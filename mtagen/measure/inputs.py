@@ -14,20 +14,15 @@ from ..spec import Spec
 from .cases import Sizes
 
 
-def weight_shapes(spec: Spec, heads: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of an operator by its name, in the order of arguments and gradients."""
-    return {"weight": (heads, *spec.kernel)}
-
-
 @dataclass(frozen=True)
 class Inputs:
     """The differentiable arguments of a call.
 
     Attributes:
-        q: ``(B, H, Nq, D)``; for decode the ``cq - 1`` rows before the new ones, then the new ones.
+        q: ``(B, H, Nq, D)``; for decode the rows before the new ones that these need, then the new ones.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, DV)``.
-        weights: as :func:`weight_shapes` names them, fp32; attention without convolution has none.
+        weights: as :meth:`mtagen.Spec.weights` names them, fp32; plain attention has none.
     """
 
     q: Tensor
@@ -80,12 +75,15 @@ class Sampler:
             q=self.queries(self.sizes.nq, decode=decode),
             k=self._rows(self.sizes.kv_heads, self.sizes.nk, self.spec.head_dim),
             v=self._rows(self.sizes.kv_heads, self.sizes.nk, self.spec.value_head_dim),
-            weights={name: self._weight(shape) for name, shape in weight_shapes(self.spec, self.sizes.heads).items()},
+            weights={
+                name: self._weight(shape, self.spec.mixed.get(name) or math.prod(shape[1:]))
+                for name, shape in self.spec.weights(self.sizes.heads).items()
+            },
         )
 
     def queries(self, n: int, *, decode: bool = False) -> Tensor:
         """q of ``n`` rows, or of ``n`` new tokens and what decode needs before them."""
-        return self._rows(self.sizes.heads, n + (self.spec.cq - 1 if decode else 0), self.spec.head_dim)
+        return self._rows(self.sizes.heads, n + (self.spec.context if decode else 0), self.spec.head_dim)
 
     def outputs(self) -> Tensor:
         """Like out, ``(B, H, Nq, DV)``: the gradient of it, say."""
@@ -100,7 +98,7 @@ class Sampler:
         dtype, generator = TORCH_DTYPES[self.spec.dtype], self.generator
         return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).to(self.device)
 
-    def _weight(self, shape: tuple[int, ...]) -> Tensor:
-        """Each head's entries have a sum of squares of about 1, so that what they mix keeps its size."""
+    def _weight(self, shape: tuple[int, ...], terms: int) -> Tensor:
+        """What an output sums has a sum of squares of about 1, so that what is mixed keeps its size."""
         entries = torch.randn(shape, generator=self.generator, device=self.generator.device).to(self.device)
-        return entries * float(math.prod(shape[1:]) ** -0.5)
+        return entries * float(terms**-0.5)

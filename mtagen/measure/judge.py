@@ -16,7 +16,7 @@ from .inputs import Inputs
 
 
 def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
-    """An operator in plain PyTorch, :func:`mtagen.reference`: (q, k, v, weight) -> out, or (out, lse)."""
+    """An operator in plain PyTorch, :func:`mtagen.reference`: (q, k, v, weights by name) -> out, or (out, lse)."""
     return partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=return_lse)
 
 
@@ -26,7 +26,7 @@ def judge(
     """The results of ``function``, and the gradients of its inputs, against ``eager``.
 
     Args:
-        function: of all ``inputs``; returns out, or out and the log-sum-exp.
+        function: of q, k, v, and the weights by name; returns out, or out and the log-sum-exp.
         eager: the same in plain PyTorch, which also takes them in float64.
         inputs: of one call.
         grad_out: the gradient of out; None: no gradients are taken.
@@ -36,13 +36,17 @@ def judge(
     """
 
     def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        leaves = [x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None) for x in inputs.arguments]
-        results = function(*leaves)
+        leaves = {
+            name: x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None)
+            for name, x in inputs.named.items()
+        }
+        q, k, v, *_ = leaves.values()
+        results = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
         out, lse = results if isinstance(results, tuple) else (results, None)
         named = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
         if grad_out is not None:
-            gradients = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
-            named |= {f"d{name}": gradient for name, gradient in zip(inputs.named, gradients, strict=True)}
+            gradients = torch.autograd.grad(out, [*leaves.values()], grad_out.to(out.dtype))
+            named |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
         return named
 
     ours, plain, exact = run(function), run(eager), run(eager, torch.float64)
@@ -78,14 +82,14 @@ def judge_decode(
         inputs: of a decode step.
         new_tokens: the last rows of its q, no more than there are keys.
     """
-    q_tail, k, v, weights = inputs.q, inputs.k, inputs.v, inputs.weights.values()
+    q_tail, k, v, weights = inputs.q, inputs.k, inputs.v, inputs.weights
     batch, nk = k.shape[0], k.shape[2]
     lengths = torch.tensor([max(new_tokens, nk // (i + 1)) for i in range(batch)], dtype=torch.int32)
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries before a sequence's first key are left out, for they do not exist."""
         parts = [
-            eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), *weights)
+            eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), **weights)
             for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
         ]
         out, lse = (torch.cat([x[:, :, -new_tokens:] for x in part]) for part in zip(*parts, strict=True))
@@ -94,7 +98,7 @@ def judge_decode(
     # Whatever a cache holds past its length must not count.
     stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
     k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
-    ours = decode(q_tail, k_cache, v_cache, *weights, cache_seqlens=lengths.to(k.device), return_lse=True)
+    ours = decode(q_tail, k_cache, v_cache, **weights, cache_seqlens=lengths.to(k.device), return_lse=True)
     out, lse = zip(ours, run(q_tail.dtype), run(torch.float64), strict=True)
     return {
         "decode out": compare(*out, terms=v.abs().max().item()),

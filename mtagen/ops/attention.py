@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
 from ..planner import Plan
 from ..runtime.load import compile_kernels, load, plan_key
+from ..spec import WEIGHTS
 from . import library
 from .executor import Executor
 from .inputs import check_call, check_decode, resolve_scale
@@ -37,33 +40,45 @@ class MultiTokenAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        weight: Tensor,
+        weight: Tensor | None = None,
         *,
+        head_weight: Tensor | None = None,
+        post_weight: Tensor | None = None,
+        post_head_weight: Tensor | None = None,
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """softmax(conv(scale * q k^T)) v, differentiable once in q, k, v and weight (see :func:`mtagen.reference`).
+        """mix(conv(softmax(mix(conv(scale * q k^T))))) v, differentiable once in all of q, k, v and weights.
+
+        :func:`mtagen.reference` defines it. Each stage that the op was built with takes its weight, fp32 or of q's
+        dtype; other weights are not given.
 
         Args:
             q: ``(B, H, Nq, D)``; query i sits at position i + Nk - Nq. Any strides, the last one 1.
             k: ``(B, Hkv, Nk, D)``, H a multiple of Hkv.
             v: ``(B, Hkv, Nk, DV)``.
-            weight: ``(H, cq, ck)`` or ``(H, 1, cq, ck)``, fp32 or q's dtype.
+            weight: of the convolution before the softmax, ``(H, cq, ck)`` or ``(H, 1, cq, ck)``.
+            head_weight: of the mixture before the softmax, ``(H/m, m, m)``, indexed [group, out head, in head], or
+                ``(m, m)`` if m = H. Groups are of consecutive heads.
+            post_weight: of the convolution after the softmax, as ``weight``.
+            post_head_weight: of the mixture after the softmax, as ``head_weight``.
             scale: factor of q k^T, default ``D ** -0.5``.
-            return_lse: also return log sum exp of each row's convolved scores, ``(B, H, Nq)`` fp32.
+            return_lse: also return log sum exp of each row as the softmax takes it, ``(B, H, Nq)`` fp32.
 
         Returns:
-            ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key are 0 with a log-sum-exp of -inf. Under
-            ``torch.autocast`` q, k and v are cast to its dtype first.
+            ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key have a log-sum-exp of -inf and no probabilities: they
+            are 0 unless a convolution after the softmax brings in other rows. Under ``torch.autocast`` q, k and v are
+            cast to its dtype first.
 
         Raises:
             InputError: an argument does not fit; nothing was launched.
             BackendError: the tensors are on a device this op was not built for.
         """
         q, k, v = _autocast(q, k, v)
-        check_call(self._spec, self._dtypes, q, k, v, weight)
+        weights = dict(zip(WEIGHTS, (weight, head_weight, post_weight, post_head_weight), strict=True))
+        check_call(self._spec, self._dtypes, q, k, v, weights)
         scale = resolve_scale(scale, self._spec.head_dim)
-        out, lse = torch.ops.mtagen.forward.default(q, k, v, self._squeeze(weight), scale, self._key)
+        out, lse = torch.ops.mtagen.forward.default(q, k, v, self._shaped(weights), scale, self._key)
         return (out, lse) if return_lse else out
 
     def decode(
@@ -71,8 +86,11 @@ class MultiTokenAttention:
         q_tail: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        weight: Tensor,
+        weight: Tensor | None = None,
         *,
+        head_weight: Tensor | None = None,
+        post_weight: Tensor | None = None,
+        post_head_weight: Tensor | None = None,
         cache_seqlens: Tensor | None = None,
         scale: float | None = None,
         num_splits: int | None = None,
@@ -81,11 +99,12 @@ class MultiTokenAttention:
         """The last rows of the op, for generation: 1..8 new queries against a cache of keys and values.
 
         Args:
-            q_tail: ``(B, H, cq - 1 + n_new, D)``: the cq - 1 queries before the new ones, then the new ones. Rows at
-                positions before the sequence's start count as zero whatever they hold.
+            q_tail: ``(B, H, context + n_new, D)``: the queries before the new ones that these depend on, cq - 1 for
+                each convolution, then the new ones. Rows at positions before the sequence's start count as zero
+                whatever they hold.
             k_cache: ``(B, Hkv, N, D)``, the new tokens' keys included.
             v_cache: ``(B, Hkv, N, DV)``.
-            weight: as in the op.
+            weight, head_weight, post_weight, post_head_weight: as in the op.
             cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; larger counts as N), default N. Keys
                 beyond are ignored whatever they hold.
             scale: as in the op.
@@ -100,12 +119,13 @@ class MultiTokenAttention:
             BackendError: the tensors are on a device this op was not built for.
         """
         q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
-        check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, weight, cache_seqlens, num_splits)
+        weights = dict(zip(WEIGHTS, (weight, head_weight, post_weight, post_head_weight), strict=True))
+        check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, weights, cache_seqlens, num_splits)
         out, lse = torch.ops.mtagen.decode.default(
             q_tail,
             k_cache,
             v_cache,
-            self._squeeze(weight),
+            self._shaped(weights),
             cache_seqlens,
             resolve_scale(scale, self._spec.head_dim),
             num_splits or 0,
@@ -113,8 +133,14 @@ class MultiTokenAttention:
         )
         return (out, lse) if return_lse else out
 
-    def _squeeze(self, weight: Tensor) -> Tensor:
-        return weight.squeeze(1) if weight.ndim == 4 else weight
+    def _shaped(self, weights: Mapping[str, Tensor | None]) -> list[Tensor]:
+        """The weights that the op has, without axes that may miss or be there."""
+        given = [(name, weights[name]) for name in self._spec.weight_names]
+        return [
+            weight if weight.ndim == 3 else (weight.squeeze(1) if name in self._spec.kernels else weight.unsqueeze(0))
+            for name, weight in given
+            if weight is not None
+        ]
 
 
 def assemble(

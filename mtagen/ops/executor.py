@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..cpu import attention as cpu
+from .. import cpu
 from ..errors import BackendError, explain
 from ..runtime.load import Passes
 from ..spec import Spec
@@ -33,16 +34,18 @@ class Executor:
     torch_on_cpu: bool
     deterministic: bool | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float
+    ) -> tuple[Tensor, Tensor]:
         """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64)."""
         kernels = self._kernels_for(q)
         if kernels is None:
-            return cpu.forward(self.spec, q, k, v, weight, scale)
+            return cpu.forward(self.spec, q, k, v, weights, scale)
         if q.numel() == 0 or k.numel() == 0:
             return _nothing_seen(q, q.shape[2], v)
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            return kernels.forward(q, k, v, _as_fp32(weight), scale)
+            return kernels.forward(q, k, v, *self._as_kernels_take(q, weights), scale)
 
     def backward(
         self,
@@ -51,42 +54,41 @@ class Executor:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        weight: Tensor,
+        weights: Sequence[Tensor],
         out: Tensor,
         lse: Tensor,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(dq, dk, dv, dweight), each contiguous, in the dtype of its input."""
+    ) -> list[Tensor]:
+        """The gradients of q, k, v and of each weight, contiguous, in the dtype of its input."""
         kernels = self._kernels_for(q)
         if kernels is None:
-            dq, dk, dv, dw = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
-            return dq.contiguous(), dk.contiguous(), dv.contiguous(), dw.contiguous()
+            grads = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale)
+            return [grad.contiguous() for grad in grads]
         if q.numel() == 0 or k.numel() == 0:
-            dq, dk, dv, dw = (x.new_zeros(x.shape) for x in (q, k, v, weight))
-            return dq, dk, dv, dw
+            return [x.new_zeros(x.shape) for x in (q, k, v, *weights)]
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
-            dq, dk, dv, dw = kernels.backward(
+            dq, dk, dv, *dweights = kernels.backward(
                 grad_out,
                 grad_lse.contiguous(),
                 q,
                 k,
                 v,
-                _as_fp32(weight),
+                *self._as_kernels_take(q, weights),
                 out,
                 lse,
                 scale,
                 deterministic=self._is_deterministic(),
             )
-            return dq, dk, dv, dw.to(weight.dtype)
+            return [dq, dk, dv, *(dx.to(x.dtype) for dx, x in zip(dweights, weights, strict=False))]
 
     def decode(
         self,
         q_tail: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        weight: Tensor,
+        weights: Sequence[Tensor],
         cache_seqlens: Tensor | None,
         scale: float,
         num_splits: int,
@@ -94,14 +96,19 @@ class Executor:
         """out (B, H, n_new, DV) and lse (B, H, n_new); num_splits 0 means as planned."""
         kernels = self._kernels_for(q_tail)
         if kernels is None:
-            return cpu.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+            return cpu.decode(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
         if q_tail.numel() == 0 or k_cache.numel() == 0:
-            return _nothing_seen(q_tail, q_tail.shape[2] - (self.spec.cq - 1), v_cache)
+            return _nothing_seen(q_tail, q_tail.shape[2] - self.spec.context, v_cache)
         with _on(q_tail):
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # maybe one length, expanded
-            return kernels.decode(q_tail, k_cache, v_cache, _as_fp32(weight), scale, lengths, num_splits or None)
+            ours = self._as_kernels_take(q_tail, weights)
+            return kernels.decode(q_tail, k_cache, v_cache, *ours, scale, lengths, num_splits or None)
+
+    def _as_kernels_take(self, q: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights in fp32. Plain attention is made by kernels of a single tap, which is 1."""
+        return [_as_fp32(weight) for weight in weights] or [q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)]
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic

@@ -15,15 +15,21 @@ MAX_SPLITS = 2**16 - 1  # each takes a partial result
 _LARGEST = sys.float_info.max
 
 
-def check_call(spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
-    """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and weight (H, cq, ck) before a call.
+def check_call(
+    spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
+) -> None:
+    """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and the weights before a call.
+
+    Args:
+        weights: all of ``spec.WEIGHTS`` by name; those that the spec has are as :meth:`Spec.weights` says, the others
+            None.
 
     Raises:
         InputError: some argument does not fit the spec or another argument.
     """
     tensors = {"q": q, "k": k, "v": v}
-    _check_tensors(tensors, weight, dtypes)
-    _check_shapes(spec, tensors, weight)
+    _check_tensors(tensors, _check_weights(spec, weights), dtypes)
+    _check_shapes(spec, tensors, weights)
 
 
 def check_decode(
@@ -32,22 +38,30 @@ def check_decode(
     q_tail: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    weight: Tensor,
+    weights: Mapping[str, Tensor | None],
     cache_seqlens: Tensor | None,
     num_splits: int | None,
 ) -> None:
-    """As :func:`check_call` for a decode step: q_tail (B, H, n_new + cq - 1, D) and caches (B, Hkv, N, ...).
+    """As :func:`check_call` for a decode step: q_tail (B, H, n_new + context, D) and caches (B, Hkv, N, ...).
 
     Raises:
         InputError: some argument does not fit.
     """
     tensors = {"q_tail": q_tail, "k_cache": k_cache, "v_cache": v_cache}
-    _check_tensors(tensors, weight, dtypes)
-    _check_shapes(spec, tensors, weight)
-    rows, context = q_tail.shape[2], spec.cq - 1
+    _check_tensors(tensors, _check_weights(spec, weights), dtypes)
+    _check_shapes(spec, tensors, weights)
+    rows, context = q_tail.shape[2], spec.context
     if not 1 <= rows - context <= MAX_NEW_TOKENS:
-        rule = f"holds cq - 1 = {context} context queries, then 1..{MAX_NEW_TOKENS} new ones"
-        raise InputError(explain("q_tail rows", rows, rule, f"{context + 1}..{context + MAX_NEW_TOKENS}"))
+        sum_of = " + ".join(name for name, used in (("cq - 1", spec.kernel), ("post cq - 1", spec.post_kernel)) if used)
+        rule = f"holds {sum_of or 'no query before the new ones'} = {context} context queries" if context else "holds"
+        raise InputError(
+            explain(
+                "q_tail rows",
+                rows,
+                f"{rule}, then 1..{MAX_NEW_TOKENS} new ones",
+                f"{context + 1}..{context + MAX_NEW_TOKENS}",
+            )
+        )
     if cache_seqlens is not None:
         _check_is_tensor("cache_seqlens", cache_seqlens)
         got = (tuple(cache_seqlens.shape), cache_seqlens.dtype, cache_seqlens.device)
@@ -83,10 +97,26 @@ def _check_is_tensor(name: str, x: object) -> None:
         raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_weights(spec: Spec, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The weights that there are, which must be those that the spec has."""
+    for name, weight in weights.items():
+        if (weight is not None) != (name in spec.weight_names):
+            has = "this op has such a stage" if weight is None else "this op was built without such a stage"
+            raise InputError(explain(name, _kind(weight), has, spec.weight_names or "no weight"))
+    return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def _kind(x: object) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...]
+) -> None:
     for name, x in tensors.items():
         _check_is_tensor(name, x)
-    _check_is_tensor("weight", weight)
+    for name, x in weights.items():
+        _check_is_tensor(name, x)
     first, q = next(iter(tensors.items()))
     dtype, device = q.dtype, q.device
     if dtype not in dtypes:
@@ -105,15 +135,15 @@ def _check_tensors(tensors: Mapping[str, Tensor], weight: Tensor, dtypes: tuple[
             raise InputError(
                 explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", f"{name}.contiguous()")
             )
-    if weight.device != device:
-        raise InputError(explain("weight.device", weight.device, f"must be on {first}'s device", device))
-    if weight.dtype not in (torch.float32, dtype):
-        raise InputError(
-            explain("weight.dtype", weight.dtype, "must be fp32 or the dtype of q", (torch.float32, dtype))
-        )
+    for name, weight in weights.items():
+        if weight.device != device:
+            raise InputError(explain(f"{name}.device", weight.device, f"must be on {first}'s device", device))
+        if weight.dtype not in (torch.float32, dtype):
+            legal = (torch.float32, dtype)
+            raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
 
 
-def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weight: Tensor) -> None:
+def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor | None]) -> None:
     q, k, _ = tensors.values()
     batch, heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
@@ -131,7 +161,18 @@ def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weight: Tensor) -> 
             raise InputError(
                 explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal)
             )
-    shape = (heads, spec.cq, spec.ck)
-    if weight.shape not in (shape, (heads, 1, spec.cq, spec.ck)):
-        rule = "one (cq, ck) kernel per query head"
-        raise InputError(explain("weight.shape", tuple(weight.shape), rule, f"{shape} or {(heads, 1, *shape[1:])}"))
+    for name in spec.weight_names:
+        weight, shape = weights[name], spec.weight_shape(name, heads)
+        assert weight is not None
+        if name in spec.kernels:
+            # As the weight of torch's convolutions, it may have an axis of input channels.
+            rule, other = "one (cq, ck) kernel per query head", (heads, 1, *shape[1:])
+        else:
+            mixed = spec.mixed[name]
+            if heads % mixed:
+                groups = f"the op mixes groups of {mixed} heads ({name})"
+                raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
+            rule, other = f"one (m, m) matrix per group of {mixed} heads", shape[1:] if mixed == heads else shape
+        if weight.shape not in (shape, other):
+            shapes = shape if other == shape else f"{shape} or {other}"
+            raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, shapes))

@@ -162,7 +162,7 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
         if here in shapes:
             return shapes[here], table.source
         measured = {**shapes, **measured}
-    work = _work_ratio(pass_name, spec.kernel, spec.head_dim, spec.value_head_dim)
+    work = _work_ratio(pass_name, (spec.cq, spec.ck), spec.head_dim, spec.value_head_dim)
     if not measured:
         return work, "by planned work"
     nearest = min(measured, key=lambda shape: (shape.mask != here.mask, _distance(shape[:3], here[:3]), shape))

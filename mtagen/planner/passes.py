@@ -87,6 +87,18 @@ class PassPlan(ABC):
         """Facts for the plan's table, as (section, name, value)."""
 
 
+def check_convolves_only(spec: Spec, backend: str) -> None:
+    """Check that a lowering that convolves scores before the softmax, and nothing else, can make a spec.
+
+    Raises:
+        PlanError: there are other stages.
+    """
+    for name in ("mixed_heads", "post_kernel", "post_mixed_heads"):
+        if (stage := getattr(spec, name)) is not None:
+            rule = f"{backend} has no kernels for this stage"
+            raise PlanError(explain(name, stage, rule, "None, or backend='torch'"))
+
+
 def describe(fields: Fields) -> str:
     """Fields as a line of text, such as ``warps=12 keys=64``."""
     return " ".join(f"{name}={value}" for name, value in fields.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from .choice import BACKENDS, GENERATED, LOWERINGS, Choice, PlannedPass, choose_backends, plan_pass
 from .geometry.mask import Mask
-from .geometry.stencil import Stencil
+from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
 from .names import suffix
 from .passes import PASSES, PassPlan, describe
@@ -126,10 +126,10 @@ class Plan:
         """What was decided and why, as (section, name, value) rows."""
         spec = self.spec
         rows = [
-            ("request", "kernel (cq, ck)", f"{spec.cq} x {spec.ck}"),
+            *(("request", name, value) for name, value in _stages(spec)),
             ("request", "head dims", f"{spec.head_dim} (values {spec.value_head_dim})"),
             ("request", "mask", f"{Mask.of(spec).name}, {spec.mask}"),
-            ("request", "key padding", f"{spec.key_padding}: {spec.pad_left} left, {spec.pad_right} right"),
+            ("request", "key padding", spec.key_padding),
             ("request", "dtype", spec.dtype),
             ("choice", "target", self.target),
         ]
@@ -137,7 +137,7 @@ class Plan:
             rows.append(("choice", "backend", f"{self.backend}: {self.reason}"))
         else:
             rows += [("choice", f"{one.plan.pass_name} backend", f"{one.backend}: {one.reason}") for one in self.passes]
-        forward = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
+        forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):
             above, below, left, right = stencil.halo
@@ -158,6 +158,19 @@ class Plan:
             lines.append(f"    {name:<{width}}  {value}")
             section = head
         return "\n".join(lines)
+
+
+def _stages(spec: Spec) -> Iterator[tuple[str, str]]:
+    """The stages of a pipeline, for the table."""
+    for when, kernel, mixed in (
+        ("before the softmax", spec.kernel, spec.mixed_heads),
+        ("after the softmax", spec.post_kernel, spec.post_mixed_heads),
+    ):
+        if kernel:
+            (cq, ck), (left, right) = kernel, spec.padding(kernel[1])
+            yield f"convolution {when}", f"{cq} x {ck}, {left} keys left, {right} right"
+        if mixed:
+            yield f"mixture {when}", f"groups of {mixed} heads"
 
 
 def plan(

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from ..spec import Spec
 from .kernel import Kernel
-from .lift.passes import flop_per_score
+from .lift import passes as lift
 from .passes import Fields, PassPlan
 from .targets import Target
-
-__all__ = ["TorchPass", "candidates", "flop_per_score", "from_fields"]  # which lift, as Triton's kernels do
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,19 @@ class TorchPass(PassPlan):
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[TorchPass]:
     """The one plan there is."""
     return [from_fields(pass_name, spec, target.name, {})]
+
+
+def flop_per_score(pass_name: str, spec: Spec) -> int:
+    """Flop per (row, key) pair of a training pass, 2 per multiply-add.
+
+    A convolution before the softmax alone is lifted, as Triton's kernels do it. Of other pipelines each stage is done
+    as it is defined; a backward pass does them again, and twice more for the two gradients of each.
+    """
+    if spec.convolves_only:
+        return lift.flop_per_score(pass_name, spec)
+    d, dv = spec.head_dim, spec.value_head_dim
+    stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
+    return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> TorchPass:

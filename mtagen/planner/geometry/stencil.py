@@ -8,6 +8,7 @@ import sympy
 from sympy import Expr
 
 from ...errors import PlanError, explain
+from ...spec import Spec
 from .affine import Interval, Size
 
 
@@ -60,6 +61,14 @@ class Stencil:
         """Tiles that cover ``rows`` x ``cols`` outputs, along each axis: ceil(n / effective)."""
         block_rows, block_cols = self.effective(tile_rows, tile_cols)
         return sympy.ceiling(rows / block_rows), sympy.ceiling(cols / block_cols)
+
+
+def pipeline_stencil(spec: Spec) -> Stencil:
+    """What a probability that multiplies values reads of the scores: both convolutions, one after the other."""
+    stencil = Stencil.forward(1, 0, 0)
+    for cq, ck in spec.kernels.values():
+        stencil = stencil.then(Stencil.forward(cq, *spec.padding(ck)))
+    return stencil
 
 
 def _negated(interval: Interval) -> Interval:

@@ -102,8 +102,8 @@ def lift(spec: Spec) -> Lift:
     )
     return Lift(
         lifts_keys=lifts_keys,
-        terms=min(spec.kernel),
-        taps=max(spec.kernel),
+        terms=min(spec.cq, spec.ck),
+        taps=max(spec.cq, spec.ck),
         pad=left if lifts_keys else above,
         row_shift=row_shift,
         key_shift=key_shift,

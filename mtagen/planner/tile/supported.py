@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..passes import check_convolves_only
 from ..targets import TARGETS, Target
 from .toeplitz import toeplitz
 
@@ -14,6 +15,7 @@ def check_supported(spec: Spec, target: Target) -> None:
     Raises:
         PlanError: the dtype, the head dims or the target is out of range.
     """
+    check_convolves_only(spec, "cuda")
     if spec.dtype not in ("bf16", "fp16"):
         raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
     for name in ("head_dim", "value_head_dim"):

@@ -1,0 +1,311 @@
+"""The ``torch`` backend of pipelines: strips of whole rows of scores, of all heads, in PyTorch ops.
+
+A strip makes some rows of outputs of one batch entry, from those rows of queries and the ``context`` rows before, whose
+scores and probabilities it computes again. Its planes of scores have a bounded number of entries where a row of all
+heads has no more, so that memory is O(N). The backward pass recomputes a strip and takes the stages back in turn.
+Computed in fp32, or in fp64 for fp64 inputs. Arguments are taken as valid: the ops in front of this backend check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import grad
+
+from ..spec import Spec
+
+STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
+
+
+def forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """The pipeline's outputs and the log-sum-exp of the rows that its softmax takes.
+
+    Args:
+        spec: the operator; its dtype and head dims are not read, the tensors' own are.
+        q: ``[B, H, Nq, D]``, aligned to the end of the keys.
+        k: ``[B, Hkv, Nk, D]``, H a multiple of Hkv.
+        v: ``[B, Hkv, Nk, DV]``.
+        weights: those that the spec has, in the order and shapes of :meth:`Spec.weights`.
+        scale: factor of q k^T.
+
+    Returns:
+        ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs).
+    """
+    out, lse = _nothing_seen(q, q.shape[2], v)
+    stages = _Stages.of(spec, q, weights, scale)
+    for b, strip in _strips(spec, q, k):
+        rows = slice(strip.begin, strip.end)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context)
+        out[b, :, rows], lse[b, :, rows] = results
+    return out, lse
+
+
+def backward(
+    spec: Spec,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Gradients of :func:`forward` from those of its two results.
+
+    Args:
+        grad_out: ``[B, H, Nq, DV]``.
+        grad_lse: ``[B, H, Nq]``; the other arguments are those of :func:`forward`.
+
+    Returns:
+        The gradients of q, k, v and of each weight, in the shapes and dtypes of these.
+    """
+    stages = _Stages.of(spec, q, weights, scale)
+    dtype = stages.dtype
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    for b, strip in _strips(spec, q, k):
+        rows = slice(strip.begin, strip.end)
+        douts = F.pad(grad_out[b, :, rows].to(dtype), (0, 0, strip.context, 0))
+        dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
+        queries, keys, values = _operands(strip, q[b], k[b], v[b])
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses)
+        dq[b, :, strip.first : strip.end] += dqueries
+        dk[b, :, : strip.keys] += dkeys
+        dv[b, :, : strip.keys] += dvalues
+    dweights = (stages.gradients[name] for name in spec.weights(q.shape[1]))
+    return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, *dweights), (q, k, v, *weights), strict=True))
+
+
+def decode(
+    spec: Spec,
+    q_tail: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    weights: Sequence[Tensor],
+    scale: float,
+    cache_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The last n_new rows of the pipeline over cached keys, as one strip.
+
+    Args:
+        spec: the operator, as for :func:`forward`.
+        q_tail: ``[B, H, context+n_new, D]``, the queries before the new ones, then the new ones; the last row is at the
+            last position of its sequence. Rows at negative positions do not exist, whatever they hold.
+        k_cache: ``[B, Hkv, Nmax, D]``.
+        v_cache: ``[B, Hkv, Nmax, DV]``.
+        weights: as for :func:`forward`.
+        scale: factor of q k^T.
+        cache_seqlens: ``[B]`` integers, how many keys of each sequence are valid, the new ones included; the rest may
+            hold anything. ``None`` means all Nmax, and so does more.
+
+    Returns:
+        ``out [B, H, n_new, DV]`` in ``q_tail.dtype`` and ``lse [B, H, n_new]`` in fp32 (fp64 for fp64 inputs). New rows
+        at negative positions get 0 and -inf.
+    """
+    tail, capacity = q_tail.shape[2], k_cache.shape[2]
+    n_new = tail - spec.context
+    out, lse = _nothing_seen(q_tail, n_new, v_cache)
+    if not out.numel():
+        return out, lse
+    stages = _Stages.of(spec, q_tail, weights, scale)
+    lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
+    for b, length in enumerate(lengths):
+        rows = min(tail, length)  # those that exist
+        if new := min(n_new, rows):
+            out[b, :, -new:], lse[b, :, -new:] = stages.forward(
+                q_tail[b, :, tail - rows :], k_cache[b, :, :length], v_cache[b, :, :length], length - rows, rows - new
+            )
+    return out, lse
+
+
+class _Strip(NamedTuple):
+    """Rows ``[begin, end)`` of outputs, made from rows ``[first, end)`` of queries and the first ``keys`` keys.
+
+    ``position`` is that of the first row among the keys.
+    """
+
+    first: int
+    begin: int
+    end: int
+    keys: int
+    position: int
+
+    @property
+    def context(self) -> int:
+        """Rows before those of the outputs."""
+        return self.begin - self.first
+
+
+def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
+    """The strips of each batch entry that see some key."""
+    (batch, heads, nq, _), nk = q.shape, k.shape[2]
+    if not (heads and nk):
+        return
+    size = max(1, STRIP_SCORES // (heads * nk), 2 * spec.context)  # or most of a strip would be context
+    for b in range(batch):
+        for begin in range(0, nq, size):
+            end = min(begin + size, nq)
+            keys = min(nk, max(0, end + nk - nq)) if spec.causal else nk
+            first = max(0, begin - spec.context)
+            if keys:
+                yield b, _Strip(first, begin, end, keys, first + nk - nq)
+
+
+def _operands(strip: _Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q[:, strip.first : strip.end], k[:, : strip.keys], v[:, : strip.keys]
+
+
+def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of rows that see no key."""
+    out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
+    return out, q.new_full(out.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+class _Stages:
+    """The stages of a pipeline with their weights, applied to the rows of one strip; sums up gradients of the weights.
+
+    Planes of scores or probabilities are ``[H, rows, keys]``.
+    """
+
+    def __init__(self, spec: Spec, weights: dict[str, Tensor], scale: float, dtype: torch.dtype) -> None:
+        self.spec, self.weights, self.scale, self.dtype = spec, weights, scale, dtype
+        self.gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    @classmethod
+    def of(cls, spec: Spec, q: Tensor, weights: Sequence[Tensor], scale: float) -> _Stages:
+        """With the weights, in their order, in the dtype that is computed in."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        names = spec.weights(q.shape[1])
+        return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int) -> tuple[Tensor, Tensor]:
+        """Out ``[H, R, DV]`` and lse ``[H, R]`` of rows whose first is at a position, without the first ``context``."""
+        forbidden = self._forbidden(q, k, position)
+        *_, logits = self._logits(q, k, forbidden)
+        shares = self._mix("post_head_weight", self._post(_softmax(logits), forbidden))
+        rows = shares[:, context:]
+        out = _shared(rows, v) @ v.to(self.dtype)
+        return out.view(*rows.shape[:2], -1), logits[:, context:].logsumexp(-1)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v from those of all rows of the two results."""
+        forbidden = self._forbidden(q, k, position)
+        scores, convolved, logits = self._logits(q, k, forbidden)
+        p = _softmax(logits)
+        unmixed = self._post(p, forbidden)
+        douts = _shared(dout, v)
+        dv = _shared(self._mix("post_head_weight", unmixed), v).mT @ douts
+        dshares = (douts @ v.to(self.dtype).mT).view_as(p)
+        dshares = self._mix_backward("post_head_weight", unmixed, dshares).masked_fill(forbidden, 0)
+        dp = self._convolve_backward("post_weight", p, dshares, forbidden)
+        dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
+        dconvolved = self._mix_backward("head_weight", convolved, dlogits)
+        dscores = _shared(self._convolve_backward("weight", scores, dconvolved, forbidden), k).mul_(self.scale)
+        return (dscores @ k.to(self.dtype)).view_as(q), dscores.mT @ _shared(q.to(self.dtype), k), dv
+
+    def _forbidden(self, q: Tensor, k: Tensor, position: int) -> Tensor:
+        forbidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        return forbidden.triu(position + 1) & self.spec.causal
+
+    def _logits(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores as the convolution takes them, as the mixture takes them, and as the softmax does."""
+        scores = self.scale * (_shared(q.to(self.dtype), k) @ k.to(self.dtype).mT)
+        scores = scores.view(*q.shape[:2], -1)
+        convolved = self._convolve("weight", scores, forbidden)
+        return scores, convolved, self._mix("head_weight", convolved).masked_fill(forbidden, -torch.inf)
+
+    def _post(self, p: Tensor, forbidden: Tensor) -> Tensor:
+        """The convolution after the softmax."""
+        return self._convolve("post_weight", p, forbidden).masked_fill(forbidden, 0)
+
+    def _mix(self, name: str, x: Tensor) -> Tensor:
+        if name not in self.weights:
+            return x
+        weight = self.weights[name]
+        return (weight @ x.reshape(*weight.shape[:2], -1)).view_as(x)
+
+    def _mix_backward(self, name: str, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of what a mixture takes, from that of what it gives; that of its matrices is summed up."""
+        if name not in self.weights:
+            return dy
+        weight = self.weights[name]
+        x, gradient = (y.reshape(*weight.shape[:2], -1) for y in (x, dy))
+        self.gradients[name] += gradient @ x.mT
+        return (weight.mT @ gradient).view_as(dy)
+
+    def _convolve(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:
+        if name not in self.weights:
+            return x
+        terms = self._terms(self.weights[name], forbidden)
+        padded = self._padded(name, x, forbidden)
+        parts = (term.kept(F.conv2d(term.of(padded), term.kernel, groups=len(x))[0]) for term in terms)
+        return sum(parts, torch.zeros_like(x))
+
+    def _convolve_backward(self, name: str, x: Tensor, dy: Tensor, forbidden: Tensor) -> Tensor:
+        """As :meth:`_mix_backward`, of a convolution."""
+        if name not in self.weights:
+            return dy
+        padded = self._padded(name, x, forbidden)
+        dpadded = torch.zeros_like(padded)
+        for term in self._terms(self.weights[name], forbidden):
+            part, gradient = term.of(padded), term.kept(dy).unsqueeze(0)
+            dkernel: Tensor = grad.conv2d_weight(  # type: ignore[no-untyped-call]
+                part, term.kernel.shape, gradient, groups=len(x)
+            )
+            self.gradients[name][:, :, term.columns] += dkernel.squeeze(1)
+            dpart: Tensor = grad.conv2d_input(  # type: ignore[no-untyped-call]
+                part.shape, term.kernel, gradient, groups=len(x)
+            )
+            term.of(dpadded).add_(dpart)
+        left = self.spec.padding(self.weights[name].shape[2])[0]
+        dx = dpadded[0, :, -x.shape[1] :, left : left + x.shape[2]]
+        return dx.masked_fill(forbidden, 0) if self.spec.mask == "source" else dx
+
+    def _padded(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:
+        _, cq, ck = self.weights[name].shape
+        kept = x.masked_fill(forbidden, 0) if self.spec.mask == "source" else x
+        return F.pad(kept, (*self.spec.padding(ck), cq - 1, 0)).unsqueeze(0)
+
+    def _terms(self, weight: Tensor, forbidden: Tensor) -> Iterator[_Term]:
+        """All columns of a kernel at once, unless the result's row decides which entries of each column count."""
+        (_, ck), nk = weight.shape[1:], forbidden.shape[1]
+        if self.spec.mask == "source":
+            yield _Term(slice(0, ck), slice(0, None), weight.unsqueeze(1), None)
+            return
+        hidden = F.pad(forbidden, self.spec.padding(ck))
+        for c in range(ck):
+            yield _Term(slice(c, c + 1), slice(c, c + nk), weight[:, None, :, c : c + 1], hidden[:, c : c + nk])
+
+
+class _Term(NamedTuple):
+    """Columns of a kernel, which columns of padded planes they read, and which of their results do not count."""
+
+    columns: slice
+    read: slice
+    kernel: Tensor
+    hidden: Tensor | None
+
+    def of(self, padded: Tensor) -> Tensor:
+        """The columns of padded planes."""
+        return padded[..., self.read]
+
+    def kept(self, results: Tensor) -> Tensor:
+        """Results, zeros where they do not count."""
+        return results if self.hidden is None else results.masked_fill(self.hidden, 0)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Of rows; one that sees no key has no probabilities."""
+    return logits.softmax(-1).masked_fill(logits == -torch.inf, 0)
+
+
+def _shared(x: Tensor, kv: Tensor) -> Tensor:
+    """Rows of the heads that share keys, one head after the other: ``[Hkv, H/Hkv * R, ...]``."""
+    return x.reshape(len(kv), -1, x.shape[2])
