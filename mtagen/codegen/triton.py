@@ -43,7 +43,12 @@ _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: wi
 
 def render(module: LiftModule) -> str:
     """Source of a module; importing it needs torch and triton only."""
-    text = _environment().get_template("module.py.j2").render(_context(module))
+    text = environment_of().get_template("module.py.j2").render(_context(module))
+    return tidied(text)
+
+
+def tidied(text: str) -> str:
+    """A rendered module without what it does not use, with blank lines as a formatter leaves them."""
     return _tidy(_without_unused(text))
 
 
@@ -100,7 +105,8 @@ def _launch(kernel: Kernel, indent: int, **values: str) -> str:
     options = [f"num_warps={kernel.threads // 32}", f"num_stages={kernel.stages}", "enable_fp_fusion=True"]
     texts += [("option", option) for option in options]
     space = " " * indent
-    lines = [f"{space}grid = ({triton_host_code(kernel.grid[0])},)", f"{space}{kernel.name}[grid]("]
+    sizes = ", ".join(map(triton_host_code, kernel.grid)) + ("," if len(kernel.grid) == 1 else "")
+    lines = [f"{space}grid = ({sizes})", f"{space}{kernel.name}[grid]("]
     return "\n".join([*lines, *grouped(texts, indent + 4), f"{space})"])
 
 
@@ -159,7 +165,8 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment_of() -> jinja2.Environment:
+    """The environment of Triton's templates, with what is the same for all modules."""
     templates = environment("triton")
     # A macro made of whole lines is called on a line of its own, which ends the last of them.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value

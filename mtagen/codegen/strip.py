@@ -1,0 +1,56 @@
+"""Renders a Triton module of the lowering "strip": one self-contained Python file, kernels and host functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ..planner.strip.module import StripModule
+from ..planner.strip.stages import block_of
+from ..planner.targets import get_target
+from ..version import __version__
+from .pieces import aligned, last_key, sees
+from .triton import environment_of, tidied
+
+_TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
+
+
+def render(module: StripModule) -> str:
+    """Source of a module; importing it needs torch and triton only."""
+    return tidied(environment_of().get_template("strip_module.py.j2").render(_context(module)))
+
+
+def _context(module: StripModule) -> Mapping[str, Any]:
+    """What templates ask."""
+    spec, stages = module.spec, module.stages
+    wide = spec.dtype == "fp32"
+    precision = "tf32x3" if get_target(module.target).backend == "cuda" else "ieee"
+    return {
+        "version": __version__,
+        "module": module,
+        "stages": stages,
+        "spec": spec,
+        "mask": module.mask,
+        "reach": module.reach,
+        "block_of": block_of,
+        "dot_options": f', input_precision="{precision}"' if wide else "",
+        "dtypes": {
+            "element": _TRITON[spec.dtype],
+            "score": "tl.float32" if wide else "tl.float16",
+            "torch_score": "torch.float32" if wide else "torch.float16",
+        },
+        "to_log2": repr(math.log2(math.e) / module.score_scale),
+        "sees": partial(sees, module.mask),
+        "aligned": partial(aligned, 16 // spec.itemsize),
+        "last_key": partial(last_key, module.mask),
+        "gradients": {
+            name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
+            f"{stages.post_heads if name.startswith('post') else stages.heads})"
+            for name, mixed in spec.mixed.items()
+        }
+        | {
+            stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions
+        },
+    }

@@ -1,0 +1,1 @@
+"""The lowering "strip": whole rows of scores of all heads, in planes of a bounded workspace, in Triton kernels."""

@@ -1,0 +1,171 @@
+"""The Triton kernels of the lowering "strip" as values: arguments, constants, grids. Templates hold their bodies.
+
+Sizes in grids are what the host code calls them, see ``templates/triton/strip_host.j2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import sympy
+from sympy import Min, ceiling
+
+from ...spec import Spec
+from ..geometry.affine import Size
+from ..kernel import Argument, Kernel, numbers
+from ..lift.kernels import pointers, strided
+from ..lift.tiling import block_dim
+from ..names import kernel_name
+from .stages import Convolution, Stages, block_of
+
+SLOTS, COUNT, KEYS, N_HEADS = sympy.symbols("slots count keys n_heads", integer=True, positive=True)
+B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
+
+PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
+PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNK": 1024}
+CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 16, 512
+GRADIENT_CHUNK = 2048  # keys of a program that adds up the gradient of a convolution's weight
+ROW_KEYS = 256  # keys of a tile of rows of 16 heads
+
+_STRIP = ("count", "keys", "off", "first", "skip", "pitch")
+
+
+def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
+    """The kernels of a pass."""
+    maker = _Maker(spec, target)
+    return tuple(maker.forward() if pass_name == "forward" else maker.backward())
+
+
+class _Maker:
+    def __init__(self, spec: Spec, target: str) -> None:
+        self._spec, self._target, self._stages = spec, target, Stages(spec)
+
+    def forward(self) -> Iterator[Kernel]:
+        stages = self._stages
+        yield self._product("scores", self._spec.head_dim)
+        if stages.convolution:
+            yield self._convolution(stages.convolution)
+        yield self._rows(
+            "softmax", ("x", "lse", "out", *self._weights()), stages.heads, COUNT, numbers("int32", "n_q", "valid")
+        )
+        if stages.post_convolution:
+            yield self._convolution(stages.post_convolution)
+        if stages.separate_post_mix:
+            yield self._rows("post_mix", ("x", "out", "post_head_weight"), stages.post_heads, COUNT)
+
+    def backward(self) -> Iterator[Kernel]:
+        stages, spec = self._stages, self._spec
+        yield self._product("scores", spec.head_dim)
+        if stages.convolution:
+            yield self._convolution(stages.convolution)
+        yield self._product("grad_shares", spec.value_head_dim)
+        valid = numbers("int32", "n_q", "valid")
+        if stages.post_is_separate:
+            yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)
+        if stages.separate_post_mix:
+            pointers_of = ("x", "dy", "out", "post_head_weight", "partial")
+            yield self._rows("post_mix_backward", pointers_of, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
+        if stages.post_convolution:
+            yield from self._adjoints(stages.post_convolution)
+        shares = () if stages.post_is_separate else ("shares",)
+        partials = (*(("mix_partial",) if stages.mix else ()), *(("post_mix_partial",) if stages.fused_post_mix else ()))
+        pointers_of = ("x", "g", "lse", "grad_lse", "dx", *shares, *self._weights(), *partials)
+        yield self._rows("softmax_backward", pointers_of, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
+        if stages.convolution:
+            yield from self._adjoints(stages.convolution)
+
+    def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
+        if stage.name == "post_convolution":
+            yield self._convolution(stage)
+        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": _window(stage)}
+        tiles = {**blocks, "CHUNK": CONVOLUTION_CHUNK}
+        yield self._make(
+            f"{stage.name}_adjoint",
+            (*pointers("dy", stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
+            tiles,
+        )
+        yield self._make(
+            f"{stage.name}_gradient",
+            (
+                *pointers("x", "dy", "partial"),
+                *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
+                *numbers("float", "factor"),
+            ),
+            (ceiling(KEYS / GRADIENT_CHUNK) * SLOTS * stage.cq,),
+            {**blocks, "CHUNK": GRADIENT_CHUNK},
+        )
+
+    def _product(self, role: str, width: int) -> Kernel:
+        return self._make(
+            role,
+            (
+                *strided("x", "y"),
+                *pointers("plane"),
+                *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
+                *numbers("float", "factor"),
+            ),
+            (self._tiles(PRODUCT["BLOCK_M"], PRODUCT["CHUNK"]),),
+            {**PRODUCT, "D": block_dim(width)},
+            warps=8,
+        )
+
+    def _convolution(self, stage: Convolution) -> Kernel:
+        constants = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": _window(stage)}
+        return self._make(
+            stage.name,
+            (
+                *pointers("x", stage.weight, "out"),
+                *numbers("int32", *_STRIP, "n_heads"),
+                *numbers("float", "factor"),
+            ),
+            (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
+            {**constants, "CHUNK": CONVOLUTION_CHUNK},
+        )
+
+    def _rows(
+        self,
+        role: str,
+        tensors: tuple[str, ...],
+        heads: int,
+        rows: Size,
+        more: tuple[Argument, ...] = (),
+        *,
+        programs: bool = False,
+    ) -> Kernel:
+        block = block_of(heads)
+        constants = {"HEADS": heads, "BLOCK_H": block, "BLOCK_N": row_keys(heads)}
+        arguments = (*pointers(*tensors), *numbers("int32", *_STRIP, "n_heads", "b0"), *more)
+        grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
+        return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
+
+    def _make(
+        self,
+        role: str,
+        arguments: tuple[Argument, ...],
+        grid: tuple[Size, ...],
+        constants: Mapping[str, int],
+        *,
+        warps: int = 4,
+    ) -> Kernel:
+        name = kernel_name("strip", role, self._spec, self._target)
+        return Kernel(role, name, arguments, grid, 32 * warps, 0, 255, tuple(constants.items()), 3)
+
+    def _tiles(self, rows: int, keys: int) -> Size:
+        return ceiling(COUNT / rows) * ceiling(KEYS / keys) * SLOTS
+
+    def _mix(self) -> tuple[str, ...]:
+        return ("head_weight",) if self._stages.mix else ()
+
+    def _weights(self) -> tuple[str, ...]:
+        return (*self._mix(), *(("post_head_weight",) if self._stages.fused_post_mix else ()))
+
+
+def row_keys(heads: int) -> int:
+    """Keys of a tile of a row of so many heads."""
+    return ROW_KEYS * 16 // block_of(heads)
+
+
+def _window(stage: Convolution) -> int:
+    """Keys that a tile of results reads, padded to a power of two."""
+    return max(16, 1 << (CONVOLUTION_KEYS + stage.ck - 2).bit_length())

@@ -1,0 +1,131 @@
+"""What one Triton module of the lowering "strip" holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Kernel
+from ..lift.tiling import block_dim
+from ..names import suffix
+from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, row_keys
+from .passes import StripPass
+from .stages import SCORE_SCALE, SHARE_SCALE, Stages
+
+
+@dataclass(frozen=True)
+class StripModule:
+    """The kernels and host functions of some passes of one plan.
+
+    Attributes:
+        passes: one or more, of one spec and target.
+    """
+
+    passes: tuple[StripPass, ...]
+
+    @classmethod
+    def of(cls, passes: Iterable[StripPass]) -> StripModule:
+        """The module of these passes."""
+        return cls(tuple(passes))
+
+    @property
+    def spec(self) -> Spec:
+        """The request."""
+        return self.passes[0].spec
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self.passes[0].target
+
+    @property
+    def name(self) -> str:
+        """Name of the module."""
+        return f"mta_strip_{suffix(self.spec, self.target)}"
+
+    @cached_property
+    def stages(self) -> Stages:
+        """What the kernels are made for."""
+        return Stages(self.spec)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
+
+    def has(self, pass_name: str) -> bool:
+        """Whether it computes a pass."""
+        return any(one.pass_name == pass_name for one in self.passes)
+
+    @cached_property
+    def _kernels(self) -> Mapping[str, Kernel]:
+        return {kernel.role: kernel for one in self.passes for kernel in one.kernels}
+
+    def kernel(self, role: str) -> Kernel:
+        """A kernel; passes that share one agree on it."""
+        return self._kernels[role]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the planes of a strip may take."""
+        return self.passes[0].workspace_bytes
+
+    @property
+    def reach(self) -> int:
+        """Keys past the last that a query sees whose scores a convolution needs."""
+        return self.spec.cq - 1 if self.mask.zeroes_terms else 0
+
+    @property
+    def block_d(self) -> int:
+        """Head dim on chip."""
+        return block_dim(self.spec.head_dim)
+
+    @property
+    def block_dv(self) -> int:
+        """Value head dim on chip."""
+        return block_dim(self.spec.value_head_dim)
+
+    @property
+    def plane_itemsize(self) -> int:
+        """Bytes of an element of a plane."""
+        return self.spec.itemsize
+
+    @property
+    def pitch_multiple(self) -> int:
+        """Rows of planes hold whole tiles of keys."""
+        return max(128, row_keys(self.stages.heads), row_keys(self.stages.post_heads))
+
+    @property
+    def shortest_strip(self) -> int:
+        """Rows of a strip are a multiple of this, which is at least the context."""
+        return -(-max(self.spec.context, 1) // CONVOLUTION_ROWS) * CONVOLUTION_ROWS
+
+    @property
+    def programs(self) -> int:
+        """Partial sums of a gradient of matrices, of each bundle."""
+        return PROGRAMS
+
+    @property
+    def gradient_chunk(self) -> int:
+        """Keys of a partial sum of the gradient of a convolution's weight."""
+        return GRADIENT_CHUNK
+
+    @property
+    def score_scale(self) -> float:
+        """What planes hold of a scaled score."""
+        return SCORE_SCALE
+
+    @property
+    def share_scale(self) -> float:
+        """What planes hold of a probability."""
+        return SHARE_SCALE
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """What the numbers of the source mean."""
+        yield f"Mask {self.mask.name}; query i sits at position i + off."
+        yield "In a strip: rows first .. first + count of queries, of which the first `skip` are context and the first"
+        yield "`valid` have scores that lack context of their own; keys 0 .. keys; `pitch` elements from row to row."
