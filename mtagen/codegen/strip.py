@@ -33,7 +33,6 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "stages": stages,
         "spec": spec,
         "mask": module.mask,
-        "reach": module.reach,
         "block_of": block_of,
         "dot_options": f', input_precision="{precision}"' if wide else "",
         "dtypes": {

@@ -13,7 +13,7 @@ from sympy import Min, ceiling
 from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers
-from ..lift.kernels import pointers, strided
+from ..lift.kernels import descriptors, pointers, strided
 from ..lift.tiling import block_dim
 from ..names import kernel_name
 from .stages import Convolution, Stages, block_of
@@ -77,18 +77,19 @@ class _Maker:
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
         if stage.name == "post_convolution":
             yield self._convolution(stage)
-        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": _window(stage)}
+        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         tiles = {**blocks, "CHUNK": CONVOLUTION_CHUNK}
         yield self._make(
             f"{stage.name}_adjoint",
-            (*pointers("dy", stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (*descriptors("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
             tiles,
         )
         yield self._make(
             f"{stage.name}_gradient",
             (
-                *pointers("x", "dy", "partial"),
+                *descriptors("x", "dy"),
+                *pointers("partial"),
                 *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
                 *numbers("float", "factor"),
             ),
@@ -111,11 +112,12 @@ class _Maker:
         )
 
     def _convolution(self, stage: Convolution) -> Kernel:
-        constants = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": _window(stage)}
+        constants = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         return self._make(
             stage.name,
             (
-                *pointers("x", stage.weight, "out"),
+                *descriptors("x"),
+                *pointers(stage.weight, "out"),
                 *numbers("int32", *_STRIP, "n_heads"),
                 *numbers("float", "factor"),
             ),
@@ -165,7 +167,3 @@ def row_keys(heads: int) -> int:
     """Keys of a tile of a row of so many heads."""
     return ROW_KEYS * 16 // block_of(heads)
 
-
-def _window(stage: Convolution) -> int:
-    """Keys that a tile of results reads, padded to a power of two."""
-    return max(16, 1 << (CONVOLUTION_KEYS + stage.ck - 2).bit_length())

@@ -11,9 +11,9 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
-from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, row_keys
+from .kernels import CONVOLUTION_KEYS, CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, row_keys
 from .passes import StripPass
-from .stages import SCORE_SCALE, SHARE_SCALE, Stages
+from .stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,15 @@ class StripModule:
     def pitch_multiple(self) -> int:
         """Rows of planes hold whole tiles of keys."""
         return max(128, row_keys(self.stages.heads), row_keys(self.stages.post_heads))
+
+    def window_tile(self, stage: Convolution) -> tuple[int, int]:
+        """Rows and keys of a tile that a convolution reads."""
+        return CONVOLUTION_ROWS, stage.window(CONVOLUTION_KEYS)
+
+    @property
+    def result_tile(self) -> tuple[int, int]:
+        """Rows and keys of a tile of a convolution's results."""
+        return CONVOLUTION_ROWS, CONVOLUTION_KEYS
 
     @property
     def shortest_strip(self) -> int:

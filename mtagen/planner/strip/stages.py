@@ -10,6 +10,7 @@ from ...spec import MAX_MIXED_HEADS, Spec
 
 SCORE_SCALE = 2.0**-6  # what planes hold of a scaled score: fp16 reaches 4 million
 SHARE_SCALE = 2.0**8  # and of a probability: fp16 keeps 11 bits down to 2e-7
+_ALIGNED = 8  # keys: 16 bytes of the narrowest elements
 _DOT = 16  # rows, columns and terms of a product on tensor cores, at least
 
 
@@ -34,6 +35,21 @@ class Convolution:
     pad_left: int
     pad_right: int
     final: bool
+
+    @property
+    def lead_left(self) -> int:
+        """Keys before a tile of results from which its window starts: whole 16 bytes, as descriptors of tiles ask."""
+        return _aligned(self.pad_left)
+
+    @property
+    def lead_right(self) -> int:
+        """The same of the adjoint, which reads keys the other way round."""
+        return _aligned(self.pad_right)
+
+    def window(self, keys: int) -> int:
+        """Keys that a tile of so many results reads, padded to a power of two."""
+        spare = max(self.lead_left - self.pad_left, self.lead_right - self.pad_right)
+        return max(_DOT, 1 << (keys + self.ck - 2 + spare).bit_length())
 
 
 @dataclass(frozen=True)
@@ -149,6 +165,10 @@ class Stages:
         """Partial sums of gradients of matrices, each with the heads of its bundles."""
         found = {"mix_partial": self.heads} if self.mix else {}
         return found | ({"post_mix_partial": self.post_heads} if self.post_mix else {})
+
+
+def _aligned(keys: int) -> int:
+    return -(-keys // _ALIGNED) * _ALIGNED
 
 
 def block_of(heads: int) -> int:
