@@ -11,7 +11,8 @@ from pathlib import Path
 from ..errors import PlanError, explain
 from ..planner.lift.module import LiftModule
 from ..planner.plan import Plan
-from . import cuda, triton
+from ..planner.strip.module import StripModule
+from . import cuda, strip, triton
 
 __all__ = ["Sources", "emit", "render"]
 
@@ -57,6 +58,10 @@ def render(plan: Plan) -> Sources:
         lift = LiftModule.of(plan.lift.values())
         module = triton.render(lift)
         files[f"{lift.name}.py"] = module
+    if plan.strip:
+        strips = StripModule.of(plan.strip.values())
+        module = strip.render(strips)
+        files[f"{strips.name}.py"] = module
     return Sources(kernels, host, module, files)
 
 

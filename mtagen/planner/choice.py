@@ -1,7 +1,8 @@
 """Which lowering makes which pass, and which of its candidates.
 
-Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile"
-(:mod:`.tile`), ``torch`` tiled PyTorch ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is
+Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), or "strip" (:mod:`.strip`)
+where there are other stages than a convolution before the softmax, ``cuda`` the lowering "tile" (:mod:`.tile`),
+``torch`` tiled PyTorch ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is
 expected to be faster, and CUDA where they are close: measured, where a table (:mod:`.tables`) has the shape, else
 scaled from the nearest measured shape by planned work. Of a pass's candidates the one that a table names is taken,
 decision by decision, else the cheapest by the cost model.
@@ -19,6 +20,7 @@ from ..spec import Spec
 from . import torch_ops
 from .lift import passes as lift
 from .passes import PASSES, Fields, PassPlan
+from .strip import passes as strip
 from .tables import Shape, Table
 from .targets import Target
 from .tile import candidates as tile
@@ -46,6 +48,11 @@ class Lowering(Protocol):
 
 
 LOWERINGS: Mapping[str, Lowering] = {"cuda": tile, "triton": lift, "torch": torch_ops}  # by backend
+
+
+def lowering(backend: str, spec: Spec) -> Lowering:
+    """A backend's lowering for a spec: Triton's "strip" makes the stages that the others do not."""
+    return strip if backend == "triton" and not spec.convolves_only else LOWERINGS[backend]
 
 
 class Choice(NamedTuple):
@@ -88,7 +95,7 @@ class PlannedPass:
         """Inverse of :meth:`to_dict`."""
         decisions = {key: decision["fields"] for key, decision in fields["decisions"].items()}
         sources = tuple((key, decision["source"]) for key, decision in fields["decisions"].items())
-        made = LOWERINGS[fields["backend"]].from_fields(pass_name, spec, target, decisions)
+        made = lowering(fields["backend"], spec).from_fields(pass_name, spec, target, decisions)
         return cls(made, fields["reason"], sources)
 
 
@@ -98,7 +105,7 @@ def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table
     Raises:
         PlanError: there is none; the message names the limit.
     """
-    candidates = LOWERINGS[choice.backend].candidates(choice.pass_name, spec, target)
+    candidates = lowering(choice.backend, spec).candidates(choice.pass_name, spec, target)
     made, sources = candidates[0], {}
     for key in made.decisions():
         sources[key] = COST_MODEL if len(made.alternatives(key)) > 1 else ONLY_ONE
@@ -143,7 +150,7 @@ def _refusal(backend: str, pass_name: str, spec: Spec, target: Target, available
     if backend not in available:
         return PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
     try:
-        LOWERINGS[backend].candidates(pass_name, spec, target)
+        lowering(backend, spec).candidates(pass_name, spec, target)
     except PlanError as error:
         return error
     return None

@@ -10,12 +10,13 @@ from typing import Any
 
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
-from .choice import BACKENDS, GENERATED, LOWERINGS, Choice, PlannedPass, choose_backends, plan_pass
+from .choice import BACKENDS, GENERATED, LOWERINGS, Choice, PlannedPass, choose_backends, lowering, plan_pass
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
 from .names import suffix
 from .passes import PASSES, PassPlan, describe
+from .strip.passes import StripPass
 from .tables import Table, shipped
 from .targets import TARGETS, Target, get_target
 from .tile.passes import TilePass
@@ -67,6 +68,11 @@ class Plan:
         """The passes of the lowering "lift", by name."""
         return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, LiftPass)}
 
+    @cached_property
+    def strip(self) -> Mapping[str, StripPass]:
+        """The passes of the lowering "strip", by name."""
+        return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, StripPass)}
+
     @property
     def suffix(self) -> str:
         """The part of kernel names that tells plans apart, e.g. ``cq6_ck11_d128_bf16_causal_sm90a``."""
@@ -88,7 +94,7 @@ class Plan:
     def flops_per_score(self) -> dict[str, int]:
         """Multiply-add flop per (row, key) pair of each training pass, and of attention without convolution."""
         flop = {
-            one.plan.pass_name: LOWERINGS[one.backend].flop_per_score(one.plan.pass_name, self.spec)
+            one.plan.pass_name: lowering(one.backend, self.spec).flop_per_score(one.plan.pass_name, self.spec)
             for one in self.passes
             if one.plan.pass_name != "decode"
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ def available_backends() -> tuple[str, ...]:
 
 def plan_key(plan: Plan, sources: Sources) -> str:
     """Content hash of a plan, its sources and the packages that run them: an op's identity, and its cache entry's."""
-    return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton_version() if plan.lift else None)
+    return cache_key(
+        sources.digest, plan.to_dict(), torch.__version__, triton_version() if plan.served_by("triton") else None
+    )
 
 
 def load(plan: Plan, sources: Sources) -> Passes:
@@ -62,8 +65,8 @@ def load(plan: Plan, sources: Sources) -> Passes:
     functions: dict[str, Callable[..., Any]] = {}
     if plan.tile:
         functions |= {name: getattr(load_cuda(plan, sources), name) for name in plan.tile}
-    if plan.lift:
-        functions |= {name: getattr(load_triton(plan, sources), name) for name in plan.lift}
+    if served := plan.served_by("triton"):
+        functions |= {name: getattr(load_triton(plan, sources), name) for name in served}
     return Passes(**functions)
 
 
@@ -74,12 +77,12 @@ def load_triton(plan: Plan, sources: Sources) -> ModuleType:
         BackendError: the triton package is missing.
     """
     require_triton()
-    return _module(plan, sources, "lift", sources.module)
+    return _module(plan, sources, sources.module)
 
 
 def load_cuda(plan: Plan, sources: Sources) -> ModuleType:
     """The plan's module that launches CUDA kernels, by way of the cache; so are the cubins that it loads."""
-    module = _module(plan, sources, "tile", sources.host)
+    module = _module(plan, sources, sources.host)
 
     def compile_source(source: Path, target: str, index: int) -> bytes:
         arch = arch_for(target, torch.cuda.get_device_capability(index))
@@ -89,8 +92,8 @@ def load_cuda(plan: Plan, sources: Sources) -> ModuleType:
     return module
 
 
-def _module(plan: Plan, sources: Sources, lowering: str, text: str | None) -> ModuleType:
-    assert text is not None, f"the plan has no passes of the lowering {lowering}"
+def _module(plan: Plan, sources: Sources, text: str | None) -> ModuleType:
+    assert text is not None, "the plan has no passes of this backend"
     (file,) = (name for name, content in sources.files.items() if content is text)
     files = {name: content.encode() for name, content in sources.files.items()}
     entry = Cache().get_or_build(
@@ -113,9 +116,10 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
             list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.tile[name].name), plan.tile))
         for device in devices if plan.tile else ():  # in turn: GPUs alike share what is compiled for the first
             list(pool.map(partial(_load, load_cuda(plan, sources), device), plan.tile))
-    for device in devices if plan.lift else ():
+    served = plan.served_by("triton")
+    for device in devices if served else ():
         with torch.cuda.device(device):  # Triton launches on the current device
-            exercise(plan, load_triton(plan, sources), device, tuple(plan.lift))
+            exercise(plan, load_triton(plan, sources), device, served)
             torch.cuda.synchronize()
 
 
@@ -146,21 +150,23 @@ def arch_for(target: str, capability: tuple[int, int]) -> str:
 def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Collection[str]) -> None:
     """Call these passes of the plan's Triton module such that each of their kernels is launched."""
     spec = plan.spec
+    heads = 2 * math.lcm(*spec.mixed.values())
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
-    k, v = zeros(1, 2, spec.cq, spec.head_dim), zeros(1, 2, spec.cq, spec.value_head_dim)
-    weight = torch.zeros(2, spec.cq, spec.ck, device=device)
-    out, lse = torch.zeros_like(v), torch.zeros(1, 2, spec.cq, device=device)
+    k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
+    shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
+    weights = [torch.zeros(shape, device=device) for shape in shapes]
+    out, lse = torch.zeros_like(v), torch.zeros(1, heads, spec.cq, device=device)
     if "forward" in passes:
-        module.forward(k, k, v, weight, 1.0)
+        module.forward(k, k, v, *weights, 1.0)
     if "backward" in passes:
-        module.backward(out, lse, k, k, v, weight, out, lse, 1.0)
+        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0)
     if "decode" not in passes:
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)
     for new_tokens in (1, MAX_NEW_TOKENS):
-        q_tail = zeros(1, 2, spec.cq - 1 + new_tokens, spec.head_dim)
+        q_tail = zeros(1, heads, spec.context + new_tokens, spec.head_dim)
         for cache_seqlens in (None, lengths):
-            module.decode(q_tail, k, v, weight, 1.0, cache_seqlens, None)
+            module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)

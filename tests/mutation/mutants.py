@@ -399,7 +399,7 @@ HOST = (
     Mutant(
         "key-without-triton",
         "mtagen/runtime/load.py",
-        ", triton_version() if plan.lift else None)",
+        ', triton_version() if plan.served_by("triton") else None)',
         ")",
         "Another version of triton gets kernels that were made with this one.",
         ("tests/test_keys.py",),

@@ -10,21 +10,23 @@ from collections.abc import Iterator, Mapping
 import sympy
 from sympy import Min, ceiling
 
-from ...spec import Spec
+from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import Size
-from ..kernel import Argument, Kernel, numbers
+from ..kernel import GROUP, KV_HEADS, Argument, Kernel, numbers
 from ..lift.kernels import descriptors, pointers, strided
 from ..lift.tiling import block_dim
 from ..names import kernel_name
 from .stages import Convolution, Stages, block_of
 
 SLOTS, COUNT, KEYS, N_HEADS = sympy.symbols("slots count keys n_heads", integer=True, positive=True)
+N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
 PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNK": 1024}
 CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 16, 512
 GRADIENT_CHUNK = 2048  # keys of a program that adds up the gradient of a convolution's weight
+SPLIT = 1024  # keys of a split in decode
 ROW_KEYS = 256  # keys of a tile of rows of 16 heads
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
@@ -33,7 +35,7 @@ _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
     """The kernels of a pass."""
     maker = _Maker(spec, target)
-    return tuple(maker.forward() if pass_name == "forward" else maker.backward())
+    return tuple({"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}[pass_name]())
 
 
 class _Maker:
@@ -53,6 +55,31 @@ class _Maker:
         if stages.separate_post_mix:
             yield self._rows("post_mix", ("x", "out", "post_head_weight"), stages.post_heads, COUNT)
 
+    def decode(self) -> Iterator[Kernel]:
+        """The forward kernels on strips of a few rows, whose sequences have lengths of their own, and one for values."""
+        stages, spec = self._stages, self._spec
+        lengths, rows = pointers("seqlens"), decode_rows(spec)
+        product = {"BLOCK_M": rows, "BLOCK_N": 128, "CHUNK": 512}
+        yield self._product("decode_scores", spec.head_dim, product, lengths)
+        for stage in stages.convolutions:
+            yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
+        more = (*numbers("int32", "n_q", "valid"), *lengths)
+        yield self._rows("decode_softmax", ("x", "lse", "out", *self._weights()), stages.heads, COUNT, more)
+        if stages.separate_post_mix:
+            tensors = ("x", "out", "post_head_weight")
+            yield self._rows("decode_post_mix", tensors, stages.post_heads, COUNT, lengths)
+        yield self._make(
+            "decode_values",
+            (
+                *pointers("plane"),
+                *strided("v"),
+                *pointers("seqlens", "partial"),
+                *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "SPLIT"),
+            ),
+            ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / 16), SPLITS),
+            {"BLOCK_R": 16, "BLOCK_N": 64, "DV": block_dim(spec.value_head_dim)},
+        )
+
     def backward(self) -> Iterator[Kernel]:
         stages, spec = self._stages, self._spec
         yield self._product("scores", spec.head_dim)
@@ -64,11 +91,16 @@ class _Maker:
             yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)
         if stages.separate_post_mix:
             pointers_of = ("x", "dy", "out", "post_head_weight", "partial")
-            yield self._rows("post_mix_backward", pointers_of, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
+            yield self._rows(
+                "post_mix_backward", pointers_of, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True
+            )
         if stages.post_convolution:
             yield from self._adjoints(stages.post_convolution)
         shares = () if stages.post_is_separate else ("shares",)
-        partials = (*(("mix_partial",) if stages.mix else ()), *(("post_mix_partial",) if stages.fused_post_mix else ()))
+        partials = (
+            *(("mix_partial",) if stages.mix else ()),
+            *(("post_mix_partial",) if stages.fused_post_mix else ()),
+        )
         pointers_of = ("x", "g", "lse", "grad_lse", "dx", *shares, *self._weights(), *partials)
         yield self._rows("softmax_backward", pointers_of, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
@@ -97,31 +129,37 @@ class _Maker:
             {**blocks, "CHUNK": GRADIENT_CHUNK},
         )
 
-    def _product(self, role: str, width: int) -> Kernel:
+    def _product(
+        self, role: str, width: int, tile: Mapping[str, int] = PRODUCT, more: tuple[Argument, ...] = ()
+    ) -> Kernel:
         return self._make(
             role,
             (
                 *strided("x", "y"),
                 *pointers("plane"),
+                *more,
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
             ),
-            (self._tiles(PRODUCT["BLOCK_M"], PRODUCT["CHUNK"]),),
-            {**PRODUCT, "D": block_dim(width)},
+            (self._tiles(tile["BLOCK_M"], tile["CHUNK"]),),
+            {**tile, "D": block_dim(width)},
             warps=8,
         )
 
-    def _convolution(self, stage: Convolution) -> Kernel:
-        constants = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
+    def _convolution(
+        self, stage: Convolution, prefix: str = "", rows: int = CONVOLUTION_ROWS, more: tuple[Argument, ...] = ()
+    ) -> Kernel:
+        constants = {"BLOCK_M": rows, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         return self._make(
-            stage.name,
+            f"{prefix}{stage.name}",
             (
                 *descriptors("x"),
                 *pointers(stage.weight, "out"),
+                *more,
                 *numbers("int32", *_STRIP, "n_heads"),
                 *numbers("float", "factor"),
             ),
-            (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
+            (self._tiles(rows, CONVOLUTION_CHUNK),),
             {**constants, "CHUNK": CONVOLUTION_CHUNK},
         )
 
@@ -163,7 +201,11 @@ class _Maker:
         return (*self._mix(), *(("post_head_weight",) if self._stages.fused_post_mix else ()))
 
 
+def decode_rows(spec: Spec) -> int:
+    """Rows of a decode step on chip."""
+    return max(16, 1 << (spec.context + MAX_NEW_TOKENS - 1).bit_length())
+
+
 def row_keys(heads: int) -> int:
     """Keys of a tile of a row of so many heads."""
     return ROW_KEYS * 16 // block_of(heads)
-

@@ -11,7 +11,7 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
-from .kernels import CONVOLUTION_KEYS, CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, row_keys
+from .kernels import CONVOLUTION_KEYS, CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, decode_rows, row_keys
 from .passes import StripPass
 from .stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
 
@@ -60,6 +60,16 @@ class StripModule:
         """Whether it computes a pass."""
         return any(one.pass_name == pass_name for one in self.passes)
 
+    @property
+    def trains(self) -> bool:
+        """Whether it computes passes of training."""
+        return self.has("forward") or self.has("backward")
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What roles of kernels begin with that passes of training and decode both have."""
+        return (*([""] if self.has("forward") else ()), *(["decode_"] if self.has("decode") else ()))
+
     @cached_property
     def _kernels(self) -> Mapping[str, Kernel]:
         return {kernel.role: kernel for one in self.passes for kernel in one.kernels}
@@ -98,9 +108,15 @@ class StripModule:
         """Rows of planes hold whole tiles of keys."""
         return max(128, row_keys(self.stages.heads), row_keys(self.stages.post_heads))
 
-    def window_tile(self, stage: Convolution) -> tuple[int, int]:
-        """Rows and keys of a tile that a convolution reads."""
-        return CONVOLUTION_ROWS, stage.window(CONVOLUTION_KEYS)
+    def window_tile(self, stage: Convolution, prefix: str) -> tuple[int, int]:
+        """Rows and keys of a tile that a convolution reads, one of decode or of other passes."""
+        rows = decode_rows(self.spec) if prefix else CONVOLUTION_ROWS
+        return rows, stage.window(CONVOLUTION_KEYS)
+
+    @property
+    def split(self) -> int:
+        """Keys of a split in decode, where none are asked for."""
+        return SPLIT
 
     @property
     def result_tile(self) -> tuple[int, int]:

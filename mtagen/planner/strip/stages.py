@@ -84,7 +84,9 @@ class Stages:
         if weight not in self.spec.kernels:
             return None
         cq, ck = self.spec.kernels[weight]
-        return Convolution(name, weight, f"The convolution {when}", cq, ck, *self.spec.padding(ck), name != "convolution")
+        return Convolution(
+            name, weight, f"The convolution {when}", cq, ck, *self.spec.padding(ck), name != "convolution"
+        )
 
     @property
     def convolution(self) -> Convolution | None:
