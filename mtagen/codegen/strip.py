@@ -34,6 +34,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "spec": spec,
         "mask": module.mask,
         "block_of": block_of,
+        "product_tiles": partial(_product_tiles, module),
         "dot_options": f', input_precision="{precision}"' if wide else "",
         "dtypes": {
             "element": _TRITON[spec.dtype],
@@ -50,4 +51,15 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             for name, mixed in spec.mixed.items()
         }
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
+    }
+
+
+def _product_tiles(module: StripModule, role: str, x: str, y: str, plane: str) -> Mapping[str, str]:
+    """The descriptors that a product of rows takes."""
+    tile = dict(module.kernel(role).constants)
+    rows, keys, width = tile["BLOCK_M"], tile["BLOCK_N"], tile["D"]
+    return {
+        "x_desc": f"_tiles({x}, {rows}, {width})",
+        "y_desc": f"_tiles({y}, {keys}, {width})",
+        "plane_desc": f"_tiles({plane}, {rows}, {keys})",
     }

@@ -135,8 +135,7 @@ class _Maker:
         return self._make(
             role,
             (
-                *strided("x", "y"),
-                *pointers("plane"),
+                *descriptors("x", "y", "plane"),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
