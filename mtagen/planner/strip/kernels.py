@@ -23,7 +23,7 @@ N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
-PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 128, "CHUNK": 1024}
+PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 64, "CHUNK": 1024}
 CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 16, 512
 GRADIENT_CHUNK = 2048  # keys of a program that adds up the gradient of a convolution's weight
 SPLIT = 1024  # keys of a split in decode
@@ -56,7 +56,7 @@ class _Maker:
             yield self._rows("post_mix", ("x", "out", "post_head_weight"), stages.post_heads, COUNT)
 
     def decode(self) -> Iterator[Kernel]:
-        """The forward kernels on strips of a few rows, whose sequences have lengths of their own, and one for values."""
+        """The forward kernels on strips of a few rows of sequences with lengths of their own, and one for values."""
         stages, spec = self._stages, self._spec
         lengths, rows = pointers("seqlens"), decode_rows(spec)
         product = {"BLOCK_M": rows, "BLOCK_N": 128, "CHUNK": 512}
@@ -142,7 +142,7 @@ class _Maker:
             ),
             (self._tiles(tile["BLOCK_M"], tile["CHUNK"]),),
             {**tile, "D": block_dim(width)},
-            warps=8,
+            stages=4,
         )
 
     def _convolution(
@@ -185,10 +185,10 @@ class _Maker:
         grid: tuple[Size, ...],
         constants: Mapping[str, int],
         *,
-        warps: int = 4,
+        stages: int = 3,
     ) -> Kernel:
         name = kernel_name("strip", role, self._spec, self._target)
-        return Kernel(role, name, arguments, grid, 32 * warps, 0, 255, tuple(constants.items()), 3)
+        return Kernel(role, name, arguments, grid, 128, 0, 255, tuple(constants.items()), stages)
 
     def _tiles(self, rows: int, keys: int) -> Size:
         return ceiling(COUNT / rows) * ceiling(KEYS / keys) * SLOTS
