@@ -300,6 +300,12 @@ BUILDS = {
     "kernel int": ({"kernel": 3}, "kernel", "3", "pair of ints", "1..64 each"),
     "kernel bools": ({"kernel": (True, True)}, "kernel", "(True, True)", "pair of ints", "1..64 each"),
     "kernel floats": ({"kernel": (3.0, 3)}, "kernel", "(3.0, 3)", "pair of ints", "1..64 each"),
+    "no mixed heads": ({"mixed_heads": 0}, "mixed_heads", "0", "number of heads", "1..64, or None"),
+    "65 mixed heads": ({"mixed_heads": 65}, "mixed_heads", "65", "number of heads", "1..64, or None"),
+    "mixed heads bool": ({"mixed_heads": True}, "mixed_heads", "True", "number of heads", "1..64, or None"),
+    "post mixed heads float": ({"post_mixed_heads": 2.0}, "post_mixed_heads", "2.0", "number of heads", "1..64, or"),
+    "post kernel 0": ({"post_kernel": (3, 0)}, "post_kernel", "(3, 0)", "out of range", "1..64 each"),
+    "post kernel int": ({"post_kernel": 3}, "post_kernel", "3", "pair of ints", "1..64 each, or None"),
     "causal": ({"causal": 1}, "causal", "1", "must be a bool", "(True, False)"),
     "key padding": (
         {"key_padding": "centre"},
@@ -329,21 +335,26 @@ STRANGE = (object(), ARRAY, np.zeros((50, 50)), MATRIX, torch.tensor(True), b"bo
 NOT_TEXT = (*STRANGE, True, 1)
 NOT_A_BOOL = (*STRANGE, 0, 1, "yes", np.True_)
 NOT_A_SIZE = (*STRANGE, True, 64.0, "64", (64,), -64, np.int64(64), torch.tensor(64))
+NO_KERNEL = (
+    *STRANGE,
+    "ab",
+    "6,11",
+    "none",
+    6,
+    (6,),
+    (6, "11"),
+    (6, None),
+    (True, 11),
+    (6, 11.0),
+    (ARRAY, ARRAY),
+    MATRIX,
+)
+NO_GROUP = (*NOT_A_SIZE, 0, 65, (2, 2))
 WRONG_VALUES = {
-    "kernel": (
-        *STRANGE,
-        None,
-        "ab",
-        "6,11",
-        6,
-        (6,),
-        (6, "11"),
-        (6, None),
-        (True, 11),
-        (6, 11.0),
-        (ARRAY, ARRAY),
-        MATRIX,
-    ),
+    "kernel": NO_KERNEL,
+    "mixed_heads": NO_GROUP,
+    "post_kernel": NO_KERNEL,
+    "post_mixed_heads": NO_GROUP,
     "head_dim": (*NOT_A_SIZE, None),
     "value_head_dim": NOT_A_SIZE,
     "causal": (*NOT_A_BOOL, None),
@@ -459,7 +470,7 @@ def test_kernels_for_gpus_refuse_cpu_tensors() -> None:
     for call in (
         lambda: op(q, k, v, weight),
         lambda: op.decode(q, k, v, weight),
-        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, weight, q, q[..., 0], 1.0, op._key),
+        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, [weight], q, q[..., 0], 1.0, op._key),
     ):
         with pytest.raises(BackendError) as caught:
             call()

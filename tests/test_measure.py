@@ -12,7 +12,7 @@ from torch import Tensor
 from mtagen import tuning
 from mtagen.errors import SpecError
 from mtagen.measure.cases import ROW_KEYS, SCALES, Case, Sizes
-from mtagen.measure.inputs import Inputs, Sampler, weight_shapes
+from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import eager_op, judge
 from mtagen.spec import Spec
 
@@ -74,7 +74,7 @@ def test_inputs_fit_the_op(make: type[Sampler]) -> None:
     inputs = sampler.inputs()
     rest = {"k": (2, 2, 7, 16), "v": (2, 2, 7, 24), "weight": (4, 3, 4)}
     assert shapes(inputs) == {"q": (2, 4, 5, 16), **rest}
-    assert list(inputs.named) == ["q", "k", "v", *weight_shapes(SPEC, 4)]
+    assert list(inputs.named) == ["q", "k", "v", *SPEC.weights(4)]
     assert shapes(sampler.inputs(decode=True)) == {"q": (2, 4, 2 + 5, 16), **rest}
     assert tuple(sampler.outputs().shape) == (2, 4, 5, 24)
     assert [x.dtype for x in inputs.arguments] == [torch.float16] * 3 + [torch.float32]

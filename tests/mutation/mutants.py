@@ -335,8 +335,8 @@ HOST = (
     Mutant(
         "gradient-of-w-left-in-fp32",
         "mtagen/ops/executor.py",
-        "return dq, dk, dv, dw.to(weight.dtype)",
-        "return dq, dk, dv, dw",
+        "*(dx.to(x.dtype) for dx, x in zip(dweights, weights, strict=False))",
+        "*dweights[: len(weights)]",
         "The gradient of a bf16 weight is fp32.",
         ("tests/test_executor.py",),
     ),
