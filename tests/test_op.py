@@ -365,6 +365,47 @@ def test_flop_of_hand_computed_sizes(op: MultiTokenAttention) -> None:
     assert counter.get_flop_counts()["Global"] == {forward: FORWARD, backward: BACKWARD}
 
 
+def test_flop_of_all_stages() -> None:
+    """Beside the products, 12 taps, 2 heads of a group, 10 taps and 4 heads; each is done twice in a backward pass."""
+    op = build(value_head_dim=DV, mixed_heads=2, post_kernel=(2, 5), post_mixed_heads=4)
+    q, k, v, weight = leaves(5, 7)
+    others = {
+        "head_weight": torch.randn(2, 2, 2),
+        "post_weight": torch.randn(HEADS, 2, 5),
+        "post_head_weight": torch.randn(1, 4, 4),
+    }
+    with FlopCounterMode(display=False) as counter:
+        op(q, k, v, weight, **others).sum().backward()
+        # Queries: 5, of which a convolution leaves 3, and another 2.
+        op.decode(q.detach(), k, v, weight.detach(), **others)
+    assert counter.get_flop_counts()["Global"] == {
+        torch.ops.mtagen.forward: SCORES * 2 * (16 + 24 + 28),
+        torch.ops.mtagen.backward: SCORES * 2 * (3 * 16 + 2 * 24 + 2 * 28),
+        torch.ops.mtagen.decode: 2 * 2 * 4 * 7 * (5 * 16 + 3 * (12 + 2) + 2 * (10 + 4 + 24)),
+    }
+
+
+@pytest.mark.parametrize("mixed", [1, 2, 4])
+def test_flop_of_mixtures_alone(mixed: int) -> None:
+    """A matrix for each head is one by one; it has no context."""
+    op = build(kernel=None, mixed_heads=mixed)
+    q, k, v, _ = leaves(5, 7, value_dim=D)
+    weight = torch.randn(HEADS // mixed, mixed, mixed)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        op(q, k, v, head_weight=weight)
+        op.decode(q, k, v, head_weight=weight)
+    flop = SCORES * 2 * (16 + 16 + mixed)
+    assert counter.get_flop_counts()["Global"] == {torch.ops.mtagen.forward: flop, torch.ops.mtagen.decode: flop}
+
+
+def test_flop_of_plain_attention() -> None:
+    op = build(kernel=None, value_head_dim=DV)
+    q, k, v, _ = leaves(5, 7)
+    with FlopCounterMode(display=False) as counter:
+        op(q, k, v).sum().backward()
+    assert counter.get_total_flops() == SCORES * 2 * (16 + 24 + 3 * 16 + 2 * 24)
+
+
 def test_flop_without_the_convolution_is_that_of_attention(op: MultiTokenAttention) -> None:
     shapes = [tuple(x.shape) for x in leaves(5, 7)[:3]]
     assert sdpa_flop_count(*shapes) == FORWARD - SCORES * 2 * 12
