@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,16 @@ DTYPE = torch.float16
 class StrictKernels:
     """Generated kernels, played by PyTorch: they refuse what the real ones would read or divide wrongly.
 
+    Args:
+        spec: what they were generated for.
+
     Attributes:
         calls: how often each pass was called.
         splits: what decode got as its number of splits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec = SPEC) -> None:
+        self.spec = spec
         self.calls = {"forward": 0, "backward": 0, "decode": 0}
         self.splits: int | None = None
 
@@ -38,7 +43,7 @@ class StrictKernels:
         self.calls["forward"] += 1
         assert_rows(q, k, v)
         assert_dense_fp32(weight)
-        return attention.forward(SPEC, q, k, v, weight, scale)
+        return attention.forward(self.spec, q, k, v, weight, scale)
 
     def backward(
         self,
@@ -58,7 +63,7 @@ class StrictKernels:
         assert_rows(grad_out, q, k, v)
         assert_dense_fp32(weight, grad_lse, lse)
         assert out.is_contiguous()
-        return attention.backward(SPEC, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+        return attention.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
 
     def decode(
         self,
@@ -75,7 +80,7 @@ class StrictKernels:
         assert_dense_fp32(weight)
         assert cache_seqlens is None or (cache_seqlens.is_contiguous() and cache_seqlens.dtype == torch.int32)
         self.splits = num_splits
-        return attention.decode(SPEC, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+        return attention.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
 
 
 def assert_rows(*tensors: Tensor) -> None:
@@ -209,6 +214,21 @@ def test_weights_of_any_layout_and_dtype(
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
     got = executor.decode(tail, k, v, [weight], None, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, tail, k, v, exact, SCALE, None))
+
+
+def test_plain_attention_is_a_kernel_of_one_tap() -> None:
+    """The kernels take a weight in any case; it is no weight of the op, and has no gradient there."""
+    spec = replace(SPEC, kernel=None)
+    executor = Executor(spec, StrictKernels(spec).passes(), kernels_on_cpu=True, torch_on_cpu=False)
+    q, k, v, _ = operands()
+    tap = torch.ones(H, 1, 1)
+    out, lse = executor.forward(q, k, v, [], SCALE)
+    assert_equal((out, lse), attention.forward(spec, q, k, v, tap, SCALE))
+    grads = random(*out.shape), random(*lse.shape, dtype=torch.float32)
+    got = executor.backward(*grads, q, k, v, [], out, lse, SCALE)
+    assert_equal(got, attention.backward(spec, *grads, q, k, v, tap, out, lse, SCALE)[:3])
+    got = executor.decode(q, k, v, [], None, SCALE, 0)
+    assert_equal(got, attention.decode(spec, q, k, v, tap, SCALE, None))
 
 
 @every_layout
