@@ -342,6 +342,13 @@ def test_accuracy_rule_of_many_strips(dtype: str, monkeypatch: pytest.MonkeyPatc
     assert not failures(op, op.plan.spec, torch.device("cpu"), [Sizes(1, 4, 2, 113, 203)])
 
 
+@pytest.mark.parametrize("mixed", [1, 4])
+def test_gradients_of_matrices_sum_many_products(mixed: int) -> None:
+    """More of them than fp32 could sum one by one."""
+    op = build({"kernel": None, "mixed_heads": mixed, "post_mixed_heads": mixed}, dtype="fp32")
+    assert not failures(op, op.plan.spec, torch.device("cpu"), [Sizes(1, 4, 2, 511, 515)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     """One op serves every dtype; weights may stay in fp32, and have gradients in their own dtype."""

@@ -585,8 +585,8 @@ STAGES = (
     Mutant(
         "gradient-of-matrices-transposed",
         PIPELINE,
-        "gradient @ x.mT",
-        "x @ gradient.mT",
+        "dy_part @ x_part.mT",
+        "x_part @ dy_part.mT",
         "The gradient of the matrices has its heads exchanged.",
         ("tests/test_pipeline.py::test_equals_reference",),
     ),
