@@ -238,7 +238,7 @@ class _Stages:
             return dy
         weight = self.weights[name]
         x, gradient = (y.reshape(*weight.shape[:2], -1) for y in (x, dy))
-        parts = zip(gradient.split(_TERMS, -1), x.split(_TERMS, -1), strict=True)
+        parts = zip(torch.split(gradient, _TERMS, -1), torch.split(x, _TERMS, -1), strict=True)
         self.gradients[name] += torch.stack([dy_part @ x_part.mT for dy_part, x_part in parts]).sum(0)
         return (weight.mT @ gradient).view_as(dy)
 
