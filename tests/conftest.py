@@ -2,9 +2,11 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import jinja2
 import pytest
+import torch
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
@@ -12,6 +14,15 @@ collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpre
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first, so that parallel workers end together."""
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of many small tensors: on a busy machine threads wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -89,8 +89,8 @@ def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -
     def with_lse(function: Callable[..., Any]) -> Callable[..., Tensor]:
         """The log-sum-exp as one more column of the output; 0 where a row sees no key."""
 
-        def run(*tensors: Tensor) -> Tensor:
-            out, lse = function(*tensors, scale=problem.scale, return_lse=True)
+        def run(*qkv: Tensor, **weights: Tensor) -> Tensor:
+            out, lse = function(*qkv, **weights, scale=problem.scale, return_lse=True)
             return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).unsqueeze(-1)], -1)
 
         return run
@@ -112,7 +112,7 @@ def decode_failures(
         lengths: keys in use, by batch entry; by default all.
         num_splits: parts the keys are split into; by default as planned.
     """
-    k, v, weights, q_tail = problem.inputs.k, problem.inputs.v, problem.inputs.weights.values(), problem.q_tail
+    k, v, weights, q_tail = problem.inputs.k, problem.inputs.v, problem.inputs.weights, problem.q_tail
     batch, _, capacity, _ = k.shape
     tail = q_tail.shape[2]
     used = [min(length, capacity) for length in lengths or batch * [capacity]]
@@ -121,7 +121,7 @@ def decode_failures(
     out, lse = op.decode(
         q_tail.masked_fill(before_the_first[:, None, :, None], torch.nan),
         *(x.masked_fill(unused[:, None, :, None], torch.nan) for x in (k, v)),
-        *weights,
+        **weights,
         cache_seqlens=None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
         scale=problem.scale,
         num_splits=num_splits,
@@ -136,7 +136,7 @@ def decode_failures(
             if not n:
                 continue
             one = (x[entry : entry + 1].to(dtype) for x in (q_tail[:, :, tail - rows :], k[:, :, :n], v[:, :, :n]))
-            whole = eager_op(spec, return_lse=True)(*one, *weights, scale=problem.scale)
+            whole = eager_op(spec, return_lse=True)(*one, **weights, scale=problem.scale)
             outs[entry, :, -new:], lses[entry, :, -new:] = (x[0, :, -new:] for x in whole)
         return outs, lses
 

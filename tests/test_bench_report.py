@@ -544,3 +544,17 @@ def test_script_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_pages_show_the_committed_runs() -> None:
     result = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_cases_of_any_stages_are_in_one_order() -> None:
+    """A stage that there is not has no extents to compare, and stands before those that are there."""
+    stages: list[dict[str, Any]] = [
+        {"kernel": None},
+        {"kernel": None, "post_mixed_heads": 2},
+        {"kernel": None, "mixed_heads": 4},
+        {"kernel": None, "post_kernel": (2, 3)},
+        {"kernel": (1, 1)},
+        {"kernel": (6, 11), "post_kernel": (6, 11)},
+    ]
+    cases = [Case(Spec(head_dim=64, **one), Sizes(1, 4, 4, 256, 256), "forward") for one in stages]
+    assert [*runs.merge([make_run(cases[::-1])])] == [*runs.merge([make_run(cases)])] == cases

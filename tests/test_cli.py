@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from mtagen.spec import Spec
 
 COMMANDS = ("emit", "plan", "list", "show-config", "collect-env", "clear-cache", "check", "bench", "tune")
 SELECTION = ("--kernel", "6,11", "--head-dim", "64")
+STAGES = ("--kernel", "none", "--mixed-heads", "4", "--post-kernel", "2,3", "--post-mixed-heads", "2")
 SMALL = ("--kernel", "2,3", "--head-dim", "16", "--device", "cpu")
 
 
@@ -65,8 +67,9 @@ def test_each_command_has_help(command: str) -> None:
 @pytest.mark.parametrize("command", ["emit", "plan", "check"])
 def test_selection_options_are_the_fields_of_the_spec(command: str) -> None:
     text = output(command, "--help")
-    for option in ("kernel", "head-dim", "value-head-dim", "non-causal", "key-padding", "mask", "dtype"):
-        assert f"--{option}" in text
+    options = {field.name.replace("_", "-") for field in fields(Spec)}
+    for option in options - {"causal"} | {"non-causal"}:
+        assert f"--{option} " in text
 
 
 def test_help_is_fast() -> None:
@@ -89,6 +92,10 @@ def test_module_runs_as_a_program() -> None:
         (["--kernel", "6,11,1"], "kernel: got '6,11,1'"),
         (["--kernel", "six,eleven"], "kernel: got 'six,eleven'"),
         (["--kernel", "0,11"], "kernel: got (0, 11)"),
+        (["--mixed-heads", "65"], "mixed_heads: got 65"),
+        (["--post-kernel", "2;3"], "post_kernel: got '2;3'"),
+        (["--post-kernel", "65,3"], "post_kernel: got (65, 3)"),
+        (["--post-mixed-heads", "0"], "post_mixed_heads: got 0"),
         (["--head-dim", "127"], "head_dim: got 127"),
         (["--value-head-dim", "8"], "value_head_dim: got 8"),
         (["--key-padding", "top"], "key_padding: got 'top'"),
@@ -211,6 +218,18 @@ def test_plan_json_is_the_plan() -> None:
     assert Plan.from_json(text) == plan(spec, "sm_80")
 
 
+def test_plan_of_a_pipeline() -> None:
+    text = output("plan", *STAGES, "--head-dim", "64", "--target", "cpu", "--json")
+    spec = Spec(None, 64, mixed_heads=4, post_kernel=(2, 3), post_mixed_heads=2)
+    assert Plan.from_json(text) == plan(spec, "cpu")
+
+
+def test_a_pipeline_that_a_backend_cannot_do() -> None:
+    result = run("plan", *STAGES, "--head-dim", "64", "--backend", "cuda")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("mtagen: mixed_heads: got 4; cuda has no kernels for this stage; legal: ")
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_plan_prints_every_row(backend: str) -> None:
     text = output("plan", *SELECTION, "--mask", "output", "--backend", backend)
@@ -261,6 +280,12 @@ def test_check_passes_on_this_machine() -> None:
     text = output("check", *SMALL, "--dtype", "fp32", "--backend", "torch")
     assert "all 40 within the rule" in text
     assert "FAILED" not in text
+
+
+def test_check_of_a_pipeline() -> None:
+    text = output("check", *STAGES, "--head-dim", "16", "--device", "cpu", "--dtype", "fp32", "--backend", "torch")
+    assert "all 50 within the rule" in text
+    assert all(f"d{name} " in text for name in ("head_weight", "post_weight", "post_head_weight"))
 
 
 def test_check_exits_with_1_on_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,14 +47,14 @@ class Emitted:
         self._folder, self._environment = folder, os.environ | environment
         (self._module,) = (path for path in emit(plan(spec, target, backend), folder) if path.suffix == ".py")
 
-    def __call__(self, *tensors: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    def __call__(self, *qkv: Tensor, weight: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
         assert return_lse
-        out, lse = _Attention.apply(self, *tensors)
+        out, lse = _Attention.apply(self, *qkv, weight)
         return out, lse
 
-    def decode(self, *tensors: Tensor, cache_seqlens: Tensor, return_lse: bool) -> tuple[Tensor, ...]:
+    def decode(self, *operands: Tensor, weight: Tensor, cache_seqlens: Tensor, return_lse: bool) -> tuple[Tensor, ...]:
         assert return_lse
-        return self.run("decode", *tensors, self.scale, cache_seqlens, None)
+        return self.run("decode", *operands, weight, self.scale, cache_seqlens, None)
 
     def run(self, pass_name: str, *arguments: object) -> tuple[Tensor, ...]:
         """The results of a pass."""

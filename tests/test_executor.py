@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,16 @@ DTYPE = torch.float16
 class StrictKernels:
     """Generated kernels, played by PyTorch: they refuse what the real ones would read or divide wrongly.
 
+    Args:
+        spec: what they were generated for.
+
     Attributes:
         calls: how often each pass was called.
         splits: what decode got as its number of splits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec = SPEC) -> None:
+        self.spec = spec
         self.calls = {"forward": 0, "backward": 0, "decode": 0}
         self.splits: int | None = None
 
@@ -38,7 +43,7 @@ class StrictKernels:
         self.calls["forward"] += 1
         assert_rows(q, k, v)
         assert_dense_fp32(weight)
-        return attention.forward(SPEC, q, k, v, weight, scale)
+        return attention.forward(self.spec, q, k, v, weight, scale)
 
     def backward(
         self,
@@ -58,7 +63,7 @@ class StrictKernels:
         assert_rows(grad_out, q, k, v)
         assert_dense_fp32(weight, grad_lse, lse)
         assert out.is_contiguous()
-        return attention.backward(SPEC, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+        return attention.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
 
     def decode(
         self,
@@ -75,7 +80,7 @@ class StrictKernels:
         assert_dense_fp32(weight)
         assert cache_seqlens is None or (cache_seqlens.is_contiguous() and cache_seqlens.dtype == torch.int32)
         self.splits = num_splits
-        return attention.decode(SPEC, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+        return attention.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
 
 
 def assert_rows(*tensors: Tensor) -> None:
@@ -115,6 +120,11 @@ def operands(nq: int = NQ, nk: int = NK, weight_dtype: torch.dtype = torch.float
     return [*(random(*shape) for shape in shapes), random(H, *SPEC.kernel, dtype=weight_dtype)]
 
 
+def in_list(tensors: list[Tensor]) -> list[Any]:
+    """The arguments of a call, which takes its weights as a list."""
+    return [*tensors[:3], tensors[3:]]
+
+
 # Layouts of the same values: as they are, and such as kernels cannot read.
 
 
@@ -147,7 +157,7 @@ LAYOUTS = {
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def assert_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in expected]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -159,19 +169,19 @@ def test_operands_of_any_layout(executor: Executor, index: int, layout: Callable
     *qkv, weight = operands()
     qkv[index] = layout(qkv[index])
     dense = [x.contiguous() for x in qkv]
-    out, lse = executor.forward(*qkv, weight, SCALE)
+    out, lse = executor.forward(*qkv, [weight], SCALE)
     assert_equal((out, lse), attention.forward(SPEC, *dense, weight, SCALE))
     grads = random(*out.shape), random(*lse.shape, dtype=torch.float32)
-    got = executor.backward(*grads, *qkv, weight, out, lse, SCALE)
+    got = executor.backward(*grads, *qkv, [weight], out, lse, SCALE)
     assert_equal(got, attention.backward(SPEC, *grads, *dense, weight, out, lse, SCALE))
 
 
 @every_layout
 def test_gradients_of_any_layout(executor: Executor, layout: Callable[[Tensor], Tensor]) -> None:
     tensors = operands()
-    out, lse = executor.forward(*tensors, SCALE)
+    out, lse = executor.forward(*in_list(tensors), SCALE)
     grad_out, grad_lse = layout(random(*out.shape)), layout(random(*lse.shape, 8, dtype=torch.float32))[..., 0]
-    got = executor.backward(grad_out, grad_lse, *tensors, out, lse, SCALE)
+    got = executor.backward(grad_out, grad_lse, *in_list(tensors), out, lse, SCALE)
     dense = grad_out.contiguous(), grad_lse.contiguous()
     assert_equal(got, attention.backward(SPEC, *dense, *tensors, out, lse, SCALE))
 
@@ -179,9 +189,9 @@ def test_gradients_of_any_layout(executor: Executor, layout: Callable[[Tensor], 
 def test_the_gradient_of_a_sum(executor: Executor, kernels: StrictKernels) -> None:
     """``out.sum().backward()`` gives one number the shape of the output; all its strides are 0."""
     tensors = operands()
-    out, lse = executor.forward(*tensors, SCALE)
+    out, lse = executor.forward(*in_list(tensors), SCALE)
     one = torch.ones((), dtype=out.dtype).expand(out.shape), torch.zeros(()).expand(lse.shape)
-    got = executor.backward(*one, *tensors, out, lse, SCALE)
+    got = executor.backward(*one, *in_list(tensors), out, lse, SCALE)
     assert kernels.calls["backward"] == 1
     assert_equal(got, attention.backward(SPEC, torch.ones_like(out), torch.zeros_like(lse), *tensors, out, lse, SCALE))
 
@@ -195,15 +205,30 @@ def test_weights_of_any_layout_and_dtype(
     q, k, v, weight = operands(weight_dtype=dtype)
     weight = layout(weight)
     exact = weight.float().contiguous()
-    out, lse = executor.forward(q, k, v, weight, SCALE)
+    out, lse = executor.forward(q, k, v, [weight], SCALE)
     assert_equal((out, lse), attention.forward(SPEC, q, k, v, exact, SCALE))
     grads = random(*out.shape), torch.zeros_like(lse)
-    got = executor.backward(*grads, q, k, v, weight, out, lse, SCALE)
+    got = executor.backward(*grads, q, k, v, [weight], out, lse, SCALE)
     *expected, dweight = attention.backward(SPEC, *grads, q, k, v, exact, out, lse, SCALE)
     assert_equal(got, (*expected, dweight.to(dtype)))
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
-    got = executor.decode(tail, k, v, weight, None, SCALE, 0)
+    got = executor.decode(tail, k, v, [weight], None, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, tail, k, v, exact, SCALE, None))
+
+
+def test_plain_attention_is_a_kernel_of_one_tap() -> None:
+    """The kernels take a weight in any case; it is no weight of the op, and has no gradient there."""
+    spec = replace(SPEC, kernel=None)
+    executor = Executor(spec, StrictKernels(spec).passes(), kernels_on_cpu=True, torch_on_cpu=False)
+    q, k, v, _ = operands()
+    tap = torch.ones(H, 1, 1)
+    out, lse = executor.forward(q, k, v, [], SCALE)
+    assert_equal((out, lse), attention.forward(spec, q, k, v, tap, SCALE))
+    grads = random(*out.shape), random(*lse.shape, dtype=torch.float32)
+    got = executor.backward(*grads, q, k, v, [], out, lse, SCALE)
+    assert_equal(got, attention.backward(spec, *grads, q, k, v, tap, out, lse, SCALE)[:3])
+    got = executor.decode(q, k, v, [], None, SCALE, 0)
+    assert_equal(got, attention.decode(spec, q, k, v, tap, SCALE, None))
 
 
 @every_layout
@@ -214,7 +239,7 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
     tensors = [random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim), k, v]
     tensors[index] = layout(tensors[index])
     dense = [x.contiguous() for x in tensors]
-    got = executor.decode(*tensors, weight, None, SCALE, 0)
+    got = executor.decode(*tensors, [weight], None, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, *dense, weight, SCALE, None))
 
 
@@ -230,7 +255,7 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
 def test_lengths_of_any_stride(executor: Executor, lengths: Tensor) -> None:
     _, k, v, weight = operands()
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
-    got = executor.decode(tail, k, v, weight, lengths, SCALE, 0)
+    got = executor.decode(tail, k, v, [weight], lengths, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
 
 
@@ -239,14 +264,14 @@ def test_no_number_of_splits_leaves_it_to_the_plan(
     executor: Executor, kernels: StrictKernels, asked: int, passed: int | None
 ) -> None:
     _, k, v, weight = operands()
-    executor.decode(random(B, H, SPEC.cq, SPEC.head_dim), k, v, weight, None, SCALE, asked)
+    executor.decode(random(B, H, SPEC.cq, SPEC.head_dim), k, v, [weight], None, SCALE, asked)
     assert kernels.splits == passed
 
 
 def test_rows_that_are_copied_are_warned_of(executor: Executor) -> None:
     q, k, v, weight = operands()
     with pytest.warns(RuntimeWarning, match="k has strides .* are copied before each call"):
-        executor.forward(q, padded(k), v, weight, SCALE)
+        executor.forward(q, padded(k), v, [weight], SCALE)
 
 
 # Nothing to launch.
@@ -256,9 +281,9 @@ def test_rows_that_are_copied_are_warned_of(executor: Executor) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.float32, DTYPE])
 def test_no_scores(executor: Executor, kernels: StrictKernels, nq: int, nk: int, weight_dtype: torch.dtype) -> None:
     tensors = operands(nq, nk, weight_dtype)
-    out, lse = executor.forward(*tensors, SCALE)
+    out, lse = executor.forward(*in_list(tensors), SCALE)
     assert_equal((out, lse), attention.forward(SPEC, *tensors, SCALE))
-    got = executor.backward(out, lse, *tensors, out, lse, SCALE)
+    got = executor.backward(out, lse, *in_list(tensors), out, lse, SCALE)
     assert_equal(got, tuple(torch.zeros_like(x) for x in tensors))
     assert not any(kernels.calls.values())
 
@@ -268,7 +293,7 @@ def test_decode_of_an_empty_cache(executor: Executor, kernels: StrictKernels, wi
     _, k, v, weight = operands(nk=0)
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
     lengths = torch.zeros(B, dtype=torch.int32) if with_lengths else None
-    got = executor.decode(tail, k, v, weight, lengths, SCALE, 0)
+    got = executor.decode(tail, k, v, [weight], lengths, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
     assert not any(kernels.calls.values())
 
@@ -276,6 +301,6 @@ def test_decode_of_an_empty_cache(executor: Executor, kernels: StrictKernels, wi
 def test_decode_without_a_sequence(executor: Executor, kernels: StrictKernels) -> None:
     _, k, v, weight = operands()
     tail: Any = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)[:0]
-    got = executor.decode(tail, k[:0], v[:0], weight, None, SCALE, 0)
+    got = executor.decode(tail, k[:0], v[:0], [weight], None, SCALE, 0)
     assert_equal(got, attention.decode(SPEC, tail, k[:0], v[:0], weight, SCALE, None))
     assert not any(kernels.calls.values())

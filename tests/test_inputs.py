@@ -282,6 +282,178 @@ def test_decode(op: MultiTokenAttention, changed: dict[str, Any], name: str, got
     assert_explains(caught.value, name, got, rule, legal)
 
 
+# Pipelines: the weights, and what of them fits.
+
+GROUP, POST_CQ, POST_CK, POST_GROUP = 2, 2, 5, 4
+CONTEXT = CQ - 1 + POST_CQ - 1
+STAGES: dict[str, Any] = {
+    "kernel": (CQ, CK),
+    "mixed_heads": GROUP,
+    "post_kernel": (POST_CQ, POST_CK),
+    "post_mixed_heads": POST_GROUP,
+}
+
+
+def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> MultiTokenAttention:
+    """An op of some stages, for fp32, that must not be launched."""
+    options = {"head_dim": D, "value_head_dim": DV, "target": "cpu", "dtype": "fp32"}
+    built = mtagen.build(**{"kernel": None} | stages | options)
+    monkeypatch.setitem(library._executors, built._key, _Untouchable())
+    return built
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> MultiTokenAttention:
+    """An op of all stages that must not be launched."""
+    return build_untouchable(monkeypatch, **STAGES)
+
+
+def weights() -> dict[str, Any]:
+    return {
+        "weight": torch.zeros(H, CQ, CK),
+        "head_weight": torch.zeros(H // GROUP, GROUP, GROUP),
+        "post_weight": torch.zeros(H, POST_CQ, POST_CK),
+        "post_head_weight": torch.zeros(H // POST_GROUP, POST_GROUP, POST_GROUP),
+    }
+
+
+PIPELINE_CALLS = {
+    "kernels with an axis of channels, one matrix": (
+        {
+            "weight": torch.zeros(H, 1, CQ, CK),
+            "post_weight": torch.zeros(H, 1, POST_CQ, POST_CK),
+            "post_head_weight": torch.zeros(POST_GROUP, POST_GROUP),
+        },
+        None,
+    ),
+    "no weight": ({"weight": None}, ("weight", "None", "has such a stage", "'weight', 'head_weight', 'post_weight'")),
+    "no head weight": ({"head_weight": None}, ("head_weight", "None", "has such a stage", "'head_weight'")),
+    "no post weight": ({"post_weight": None}, ("post_weight", "None", "has such a stage", "'post_weight'")),
+    "no post head weight": ({"post_head_weight": None}, ("post_head_weight", "None", "has such", "'post_head_weight'")),
+    "head weight list": ({"head_weight": [1.0]}, ("head_weight", "'list'", "must be a tensor", "torch.Tensor")),
+    "head weight groups": (
+        {"head_weight": torch.zeros(1, GROUP, GROUP)},
+        ("head_weight.shape", "(1, 2, 2)", "one (m, m) matrix per group of 2 heads", "(2, 2, 2)"),
+    ),
+    "head weight of all heads": (
+        {"head_weight": torch.zeros(1, H, H)},
+        ("head_weight.shape", "(1, 4, 4)", "per group of 2 heads", "(2, 2, 2)"),
+    ),
+    "one matrix of some groups": (
+        {"head_weight": torch.zeros(GROUP, GROUP)},
+        ("head_weight.shape", "(2, 2)", "per group of 2 heads", "(2, 2, 2)"),
+    ),
+    "head weight with an axis of channels": (
+        {"head_weight": torch.zeros(H // GROUP, 1, GROUP, GROUP)},
+        ("head_weight.shape", "(2, 1, 2, 2)", "per group of 2 heads", "(2, 2, 2)"),
+    ),
+    "post head weight of groups of 2": (
+        {"post_head_weight": torch.zeros(2, 2, 2)},
+        ("post_head_weight.shape", "(2, 2, 2)", "per group of 4 heads", "(1, 4, 4) or (4, 4)"),
+    ),
+    "post weight as before the softmax": (
+        {"post_weight": torch.zeros(H, CQ, CK)},
+        ("post_weight.shape", "(4, 3, 4)", "one (cq, ck) kernel per query head", "(4, 2, 5) or (4, 1, 2, 5)"),
+    ),
+    "post weight without heads": (
+        {"post_weight": torch.zeros(POST_CQ, POST_CK)},
+        ("post_weight.shape", "(2, 5)", "per query head", "(4, 2, 5)"),
+    ),
+    "head weight dtype": (
+        {"head_weight": torch.zeros(2, 2, 2).bfloat16()},
+        ("head_weight.dtype", "torch.bfloat16", "must be fp32 or the dtype of q", "float32"),
+    ),
+    "post weight dtype": (
+        {"post_weight": torch.zeros(H, POST_CQ, POST_CK, dtype=torch.int32)},
+        ("post_weight.dtype", "torch.int32", "must be fp32 or the dtype of q", "float32"),
+    ),
+    "post head weight device": (
+        {"post_head_weight": torch.zeros(1, 4, 4, device="meta")},
+        ("post_head_weight.device", "device(type='meta')", "must be on {q}'s device", "cpu"),
+    ),
+    "head weight device": (
+        {"head_weight": torch.zeros(2, 2, 2, device="meta")},
+        ("head_weight.device", "device(type='meta')", "must be on {q}'s device", "cpu"),
+    ),
+    "sparse post weight": (
+        {"post_weight": torch.zeros(H, POST_CQ, POST_CK).to_sparse()},
+        ("post_weight.layout", "torch.sparse_coo", "dense", "strided"),
+    ),
+}
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize(("changed", "parts"), PIPELINE_CALLS.values(), ids=PIPELINE_CALLS)
+def test_weights_of_a_pipeline(
+    pipeline: MultiTokenAttention, changed: dict[str, Any], parts: tuple[str, ...] | None, decodes: bool
+) -> None:
+    """In a call and in a decode step alike; without parts of a message the call is legal."""
+    given = cache(q_tail=torch.zeros(B, H, CONTEXT + NEW, D)) if decodes else tensors()
+    call = pipeline.decode if decodes else pipeline
+    if parts is None:
+        with pytest.raises(pytest.fail.Exception, match="was launched"):
+            call(**given | weights() | changed)
+        return
+    with pytest.raises(InputError) as caught:
+        call(**given | weights() | changed)
+    assert_explains(caught.value, *(part.format(q="q_tail" if decodes else "q") for part in parts))
+
+
+@pytest.mark.parametrize("name", ["weight", "head_weight", "post_weight", "post_head_weight"])
+def test_a_weight_that_the_op_does_not_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = dict(zip(weights(), STAGES, strict=True))[name]
+    op = build_untouchable(monkeypatch, **STAGES | {stage: None})
+    has = {other: weight for other, weight in weights().items() if other != name}
+    given = {other: x for other, x in tensors().items() if other != "weight"}
+    with pytest.raises(pytest.fail.Exception, match="was launched"):
+        op(**given | has)
+    with pytest.raises(InputError) as caught:
+        op(**given | weights())
+    shape = tuple(weights()[name].shape)
+    assert_explains(caught.value, name, f"'shape {shape}'", "was built without such a stage", f"{tuple(has)}")
+    with pytest.raises(InputError) as caught:
+        build_untouchable(monkeypatch)(**given | {name: weights()[name]})
+    assert_explains(caught.value, name, f"'shape {shape}'", "was built without such a stage", "no weight")
+
+
+@pytest.mark.parametrize(("stage", "name"), [("mixed_heads", "head_weight"), ("post_mixed_heads", "post_head_weight")])
+@pytest.mark.parametrize("group", [3, 8])
+def test_groups_that_do_not_divide_the_heads(
+    stage: str, name: str, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = build_untouchable(monkeypatch, **{stage: group})
+    given = {other: x for other, x in tensors().items() if other != "weight"}
+    with pytest.raises(InputError) as caught:
+        op(**given, **{name: torch.zeros(1, group, group)})
+    rule = f"the op mixes groups of {group} heads ({name})"
+    assert_explains(caught.value, "heads", str(H), rule, f"multiples of {group}")
+
+
+@pytest.mark.parametrize(
+    ("stages", "rule"),
+    [
+        (STAGES, "cq - 1 + post cq - 1 = 3 context queries"),
+        ({"kernel": (CQ, CK), "mixed_heads": 2}, "cq - 1 = 2 context queries"),
+        ({"post_kernel": (POST_CQ, POST_CK)}, "post cq - 1 = 1 context queries"),
+        ({"mixed_heads": 2}, "1..8 new ones"),
+    ],
+    ids=str,
+)
+def test_rows_of_a_decode_step(stages: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few earlier queries, and too many new ones."""
+    op = build_untouchable(monkeypatch, **stages)
+    context = op.plan.spec.context
+    given = {name: x for name, x in weights().items() if name in op.plan.spec.weight_names}
+    given |= {name: x for name, x in cache().items() if name != "weight"}
+    for rows in (context, context + 9):
+        with pytest.raises(InputError) as caught:
+            op.decode(**given | {"q_tail": torch.zeros(B, H, rows, D)})
+        assert_explains(caught.value, "q_tail rows", str(rows), rule, f"{context + 1}..{context + 8}")
+    for rows in (context + 1, context + 8):
+        with pytest.raises(pytest.fail.Exception, match="decode was launched"):
+            op.decode(**given | {"q_tail": torch.zeros(B, H, rows, D)})
+
+
 BUILDS = {
     "head dim 12": ({"head_dim": 12}, "head_dim", "12", "not supported", "multiples of 8 from 16 to 256"),
     "head dim 8": ({"head_dim": 8}, "head_dim", "8", "not supported", "multiples of 8 from 16 to 256"),
@@ -300,6 +472,12 @@ BUILDS = {
     "kernel int": ({"kernel": 3}, "kernel", "3", "pair of ints", "1..64 each"),
     "kernel bools": ({"kernel": (True, True)}, "kernel", "(True, True)", "pair of ints", "1..64 each"),
     "kernel floats": ({"kernel": (3.0, 3)}, "kernel", "(3.0, 3)", "pair of ints", "1..64 each"),
+    "no mixed heads": ({"mixed_heads": 0}, "mixed_heads", "0", "number of heads", "1..64, or None"),
+    "65 mixed heads": ({"mixed_heads": 65}, "mixed_heads", "65", "number of heads", "1..64, or None"),
+    "mixed heads bool": ({"mixed_heads": True}, "mixed_heads", "True", "number of heads", "1..64, or None"),
+    "post mixed heads float": ({"post_mixed_heads": 2.0}, "post_mixed_heads", "2.0", "number of heads", "1..64, or"),
+    "post kernel 0": ({"post_kernel": (3, 0)}, "post_kernel", "(3, 0)", "out of range", "1..64 each"),
+    "post kernel int": ({"post_kernel": 3}, "post_kernel", "3", "pair of ints", "1..64 each, or None"),
     "causal": ({"causal": 1}, "causal", "1", "must be a bool", "(True, False)"),
     "key padding": (
         {"key_padding": "centre"},
@@ -329,21 +507,26 @@ STRANGE = (object(), ARRAY, np.zeros((50, 50)), MATRIX, torch.tensor(True), b"bo
 NOT_TEXT = (*STRANGE, True, 1)
 NOT_A_BOOL = (*STRANGE, 0, 1, "yes", np.True_)
 NOT_A_SIZE = (*STRANGE, True, 64.0, "64", (64,), -64, np.int64(64), torch.tensor(64))
+NO_KERNEL = (
+    *STRANGE,
+    "ab",
+    "6,11",
+    "none",
+    6,
+    (6,),
+    (6, "11"),
+    (6, None),
+    (True, 11),
+    (6, 11.0),
+    (ARRAY, ARRAY),
+    MATRIX,
+)
+NO_GROUP = (*NOT_A_SIZE, 0, 65, (2, 2))
 WRONG_VALUES = {
-    "kernel": (
-        *STRANGE,
-        None,
-        "ab",
-        "6,11",
-        6,
-        (6,),
-        (6, "11"),
-        (6, None),
-        (True, 11),
-        (6, 11.0),
-        (ARRAY, ARRAY),
-        MATRIX,
-    ),
+    "kernel": NO_KERNEL,
+    "mixed_heads": NO_GROUP,
+    "post_kernel": NO_KERNEL,
+    "post_mixed_heads": NO_GROUP,
     "head_dim": (*NOT_A_SIZE, None),
     "value_head_dim": NOT_A_SIZE,
     "causal": (*NOT_A_BOOL, None),
@@ -459,7 +642,7 @@ def test_kernels_for_gpus_refuse_cpu_tensors() -> None:
     for call in (
         lambda: op(q, k, v, weight),
         lambda: op.decode(q, k, v, weight),
-        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, weight, q, q[..., 0], 1.0, op._key),
+        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, [weight], q, q[..., 0], 1.0, op._key),
     ):
         with pytest.raises(BackendError) as caught:
             call()

@@ -21,6 +21,8 @@ import torch
 from mtagen import Spec, plan
 from mtagen.naive import reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Array = npt.NDArray[np.float64]
 
 SMALL = [(1, 1), (1, 4), (3, 1), (2, 3), (3, 5), (4, 2)]
@@ -34,15 +36,6 @@ small = pytest.mark.parametrize("kernel", SMALL, ids=str)
 large = pytest.mark.parametrize("kernel", LARGE, ids=str)
 padded = pytest.mark.parametrize("padding", PADDINGS)
 masked = pytest.mark.parametrize(("causal", "mask"), MASKS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference's tensors are so small that a second thread would only wait."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def block(x: Array, i: int, j: int, n: int, m: int) -> Array:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtagen import tuning
 from mtagen.errors import SpecError
 from mtagen.measure.cases import ROW_KEYS, SCALES, Case, Sizes
-from mtagen.measure.inputs import Inputs, Sampler, weight_shapes
+from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import eager_op, judge
 from mtagen.spec import Spec
 
@@ -27,6 +27,9 @@ SIZES = Sizes(batch=2, heads=4, kv_heads=2, nq=5, nk=7)
         (Spec((6, 11), 64), {}),
         (Spec((6, 11), 64, causal=False, dtype="fp32"), {}),
         (Spec((6, 11), 64, 128, key_padding="left"), {"value_head_dim": 128, "key_padding": "left"}),
+        (Spec(None, 64), {}),
+        (Spec(None, 64, mixed_heads=16, post_mixed_heads=2), {"mixed_heads": 16, "post_mixed_heads": 2}),
+        (Spec((6, 11), 64, post_kernel=(2, 3)), {"post_kernel": [2, 3]}),
     ],
 )
 def test_rows_tell_the_case_and_no_more(spec: Spec, special: dict[str, object]) -> None:
@@ -74,10 +77,21 @@ def test_inputs_fit_the_op(make: type[Sampler]) -> None:
     inputs = sampler.inputs()
     rest = {"k": (2, 2, 7, 16), "v": (2, 2, 7, 24), "weight": (4, 3, 4)}
     assert shapes(inputs) == {"q": (2, 4, 5, 16), **rest}
-    assert list(inputs.named) == ["q", "k", "v", *weight_shapes(SPEC, 4)]
+    assert list(inputs.named) == ["q", "k", "v", *SPEC.weights(4)]
     assert shapes(sampler.inputs(decode=True)) == {"q": (2, 4, 2 + 5, 16), **rest}
     assert tuple(sampler.outputs().shape) == (2, 4, 5, 24)
     assert [x.dtype for x in inputs.arguments] == [torch.float16] * 3 + [torch.float32]
+
+
+@pytest.mark.parametrize("make", [Sampler.for_checks, Sampler.for_timing])
+def test_inputs_fit_a_pipeline(make: type[Sampler]) -> None:
+    spec = replace(SPEC, kernel=None, mixed_heads=2, post_kernel=(5, 2), post_mixed_heads=4)
+    sampler = make(spec, SIZES, CPU)
+    inputs = sampler.inputs()
+    rest = {"head_weight": (2, 2, 2), "post_weight": (4, 5, 2), "post_head_weight": (1, 4, 4)}
+    assert shapes(inputs) == {"q": (2, 4, 5, 16), "k": (2, 2, 7, 16), "v": (2, 2, 7, 24), **rest}
+    assert inputs.weights.keys() == rest.keys()
+    assert tuple(sampler.queries(3, decode=True).shape) == (2, 4, 3 + 4, 16)
 
 
 def test_layouts() -> None:
@@ -99,6 +113,31 @@ def test_equal_samplers_draw_equal_tensors() -> None:
 def test_weights_keep_the_size_of_what_they_mix() -> None:
     weight = Sampler.for_timing(Spec((8, 16), 16), Sizes(1, 64, 64, 1, 1), CPU).inputs().weights["weight"]
     assert weight.square().sum((1, 2)).mean().item() == pytest.approx(1, rel=0.05)
+
+
+def test_matrices_keep_the_size_of_what_they_mix() -> None:
+    """What counts is a row, that of one head of the result."""
+    spec = Spec(None, 16, mixed_heads=8, post_mixed_heads=64)
+    weights = Sampler.for_timing(spec, Sizes(1, 64, 64, 1, 1), CPU).inputs().weights
+    for weight in weights.values():
+        assert weight.square().sum(2).mean().item() == pytest.approx(1, rel=0.1)
+
+
+def test_weights_are_given_by_name() -> None:
+    spec = Spec(None, 16, dtype="fp32", mixed_heads=2, post_kernel=(2, 3))
+    sampler = Sampler.for_checks(spec, Sizes(1, 4, 2, 9, 11), CPU)
+    eager, inputs, grad_out = eager_op(spec, return_lse=True), sampler.inputs(), sampler.outputs()
+    found = judge(eager, eager, inputs, grad_out)
+    assert [*found] == ["out", "lse", "dq", "dk", "dv", "dhead_weight", "dpost_weight"]
+    assert all(comparison.ok for comparison in found.values())
+
+    def spoiled(q: Tensor, k: Tensor, v: Tensor, head_weight: Tensor, post_weight: Tensor) -> tuple[Tensor, Tensor]:
+        head_weight = head_weight + 0.1 * (head_weight - head_weight.detach())
+        results: tuple[Tensor, Tensor] = eager(q, k, v, head_weight=head_weight, post_weight=post_weight)
+        return results
+
+    found = judge(spoiled, eager, inputs, grad_out)
+    assert [name for name, comparison in found.items() if not comparison.ok] == ["dhead_weight"]
 
 
 def test_attention_without_weights_is_judged() -> None:

@@ -306,12 +306,12 @@ def test_compile_checks_arguments(op: MultiTokenAttention) -> None:
 )
 def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) -> None:
     tensors = leaves(nq, nk, dtype=dtype)
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors, 0.25, op._key))
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors[:3], tensors[3:], 0.25, op._key))
     q, k, v, weight = (x.detach() for x in tensors)
     out, lse = op(q, k, v, weight, scale=0.25, return_lse=True)
     torch.library.opcheck(
         torch.ops.mtagen.backward.default,
-        (out, torch.ones_like(lse), q, k, v, weight, out, lse, 0.25, op._key),
+        (out, torch.ones_like(lse), q, k, v, [weight], out, lse, 0.25, op._key),
     )
 
 
@@ -319,7 +319,7 @@ def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) 
 def test_opcheck_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> None:
     q, k, v, weight = (x.detach() for x in leaves(KERNEL[0] + 1, 9))
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, weight, seqlens, 0.25, 0, op._key))
+    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, [weight], seqlens, 0.25, 0, op._key))
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
@@ -363,6 +363,47 @@ def test_flop_of_hand_computed_sizes(op: MultiTokenAttention) -> None:
         out.square().sum().backward()
     forward, backward = torch.ops.mtagen.forward, torch.ops.mtagen.backward
     assert counter.get_flop_counts()["Global"] == {forward: FORWARD, backward: BACKWARD}
+
+
+def test_flop_of_all_stages() -> None:
+    """Beside the products, 12 taps, 2 heads of a group, 10 taps and 4 heads; each is done twice in a backward pass."""
+    op = build(value_head_dim=DV, mixed_heads=2, post_kernel=(2, 5), post_mixed_heads=4)
+    q, k, v, weight = leaves(5, 7)
+    others = {
+        "head_weight": torch.randn(2, 2, 2),
+        "post_weight": torch.randn(HEADS, 2, 5),
+        "post_head_weight": torch.randn(1, 4, 4),
+    }
+    with FlopCounterMode(display=False) as counter:
+        op(q, k, v, weight, **others).sum().backward()
+        # Queries: 5, of which a convolution leaves 3, and another 2.
+        op.decode(q.detach(), k, v, weight.detach(), **others)
+    assert counter.get_flop_counts()["Global"] == {
+        torch.ops.mtagen.forward: SCORES * 2 * (16 + 24 + 28),
+        torch.ops.mtagen.backward: SCORES * 2 * (3 * 16 + 2 * 24 + 2 * 28),
+        torch.ops.mtagen.decode: 2 * 2 * 4 * 7 * (5 * 16 + 3 * (12 + 2) + 2 * (10 + 4 + 24)),
+    }
+
+
+@pytest.mark.parametrize("mixed", [1, 2, 4])
+def test_flop_of_mixtures_alone(mixed: int) -> None:
+    """A matrix for each head is one by one; it has no context."""
+    op = build(kernel=None, mixed_heads=mixed)
+    q, k, v, _ = leaves(5, 7, value_dim=D)
+    weight = torch.randn(HEADS // mixed, mixed, mixed)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        op(q, k, v, head_weight=weight)
+        op.decode(q, k, v, head_weight=weight)
+    flop = SCORES * 2 * (16 + 16 + mixed)
+    assert counter.get_flop_counts()["Global"] == {torch.ops.mtagen.forward: flop, torch.ops.mtagen.decode: flop}
+
+
+def test_flop_of_plain_attention() -> None:
+    op = build(kernel=None, value_head_dim=DV)
+    q, k, v, _ = leaves(5, 7)
+    with FlopCounterMode(display=False) as counter:
+        op(q, k, v).sum().backward()
+    assert counter.get_total_flops() == SCORES * 2 * (16 + 24 + 3 * 16 + 2 * 24)
 
 
 def test_flop_without_the_convolution_is_that_of_attention(op: MultiTokenAttention) -> None:
@@ -411,7 +452,7 @@ def test_same_arguments_same_key() -> None:
 def test_a_key_that_was_not_built() -> None:
     *tensors, weight = leaves()
     with pytest.raises(BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"):
-        torch.ops.mtagen.forward(*tensors, weight, 0.25, "stranger")
+        torch.ops.mtagen.forward(*tensors, [weight], 0.25, "stranger")
 
 
 @pytest.mark.parametrize(

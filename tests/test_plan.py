@@ -118,7 +118,7 @@ def test_text_shows_what_was_decided() -> None:
     for piece in (
         made.name,
         "6 x 11",
-        "left: 10 left, 0 right",
+        "10 keys left, 0 right",
         "causal, source",
         "fp16",
         "sm_80",

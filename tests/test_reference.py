@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from mtagen.naive import reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 F64 = torch.float64
 KERNELS = [(1, 1), (1, 4), (2, 1), (3, 3), (4, 6)]
 LENGTHS = [(5, 5), (3, 6), (6, 3), (1, 1)]
@@ -23,12 +25,22 @@ def inputs(kernel, nq, nk, heads=2, kv_heads=1, dim=3, value_dim=2, **options):
     return [torch.randn(shape, dtype=F64, **options) for shape in shapes]
 
 
-def brute_force(q, k, v, weight, causal, key_padding, mask):
-    """The definition, one scalar at a time."""
+def brute_force(
+    q,
+    k,
+    v,
+    weight=None,
+    head_weight=None,
+    post_weight=None,
+    post_head_weight=None,
+    *,
+    causal=True,
+    key_padding="both",
+    mask="source",
+):
+    """The definition, one scalar at a time. What has a head, a query and a key is a dict of numbers by these three."""
     (_, heads, nq, dim), (_, kv_heads, nk, value_dim) = q.shape, v.shape
-    _, cq, ck = weight.shape
-    queries, keys, kernels = q[0].tolist(), k[0].tolist(), weight.tolist()
-    left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[key_padding]
+    queries, keys, group = q[0].tolist(), k[0].tolist(), heads // kv_heads
     out, lse = (
         torch.zeros(1, heads, nq, value_dim, dtype=F64),
         torch.full((1, heads, nq), -torch.inf, dtype=F64),
@@ -40,19 +52,42 @@ def brute_force(q, k, v, weight, causal, key_padding, mask):
     def dot(x, y):
         return sum(map(operator.mul, x, y))
 
-    for h, i in itertools.product(range(heads), range(nq)):
-        kv = h // (heads // kv_heads)
-        row = {}
-        for j in (j for j in range(nk) if allowed(i, j)):
-            row[j] = 0.0
+    def convolve(x, weight):
+        if weight is None:
+            return x
+        _, cq, ck = weight.shape
+        kernels, results = weight.tolist(), {}
+        left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[key_padding]
+        for h, i, j in x:
+            results[h, i, j] = 0.0
             for a, b in itertools.product(range(cq), range(ck)):
                 i2, j2 = i - (cq - 1) + a, j - left + b
                 if 0 <= i2 < nq and 0 <= j2 < nk and allowed(i2 if mask == "source" else i, j2):
-                    row[j] += kernels[h][a][b] * dot(queries[h][i2], keys[kv][j2]) / math.sqrt(dim)
-        if row:
-            total = sum(map(math.exp, row.values()))
-            lse[0, h, i] = math.log(total)
-            out[0, h, i] = sum(math.exp(c) / total * v[0, kv, j] for j, c in row.items())
+                    results[h, i, j] += kernels[h][a][b] * x[h, i2, j2]
+        return results
+
+    def mix(x, weight):
+        if weight is None:
+            return x
+        matrices, m = weight.tolist(), weight.shape[-1]
+        return {(h, i, j): sum(matrices[h // m][h % m][g] * x[h - h % m + g, i, j] for g in range(m)) for h, i, j in x}
+
+    def shares_of(x):
+        shares = dict.fromkeys(x, 0.0)
+        for h, i in itertools.product(range(heads), range(nq)):
+            row = [(h, i, j) for j in range(nk) if allowed(i, j)]
+            if row:
+                total = sum(math.exp(x[entry]) for entry in row)
+                lse[0, h, i] = math.log(total)
+                shares |= {entry: math.exp(x[entry]) / total for entry in row}
+        return shares
+
+    entries = itertools.product(range(heads), range(nq), range(nk))
+    scores = {(h, i, j): dot(queries[h][i], keys[h // group][j]) / math.sqrt(dim) for h, i, j in entries}
+    shares = convolve(shares_of(mix(convolve(scores, weight), head_weight)), post_weight)
+    shares = mix({(h, i, j): x if allowed(i, j) else 0.0 for (h, i, j), x in shares.items()}, post_head_weight)
+    for (h, i, j), share in shares.items():
+        out[0, h, i] += share * v[0, h // group, j]
     return out, lse
 
 
@@ -67,6 +102,88 @@ def test_equals_brute_force(kernel, causal, key_padding, mask):
         torch.testing.assert_close(
             reference(*args, **options, return_lse=True), brute_force(*args, **options), rtol=0, atol=1e-12
         )
+
+
+def stages(heads, kernel, mixed_heads, post_kernel, post_mixed_heads):
+    """The weights of a pipeline by name, None for a stage that there is not."""
+    shapes = {
+        "weight": kernel and (heads, *kernel),
+        "head_weight": mixed_heads and (heads // mixed_heads, mixed_heads, mixed_heads),
+        "post_weight": post_kernel and (heads, *post_kernel),
+        "post_head_weight": post_mixed_heads and (heads // post_mixed_heads, post_mixed_heads, post_mixed_heads),
+    }
+    return {name: shape and torch.randn(shape, dtype=F64) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("mask", ["source", "output"])
+@pytest.mark.parametrize("key_padding", ["both", "left", "right"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("post_mixed_heads", [None, 4])
+@pytest.mark.parametrize("post_kernel", [None, (2, 3)], ids=str)
+@pytest.mark.parametrize("mixed_heads", [None, 2])
+@pytest.mark.parametrize("kernel", [None, (3, 2)], ids=str)
+def test_pipelines_equal_brute_force(kernel, mixed_heads, post_kernel, post_mixed_heads, causal, key_padding, mask):
+    options = {"causal": causal, "key_padding": key_padding, "mask": mask}
+    for nq, nk in LENGTHS:
+        q, k, v, _ = inputs((1, 1), nq, nk, heads=4, kv_heads=2)
+        weights = stages(4, kernel, mixed_heads, post_kernel, post_mixed_heads)
+        torch.testing.assert_close(
+            reference(q, k, v, **weights, **options, return_lse=True),
+            brute_force(q, k, v, **weights, **options),
+            rtol=0,
+            atol=1e-12,
+        )
+
+
+@pytest.mark.parametrize(("mixed_heads", "post_mixed_heads"), [(1, 6), (3, 2), (6, 3), (2, 1)])
+def test_groups_of_any_size_equal_brute_force(mixed_heads, post_mixed_heads):
+    """A scale for each head; groups with parts of groups that share keys; all heads."""
+    q, k, v, _ = inputs((1, 1), 4, 5, heads=6, kv_heads=3)
+    weights = stages(6, (2, 2), mixed_heads, (1, 2), post_mixed_heads)
+    expected = brute_force(q, k, v, **weights)
+    torch.testing.assert_close(reference(q, k, v, **weights, return_lse=True), expected, rtol=0, atol=1e-12)
+
+
+def test_layouts_of_weights():
+    """Kernels with an axis of input channels, as of torch's convolutions; the one matrix of all heads."""
+    q, k, v, _ = inputs((1, 1), 5, 5, heads=4, kv_heads=2)
+    weights = stages(4, (2, 3), 4, (3, 2), 4)
+    other = {
+        "weight": weights["weight"].unsqueeze(1),
+        "head_weight": weights["head_weight"][0],
+        "post_weight": weights["post_weight"].unsqueeze(1),
+        "post_head_weight": weights["post_head_weight"][0],
+    }
+    assert torch.equal(reference(q, k, v, **other), reference(q, k, v, **weights))
+
+
+@pytest.mark.parametrize("mask", ["source", "output"])
+def test_gradients_of_a_pipeline_where_some_rows_see_no_key(mask):
+    q, k, v, _ = inputs((1, 1), 5, 3, heads=2)
+    weights = stages(2, (2, 3), 2, (2, 2), 2)
+    leaves = [x.requires_grad_() for x in (q, k, v, *weights.values())]
+
+    def visible_rows(q, k, v, *given):
+        out, lse = reference(q, k, v, **dict(zip(weights, given, strict=True)), mask=mask, return_lse=True)
+        return out, lse[:, :, 2:]
+
+    assert not visible_rows(*leaves)[0][:, :, :2].any()
+    assert torch.autograd.gradcheck(visible_rows, leaves)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(visible_rows(*leaves)[0].sum(), leaves))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_identities_are_plain_attention(causal):
+    q, k, v, _ = inputs((1, 1), 7, 7, heads=4, kv_heads=2)
+    weights = stages(4, (3, 5), 2, (2, 3), 4)
+    for name in ("weight", "post_weight"):
+        kernel = weights[name].zero_()
+        kernel[:, -1, (kernel.shape[2] - 1) // 2] = 1
+    for name in ("head_weight", "post_head_weight"):
+        weights[name].copy_(torch.eye(weights[name].shape[-1]))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    for given in (weights, {}):
+        torch.testing.assert_close(reference(q, k, v, **given, causal=causal), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("key_padding", ["both", "left", "right"])

@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from mtagen.errors import PlanError
-from mtagen.planner.geometry.stencil import Stencil
+from mtagen.planner.geometry.stencil import Stencil, pipeline_stencil
 from mtagen.planner.lift.band import DELTA, U, V, band
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
@@ -48,6 +48,18 @@ def test_footprints_are_the_scores_read(spec):
     forward = stencil_of(spec)
     assert box(forward, 7, -3) == reads(spec, 7, -3)
     assert box(forward.then(forward.adjoint()), 7, -3) == read_for_gradient(spec, 7, -3)
+
+
+@pytest.mark.parametrize("padding", KEY_PADDINGS)
+@pytest.mark.parametrize("post_kernel", [None, (1, 4), (3, 2)], ids=str)
+@pytest.mark.parametrize("kernel", [None, (2, 3), (4, 1)], ids=str)
+def test_footprint_of_a_pipeline_is_the_scores_read(kernel, post_kernel, padding):
+    """A convolution after the softmax reads probabilities of scores that are convolved themselves."""
+    spec = Spec(kernel, 64, key_padding=padding, mixed_heads=4, post_kernel=post_kernel)
+    after = Spec(post_kernel or (1, 1), 64, key_padding=padding)
+    footprint = set().union(*(reads(spec, *entry) for entry in reads(after, 7, -3)))
+    assert box(pipeline_stencil(spec), 7, -3) == footprint
+    assert pipeline_stencil(spec).halo[0] == spec.context
 
 
 @pytest.mark.parametrize("padding", KEY_PADDINGS)

@@ -191,7 +191,9 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
 def _place(case: Case) -> tuple[object, ...]:
     """Orders the lines of tables."""
     spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
-    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, spec.kernel, -sizes.kv_heads, sizes.nq, step
+    kernels = spec.kernel or (0, 0), spec.post_kernel or (0, 0)
+    stages = *kernels, spec.mixed_heads or 0, spec.post_mixed_heads or 0
+    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, *stages, -sizes.kv_heads, sizes.nq, step
 
 
 def fastest(rows: Rows, names: Iterable[str]) -> Row | None:

@@ -19,6 +19,7 @@ from torch.nn import grad
 from ..spec import Spec
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
+_TERMS = 2**12  # that are summed at once in the gradient of a matrix: fp32 loses digits of many more
 
 
 def forward(
@@ -237,7 +238,8 @@ class _Stages:
             return dy
         weight = self.weights[name]
         x, gradient = (y.reshape(*weight.shape[:2], -1) for y in (x, dy))
-        self.gradients[name] += gradient @ x.mT
+        parts = zip(torch.split(gradient, _TERMS, -1), torch.split(x, _TERMS, -1), strict=True)
+        self.gradients[name] += torch.stack([dy_part @ x_part.mT for dy_part, x_part in parts]).sum(0)
         return (weight.mT @ gradient).view_as(dy)
 
     def _convolve(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """What ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops.
 
 PyTorch's convention for attention holds: a multiply-add is 2 flop; a forward pass has two matrix products and a
-backward pass five, for it computes the scores again; nothing is taken off for what a causal mask hides. The
-convolution is counted as the mathematics has it: a multiply-add per tap and score in a forward pass, and two in a
-backward pass, for the gradients of the scores and of the weight. The counts depend on shapes alone. What a plan's
-kernels do is another figure (:meth:`mtagen.Plan.flops_per_score`), for each lowering convolves in its own way.
+backward pass five, for it computes the scores again; nothing is taken off for what a causal mask hides. The other
+stages are counted as the mathematics has them: a convolution is a multiply-add per tap and score in a forward pass, a
+mixture one per head of a group and score, and in a backward pass each is two of them, for the gradients of what it
+takes and of its weight. The counts depend on shapes alone. What a plan's kernels do is another figure
+(:meth:`mtagen.Plan.flops_per_score`), for each lowering has its own way to do a stage.
 """
 
 from __future__ import annotations
@@ -14,39 +15,62 @@ from collections.abc import Sequence
 Shape = Sequence[int]
 
 
-def attention_forward_flop(q: Shape, k: Shape, v: Shape, weight: Shape, *_: object, **__: object) -> int:
-    """Flop of q k^T, of its convolution, and of P v.
+def attention_forward_flop(q: Shape, k: Shape, v: Shape, weights: Sequence[Shape], *_: object, **__: object) -> int:
+    """Flop of q k^T, of the stages, and of the product with v.
 
     Args:
-        q, k, v, weight: shapes ``(B, H, Nq, D)``, ``(B, Hkv, Nk, D)``, ``(B, Hkv, Nk, DV)``, ``(H, cq, ck)``.
+        q, k, v: shapes ``(B, H, Nq, D)``, ``(B, Hkv, Nk, D)``, ``(B, Hkv, Nk, DV)``.
+        weights: shapes, ``(H, cq, ck)`` of kernels and ``(H/m, m, m)`` of matrices, in the order of the stages.
     """
-    (batch, heads, n_q, d), n_k, dv, taps = q, k[2], v[3], weight[1] * weight[2]
-    return 2 * batch * heads * n_q * n_k * (d + dv + taps)
+    (batch, heads, n_q, d), n_k, dv = q, k[2], v[3]
+    return 2 * batch * heads * n_q * n_k * (d + dv + sum(_terms(weight, heads) for weight in weights))
 
 
 def attention_backward_flop(
-    grad_out: Shape, grad_lse: Shape, q: Shape, k: Shape, v: Shape, weight: Shape, *_: object, **__: object
+    grad_out: Shape,
+    grad_lse: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    weights: Sequence[Shape],
+    *_: object,
+    **__: object,
 ) -> int:
-    """Flop of q k^T, dO v^T, P^T dO, dS k and dS^T q, of the convolution's adjoint and of the gradient of the weight.
+    """Flop of q k^T, dO v^T, A^T dO, dS k and dS^T q, of the stages' adjoints and of the gradients of their weights.
 
     Args:
         grad_out, grad_lse: shapes ``(B, H, Nq, DV)`` and ``(B, H, Nq)``.
-        q, k, v, weight: as in :func:`attention_forward_flop`.
+        q, k, v, weights: as in :func:`attention_forward_flop`.
     """
-    (batch, heads, n_q, d), n_k, dv, taps = q, k[2], v[3], weight[1] * weight[2]
-    return 2 * batch * heads * n_q * n_k * (3 * d + 2 * dv + 2 * taps)
+    (batch, heads, n_q, d), n_k, dv = q, k[2], v[3]
+    return 2 * batch * heads * n_q * n_k * (3 * d + 2 * dv + 2 * sum(_terms(weight, heads) for weight in weights))
 
 
 def attention_decode_flop(
-    q_tail: Shape, k_cache: Shape, v_cache: Shape, weight: Shape, *_: object, **__: object
+    q_tail: Shape, k_cache: Shape, v_cache: Shape, weights: Sequence[Shape], *_: object, **__: object
 ) -> int:
-    """Flop of a decode step, which has scores of the ``cq - 1`` queries before the new ones, too.
+    """Flop of a decode step, which has scores of the queries before the new ones, too; a convolution uses up its rows.
 
     All keys of a cache count: how many are in use is not known from the shapes.
 
     Args:
-        q_tail, k_cache, v_cache: shapes ``(B, H, cq - 1 + n_new, D)``, ``(B, Hkv, N, D)``, ``(B, Hkv, N, DV)``.
-        weight: as in :func:`attention_forward_flop`.
+        q_tail: shape ``(B, H, context + n_new, D)``, with ``cq - 1`` rows of context for each convolution.
+        k_cache, v_cache: shapes ``(B, Hkv, N, D)`` and ``(B, Hkv, N, DV)``.
+        weights: as in :func:`attention_forward_flop`.
     """
-    (batch, heads, tail, d), n, dv, (cq, ck) = q_tail, k_cache[2], v_cache[3], weight[1:]
-    return 2 * batch * heads * n * (tail * d + (tail - cq + 1) * (dv + cq * ck))
+    (batch, heads, rows, d), n, dv = q_tail, k_cache[2], v_cache[3]
+    flop_per_key = rows * d
+    for weight in weights:
+        rows -= weight[1] - 1 if _convolves(weight, heads) else 0
+        flop_per_key += rows * _terms(weight, heads)
+    return 2 * batch * heads * n * (flop_per_key + rows * dv)
+
+
+def _terms(weight: Shape, heads: int) -> int:
+    """How many products an entry of a stage's result sums."""
+    return weight[1] * weight[2] if _convolves(weight, heads) else weight[1]
+
+
+def _convolves(weight: Shape, heads: int) -> bool:
+    """Whether there is a kernel for each head; a matrix for each is one by one, and counts like a kernel of one tap."""
+    return weight[0] == heads

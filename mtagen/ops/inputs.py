@@ -106,8 +106,8 @@ def _check_weights(spec: Spec, weights: Mapping[str, Tensor | None]) -> dict[str
     return {name: weight for name, weight in weights.items() if weight is not None}
 
 
-def _kind(x: object) -> str:
-    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+def _kind(x: object) -> object:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
 
 
 def _check_tensors(

@@ -22,6 +22,7 @@ RAGGED = (Sizes(1, 2, 1, 41, 58), Sizes(1, 1, 1, 50, 7))
 KERNELS = [(1, 1), (3, 3), (6, 11), (2, 9), (5, 2), (4, 1), (1, 7)]
 VARIANTS = [
     *((kernel, 16, "fp32", True, "both", "source") for kernel in KERNELS),
+    (None, 16, "fp32", True, "both", "source"),
     ((6, 11), 16, "fp32", False, "both", "source"),
     ((5, 2), 16, "fp32", False, "both", "source"),
     ((6, 11), 24, "fp16", True, "left", "source"),
@@ -52,7 +53,7 @@ def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...]) -> None:
 
 @pytest.mark.parametrize(("kernel", "head_dim", "dtype", "causal", "key_padding", "mask"), VARIANTS)
 def test_as_planned(
-    kernel: tuple[int, int], head_dim: int, dtype: str, causal: bool, key_padding: str, mask: str
+    kernel: tuple[int, int] | None, head_dim: int, dtype: str, causal: bool, key_padding: str, mask: str
 ) -> None:
     op = mtagen.build(
         kernel, head_dim, dtype=dtype, causal=causal, key_padding=key_padding, mask=mask, backend="triton"
