@@ -115,7 +115,7 @@ class Stages:
 
     @property
     def post_is_separate(self) -> bool:
-        """Whether probabilities are stored: a convolution follows, or a mixture that shares no bundle with the first."""
+        """Whether probabilities are stored: a convolution follows, or a mixture that shares no bundle with mix."""
         return self.post_convolution is not None or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
 
     @property
