@@ -24,8 +24,9 @@ B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
 PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 64, "CHUNK": 1024}
-CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 16, 512
-GRADIENT_CHUNK = 2048  # keys of a program that adds up the gradient of a convolution's weight
+CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
+GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
+GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
 ROW_KEYS = 256  # keys of a tile of rows of 16 heads
 
@@ -110,12 +111,14 @@ class _Maker:
         if stage.name == "post_convolution":
             yield self._convolution(stage)
         blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
-        tiles = {**blocks, "CHUNK": CONVOLUTION_CHUNK}
+        sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "WINDOW": stage.window(GRADIENT_KEYS)}
         yield self._make(
             f"{stage.name}_adjoint",
             (*descriptors("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
-            tiles,
+            {**blocks, "CHUNK": CONVOLUTION_CHUNK},
+            warps=8,
+            stages=1,
         )
         yield self._make(
             f"{stage.name}_gradient",
@@ -126,7 +129,7 @@ class _Maker:
                 *numbers("float", "factor"),
             ),
             (ceiling(KEYS / GRADIENT_CHUNK) * SLOTS * stage.cq,),
-            {**blocks, "CHUNK": GRADIENT_CHUNK},
+            {**sums, "CHUNK": GRADIENT_CHUNK},
         )
 
     def _product(
@@ -160,6 +163,8 @@ class _Maker:
             ),
             (self._tiles(rows, CONVOLUTION_CHUNK),),
             {**constants, "CHUNK": CONVOLUTION_CHUNK},
+            warps=4 if prefix else 8,
+            stages=1,
         )
 
     def _rows(
@@ -185,10 +190,11 @@ class _Maker:
         grid: tuple[Size, ...],
         constants: Mapping[str, int],
         *,
+        warps: int = 4,
         stages: int = 3,
     ) -> Kernel:
         name = kernel_name("strip", role, self._spec, self._target)
-        return Kernel(role, name, arguments, grid, 128, 0, 255, tuple(constants.items()), stages)
+        return Kernel(role, name, arguments, grid, 32 * warps, 0, 255, tuple(constants.items()), stages)
 
     def _tiles(self, rows: int, keys: int) -> Size:
         return ceiling(COUNT / rows) * ceiling(KEYS / keys) * SLOTS
