@@ -28,7 +28,7 @@ CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
-ROW_KEYS = 256  # keys of a tile of rows of 16 heads
+ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 
@@ -178,7 +178,11 @@ class _Maker:
         programs: bool = False,
     ) -> Kernel:
         block = block_of(heads)
-        constants = {"HEADS": heads, "BLOCK_H": block, "BLOCK_N": row_keys(heads)}
+        constants = {
+            "HEADS": heads,
+            "BLOCK_H": block,
+            "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
+        }
         arguments = (*pointers(*tensors), *numbers("int32", *_STRIP, "n_heads", "b0"), *more)
         grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
         return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
@@ -211,6 +215,6 @@ def decode_rows(spec: Spec) -> int:
     return max(16, 1 << (spec.context + MAX_NEW_TOKENS - 1).bit_length())
 
 
-def row_keys(heads: int) -> int:
-    """Keys of a tile of a row of so many heads."""
-    return ROW_KEYS * 16 // block_of(heads)
+def row_keys(heads: int, keys: int = ROW_KEYS) -> int:
+    """Keys of a tile of a row of so many heads, where it has `keys` of 16."""
+    return keys * 16 // block_of(heads)

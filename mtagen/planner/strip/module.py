@@ -12,7 +12,7 @@ from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
-from .passes import StripPass
+from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
 
@@ -82,6 +82,16 @@ class StripModule:
     def workspace_bytes(self) -> int:
         """What the planes of a strip may take."""
         return self.passes[0].workspace_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """What one plane takes at most."""
+        return PLANE_BYTES
+
+    @property
+    def enough_rows(self) -> int:
+        """Rows of outputs that a strip has of each sequence before it takes more sequences."""
+        return ENOUGH_ROWS
 
     @property
     def reach(self) -> int:
