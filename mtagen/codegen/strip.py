@@ -35,7 +35,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "mask": module.mask,
         "block_of": block_of,
         "product_tiles": partial(_product_tiles, module),
-        "window": partial(_windows, module),
+        "window": partial(_tiles_of_plane, module, "WINDOW"),
         "results": partial(_tiles_of_plane, module, "BLOCK_N"),
         "dot_options": f', input_precision="{precision}"' if wide else "",
         "dtypes": {
@@ -71,9 +71,3 @@ def _tiles_of_plane(module: StripModule, width: str, role: str, plane: str) -> s
     """A descriptor of tiles that a kernel reads of a plane, of whose rows only the first keys exist."""
     tile = dict(module.kernel(role).constants)
     return f"_tiles({plane}[:, :, :keys], {tile['BLOCK_M']}, {tile[width]})"
-
-
-def _windows(module: StripModule, role: str, plane: str) -> Mapping[str, str]:
-    """The descriptors of both parts of a window."""
-    parts = {"tile_desc": "BLOCK_N", "rest_desc": "REST"}
-    return {name: _tiles_of_plane(module, width, role, plane) for name, width in parts.items()}

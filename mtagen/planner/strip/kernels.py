@@ -25,7 +25,6 @@ B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
 PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 64, "CHUNK": 1024}
 CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
-DECODE_KEYS = 128  # of a tile of a convolution in decode
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
@@ -111,11 +110,11 @@ class _Maker:
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
         if stage.name == "post_convolution":
             yield self._convolution(stage)
-        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "REST": stage.rest}
-        sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "REST": stage.rest}
+        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
+        sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "WINDOW": stage.window(GRADIENT_KEYS)}
         yield self._make(
             f"{stage.name}_adjoint",
-            (*descriptors("tile", "rest"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (*descriptors("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
             {**blocks, "CHUNK": CONVOLUTION_CHUNK},
             warps=8,
@@ -124,7 +123,7 @@ class _Maker:
         yield self._make(
             f"{stage.name}_gradient",
             (
-                *descriptors("tile", "rest", "dy"),
+                *descriptors("x", "dy"),
                 *pointers("partial"),
                 *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
                 *numbers("float", "factor"),
@@ -152,11 +151,11 @@ class _Maker:
     def _convolution(
         self, stage: Convolution, prefix: str = "", rows: int = CONVOLUTION_ROWS, more: tuple[Argument, ...] = ()
     ) -> Kernel:
-        constants = {"BLOCK_M": rows, "BLOCK_N": DECODE_KEYS if prefix else CONVOLUTION_KEYS, "REST": stage.rest}
+        constants = {"BLOCK_M": rows, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         return self._make(
             f"{prefix}{stage.name}",
             (
-                *descriptors("tile", "rest"),
+                *descriptors("x"),
                 *pointers(stage.weight, "out"),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads"),
