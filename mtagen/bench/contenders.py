@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,7 +30,7 @@ from ..ops.attention import MultiTokenAttention
 from ..planner import Plan
 from .suites import MAX_MATERIALISED
 
-Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weight
+Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weights in their order
 
 _SCORE_TENSORS = 10  # alive at once in forward + backward; eager was seen to need 5
 _CHECKED_LENGTH = 257
@@ -107,7 +108,7 @@ class Built(Contender):
 
     def prepare(self, case: Case) -> Attention:
         op = self._op(case)
-        return op.decode if case.decodes else op  # type: ignore[return-value]  # no lse is asked for
+        return _by_position(op.decode if case.decodes else op, case)
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
         kv_heads = 1 if case.sizes.kv_heads < case.sizes.heads else 2
@@ -160,7 +161,8 @@ class Peer(Contender):
     def _small(self, case: Case) -> Sampler:
         """Few heads, grouped like those of ``case``, of a short sequence, or of few rows at the end of one."""
         rows = case.sizes.nq if case.decodes else _CHECKED_LENGTH
-        sizes = Sizes(1, 2 * case.sizes.heads // case.sizes.kv_heads, 2, rows, _CHECKED_LENGTH)
+        mixed = math.lcm(*case.spec.mixed.values())  # heads that whole groups of each mixture have
+        sizes = Sizes(1, 2 * mixed * case.sizes.heads // case.sizes.kv_heads, 2 * mixed, rows, _CHECKED_LENGTH)
         return Sampler.for_checks(case.spec, sizes, self.device)
 
     def _inputs(self, sampler: Sampler) -> Inputs:
@@ -204,7 +206,7 @@ class Eager(Materialising):
         return self.formula(case)
 
     def formula(self, case: Case) -> Attention:
-        return eager_op(case.spec)
+        return _by_position(eager_op(case.spec), case)
 
 
 class Compiled(Eager):
@@ -238,6 +240,8 @@ class Liger(Materialising):
             return "liger-kernel is not installed; pip install liger-kernel"
         if not case.causal:
             return "is causal only"
+        if case.spec.weight_names != ("weight",):
+            return "has one convolution and no other stage"
         if case.sizes.nk > _LIGER_MAX_LENGTH:
             return (
                 f"a block of its mask's kernel takes all of N x N scores, and Triton's limit is N = {_LIGER_MAX_LENGTH}"
@@ -277,6 +281,19 @@ class Liger(Materialising):
             return mixed.masked_fill(later, 0) @ v
 
         return attend
+
+
+def _by_position(function: Callable[..., Any], case: Case) -> Attention:
+    """A function that takes weights by name, as one that takes them in their order as well."""
+    names = case.spec.weight_names
+    if names == ("weight",):
+        return function
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, **named: Any) -> Tensor:
+        out: Tensor = function(q, k, v, **dict(zip(names, weights, strict=False)), **named)
+        return out
+
+    return attend
 
 
 def _centred(weight: Tensor) -> tuple[Tensor, tuple[int, int]]:

@@ -51,8 +51,19 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def name_kernel(case: Case) -> str:
-    """``cq,ck``, as on the command line."""
-    return f"{case.spec.cq},{case.spec.ck}"
+    """``cq,ck``, as on the command line; of other stages what is done before the softmax, a bar, and what after it."""
+    spec = case.spec
+    if spec.convolves_only:
+        return f"{spec.cq},{spec.ck}"
+    before, after = (spec.kernel, spec.mixed_heads), (spec.post_kernel, spec.post_mixed_heads)
+    return f"{_name_stages(*before)} | {_name_stages(*after)}"
+
+
+def _name_stages(kernel: tuple[int, int] | None, mixed_heads: int | None) -> str:
+    """The stages of one side of the softmax."""
+    names = ["{},{}".format(*kernel)] if kernel else []
+    names += [f"mix {mixed_heads}"] if mixed_heads else []
+    return " ".join(names) or "-"
 
 
 def name_size(case: Case) -> str:

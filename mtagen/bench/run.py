@@ -202,8 +202,9 @@ class _Session:
 
 
 def _without_convolution(case: Case) -> Case:
-    """What is the same for kernels of all sizes to contenders that do not convolve."""
-    return replace(case, spec=replace(case.spec, kernel=(1, 1)))
+    """What is the same for all stages to contenders that have none."""
+    plain = replace(case.spec, kernel=(1, 1), mixed_heads=None, post_kernel=None, post_mixed_heads=None)
+    return replace(case, spec=plain)
 
 
 def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
 PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
-SUITES = ("quick", "full", "decode", "memory", "overhead")
+SUITES = ("quick", "full", "decode", "memory", "overhead", "layers")
 
 _LARGE_BATCH_LENGTHS = (4096, 8192)  # measured at a batch of 4 besides
 # Of the sequences, in the suite "decode" of the caches; the suite "quick" has caches besides.
@@ -24,11 +24,13 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "decode": (4096, 16384, 32768, 65536, 131072, 262144),
         "memory": (8192, 16384, 32768, 65536),
         "overhead": (512, 1024, 2048),
+        "layers": (2048, 8192),
     },
     "cpu": {
         "quick": (256, 512),
         "full": (256, 512, 1024, 2048),
         "decode": (4096, 16384),
+        "layers": (256, 512),
     },
 }
 _QUICK_CACHES = {"cuda": CACHE_LENGTH, "cpu": 4096}
@@ -77,6 +79,8 @@ def suite(
     elif name == "memory":
         steps = _training(scale, head_dims, lengths, paper)
         found = [case for case in steps if case.pass_name == "forward+backward"]
+    elif name == "layers":
+        found = [*_layers(scale, head_dims, lengths)]
     else:  # overhead
         calls = _training(scale, head_dims, lengths, kernels or (PAPER, (1, 1)), batch=8)
         found = [case for case in calls if case.pass_name == "forward"]
@@ -106,6 +110,24 @@ def _full(
         yield from _training(scale, [head_dim], lengths, kernels, causal=causal)
     if 128 in head_dims and PAPER in kernels:
         yield from _training(scale, [128], [n for n in _LARGE_BATCH_LENGTHS if n in lengths], [PAPER], batch=4)
+
+
+def _layers(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
+    """The layers of the paper's models, and decode of them: heads mixed in every layer, with convolutions in some.
+
+    The last is its best small model's: a convolution before the softmax, and pairs of heads mixed after it.
+    """
+    every = scale.heads
+    layers = (
+        {"kernel": None, "mixed_heads": every, "post_mixed_heads": every},
+        {"kernel": PAPER, "mixed_heads": every, "post_kernel": PAPER, "post_mixed_heads": every},
+        {"kernel": PAPER, "post_mixed_heads": 2},
+    )
+    for head_dim, n, stages in product(head_dims, lengths, layers):
+        spec = Spec(head_dim=head_dim, dtype=scale.dtype, **stages)  # type: ignore[arg-type]
+        yield from (Case(spec, scale.training(n), name) for name in TRAINING_PASSES)
+        if n == max(lengths):
+            yield Case(spec, scale.decode(CACHE_LENGTH), "decode")
 
 
 def _decode(
