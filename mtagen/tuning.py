@@ -25,6 +25,7 @@ from .measure.cases import CACHE_LENGTH, LENGTH, SCALES, Sizes
 from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
+from .ops.executor import single_tap
 from .planner import Plan, plan
 from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
@@ -315,7 +316,8 @@ def _pass_ms(passes: Any, name: str, spec: Spec, sizes: Mapping[str, Sequence[Si
 def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:
     """A pass on random inputs; ``passes`` has the functions of :class:`mtagen.runtime.load.Passes`, or is a module."""
     sampler = Sampler.for_timing(spec, sizes, torch.device("cuda"))
-    arguments, scale = sampler.inputs(decode=name == "decode").arguments, spec.head_dim**-0.5
+    inputs, scale = sampler.inputs(decode=name == "decode"), spec.head_dim**-0.5
+    arguments = [*inputs.arguments, *([] if spec.weight_names else [single_tap(inputs.q)])]
     if name == "decode":
         return partial(passes.decode, *arguments, scale, None, None)
     if name == "forward":

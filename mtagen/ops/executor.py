@@ -107,8 +107,8 @@ class Executor:
             return kernels.decode(q_tail, k_cache, v_cache, *ours, scale, lengths, num_splits or None)
 
     def _as_kernels_take(self, q: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights in fp32. Plain attention is made by kernels of a single tap, which is 1."""
-        return [_as_fp32(weight) for weight in weights] or [q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)]
+        """The weights in fp32; the kernels of plain attention take one as well."""
+        return [_as_fp32(weight) for weight in weights] or [single_tap(q)]
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
@@ -121,6 +121,11 @@ class Executor:
             rule = "the kernels of this op run on GPUs"
             raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
         return self.kernels
+
+
+def single_tap(q: Tensor) -> Tensor:
+    """The weight (H, 1, 1) by which convolving kernels make plain attention of H heads."""
+    return q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
 
 
 def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
