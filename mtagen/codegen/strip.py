@@ -35,6 +35,8 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "mask": module.mask,
         "block_of": block_of,
         "product_tiles": partial(_product_tiles, module),
+        "window": partial(_windows, module),
+        "results": partial(_tiles_of_plane, module, "BLOCK_N"),
         "dot_options": f', input_precision="{precision}"' if wide else "",
         "dtypes": {
             "element": _TRITON[spec.dtype],
@@ -63,3 +65,15 @@ def _product_tiles(module: StripModule, role: str, x: str, y: str, plane: str) -
         "y_desc": f"_tiles({y}, {keys}, {width})",
         "plane_desc": f"_tiles({plane}, {rows}, {keys})",
     }
+
+
+def _tiles_of_plane(module: StripModule, width: str, role: str, plane: str) -> str:
+    """A descriptor of tiles that a kernel reads of a plane, of whose rows only the first keys exist."""
+    tile = dict(module.kernel(role).constants)
+    return f"_tiles({plane}[:, :, :keys], {tile['BLOCK_M']}, {tile[width]})"
+
+
+def _windows(module: StripModule, role: str, plane: str) -> Mapping[str, str]:
+    """The descriptors of both parts of a window."""
+    parts = {"tile_desc": "BLOCK_N", "rest_desc": "REST"}
+    return {name: _tiles_of_plane(module, width, role, plane) for name, width in parts.items()}

@@ -66,9 +66,8 @@ class MultiTokenAttention:
             return_lse: also return log sum exp of each row as the softmax takes it, ``(B, H, Nq)`` fp32.
 
         Returns:
-            ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key have a log-sum-exp of -inf and no probabilities: they
-            are 0 unless a convolution after the softmax brings in other rows. Under ``torch.autocast`` q, k and v are
-            cast to its dtype first.
+            ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key are 0 with a log-sum-exp of -inf. Under
+            ``torch.autocast`` q, k and v are cast to its dtype first.
 
         Raises:
             InputError: an argument does not fit; nothing was launched.

@@ -24,10 +24,12 @@ B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
 PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 64, "CHUNK": 1024}
-CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 16, 512
-GRADIENT_CHUNK = 2048  # keys of a program that adds up the gradient of a convolution's weight
+CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
+DECODE_KEYS = 128  # of a tile of a convolution in decode
+GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
+GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
-ROW_KEYS = 256  # keys of a tile of rows of 16 heads
+ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 
@@ -109,24 +111,26 @@ class _Maker:
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
         if stage.name == "post_convolution":
             yield self._convolution(stage)
-        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
-        tiles = {**blocks, "CHUNK": CONVOLUTION_CHUNK}
+        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "REST": stage.rest}
+        sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "REST": stage.rest}
         yield self._make(
             f"{stage.name}_adjoint",
-            (*descriptors("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (*descriptors("tile", "rest"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
-            tiles,
+            {**blocks, "CHUNK": CONVOLUTION_CHUNK},
+            warps=8,
+            stages=1,
         )
         yield self._make(
             f"{stage.name}_gradient",
             (
-                *descriptors("x", "dy"),
+                *descriptors("tile", "rest", "dy"),
                 *pointers("partial"),
                 *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
                 *numbers("float", "factor"),
             ),
             (ceiling(KEYS / GRADIENT_CHUNK) * SLOTS * stage.cq,),
-            {**blocks, "CHUNK": GRADIENT_CHUNK},
+            {**sums, "CHUNK": GRADIENT_CHUNK},
         )
 
     def _product(
@@ -148,11 +152,11 @@ class _Maker:
     def _convolution(
         self, stage: Convolution, prefix: str = "", rows: int = CONVOLUTION_ROWS, more: tuple[Argument, ...] = ()
     ) -> Kernel:
-        constants = {"BLOCK_M": rows, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
+        constants = {"BLOCK_M": rows, "BLOCK_N": DECODE_KEYS if prefix else CONVOLUTION_KEYS, "REST": stage.rest}
         return self._make(
             f"{prefix}{stage.name}",
             (
-                *descriptors("x"),
+                *descriptors("tile", "rest"),
                 *pointers(stage.weight, "out"),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads"),
@@ -160,6 +164,8 @@ class _Maker:
             ),
             (self._tiles(rows, CONVOLUTION_CHUNK),),
             {**constants, "CHUNK": CONVOLUTION_CHUNK},
+            warps=4 if prefix else 8,
+            stages=1,
         )
 
     def _rows(
@@ -173,7 +179,11 @@ class _Maker:
         programs: bool = False,
     ) -> Kernel:
         block = block_of(heads)
-        constants = {"HEADS": heads, "BLOCK_H": block, "BLOCK_N": row_keys(heads)}
+        constants = {
+            "HEADS": heads,
+            "BLOCK_H": block,
+            "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
+        }
         arguments = (*pointers(*tensors), *numbers("int32", *_STRIP, "n_heads", "b0"), *more)
         grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
         return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
@@ -185,10 +195,11 @@ class _Maker:
         grid: tuple[Size, ...],
         constants: Mapping[str, int],
         *,
+        warps: int = 4,
         stages: int = 3,
     ) -> Kernel:
         name = kernel_name("strip", role, self._spec, self._target)
-        return Kernel(role, name, arguments, grid, 128, 0, 255, tuple(constants.items()), stages)
+        return Kernel(role, name, arguments, grid, 32 * warps, 0, 255, tuple(constants.items()), stages)
 
     def _tiles(self, rows: int, keys: int) -> Size:
         return ceiling(COUNT / rows) * ceiling(KEYS / keys) * SLOTS
@@ -205,6 +216,6 @@ def decode_rows(spec: Spec) -> int:
     return max(16, 1 << (spec.context + MAX_NEW_TOKENS - 1).bit_length())
 
 
-def row_keys(heads: int) -> int:
-    """Keys of a tile of a row of so many heads."""
-    return ROW_KEYS * 16 // block_of(heads)
+def row_keys(heads: int, keys: int = ROW_KEYS) -> int:
+    """Keys of a tile of a row of so many heads, where it has `keys` of 16."""
+    return keys * 16 // block_of(heads)

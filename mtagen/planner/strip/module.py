@@ -11,9 +11,9 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
-from .kernels import CONVOLUTION_KEYS, CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, decode_rows, row_keys
-from .passes import StripPass
-from .stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
+from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
+from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
+from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,16 @@ class StripModule:
         return self.passes[0].workspace_bytes
 
     @property
+    def plane_bytes(self) -> int:
+        """What one plane takes at most."""
+        return PLANE_BYTES
+
+    @property
+    def enough_rows(self) -> int:
+        """Rows of outputs that a strip has of each sequence before it takes more sequences."""
+        return ENOUGH_ROWS
+
+    @property
     def reach(self) -> int:
         """Keys past the last that a query sees whose scores a convolution needs."""
         return self.spec.cq - 1 if self.mask.zeroes_terms else 0
@@ -108,20 +118,10 @@ class StripModule:
         """Rows of planes hold whole tiles of keys."""
         return max(128, row_keys(self.stages.heads), row_keys(self.stages.post_heads))
 
-    def window_tile(self, stage: Convolution, prefix: str) -> tuple[int, int]:
-        """Rows and keys of a tile that a convolution reads, one of decode or of other passes."""
-        rows = decode_rows(self.spec) if prefix else CONVOLUTION_ROWS
-        return rows, stage.window(CONVOLUTION_KEYS)
-
     @property
     def split(self) -> int:
         """Keys of a split in decode, where none are asked for."""
         return SPLIT
-
-    @property
-    def result_tile(self) -> tuple[int, int]:
-        """Rows and keys of a tile of a convolution's results."""
-        return CONVOLUTION_ROWS, CONVOLUTION_KEYS
 
     @property
     def shortest_strip(self) -> int:

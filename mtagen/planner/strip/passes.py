@@ -14,8 +14,11 @@ from ..targets import Target
 from .kernels import strip_kernels
 from .stages import Stages
 
-# What the planes of a strip may take: 2048 rows of two planes of 16 heads at N = 8192.
-WORKSPACE_BYTES = 2**30
+WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
+# What one of them takes at most: 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden by the mask
+# and yet multiplied; fewer rows need more launches.
+PLANE_BYTES = 2**28
+ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,11 @@ class Convolution:
         """The same of the adjoint, which reads keys the other way round."""
         return _aligned(self.pad_right)
 
-    def window(self, keys: int) -> int:
-        """Keys that a tile of so many results reads, padded to a power of two."""
+    @property
+    def rest(self) -> int:
+        """Keys past a tile's own that it reads, padded to a power of two."""
         spare = max(self.lead_left - self.pad_left, self.lead_right - self.pad_right)
-        return max(_DOT, 1 << (keys + self.ck - 2 + spare).bit_length())
+        return max(_DOT, 1 << (self.ck - 2 + spare).bit_length())
 
 
 @dataclass(frozen=True)
