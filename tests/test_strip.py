@@ -16,7 +16,7 @@ from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
 from mtagen.planner.passes import PASSES
-from mtagen.planner.strip.kernels import CONVOLUTION_KEYS, decode_rows
+from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.stages import Stages, block_of
@@ -118,30 +118,29 @@ def test_row_kernels_take_whole_bundles(spec: Spec) -> None:
 @pytest.mark.parametrize("padding", KEY_PADDINGS)
 @pytest.mark.parametrize("ck", [1, 2, 3, 8, 9, 11, 16, 17, 32, 33, 64])
 def test_windows_hold_what_a_tile_of_results_reads(ck: int, padding: str) -> None:
-    """From a multiple of 16 bytes of the narrowest elements on; of the convolution and of its adjoint."""
+    """Its own keys and the rest, from a multiple of 16 bytes on; of the convolution and of its adjoint."""
     spec = Spec((2, ck), 64, key_padding=padding, post_kernel=(3, ck))
     for stage in Stages(spec).convolutions:
-        for keys in (16, 32, 64):
-            width = stage.window(keys)
-            assert width >= 16
-            assert width & (width - 1) == 0
+        assert stage.rest >= 16
+        assert stage.rest & (stage.rest - 1) == 0
+        for keys in (16, 32, 64, 128):
             reads = {j - stage.pad_left + v for j in range(keys) for v in range(ck)}
             handed_on = {j + stage.pad_left - v for j in range(keys) for v in range(ck)}
             for read, lead in ((reads, stage.lead_left), (handed_on, stage.lead_right)):
                 assert lead % 8 == 0
-                assert read <= {*range(-lead, width - lead)}
+                assert read <= {*range(-lead, keys + stage.rest - lead)}
 
 
 @every_pipeline
-def test_kernels_of_convolutions_have_these_windows(spec: Spec) -> None:
+def test_kernels_of_convolutions_read_this_much(spec: Spec) -> None:
     stages = Stages(spec)
     for name in PASSES:
-        for kernel in StripPass(spec, "sm_90a", name).kernels:
-            for stage in stages.convolutions:
-                if kernel.role.removeprefix("decode_").removesuffix("_adjoint").removesuffix("_gradient") == stage.name:
-                    constants = dict(kernel.constants)
-                    assert constants["BLOCK_N"] == CONVOLUTION_KEYS
-                    assert constants["WINDOW"] == stage.window(CONVOLUTION_KEYS)
+        constants = {kernel.role: dict(kernel.constants) for kernel in StripPass(spec, "sm_90a", name).kernels}
+        prefix = "decode_" if name == "decode" else ""
+        for stage in stages.convolutions:
+            endings = ("_adjoint", "_gradient", "") if name == "backward" else ("",)
+            for ending in endings:
+                assert constants[f"{prefix}{stage.name}{ending}"]["REST"] == stage.rest
 
 
 # Strips and planes.
@@ -178,6 +177,7 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
             (pitch,) = {x.shape[2] for x in planes}
             assert n_k <= pitch < n_k + 256
             taken = sum(x.numel() * x.element_size() for x in planes)
+            assert taken <= count * 2**28
             shortest = (b1, end) == (b0 + 1, min(n_q, begin + 128))
             assert taken <= workspace or shortest
         assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]

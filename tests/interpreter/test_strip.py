@@ -116,12 +116,12 @@ def test_decode(name: str) -> None:
     assert_decodes(build(options), Sizes(4, 4, 2, 1, 29), STEPS[n * 2 % 5 % 3])
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_decode_of_wide_kernels(mask: dict[str, Any]) -> None:
-    assert_decodes(build(WIDE, **mask), Sizes(4, 4, 1, 1, 29), *STEPS)
+@pytest.mark.parametrize(("mask", "step"), [*zip(MASKS, STEPS, strict=True)], ids=str)
+def test_decode_of_wide_kernels(mask: dict[str, Any], step: tuple[int, tuple[int, ...], int | None]) -> None:
+    assert_decodes(build(WIDE, **mask), Sizes(4, 4, 1, 1, 29), step)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
 def test_shorter_than_a_halo(mask: dict[str, Any]) -> None:
     lengths = ((1, 1), (2, 9), (9, 2), (5, 4))
     assert_accurate(build(WIDE, **mask), *(Sizes(1, 4, 2, *both) for both in lengths))
@@ -157,7 +157,7 @@ HEADS = {  # bundles: heads that mix with each other, and as many more as a tile
     "the last bundle has fewer groups": (18, {"mixed_heads": 2, "post_mixed_heads": 6}),
     "different bundles after a convolution": (20, {"mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 5}),
     "more than a tile of 16": (20, {"mixed_heads": 20}),
-    "a scale for each head": (3, {"mixed_heads": 1, "post_mixed_heads": 1}),
+    "a scale for each head": (2, {"mixed_heads": 1, "post_mixed_heads": 1}),
     "none is mixed before": (20, {"post_mixed_heads": 10}),
     "too many to share a bundle": (144, {"mixed_heads": 48, "post_mixed_heads": 36}),
 }
@@ -165,17 +165,19 @@ HEADS = {  # bundles: heads that mix with each other, and as many more as a tile
 
 @pytest.mark.parametrize(("heads", "stages"), HEADS.values(), ids=HEADS)
 def test_heads_and_bundles(heads: int, stages: dict[str, Any]) -> None:
-    op, sizes = build({"kernel": None, **stages}), Sizes(1 if heads > 100 else 2, heads, heads // 2 or 1, 5, 9)
-    if heads % 2:
-        sizes = sizes._replace(kv_heads=1)
+    op, sizes = build({"kernel": None, **stages}), Sizes(1 if heads > 18 else 2, heads, heads // 2, 5, 9)
     assert_accurate(op, sizes)
     assert_decodes(op, sizes, (2, (5, 9)[: sizes.batch], None))
 
 
-@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
-def test_chunks_of_keys(mask: dict[str, Any]) -> None:
-    """More keys than a program of any kernel takes, and than the row kernels take at once."""
-    assert_accurate(build(EVERYTHING, **mask), Sizes(1, 4, 4, 3, 1030))
+def test_chunks_of_keys() -> None:
+    """More keys than a program of most kernels takes, and than the row kernels take at once."""
+    assert_accurate(build(EVERYTHING, mask="output"), Sizes(1, 4, 4, 3, 1030))
+
+
+def test_chunks_of_the_gradient_of_a_convolution() -> None:
+    op = build({"kernel": (1, 3), "post_kernel": (2, 1)}, causal=False)
+    assert_accurate(op, Sizes(1, 1, 1, 2, 2060))
 
 
 def test_more_rows_than_programs() -> None:
@@ -188,7 +190,7 @@ def test_more_rows_than_programs() -> None:
 def test_fp16(name: str) -> None:
     op = build(PIPELINES[name], dtype="fp16", value_head_dim=16)
     assert_accurate(op, Sizes(1, 4, 2, 40, 45))
-    assert_decodes(op, Sizes(1, 4, 2, 1, 29), *STEPS)
+    assert_decodes(op, Sizes(1, 4, 2, 1, 29), STEPS[2])
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
