@@ -84,14 +84,14 @@ def failures(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
 
 
 def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
-    """The same of gradients that come through the log-sum-exp as well as through the output."""
+    """The same where gradients come through the log-sum-exp as well as through the output."""
 
-    def with_lse(function: Callable[..., Any]) -> Callable[..., Tensor]:
-        """The log-sum-exp as one more column of the output; 0 where a row sees no key."""
+    def with_lse(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The log-sum-exp as one more column of the output, 0 where a row sees no key; and as it is."""
 
-        def run(*qkv: Tensor, **weights: Tensor) -> Tensor:
+        def run(*qkv: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
             out, lse = function(*qkv, **weights, scale=problem.scale, return_lse=True)
-            return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).unsqueeze(-1)], -1)
+            return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).unsqueeze(-1)], -1), lse
 
         return run
 

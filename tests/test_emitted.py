@@ -47,14 +47,16 @@ class Emitted:
         self._folder, self._environment = folder, os.environ | environment
         (self._module,) = (path for path in emit(plan(spec, target, backend), folder) if path.suffix == ".py")
 
-    def __call__(self, *qkv: Tensor, weight: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    def __call__(self, *qkv: Tensor, return_lse: bool, **weights: Tensor) -> tuple[Tensor, Tensor]:
         assert return_lse
-        out, lse = _Attention.apply(self, *qkv, weight)
+        out, lse = _Attention.apply(self, *qkv, *weights.values())
         return out, lse
 
-    def decode(self, *operands: Tensor, weight: Tensor, cache_seqlens: Tensor, return_lse: bool) -> tuple[Tensor, ...]:
+    def decode(
+        self, *operands: Tensor, cache_seqlens: Tensor, return_lse: bool, **weights: Tensor
+    ) -> tuple[Tensor, ...]:
         assert return_lse
-        return self.run("decode", *operands, weight, self.scale, cache_seqlens, None)
+        return self.run("decode", *operands, *weights.values(), self.scale, cache_seqlens, None)
 
     def run(self, pass_name: str, *arguments: object) -> tuple[Tensor, ...]:
         """The results of a pass."""
@@ -82,17 +84,21 @@ class _Attention(torch.autograd.Function):
         return None, *ctx.emitted.run("backward", *gradients, *ctx.saved_tensors, ctx.emitted.scale)
 
 
-def test_triton_in_the_interpreter(tmp_path: Path) -> None:
-    spec = Spec((2, 3), 16, dtype="fp32")
+LAYER = {"mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 4}
+
+
+@pytest.mark.parametrize("stages", [{}, LAYER], ids=["lift", "strip"])
+def test_triton_in_the_interpreter(stages: dict[str, Any], tmp_path: Path) -> None:
+    spec = Spec((2, 3), 16, dtype="fp32", **stages)
     op = Emitted(spec, "generic", "triton", tmp_path, TRITON_INTERPRET="1")
     assert not failures(op, spec, torch.device("cpu"), (Sizes(2, 4, 2, 9, 13),))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_on_a_gpu(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "stages"), [("cuda", {}), ("triton", {}), ("triton", LAYER)], ids=str)
+def test_on_a_gpu(backend: str, stages: dict[str, Any], tmp_path: Path) -> None:
     """CUDA sources are compiled by the emitted module itself."""
-    spec = Spec((6, 11), 64)
+    spec = Spec((6, 11), 64, **stages)
     op = Emitted(spec, local_target(), backend, tmp_path)
     assert not failures(op, spec, torch.device("cuda"), (Sizes(2, 4, 2, 113, 203),))

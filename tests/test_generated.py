@@ -15,16 +15,32 @@ import pytest
 
 import mtagen
 from mtagen import PlanError, Spec, plan
-from mtagen.codegen import Sources, emit, render, triton
+from mtagen.codegen import Sources, emit, render, strip, triton
 from mtagen.planner import Plan
 from mtagen.planner.lift.module import LiftModule
 from mtagen.planner.passes import PASSES
+from mtagen.planner.strip.module import StripModule
 from mtagen.runtime import load as runtime
 
 FOLDER = Path(__file__).parent.parent / "generated"
 TEMPLATES = Path(mtagen.__file__).parent / "templates"
 WIDTH = 120  # of a line
 SHOWN = [Spec(kernel, head_dim) for kernel in ((6, 11), (1, 1)) for head_dim in (64, 128)]
+LAYERS = [  # of the paper's models
+    Spec((6, 11), 64, mixed_heads=16, post_kernel=(6, 11), post_mixed_heads=16),
+    Spec(None, 64, mixed_heads=16, post_mixed_heads=16),
+]
+STRIPS = [  # together they take every branch of the templates of strips
+    *(plan(spec, "sm_90a", "triton") for spec in LAYERS),
+    plan(Spec(None, 40, mixed_heads=10, causal=False, dtype="fp16"), "sm_80", "triton"),
+    plan(Spec(None, 96, 24, post_mixed_heads=4, dtype="fp32"), "generic", "triton"),
+    plan(Spec(None, 64, mixed_heads=48, post_mixed_heads=36), "sm_90a", "triton"),
+    plan(Spec((1, 7), 64, key_padding="left", mask="output", mixed_heads=3), "sm_90a", "triton"),
+    plan(Spec((5, 2), 64, causal=False, post_mixed_heads=1), "sm_89", "triton"),
+    plan(Spec((64, 64), 128, mask="output", post_kernel=(64, 64)), "sm_90a", "triton"),
+    plan(Spec(None, 64, key_padding="right", post_kernel=(1, 8)), "sm_90a", "triton"),
+    plan(Spec((3, 3), 80, 128, mask="output", post_kernel=(2, 5), post_mixed_heads=2, dtype="fp16"), "sm_80", "triton"),
+]
 VARIANTS = [  # together they take every branch of the templates
     plan(Spec((6, 11), 80, 24, causal=False), "sm_90a", "triton"),
     plan(Spec((6, 11), 64, key_padding="right", mask="output"), "sm_90a", "triton"),
@@ -45,6 +61,7 @@ CPU, CUDA, PORTABLE_CUDA, TRITON = (
     plan(Spec((6, 11), 64), target, backend)
     for target, backend in (("cpu", "auto"), ("sm_90a", "cuda"), ("sm_80", "cuda"), ("sm_90a", "triton"))
 )
+STRIP = STRIPS[0]
 MIXED = plan(Spec((6, 11), 64, 128), "sm_90a")  # CUDA's backward pass has one head dim
 
 
@@ -69,6 +86,8 @@ def test_generated_folder_is_current(tmp_path: Path) -> None:
         emit(plan(spec, "sm_90a", "triton"), tmp_path)
         if spec.kernel == (6, 11):
             emit(plan(spec, "sm_90a", "cuda"), tmp_path)
+    for spec in LAYERS:
+        emit(plan(spec, "sm_90a", "triton"), tmp_path)
     assert emitted(FOLDER) == emitted(tmp_path)
 
 
@@ -90,14 +109,15 @@ def test_regenerate_writes_what_is_there(tmp_path: Path) -> None:
     assert emitted(tmp_path) == emitted(FOLDER)
 
 
-@pytest.mark.parametrize("made", [TRITON, CUDA, MIXED], ids=name_of)
+@pytest.mark.parametrize("made", [TRITON, CUDA, MIXED, STRIP], ids=name_of)
 def test_a_file_for_each_source(made: Plan, tmp_path: Path) -> None:
     sources = render(made)
     assert sources.kernels.keys() == made.tile.keys()
-    assert (sources.host is None, sources.module is None) == (not made.tile, not made.lift)
+    assert (sources.host is None, sources.module is None) == (not made.tile, not (made.lift or made.strip))
     names = {f"{made.tile[name].name}.cu": text for name, text in sources.kernels.items()}
     names |= {f"mta_tile_{made.suffix}.py": sources.host} if made.tile else {}
     names |= {f"mta_lift_{made.suffix}.py": sources.module} if made.lift else {}
+    names |= {f"mta_strip_{made.suffix}.py": sources.module} if made.strip else {}
     assert sources.files == names
     paths = emit(made, tmp_path / "new" / "folder")
     assert {path.name: path.read_text() for path in paths} == names
@@ -146,6 +166,7 @@ for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32"), Sp
         (CUDA, ["forward_sm90.cu.j2", "backward_sm90.cu.j2", "decode.cu.j2", "host.py.j2"]),
         (PORTABLE_CUDA, ["forward_sm80.cu.j2", "backward_sm80.cu.j2", "decode.cu.j2", "host.py.j2"]),
         (TRITON, ["module.py.j2"]),
+        (STRIP, ["strip_module.py.j2"]),
         (MIXED, ["forward_sm90.cu.j2", "decode.cu.j2", "host.py.j2", "module.py.j2"]),
         (CPU, []),
     ],
@@ -164,7 +185,7 @@ def test_build_renders_each_source_once(
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(runtime, "devices_for", lambda _: [])
     monkeypatch.setattr(runtime, "cached_cubin", compile_source)
-    backend = made.backend if made in (CUDA, PORTABLE_CUDA, TRITON) else "auto"
+    backend = made.backend if made in (CUDA, PORTABLE_CUDA, TRITON, STRIP) else "auto"
     for builds in (1, 2):
         assert mtagen.build(**made.spec.to_dict(), backend=backend, target=made.target).plan == made
         assert rendered == dict.fromkeys(templates, builds)
@@ -183,7 +204,7 @@ def assert_clean(source: str, path: Path) -> None:
     assert run.returncode == 0, run.stdout
 
 
-@pytest.mark.parametrize("made", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("made", [*VARIANTS, *STRIPS], ids=name_of)
 def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
     modules = {name: text for name, text in render(made).files.items() if name.endswith(".py")}
     assert modules
@@ -217,6 +238,17 @@ def test_modules_of_some_passes(spec: Spec, passes: tuple[str, ...], tmp_path: P
     assert assigned <= explained
 
 
+@pytest.mark.parametrize("passes", [*((name,) for name in PASSES), PASSES[:2]], ids="_".join)
+@pytest.mark.parametrize("made", STRIPS, ids=name_of)
+def test_strips_of_some_passes(made: Plan, passes: tuple[str, ...], tmp_path: Path) -> None:
+    """They are clean, and have the kernels of these passes and no others."""
+    source = strip.render(StripModule.of(made.strip[name] for name in passes))
+    assert_clean(source, tmp_path / "module.py")
+    defined = re.findall(r"^def (mta_\w+)\(", source, re.MULTILINE)
+    assert sorted(defined) == sorted({kernel.name for name in passes for kernel in made.strip[name].kernels})
+    assert all(f"{name}[grid](" in source for name in defined)
+
+
 def test_lines_of_templates_and_of_generated_modules_fit() -> None:
     templates = [*TEMPLATES.glob("triton/*"), *TEMPLATES.glob("host/*"), TEMPLATES / "cuda/host.py.j2"]
     paths = [*templates, *FOLDER.glob("*.py")]
@@ -243,12 +275,19 @@ for path in sorted(pathlib.Path(folder).glob("*.py")):
 
 
 @pytest.mark.parametrize(
-    ("backend", "lowering", "blocked"),
-    [("triton", "lift", ("mtagen", "cuda")), ("cuda", "tile", ("mtagen", "triton"))],
+    ("backend", "lowering", "specs", "blocked"),
+    [
+        ("triton", "lift", SHOWN, ("mtagen", "cuda")),
+        ("triton", "strip", LAYERS, ("mtagen", "cuda")),
+        ("cuda", "tile", SHOWN, ("mtagen", "triton")),
+    ],
+    ids=["lift", "strip", "tile"],
 )
-def test_modules_stand_alone(backend: str, lowering: str, blocked: tuple[str, ...], tmp_path: Path) -> None:
+def test_modules_stand_alone(
+    backend: str, lowering: str, specs: list[Spec], blocked: tuple[str, ...], tmp_path: Path
+) -> None:
     """They import, and have their three functions, where there is no mtagen, nor what the other backend needs."""
-    made = [plan(spec, "sm_90a", backend) for spec in SHOWN]
+    made = [plan(spec, "sm_90a", backend) for spec in specs]
     for one in made:
         emit(one, tmp_path)
     found = functions(tmp_path, *blocked)

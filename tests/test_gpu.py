@@ -68,6 +68,7 @@ CUDA_GRID = [
     *itertools.product([(6, 11), (4, 3)], [64], ["bf16"], [True], ["left", "right", "both"], ["source", "output"]),
     ((3, 3), 128, "bf16", True, "both", "source"),
     ((16, 17), 128, "bf16", True, "both", "source"),
+    (None, 64, "bf16", True, "both", "source"),
 ]
 
 
@@ -104,7 +105,7 @@ def test_accuracy(
 @pytest.mark.usefixtures("prefers_cuda", "poisoned")
 @pytest.mark.parametrize(("kernel", "head_dim", "dtype", "causal", "key_padding", "mask"), CUDA_GRID)
 def test_accuracy_of_cuda(
-    kernel: tuple[int, int], head_dim: int, dtype: str, causal: bool, key_padding: str, mask: str
+    kernel: tuple[int, int] | None, head_dim: int, dtype: str, causal: bool, key_padding: str, mask: str
 ) -> None:
     op = mtagen.build(
         kernel, head_dim, dtype=dtype, causal=causal, key_padding=key_padding, mask=mask, deterministic=False

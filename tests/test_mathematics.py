@@ -658,3 +658,142 @@ def test_cost_of_the_papers_kernel() -> None:
     for d, costs in ((64, (256, 896, 480, 640, 2560, 1504)), (128, (512, 1792, 736, 1280, 5120, 2144))):
         forward = 4 * d, 2 * 6 * d + 2 * d, 4 * d + 32 * 7
         assert (*forward, 10 * d, 6 * 6 * d + 4 * d, 10 * d + 96 * 9) == costs
+
+
+# ---- 8. Pipelines of stages ----
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """All heads of a pipeline, each as a head of section 1; matrices are of all heads, zero outside of groups."""
+
+    heads: list[Head]
+    m: Array  # [H, H]
+    n: Array  # [H, H]
+    u: Array  # [H, cq', ck']
+
+    @property
+    def after(self) -> list[Head]:
+        """The heads with the kernels after the softmax."""
+        return [replace(x, w=u) for x, u in zip(self.heads, self.u, strict=True)]
+
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        x = self.heads[0]
+        return x.sees(0, 0, len(x.q), len(x.k))
+
+
+def blocks_of(matrices: Array) -> Array:
+    """Matrices of groups [H/m, m, m] as one of all heads."""
+    groups, m, _ = matrices.shape
+    whole = np.zeros((groups * m, groups * m))
+    for i, matrix in enumerate(matrices):
+        whole[i * m : (i + 1) * m, i * m : (i + 1) * m] = matrix
+    return whole
+
+
+def mixed(matrix: Array, x: Array) -> Array:
+    """Sums over the second index of heads."""
+    return np.einsum("hg,gij->hij", matrix, x)
+
+
+def after_softmax(x: Pipeline, p: Array) -> Array:
+    """A; P holds what its rule keeps."""
+    terms = [replace(one, mask="source", alpha=1.0) for one in x.after]
+    a = [
+        sum(one.w[u, v] * block(ph, -(one.w.shape[0] - 1) + u, -one.p_l + v, *ph.shape) for u, v in one.taps())
+        for one, ph in zip(terms, p, strict=True)
+    ]
+    return np.where(x.seen, np.stack(a), 0)
+
+
+def pipeline_forward(x: Pipeline) -> tuple[Array, Array, Array, Array, Array]:
+    """O, LSE, and C where it is seen, P, A."""
+    c = np.where(x.seen, np.stack([convolved(one) for one in x.heads]), 0)
+    p, lse = zip(*(softmax(np.where(x.seen, ch, -np.inf)) for ch in mixed(x.m, c)), strict=True)
+    a = after_softmax(x, np.stack(p))
+    out = np.stack([ah @ one.v for ah, one in zip(mixed(x.n, a), x.heads, strict=True)])
+    return out, np.stack(lse), c, np.stack(p), a
+
+
+def pipeline_backward(x: Pipeline) -> tuple[Array, ...]:
+    """Gradients of q, k, v by heads of queries, and of W, M, U, N."""
+    _, _, c, p, a = pipeline_forward(x)
+    d_out = np.stack([one.d_out for one in x.heads])
+    da_mixed = np.stack([one.d_out @ one.v.T for one in x.heads])
+    dv = np.stack([ah.T @ dh for ah, dh in zip(mixed(x.n, a), d_out, strict=True)])
+    dn = np.einsum("hij,gij->hg", da_mixed, a)
+    da = np.where(x.seen, mixed(x.n.T, da_mixed), 0)
+    dp, du = np.zeros_like(p), np.zeros_like(x.u)
+    for h, one in enumerate(x.after):
+        cq = one.w.shape[0]
+        for u, v in one.taps():
+            dp[h] += one.w[u, v] * block(da[h], cq - 1 - u, one.p_l - v, *p[h].shape)
+            du[h, u, v] = (da[h] * block(p[h], -(cq - 1) + u, -one.p_l + v, *p[h].shape)).sum()
+    d = (p * dp).sum(2)
+    if x.u.shape[1:] == (1, 1):  # D from what dN sums up, row by row
+        rows_of_dn = np.einsum("hij,gij->ihg", da_mixed, p * x.u)
+        assert_equal((d,), (np.einsum("hg,ihg->gi", x.n, rows_of_dn),))
+    d_lse = np.stack([one.d_lse for one in x.heads])
+    dc_mixed = p * (dp - d[:, :, None] + d_lse[:, :, None])
+    dm = np.einsum("hij,gij->hg", dc_mixed, c)
+    dq, dk, dw = [], [], []
+    for one, g in zip(x.heads, mixed(x.m.T, dc_mixed), strict=True):
+        n_q, n_k, cq, _ = one.sizes
+        ds, dwh = np.zeros((n_q, n_k)), np.zeros_like(one.w)
+        for u, v in one.taps():
+            i, j = cq - 1 - u, one.p_l - v  # added to i', j'
+            counts = one.sees(i, 0, n_q, n_k) if one.mask == "output" else one.sees(0, 0, n_q, n_k)
+            ds += one.w[u, v] * counts * block(g, i, j, n_q, n_k)
+            dwh[u, v] = (g * term(one, u, v)).sum()
+        dq.append(one.alpha * ds @ one.k)
+        dk.append(one.alpha * ds.T @ one.q)
+        dw.append(dwh)
+    return *map(np.stack, (dq, dk)), dv, np.stack(dw), dm, du, dn
+
+
+@masked
+@padded
+@pytest.mark.parametrize("kernels", [((1, 1), (1, 1)), ((2, 3), (1, 1)), ((1, 1), (3, 2)), ((2, 3), (3, 4))], ids=str)
+@pytest.mark.parametrize("groups", [(1, 4), (2, 2), (4, 1)], ids=str)
+def test_pipelines(
+    groups: tuple[int, int], kernels: tuple[tuple[int, int], tuple[int, int]], padding: str, causal: bool, mask: str
+) -> None:
+    """Results and all gradients; four heads, of which two share keys."""
+    for n_q, n_k in ((5, 5), (3, 6), (6, 3)):
+        random = np.random.default_rng(n_q)
+        q, d_out = random.standard_normal((4, n_q, 3)), random.standard_normal((4, n_q, 2))
+        k, v, d_lse = (random.standard_normal(shape) for shape in ((2, n_k, 3), (2, n_k, 2), (4, n_q)))
+        w, u = (random.standard_normal((4, *kernel)) for kernel in kernels)
+        m, n = (random.standard_normal((4 // group, group, group)) for group in groups)
+        heads = [Head(q[h], k[h // 2], v[h // 2], w[h], d_out[h], d_lse[h], causal, mask, padding) for h in range(4)]
+        x = Pipeline(heads, blocks_of(m), blocks_of(n), u)
+        leaves = [torch.tensor(array, requires_grad=True) for array in (q, k, v, w, m, u, n)]
+        tensors = [leaf[None] if i < 3 else leaf for i, leaf in enumerate(leaves)]
+        options = {"causal": causal, "key_padding": padding, "mask": mask, "scale": heads[0].alpha}
+        names = ("weight", "head_weight", "post_weight", "post_head_weight")
+        weights = dict(zip(names, tensors[3:], strict=True))
+        out, lse = reference(*tensors[:3], **weights, **options, return_lse=True)
+        seen = lse.isfinite()
+        loss = (out * torch.tensor(d_out)).sum() + (lse * torch.tensor(d_lse))[seen].sum()
+        expected = [gradient.numpy() for gradient in torch.autograd.grad(loss, leaves)]
+        assert_equal(pipeline_forward(x)[:2], (out[0].detach().numpy(), lse[0].detach().numpy()))
+        dq, dk, dv, dw, dm, du, dn = pipeline_backward(x)
+        shared = [gradient.reshape(2, 2, n_k, -1).sum(1) for gradient in (dk, dv)]
+        grouped = [
+            np.stack([whole[i : i + group, i : i + group] for i in range(0, 4, group)])
+            for whole, group in zip((dm, dn), groups, strict=True)
+        ]
+        assert_equal((dq, *shared, dw, grouped[0], du, grouped[1]), tuple(expected))
+
+
+@pytest.mark.parametrize("kernels", [((3, 2), (2, 3)), ((1, 1), (4, 1)), ((2, 2), (1, 1))], ids=str)
+def test_rows_that_a_strip_needs(kernels: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """The last rows of the output from as many queries before them as both convolutions read, and from no fewer."""
+    torch.manual_seed(0)
+    (q, k, v), (w, u) = torch.randn(3, 1, 2, 9, 4).double(), (torch.randn(2, *kernel).double() for kernel in kernels)
+    context = sum(kernel[0] - 1 for kernel in kernels)
+    whole = reference(q, k, v, w, post_weight=u)[:, :, -2:]
+    enough, fewer = (reference(q[:, :, -n:], k, v, w, post_weight=u)[:, :, -2:] for n in (2 + context, 1 + context))
+    torch.testing.assert_close(enough, whole, rtol=0, atol=1e-12)
+    assert (fewer - whole).abs().max() > 1e-3

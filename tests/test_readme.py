@@ -79,6 +79,8 @@ def test_every_target_is_named() -> None:
     [
         "README.md",
         "docs/mathematics.md",
+        "docs/pipelines.md",
+        "CONTRIBUTING.md",
         "generated/README.md",
         "benchmarks/README.md",
         "benchmarks/RESULTS.md",

@@ -96,7 +96,7 @@ def check_convolves_only(spec: Spec, backend: str) -> None:
     for name in ("mixed_heads", "post_kernel", "post_mixed_heads"):
         if (stage := getattr(spec, name)) is not None:
             rule = f"{backend} has no kernels for this stage"
-            raise PlanError(explain(name, stage, rule, "None, or backend='torch'"))
+            raise PlanError(explain(name, stage, rule, "None, or backend='triton'"))
 
 
 def describe(fields: Fields) -> str:

@@ -28,7 +28,7 @@ class StripPass(PassPlan):
     Attributes:
         spec: the request.
         target: name of the target.
-        pass_name: ``forward`` or ``backward``.
+        pass_name: ``forward``, ``backward`` or ``decode``.
         workspace_bytes: what the planes may take, or those of one short strip of one sequence if that is more.
     """
 
@@ -52,7 +52,7 @@ class StripPass(PassPlan):
     @property
     def planes(self) -> tuple[str, ...]:
         """The planes of a strip."""
-        return self.stages.forward_planes if self.pass_name == "forward" else self.stages.backward_planes
+        return self.stages.backward_planes if self.pass_name == "backward" else self.stages.forward_planes
 
     @property
     def cost(self) -> float:
@@ -85,7 +85,7 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[StripPass
     """The one plan there is.
 
     Raises:
-        PlanError: the target has no kernels for the dtype; decode has none yet.
+        PlanError: the target has no kernels for the dtype.
     """
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))

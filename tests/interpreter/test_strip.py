@@ -1,0 +1,214 @@
+"""The rendered kernels of the lowering "strip", run on the CPU by Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import problems
+import pytest
+import torch
+from torch import Tensor
+
+import mtagen
+from mtagen.codegen import render
+from mtagen.measure.cases import Sizes
+from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.planner.strip.stages import Stages
+from mtagen.runtime.load import load_triton
+
+BEFORE: dict[str, dict[str, Any]] = {
+    "none": {"kernel": None},
+    "convolution": {"kernel": (3, 4)},
+    "mixing": {"kernel": None, "mixed_heads": 2},
+    "both": {"kernel": (3, 4), "mixed_heads": 2},
+}
+AFTER: dict[str, dict[str, Any]] = {
+    "none": {},
+    "convolution": {"post_kernel": (2, 5)},
+    "mixing": {"post_mixed_heads": 4},
+    "both": {"post_kernel": (2, 5), "post_mixed_heads": 4},
+}
+PIPELINES = {
+    f"{before} before, {after} after": BEFORE[before] | AFTER[after]
+    for before, after in itertools.product(BEFORE, AFTER)
+    if after != "none" or before in ("mixing", "both")  # the lowering "lift" makes the other two
+}
+EVERYTHING = PIPELINES["both before, both after"]
+WIDE = {"kernel": (6, 11), "mixed_heads": 4, "post_kernel": (5, 8), "post_mixed_heads": 2}  # a halo of 9 rows
+
+MASKS = ({"causal": True, "mask": "source"}, {"causal": True, "mask": "output"}, {"causal": False, "mask": "source"})
+PADDINGS = ("both", "left", "right")
+SIZES = (  # two sequences, grouped keys; more keys, more queries
+    Sizes(2, 4, 2, 17, 17),
+    Sizes(1, 4, 1, 13, 26),
+    Sizes(1, 4, 4, 26, 13),
+)
+# Every pipeline with two of the masks; paddings and sizes change from one to the next, so that each mask meets each.
+VARIANTS = {
+    f"{name}-{'causal' if mask['causal'] else 'full'}-{mask['mask']}-{PADDINGS[(i + n) % 3]}": (
+        stages | mask | {"key_padding": PADDINGS[(i + n) % 3]},
+        SIZES[(i + n // 3) % 3],
+    )
+    for n, (name, stages) in enumerate(PIPELINES.items())
+    for i, mask in enumerate(MASKS)
+    if (i + n // 2) % 3 or stages == EVERYTHING
+}
+# New tokens, lengths in a cache of 29 keys (none; fewer than the context; a part; more than there are), and splits.
+STEPS = ((1, (29, 0, 2, 14), None), (3, (1, 26, 0, 40), 1), (8, (7, 0, 28, 3), 9))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for all tests, which share ops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MTAGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def build(stages: dict[str, Any], **options: Any) -> MultiTokenAttention:
+    given = {"head_dim": 16, "value_head_dim": 24, "dtype": "fp32", "target": "generic"} | stages | options
+    op = mtagen.build(**given, backend="triton")
+    assert set(op.plan.strip) == {"forward", "backward", "decode"}
+    return op
+
+
+def assert_accurate(op: MultiTokenAttention, *sizes: Sizes) -> None:
+    """Out, the log-sum-exp and all gradients, which come through both."""
+    for one in sizes:
+        assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, one))
+
+
+def assert_decodes(op: MultiTokenAttention, sizes: Sizes, *steps: tuple[int, tuple[int, ...], int | None]) -> None:
+    """New tokens after caches of some lengths, past which they hold NaN, as do queries from before the sequence."""
+    for new_tokens, lengths, splits in steps:
+        problem = problems.random(op.plan.spec, sizes._replace(batch=len(lengths)), new_tokens=new_tokens)
+        assert not problems.decode_failures(op, op.plan.spec, problem, lengths, splits)
+
+
+def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
+    """The op with another workspace in every pass."""
+    plan = op.plan
+    for one in plan.strip.values():
+        plan = plan.replaced(replace(one, workspace_bytes=workspace_bytes))
+    return assemble(plan, torch_on_cpu=False)
+
+
+def strips(op: MultiTokenAttention, sizes: Sizes, planes: int) -> tuple[int, int]:
+    """Sequences and rows of a strip of a call with so many planes, as the host code cuts it."""
+    module = load_triton(op.plan, render(op.plan))
+    sequences, rows, _ = module._strips(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes)
+    return sequences, rows
+
+
+@pytest.mark.parametrize(("options", "sizes"), VARIANTS.values(), ids=VARIANTS)
+def test_training(options: dict[str, Any], sizes: Sizes) -> None:
+    assert_accurate(build(options), sizes)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_decode(name: str) -> None:
+    """Each pipeline with one of the masks, paddings and steps."""
+    n = [*PIPELINES].index(name)
+    options = PIPELINES[name] | MASKS[n % 3] | {"key_padding": PADDINGS[n // 3 % 3]}
+    assert_decodes(build(options), Sizes(4, 4, 2, 1, 29), STEPS[n * 2 % 5 % 3])
+
+
+@pytest.mark.parametrize(("mask", "step"), [*zip(MASKS, STEPS, strict=True)], ids=str)
+def test_decode_of_wide_kernels(mask: dict[str, Any], step: tuple[int, tuple[int, ...], int | None]) -> None:
+    assert_decodes(build(WIDE, **mask), Sizes(4, 4, 1, 1, 29), step)
+
+
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
+def test_shorter_than_a_halo(mask: dict[str, Any]) -> None:
+    lengths = ((1, 1), (2, 9), (9, 2), (5, 4))
+    assert_accurate(build(WIDE, **mask), *(Sizes(1, 4, 2, *both) for both in lengths))
+
+
+@pytest.mark.parametrize("stages", [{"kernel": (3, 4), "post_kernel": (2, 5)}, {"kernel": None}], ids=str)
+def test_strips_of_some_rows(stages: dict[str, Any]) -> None:
+    """The second strip has rows of the first as context, or has none."""
+    op = with_workspace(build(stages | {"mixed_heads": 2, "post_mixed_heads": 2}), 2**10)
+    sizes = Sizes(1, 2, 1, 135, 130)
+    assert strips(op, sizes, 1) == (1, 128)
+    assert_accurate(op, sizes)
+
+
+@pytest.mark.parametrize("name", ["both before, both after", "mixing before, mixing after"])
+def test_strips_of_some_sequences(name: str) -> None:
+    """The last strip has fewer of them than the others; decode takes strips of its own."""
+    op, sizes = build(PIPELINES[name]), Sizes(7, 4, 2, 11, 12)
+    spec, stages = op.plan.spec, Stages(op.plan.spec)
+    planes = [len(stages.forward_planes), len(stages.backward_planes)]
+    of_a_sequence = sizes.heads * (sizes.nq + spec.context) * 256 * spec.itemsize
+    op = with_workspace(op, 2 * planes[1] * of_a_sequence)
+    assert [strips(op, sizes, one) for one in planes] == [(2 * planes[1] // planes[0], 11), (2, 11)]
+    assert_accurate(op, sizes)
+    assert_decodes(with_workspace(op, 3 * planes[0] * of_a_sequence // (sizes.nq + spec.context)), sizes, STEPS[1])
+
+
+HEADS = {  # bundles: heads that mix with each other, and as many more as a tile holds anyway
+    "one bundle with room for more": (6, {"mixed_heads": 2, "post_mixed_heads": 2}),
+    "two of an odd size": (10, {"mixed_heads": 5, "post_mixed_heads": 5}),
+    "all of a size that is no power of two": (10, {"mixed_heads": 10, "post_mixed_heads": 10}),
+    "different groups in one bundle": (6, {"mixed_heads": 3, "post_mixed_heads": 2}),
+    "the last bundle has fewer groups": (18, {"mixed_heads": 2, "post_mixed_heads": 6}),
+    "different bundles after a convolution": (20, {"mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 5}),
+    "more than a tile of 16": (20, {"mixed_heads": 20}),
+    "a scale for each head": (2, {"mixed_heads": 1, "post_mixed_heads": 1}),
+    "none is mixed before": (20, {"post_mixed_heads": 10}),
+    "too many to share a bundle": (144, {"mixed_heads": 48, "post_mixed_heads": 36}),
+}
+
+
+@pytest.mark.parametrize(("heads", "stages"), HEADS.values(), ids=HEADS)
+def test_heads_and_bundles(heads: int, stages: dict[str, Any]) -> None:
+    op, sizes = build({"kernel": None, **stages}), Sizes(1 if heads > 18 else 2, heads, heads // 2, 5, 9)
+    assert_accurate(op, sizes)
+    assert_decodes(op, sizes, (2, (5, 9)[: sizes.batch], None))
+
+
+def test_chunks_of_keys() -> None:
+    """More keys than a program of most kernels takes, and than the row kernels take at once."""
+    assert_accurate(build(EVERYTHING, mask="output"), Sizes(1, 4, 4, 3, 1030))
+
+
+def test_chunks_of_the_gradient_of_a_convolution() -> None:
+    op = build({"kernel": (1, 3), "post_kernel": (2, 1)}, causal=False)
+    assert_accurate(op, Sizes(1, 1, 1, 2, 2060))
+
+
+def test_more_rows_than_programs() -> None:
+    """Of the backward pass, whose programs sum gradients of matrices over several rows."""
+    op = build({"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}, causal=False)
+    assert_accurate(op, Sizes(1, 2, 2, 530, 3))
+
+
+@pytest.mark.parametrize("name", ["both before, both after", "mixing before, mixing after", "both before, none after"])
+def test_fp16(name: str) -> None:
+    op = build(PIPELINES[name], dtype="fp16", value_head_dim=16)
+    assert_accurate(op, Sizes(1, 4, 2, 40, 45))
+    assert_decodes(op, Sizes(1, 4, 2, 1, 29), STEPS[2])
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale: float) -> None:
+    op = build(EVERYTHING)
+    problem = problems.random(op.plan.spec, Sizes(2, 4, 2, 9, 13), scale)
+    assert not problems.failures(op, op.plan.spec, problem)
+    assert not problems.decode_failures(op, op.plan.spec, problem)
+
+
+def test_results_are_the_same_every_time() -> None:
+    op = build(EVERYTHING)
+    problem = problems.random(op.plan.spec, Sizes(2, 4, 2, 9, 13))
+
+    def run() -> list[Tensor]:
+        leaves = {name: x.detach().requires_grad_() for name, x in problem.inputs.named.items()}
+        q, k, v, *_ = leaves.values()
+        out, lse = op(q, k, v, **{name: leaves[name] for name in problem.inputs.weights}, return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, [*leaves.values()], problem.grad_out)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))

@@ -1,0 +1,255 @@
+"""The planner of the lowering "strip" by brute force: bundles of heads, windows, strips, planes; plans of pipelines."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from mtagen import Plan, PlanError, Spec, plan
+from mtagen.codegen import render
+from mtagen.codegen.strip import render as render_module
+from mtagen.planner.passes import PASSES
+from mtagen.planner.strip.kernels import decode_rows
+from mtagen.planner.strip.module import StripModule
+from mtagen.planner.strip.passes import StripPass
+from mtagen.planner.strip.stages import Stages, block_of
+from mtagen.runtime.load import load_triton
+from mtagen.spec import KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
+
+GROUPS = (None, 1, 2, 3, 5, 6, 8, 10, 16, 20, 36, 48, 64)
+BEFORE: tuple[dict[str, Any], ...] = (
+    {"kernel": None},
+    {"kernel": (3, 4)},
+    {"kernel": None, "mixed_heads": 2},
+    {"kernel": (3, 4), "mixed_heads": 2},
+)
+AFTER: tuple[dict[str, Any], ...] = (
+    {},
+    {"post_kernel": (2, 5)},
+    {"post_mixed_heads": 4},
+    {"post_kernel": (2, 5), "post_mixed_heads": 4},
+)
+PIPELINES = [
+    spec
+    for before, after in itertools.product(BEFORE, AFTER)
+    if not (spec := Spec(head_dim=64, **before, **after)).convolves_only
+]
+EVERYTHING = Spec((6, 11), 64, mixed_heads=16, post_kernel=(5, 8), post_mixed_heads=16)
+TOO_MANY = Spec(None, 64, mixed_heads=48, post_mixed_heads=36)
+
+every_pipeline = pytest.mark.parametrize("spec", [*PIPELINES, TOO_MANY], ids=lambda spec: plan(spec, "cpu").suffix)
+
+
+def loaded(spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ModuleType:
+    """The rendered module, on a machine without a GPU."""
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(folder))
+    made = plan(spec, "sm_90a", "triton")
+    for one in made.strip.values():
+        made = made.replaced(StripPass(spec, "sm_90a", one.pass_name, **options))
+    return load_triton(made, render(made))
+
+
+# Heads.
+
+
+def mixing(groups: int | None, head: int) -> set[int]:
+    """The heads that one is mixed with."""
+    return {head} if groups is None else {head // groups * groups + i for i in range(groups)}
+
+
+@pytest.mark.parametrize("post_kernel", [None, (2, 3)], ids=str)
+@pytest.mark.parametrize("before", GROUPS)
+def test_bundles_are_closed_under_mixtures(before: int | None, post_kernel: tuple[int, int] | None) -> None:
+    for after in GROUPS:
+        spec = Spec(None, 64, mixed_heads=before, post_kernel=post_kernel, post_mixed_heads=after)
+        stages = Stages(spec)
+        assert stages.separate_post_mix + stages.fused_post_mix == (after is not None)
+        for bundle, mixtures in (
+            (stages.heads, [before, after] if stages.fused_post_mix else [before]),
+            (stages.post_heads, [after]),
+        ):
+            for head in range(2 * bundle):
+                own = {*range(head // bundle * bundle, (head // bundle + 1) * bundle)}
+                assert all(mixing(groups, head) <= own for groups in mixtures), (spec, head)
+            assert bundle <= block_of(bundle) <= 64
+        joined = math.lcm(before or 1, after or 1)
+        assert stages.post_is_separate == (post_kernel is not None or (after is not None and joined > 64))
+
+
+def test_heads_on_chip() -> None:
+    """A power of two that a product takes."""
+    for heads in range(1, 65):
+        assert block_of(heads) == min(size for size in (16, 32, 64) if size >= heads)
+
+
+def test_mixtures_that_share_no_bundle_have_kernels_of_their_own() -> None:
+    """Of 48 heads before and 36 after, 144 mix with each other."""
+    forward, backward, decode = (StripPass(TOO_MANY, "sm_90a", name).kernels for name in PASSES)
+    assert [kernel.role for kernel in forward] == ["scores", "softmax", "post_mix"]
+    assert [kernel.role for kernel in decode] == ["decode_scores", "decode_softmax", "decode_post_mix", "decode_values"]
+    assert {"probabilities", "post_mix_backward"} <= {kernel.role for kernel in backward}
+    heads = {kernel.role: dict(kernel.constants)["HEADS"] for kernel in forward[1:]}
+    assert heads == {"softmax": 48, "post_mix": 36}
+
+
+@every_pipeline
+def test_row_kernels_take_whole_bundles(spec: Spec) -> None:
+    """And tiles of keys that divide the pitch of planes."""
+    module = StripModule.of(plan(spec, "sm_90a", "triton").strip.values())
+    for kernel in (kernel for one in module.passes for kernel in one.kernels):
+        constants = dict(kernel.constants)
+        if heads := constants.get("HEADS"):
+            post = "post_mix" in kernel.role
+            assert heads == (module.stages.post_heads if post else module.stages.heads)
+            assert constants["BLOCK_H"] == block_of(heads)
+            assert module.pitch_multiple % constants["BLOCK_N"] == 0
+
+
+# Windows of convolutions.
+
+
+@pytest.mark.parametrize("padding", KEY_PADDINGS)
+@pytest.mark.parametrize("ck", [1, 2, 3, 8, 9, 11, 16, 17, 32, 33, 64])
+def test_windows_hold_what_a_tile_of_results_reads(ck: int, padding: str) -> None:
+    """Its own keys and the rest, from a multiple of 16 bytes on; of the convolution and of its adjoint."""
+    spec = Spec((2, ck), 64, key_padding=padding, post_kernel=(3, ck))
+    for stage in Stages(spec).convolutions:
+        assert stage.rest >= 16
+        assert stage.rest & (stage.rest - 1) == 0
+        for keys in (16, 32, 64, 128):
+            reads = {j - stage.pad_left + v for j in range(keys) for v in range(ck)}
+            handed_on = {j + stage.pad_left - v for j in range(keys) for v in range(ck)}
+            for read, lead in ((reads, stage.lead_left), (handed_on, stage.lead_right)):
+                assert lead % 8 == 0
+                assert read <= {*range(-lead, keys + stage.rest - lead)}
+
+
+@every_pipeline
+def test_kernels_of_convolutions_read_this_much(spec: Spec) -> None:
+    stages = Stages(spec)
+    for name in PASSES:
+        constants = {kernel.role: dict(kernel.constants) for kernel in StripPass(spec, "sm_90a", name).kernels}
+        prefix = "decode_" if name == "decode" else ""
+        for stage in stages.convolutions:
+            endings = ("_adjoint", "_gradient", "") if name == "backward" else ("",)
+            for ending in endings:
+                assert constants[f"{prefix}{stage.name}{ending}"]["REST"] == stage.rest
+
+
+# Strips and planes.
+
+
+@pytest.mark.parametrize("cq", [1, 2, 6, MAX_KERNEL])
+@pytest.mark.parametrize("post_cq", [1, 5, MAX_KERNEL])
+def test_a_strip_is_no_shorter_than_its_context(cq: int, post_cq: int) -> None:
+    spec = Spec((cq, 2), 64, post_kernel=(post_cq, 3))
+    module = StripModule.of([StripPass(spec, "sm_90a", "forward")])
+    assert module.shortest_strip >= max(spec.context, 1) == max(cq + post_cq - 2, 1)
+    assert decode_rows(spec) >= spec.context + MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("workspace", [1, 2**22, 2**24, 2**30])
+@pytest.mark.parametrize("spec", [EVERYTHING, Spec(None, 64, mixed_heads=16)], ids=["everything", "mixing"])
+def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They have every row of every sequence once, its context, and the keys that some row sees, in the workspace."""
+    spec = Spec.from_dict(spec.to_dict() | {"causal": causal})
+    module = loaded(spec, tmp_path, monkeypatch, workspace_bytes=workspace)
+    nowhere = torch.empty(0, device="meta")
+    for (batch, heads, n_q, n_k), count in itertools.product(
+        ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)), (1, 5)
+    ):
+        owned = []
+        for b0, b1, begin, end, first, keys, planes in module._planes(batch, heads, n_q, n_k, count, nowhere):
+            owned += itertools.product(range(b0, b1), range(begin, end))
+            assert first == max(0, begin - spec.context)
+            seen = end + n_k - n_q if causal else n_k
+            assert max(0, keys) == max(0, min(n_k, seen))
+            pitches = {(x.shape[0], x.shape[1]) for x in planes}
+            assert (len(planes), pitches) == (count, {((b1 - b0) * heads, end - first)})
+            (pitch,) = {x.shape[2] for x in planes}
+            assert n_k <= pitch < n_k + 256
+            taken = sum(x.numel() * x.element_size() for x in planes)
+            assert taken <= count * 2**28
+            shortest = (b1, end) == (b0 + 1, min(n_q, begin + 128))
+            assert taken <= workspace or shortest
+        assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]
+        assert len(owned) > 0
+
+
+@every_pipeline
+def test_planes_are_those_of_the_host_code(spec: Spec) -> None:
+    """As many are asked for as are named, and each is used."""
+    passes = plan(spec, "sm_90a", "triton").strip
+    tree = ast.parse(render_module(StripModule.of(passes.values())))
+    hosts = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for name, one in passes.items():
+        nodes = [*ast.walk(hosts[name])]
+        tuples = [tuple(map(ast.unparse, x.elts)) for x in nodes if isinstance(x, ast.Tuple)]
+        assert tuples.count(one.planes) == 1
+        read = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+        assert read >= {*one.planes}
+        calls = [ast.unparse(x) for x in nodes if isinstance(x, ast.Call)]
+        count = len(one.planes)
+        asked = f"range({count})" if name == "decode" else f"_planes(batch, n_heads, n_q, n_k, {count}, q)"
+        assert asked in calls
+
+
+# Plans.
+
+
+@every_pipeline
+def test_round_trip(spec: Spec) -> None:
+    for target in ("sm_90a", "sm_80", "generic"):
+        made = plan(spec, target)
+        again = Plan.from_json(made.to_json())
+        assert again == made
+        assert hash(again) == hash(made)
+        assert set(again.strip) == {*PASSES}
+
+
+@every_pipeline
+def test_auto_takes_triton_and_says_why(spec: Spec) -> None:
+    made = plan(spec, "sm_90a")
+    stage = next(name for name in ("mixed_heads", "post_kernel", "post_mixed_heads") if getattr(spec, name))
+    assert made.backend == "triton"
+    assert made.reason.startswith(
+        f"not cuda: {stage}: got {getattr(spec, stage)!r}; cuda has no kernels for this stage"
+    )
+
+
+def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
+    text = " ".join(str(plan(EVERYTHING, "sm_90a")).split())
+    for piece in (
+        "convolution before the softmax 6 x 11, 5 keys left, 5 right",
+        "mixture before the softmax groups of 16 heads",
+        "convolution after the softmax 5 x 8, 3 keys left, 4 right",
+        "mixture after the softmax groups of 16 heads",
+        "forward halo rows 9 + 0, keys 8 + 9",
+        "planes scores, convolved, convolved_shares workspace at most about 1024 MiB",
+        "planes scores, convolved, grad_shares, probabilities, shares",
+        "post_convolution_adjoint BLOCK_M 128",
+        "4 warps decode planes scores, convolved, convolved_shares workspace",
+    ):
+        assert piece in text
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "generic"])
+def test_fp64_is_refused(target: str) -> None:
+    for backend in ("triton", "auto"):
+        with pytest.raises(PlanError, match=r"dtype: got 'fp64'; \w+ has no kernels for it; legal: "):
+            plan(Spec(None, 64, dtype="fp64", mixed_heads=2), target, backend)
+
+
+def test_a_plan_has_nothing_to_decide() -> None:
+    made = StripPass(EVERYTHING, "sm_90a", "forward")
+    for ask in (made.alternatives, made.decision_cost, lambda key: made.decided(key, {})):
+        with pytest.raises(PlanError, match="decision: got 'colour'; is no decision of the forward pass by triton"):
+            ask("colour")

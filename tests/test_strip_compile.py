@@ -1,0 +1,85 @@
+"""The kernels of the lowering "strip" compile with no GPU: on tensor cores, within shared memory, with little stack."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mtagen.codegen import render
+from mtagen.planner import get_target, plan
+from mtagen.runtime.load import load_triton
+from mtagen.runtime.offline import Usage, compile_offline
+from mtagen.spec import Spec
+
+EVERYTHING = {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16}
+TEN_HEADS = {"kernel": None, "mixed_heads": 10, "post_mixed_heads": 10}
+# Bytes of stack of a thread, by role: what does not fit registers. All other kernels keep to theirs.
+HOPPER_STACK: dict[str, int] = {}
+TEN_HEADS_STACK = {"softmax_backward": 240}
+# Without TMA a window is loaded through pointers of its own, which the convolutions keep on the stack.
+AMPERE_STACK = {
+    "scores": 416,
+    "grad_shares": 448,
+    "decode_scores": 80,
+    "convolution": 3040,
+    "post_convolution": 3040,
+    "convolution_adjoint": 1568,
+    "post_convolution_adjoint": 1568,
+    "convolution_gradient": 16,
+    "post_convolution_gradient": 16,
+}
+PRODUCTS = ("scores", "grad_shares", "decode_scores")  # the kernels whose registers depend on the head dim most
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+
+
+def compiled(spec: Spec, target: str, *parts: str) -> dict[str, Usage]:
+    """What each kernel uses, by role; of some, if parts of names are given."""
+    made = plan(spec, target, "triton")
+    roles = {kernel.name: kernel.role for one in made.strip.values() for kernel in one.kernels}
+    module = load_triton(made, render(made))
+    used: dict[str, Usage] = {}
+    for part in parts or ("",):
+        used |= {roles[name]: usage for name, usage in compile_offline(made, module, part).items()}
+    assert parts or used.keys() == {*roles.values()}
+    return used
+
+
+def assert_fits(used: dict[str, Usage], target: str, stack: dict[str, int]) -> None:
+    for role, usage in used.items():
+        assert usage.shared <= get_target(target).shared_per_block, role
+        assert usage.stack <= stack.get(role, 0), f"{role} keeps {usage.stack} bytes on the stack"
+        assert re.search(r"\bHG?MMA", usage.assembly) or role == "probabilities", role
+
+
+def test_hopper() -> None:
+    """Products are of warpgroups, and their operands come by TMA."""
+    used = compiled(Spec(head_dim=64, **EVERYTHING), "sm_90a")
+    assert_fits(used, "sm_90a", HOPPER_STACK)
+    for role in ("scores", "grad_shares"):
+        assert re.search(r"\bHGMMA", used[role].assembly), role
+        assert re.search(r"\bUTMALDG", used[role].assembly), role
+    for role in ("convolution", "post_convolution", "post_convolution_adjoint"):
+        assert re.search(r"\bUTMALDG", used[role].assembly), role
+
+
+def test_hopper_with_wide_heads() -> None:
+    """The kernels that hold vectors of queries, keys or values; the others are the same."""
+    used = compiled(Spec(head_dim=128, **EVERYTHING), "sm_90a", "_scores_", "grad_shares", "decode_values")
+    assert used.keys() == {*PRODUCTS, "decode_values"}
+    assert_fits(used, "sm_90a", HOPPER_STACK)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, "fp16"), (64, "bf16")])
+def test_heads_that_are_no_power_of_two(head_dim: int, dtype: str) -> None:
+    used = compiled(Spec(head_dim=head_dim, dtype=dtype, **TEN_HEADS), "sm_90a")
+    assert_fits(used, "sm_90a", TEN_HEADS_STACK)
+
+
+def test_ampere() -> None:
+    assert_fits(compiled(Spec(head_dim=128, **EVERYTHING), "sm_80"), "sm_80", AMPERE_STACK)

@@ -1,0 +1,141 @@
+"""The kernels of the lowering "strip" on a GPU: accuracy, reproducibility, memory. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mtagen
+from mtagen.check import failures
+from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Sampler
+from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.spec import Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+CUDA = torch.device("cuda")
+Case = tuple[int, int, str, dict[str, Any]]
+
+
+def layer(heads: int, kernel: tuple[int, int] | None = (6, 11), m: int | None = None) -> dict[str, Any]:
+    """What the paper does in a layer: mixing before and after the softmax and, in every fourth, convolutions too."""
+    return {
+        "kernel": kernel,
+        "mixed_heads": m or heads,
+        "post_kernel": kernel,
+        "post_mixed_heads": m or heads,
+    }
+
+
+CASES: dict[str, Case] = {  # heads, head dim, dtype, stages
+    "16 heads of 64": (16, 64, "bf16", layer(16)),
+    "10 heads of 128": (10, 128, "bf16", layer(10)),
+    "16 heads of 96": (16, 96, "bf16", layer(16)),
+    "16 heads of 128": (16, 128, "bf16", layer(16)),
+    "mixing of 16 heads": (16, 64, "fp16", layer(16, None)),
+    "mixing of 10 heads": (10, 128, "bf16", layer(10, None)),
+    "convolutions alone": (4, 40, "fp16", {"kernel": (6, 11), "post_kernel": (5, 8)}),
+    "groups of 2 after": (16, 128, "fp16", {"kernel": (6, 11), "post_mixed_heads": 2}),
+    "convolution after, all keys": (4, 64, "bf16", {"kernel": None, "post_kernel": (6, 11), "causal": False}),
+    "masked by output": (4, 40, "bf16", {**layer(4, (3, 4), 2), "mask": "output", "key_padding": "left"}),
+    "fp32": (4, 64, "fp32", layer(4)),
+    "groups that share no bundle": (144, 64, "bf16", {"kernel": None, "mixed_heads": 48, "post_mixed_heads": 36}),
+}
+REPEATED = ("16 heads of 64", "10 heads of 128", "mixing of 16 heads", "groups of 2 after")
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+repeated = pytest.mark.parametrize("case", [CASES[name] for name in REPEATED], ids=REPEATED)
+
+
+def build(case: Case) -> MultiTokenAttention:
+    _, head_dim, dtype, stages = case
+    op = mtagen.build(head_dim=head_dim, dtype=dtype, **stages, backend="triton")
+    assert set(op.plan.strip) == {"forward", "backward", "decode"}
+    return op
+
+
+def inputs(spec: Spec, sizes: Sizes) -> dict[str, Tensor]:
+    return Sampler.for_timing(spec, sizes, CUDA).inputs().named
+
+
+def train(op: MultiTokenAttention, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Out, the log-sum-exp and all gradients, through both."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    out, lse = op(**leaves, return_lse=True)
+    loss = out.float().square().sum() + lse.sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, [*leaves.values()])]
+
+
+@every_case
+def test_accuracy(case: Case) -> None:
+    """One row; more keys than queries, grouped; more queries than keys; many tiles."""
+    heads, op = case[0], build(case)
+    sizes = (
+        Sizes(8, heads, heads // 2, 1, 1),
+        Sizes(2, heads, heads // 2, 113, 203),
+        Sizes(1, heads, heads, 203, 113),
+        Sizes(1, heads, heads, 1023, 1024),
+    )
+    assert not failures(op, op.plan.spec, CUDA, sizes if heads <= 16 else sizes[1:3])
+
+
+@every_case
+def test_accuracy_of_many_strips(case: Case) -> None:
+    """Each of 128 rows of one sequence, the fewest there are."""
+    op, heads = build(case), case[0]
+    plan = op.plan
+    for one in plan.strip.values():
+        plan = plan.replaced(replace(one, workspace_bytes=2**16))
+    op = assemble(plan, torch_on_cpu=False)
+    assert not failures(op, plan.spec, CUDA, (Sizes(2, heads, heads // 2, 517, 530),))
+
+
+@repeated
+def test_bit_reproducible(case: Case) -> None:
+    op = build(case)
+    tensors = inputs(op.plan.spec, Sizes(2, case[0], case[0] // 2, 700, 750))
+    first = train(op, tensors)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, train(op, tensors), strict=True))
+
+
+@repeated
+def test_memory_is_bounded(case: Case) -> None:
+    """A call takes its results, the workspace and sums, which grow with the length and not with its square."""
+    op, heads = build(case), case[0]
+    spec, n = op.plan.spec, 4096
+    tensors = inputs(spec, Sizes(1, heads, heads, n, n))
+    train(op, tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    results = train(op, tensors)
+    peak = torch.cuda.max_memory_allocated() - base
+    returned = sum(x.numel() * x.element_size() for x in results)
+    rows = heads * n * max(spec.head_dim, spec.value_head_dim) * 4  # one tensor like q in fp32
+    assert peak <= returned + op.plan.strip["backward"].workspace_bytes + 8 * rows + 2**26
+
+
+def test_decode_in_a_cuda_graph() -> None:
+    """Lengths are read on the device."""
+    op = build(CASES["16 heads of 64"])
+    tensors = inputs(op.plan.spec, Sizes(2, 16, 4, op.plan.spec.context + 2, 3000))
+    lengths = torch.tensor([17, 3000], dtype=torch.int32, device=CUDA)
+    q_tail, k, v, *_ = tensors.values()
+    weights = {name: x for name, x in tensors.items() if name not in "qkv"}
+    op.decode(q_tail, k, v, **weights, cache_seqlens=lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op.decode(q_tail, k, v, **weights, cache_seqlens=lengths)
+    lengths.copy_(torch.tensor([2110, 5], dtype=torch.int32))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, op.decode(q_tail, k, v, **weights, cache_seqlens=lengths))
