@@ -33,6 +33,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "stages": stages,
         "spec": spec,
         "mask": module.mask,
+        "pitch_multiple": module.pitch_multiple,
         "block_of": block_of,
         "product_tiles": partial(_product_tiles, module),
         "window": partial(_tiles_of_plane, module, "WINDOW"),

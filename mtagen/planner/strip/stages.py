@@ -46,6 +46,14 @@ class Convolution:
         """The same of the adjoint, which reads keys the other way round."""
         return _aligned(self.pad_right)
 
+    def left_of(self, key: str) -> str:
+        """Source of the first key of the window of a tile of results from ``key`` on."""
+        return f"{key} - {self.lead_left}" if self.lead_left else key
+
+    def right_of(self, key: str) -> str:
+        """The same of the adjoint."""
+        return f"{key} - {self.lead_right}" if self.lead_right else key
+
     def window(self, keys: int) -> int:
         """Keys that a tile of so many results reads, padded to a power of two."""
         spare = max(self.lead_left - self.pad_left, self.lead_right - self.pad_right)
