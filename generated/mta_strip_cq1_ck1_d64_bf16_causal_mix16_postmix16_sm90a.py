@@ -266,7 +266,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     x_ptr, g_ptr, lse_ptr, grad_lse_ptr, dx_ptr, shares_ptr, head_weight_ptr, post_head_weight_ptr, mix_partial_ptr,
     post_mix_partial_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
-    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, PROGRAMS: tl.constexpr = 512,
+    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
     """The gradient of scores, dx, from scores and the gradient of what was made of them.
 
@@ -306,7 +306,6 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         stats = (b * n_heads + h) * n_q + first + r
         log_sum = tl.load(lse_ptr + stats, mask=exists, other=0.0) * 1.4426950408889634
         minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0)
-        products = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
         for j0 in tl.range(0, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             inside = exists[:, None] & (j < end)
@@ -316,19 +315,15 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             scaled = (p * 256.0).to(tl.float16)
             shares = tl.dot(post_mix, scaled) * 0.00390625
             tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
-            products = tl.dot(g, scaled.to(g.dtype).trans(), products)
-        # D = sum of p dp over keys, where dp = N^T g: N times what dN sums up anyway.
-        products *= 0.00390625
-        post_sums += products
-        minus_d -= tl.sum(post_mix.to(tl.float32) * products, 0)
+            post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
+            minus_d -= tl.sum(p * tl.dot(post_mix_t, g), 1)
         for j0 in tl.range(0, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             inside = exists[:, None] & (j < end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
-            dp = tl.dot(post_mix_t, g)
-            dc = (p * (dp + minus_d[:, None])).to(tl.bfloat16)
+            dc = (p * (tl.dot(post_mix_t, g) + minus_d[:, None])).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])
@@ -340,7 +335,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     place = ((b0 * bundles + tl.program_id(1)).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
     place += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
-    tl.store(post_mix_partial_ptr + place, tl.load(post_mix_partial_ptr + place) + post_sums)
+    tl.store(post_mix_partial_ptr + place, tl.load(post_mix_partial_ptr + place) + post_sums * 0.00390625)
 
 
 @triton.jit(do_not_specialize=[
@@ -381,16 +376,17 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
 
 
 def _strips(batch, n_heads, n_q, n_k, planes):
-    """The strips of a call: (sequences, rows of a strip). 1024 MiB hold `planes` planes of one, or a single short strip more.
+    """How the work is cut, where `planes` planes of a strip fit 1024 MiB, 256 MiB each at most.
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
+        Of fewer rows, less of a strip is hidden; 128 rows are the fewest, whatever they take.
     """
     pitch = triton.cdiv(n_k, 256) * 256
-    rows = 1073741824 // (planes * n_heads * pitch * 2)
-    if rows >= n_q + 0:
-        return min(batch, rows // (n_q + 0)), n_q, pitch
-    return 1, max(128, (rows - 0) // 128 * 128), pitch
+    rows = min(268435456, 1073741824 // planes) // (n_heads * pitch * 2)
+    sequences = max(1, min(batch, rows // (min(n_q, 512) + 0)))
+    fitting = (rows // sequences - 0) // 128 * 128
+    return sequences, min(n_q, max(128, fitting)), pitch
 
 
 def _planes(batch, n_heads, n_q, n_k, count, like):

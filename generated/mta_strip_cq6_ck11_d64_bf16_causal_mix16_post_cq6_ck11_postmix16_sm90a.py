@@ -143,7 +143,7 @@ def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, weight_ptr, out_ptr,
     count, keys, off, first, skip, pitch, n_heads, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 512,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution before the softmax.
 
@@ -202,7 +202,7 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
 def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, weight_ptr, out_ptr, seqlens_ptr,
     b0, count, keys, off, first, skip, pitch, n_heads, factor,
-    BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 512,
+    BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution before the softmax.
 
@@ -263,7 +263,7 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
 def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     dy_desc, weight_ptr, dx_ptr,
     count, keys, off, first, skip, pitch, n_heads,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 512,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """Gradient of what the convolution before the softmax takes.
 
@@ -321,7 +321,7 @@ def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_p
 def mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, dy_desc, partial_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 2048,
+    BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 64, WINDOW: tl.constexpr = 128, CHUNK: tl.constexpr = 2048,
 ):
     """Gradient of the weight of the convolution before the softmax.
 
@@ -354,7 +354,7 @@ def mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_
 def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, post_weight_ptr, out_ptr,
     count, keys, off, first, skip, pitch, n_heads, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 512,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution after the softmax.
 
@@ -414,7 +414,7 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
 def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, post_weight_ptr, out_ptr, seqlens_ptr,
     b0, count, keys, off, first, skip, pitch, n_heads, factor,
-    BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 512,
+    BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution after the softmax.
 
@@ -476,7 +476,7 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
 def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     dy_desc, post_weight_ptr, dx_ptr,
     count, keys, off, first, skip, pitch, n_heads,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 512,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """Gradient of what the convolution after the softmax takes.
 
@@ -534,7 +534,7 @@ def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_c
 def mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, dy_desc, partial_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 16, WINDOW: tl.constexpr = 32, CHUNK: tl.constexpr = 2048,
+    BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 64, WINDOW: tl.constexpr = 128, CHUNK: tl.constexpr = 2048,
 ):
     """Gradient of the weight of the convolution after the softmax.
 
@@ -786,7 +786,7 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_ptr, dy_ptr, out_ptr, post_head_weight_ptr, partial_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0,
-    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, PROGRAMS: tl.constexpr = 512,
+    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
     """The mixture after the softmax and its gradients: out = N x; dx = N^T dy, over dy; adds dy x^T to its partial sum."""
     q = tl.program_id(0)
@@ -835,7 +835,7 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
 def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_ptr, g_ptr, lse_ptr, grad_lse_ptr, dx_ptr, head_weight_ptr, mix_partial_ptr,
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
-    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256, PROGRAMS: tl.constexpr = 512,
+    HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
     """The gradient of scores, dx, from scores and the gradient of what was made of them.
 
@@ -879,8 +879,7 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
-            dp = g.to(tl.float32)
-            dc = (p * (dp + minus_d[:, None])).to(tl.bfloat16)
+            dc = (p * (g.to(tl.float32) + minus_d[:, None])).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])
@@ -931,16 +930,17 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 
 
 def _strips(batch, n_heads, n_q, n_k, planes):
-    """The strips of a call: (sequences, rows of a strip). 1024 MiB hold `planes` planes of one, or a single short strip more.
+    """How the work is cut, where `planes` planes of a strip fit 1024 MiB, 256 MiB each at most.
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
+        Of fewer rows, less of a strip is hidden; 128 rows are the fewest, whatever they take.
     """
     pitch = triton.cdiv(n_k, 256) * 256
-    rows = 1073741824 // (planes * n_heads * pitch * 2)
-    if rows >= n_q + 10:
-        return min(batch, rows // (n_q + 10)), n_q, pitch
-    return 1, max(128, (rows - 10) // 128 * 128), pitch
+    rows = min(268435456, 1073741824 // planes) // (n_heads * pitch * 2)
+    sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
+    fitting = (rows // sequences - 10) // 128 * 128
+    return sequences, min(n_q, max(128, fitting)), pitch
 
 
 def _planes(batch, n_heads, n_q, n_k, count, like):
@@ -1029,9 +1029,9 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(scores[:, :, :keys], 128, 32), weight, convolved,
+            _tiles(scores[:, :, :keys], 128, 64), weight, convolved,
             count, keys, off, first, skip, pitch, n_heads, 1.0,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
@@ -1043,9 +1043,9 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         unmixed, shares = shares, convolved_shares
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(unmixed[:, :, :keys], 128, 32), post_weight, shares,
+            _tiles(unmixed[:, :, :keys], 128, 64), post_weight, shares,
             count, keys, off, first, skip, pitch, n_heads, 1.0,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
@@ -1100,9 +1100,9 @@ def backward(grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(scores[:, :, :keys], 128, 32), weight, convolved,
+            _tiles(scores[:, :, :keys], 128, 64), weight, convolved,
             count, keys, off, first, skip, pitch, n_heads, 1.0,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
         mta_strip_grad_shares_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
@@ -1119,9 +1119,9 @@ def backward(grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post
         unmixed = shares
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(probabilities[:, :, :keys], 128, 32), post_weight, unmixed,
+            _tiles(probabilities[:, :, :keys], 128, 64), post_weight, unmixed,
             count, keys, off, first, skip, pitch, n_heads, 1.0,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         shares = shares.view(q.dtype)
         grid = (min(512, count), triton.cdiv(n_heads, 16) * (b1 - b0))
@@ -1137,7 +1137,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post
         )
         grid = (triton.cdiv(keys, 2048) * 6 * slots,)
         mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(probabilities[:, :, :keys], 128, 32), _tiles(grad_shares[:, :, :keys], 128, 16),
+            _tiles(probabilities[:, :, :keys], 64, 128), _tiles(grad_shares[:, :, :keys], 64, 64),
             post_convolution_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, 0.00390625,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -1145,9 +1145,9 @@ def backward(grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post
         grad_probabilities = shares
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(grad_shares[:, :, :keys], 128, 32), post_weight, grad_probabilities,
+            _tiles(grad_shares[:, :, :keys], 128, 64), post_weight, grad_probabilities,
             count, keys, off, first, skip, pitch, n_heads,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         dx = convolved.view(q.dtype)
         grid = (min(512, count), triton.cdiv(n_heads, 16) * (b1 - b0))
@@ -1158,16 +1158,16 @@ def backward(grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post
         )
         grid = (triton.cdiv(keys, 2048) * 6 * slots,)
         mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(scores[:, :, :keys], 128, 32), _tiles(dx[:, :, :keys], 128, 16), convolution_partial,
+            _tiles(scores[:, :, :keys], 64, 128), _tiles(dx[:, :, :keys], 64, 64), convolution_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, 64.0,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         ds = scores.view(q.dtype)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(dx[:, :, :keys], 128, 32), weight, ds,
+            _tiles(dx[:, :, :keys], 128, 64), weight, ds,
             count, keys, off, first, skip, pitch, n_heads,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
         made = torch.bmm(grads, _by_heads(k[b0:b1, :, :keys])).view(b1 - b0, n_heads, count, -1)
@@ -1234,9 +1234,9 @@ def decode(q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head
         )
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(scores[:, :, :keys], 32, 32), weight, convolved, seqlens,
+            _tiles(scores[:, :, :keys], 32, 64), weight, convolved, seqlens,
             b0, count, keys, off, first, skip, pitch, n_heads, 1.0,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
@@ -1249,9 +1249,9 @@ def decode(q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head
         unmixed, shares = shares, convolved_shares
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(unmixed[:, :, :keys], 32, 32), post_weight, shares, seqlens,
+            _tiles(unmixed[:, :, :keys], 32, 64), post_weight, shares, seqlens,
             b0, count, keys, off, first, skip, pitch, n_heads, 1.0,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
