@@ -645,7 +645,6 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     h = tl.program_id(1) % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
     slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
 
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     post_mix = tl.load(
@@ -815,7 +814,6 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     h = tl.program_id(1) % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
     slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],

@@ -38,6 +38,7 @@ from .printers import triton_code, triton_host_code
 from .templates import environment
 
 _NUMBERS = ("int32", "float")  # types of arguments
+_PURE = ("arange", "load", "minimum", "program_id", "to")  # functions that only compute
 _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: within a term, along rows, along keys
 
 
@@ -196,13 +197,20 @@ def _without_unused(source: str) -> str:
         read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for node in nodes:
             match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp() as value) if name not in read:
-                    arithmetic = not any(isinstance(part, ast.Call) for part in ast.walk(value))
-                    unused |= {node.lineno} if arithmetic else set()
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in read and _is_arithmetic(value):
+                    unused.add(node.lineno)
     if not unused:
         return source
     lines = source.splitlines(keepends=True)
     return _without_unused("".join(line for i, line in enumerate(lines, 1) if i not in unused))
+
+
+def _is_arithmetic(value: ast.expr) -> bool:
+    """Whether an expression computes a number, or numbers, and does nothing else."""
+    calls = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
+    return isinstance(value, (ast.BinOp, ast.Subscript, ast.Call)) and all(
+        isinstance(call, ast.Attribute) and call.attr in _PURE for call in calls
+    )
 
 
 def _tidy(text: str) -> str:
