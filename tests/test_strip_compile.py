@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtagen.codegen import render
+from mtagen.errors import PlanError
 from mtagen.planner import get_target, plan
 from mtagen.runtime.load import load_triton
 from mtagen.runtime.offline import Usage, compile_offline
@@ -97,7 +98,13 @@ def test_shared_memory_of_large_kernels_in_decode(spec: Spec) -> None:
         assert usage.shared <= get_target("sm_90a").shared_per_block, role
 
 
-@pytest.mark.xfail(strict=True, reason="the planner does not bound shared memory yet: a launch would fail")
 def test_shared_memory_of_wide_heads_in_fp32() -> None:
-    used = compiled(Spec(None, 256, mixed_heads=4, dtype="fp32"), "sm_90a", "grad_shares")
-    assert used["grad_shares"].shared <= get_target("sm_90a").shared_per_block
+    used = compiled(Spec(None, 256, mixed_heads=4, dtype="fp32"), "sm_90a", *PRODUCTS)
+    assert used.keys() == {*PRODUCTS}
+    for role, usage in used.items():
+        assert usage.shared <= get_target("sm_90a").shared_per_block, role
+
+
+def test_heads_too_wide_for_shared_memory_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"head dim: got 256; sm_86 has 101376 bytes of shared memory, .* needs \d+"):
+        plan(Spec(None, 256, mixed_heads=4, dtype="fp32"), "sm_86", "triton")

@@ -5,17 +5,19 @@ Sizes in grids are what the host code calls them, see ``templates/triton/strip_h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import sympy
 from sympy import Min, ceiling
 
+from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import Size
 from ..kernel import GROUP, KV_HEADS, Argument, Kernel, numbers
 from ..lift.kernels import descriptors, pointers, strided
 from ..lift.tiling import block_dim
 from ..names import kernel_name
+from ..targets import get_target
 from .stages import Convolution, Stages, block_of
 
 SLOTS, COUNT, KEYS, N_HEADS = sympy.symbols("slots count keys n_heads", integer=True, positive=True)
@@ -23,7 +25,18 @@ N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
-PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 64, "CHUNK": 1024}
+PRODUCT_KEYS, PRODUCT_CHUNK = 64, 1024
+PRODUCT_TILES = (
+    (128, 4),
+    (128, 3),
+    (128, 2),
+    (64, 3),
+    (64, 2),
+    (128, 1),
+    (64, 1),
+    (32, 1),
+)  # rows and stages, best first
+DECODE_PRODUCT_KEYS, DECODE_PRODUCT_CHUNK = 128, 512
 CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
@@ -60,8 +73,7 @@ class _Maker:
         """The forward kernels on strips of a few rows of sequences with lengths of their own, and one for values."""
         stages, spec = self._stages, self._spec
         lengths, rows = pointers("seqlens"), decode_rows(spec)
-        product = {"BLOCK_M": rows, "BLOCK_N": 128, "CHUNK": 512}
-        yield self._product("decode_scores", spec.head_dim, product, lengths)
+        yield self._product("decode_scores", spec.head_dim, rows, lengths)
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
         more = (*numbers("int32", "n_q", "valid"), *lengths)
@@ -132,9 +144,13 @@ class _Maker:
             {**sums, "CHUNK": GRADIENT_CHUNK},
         )
 
-    def _product(
-        self, role: str, width: int, tile: Mapping[str, int] = PRODUCT, more: tuple[Argument, ...] = ()
-    ) -> Kernel:
+    def _product(self, role: str, width: int, decode_rows: int = 0, more: tuple[Argument, ...] = ()) -> Kernel:
+        if decode_rows:
+            keys, chunk = DECODE_PRODUCT_KEYS, DECODE_PRODUCT_CHUNK
+            tiles = tuple((decode_rows, stages) for stages in (4, 3, 2, 1))
+        else:
+            keys, chunk, tiles = PRODUCT_KEYS, PRODUCT_CHUNK, PRODUCT_TILES
+        rows, stages = self._fitting(width, keys, tiles)
         return self._make(
             role,
             (
@@ -143,10 +159,24 @@ class _Maker:
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
             ),
-            (self._tiles(tile["BLOCK_M"], tile["CHUNK"]),),
-            {**tile, "D": block_dim(width)},
-            stages=4,
+            (self._tiles(rows, chunk),),
+            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": chunk, "D": block_dim(width)},
+            stages=stages,
         )
+
+    def _fitting(self, width: int, keys: int, tiles: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """The first tile, rows and stages, whose operands and products fit shared memory.
+
+        Raises:
+            PlanError: none does.
+        """
+        spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
+        needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, stages in tiles]
+        for tile, need in zip(tiles, needs, strict=True):
+            if need <= limit:
+                return tile
+        rule = f"{self._target} has {limit} bytes of shared memory, a product of {spec.dtype} rows needs {min(needs)}"
+        raise PlanError(explain("head dim", width, rule, "a smaller one, or backend='torch'"))
 
     def _convolution(
         self, stage: Convolution, prefix: str = "", rows: int = CONVOLUTION_ROWS, more: tuple[Argument, ...] = ()

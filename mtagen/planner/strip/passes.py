@@ -89,7 +89,9 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[StripPass
     """
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
-    return [StripPass(spec, target.name, pass_name)]
+    made = StripPass(spec, target.name, pass_name)
+    _ = made.kernels  # raises where a tile does not fit
+    return [made]
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:
