@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
 from ..planner import Plan
 from ..runtime.load import compile_kernels, load, plan_key
-from ..spec import WEIGHTS
 from . import library
 from .executor import Executor
 from .inputs import check_call, check_decode, resolve_scale
@@ -74,10 +71,10 @@ class MultiTokenAttention:
             BackendError: the tensors are on a device this op was not built for.
         """
         q, k, v = _autocast(q, k, v)
-        weights = dict(zip(WEIGHTS, (weight, head_weight, post_weight, post_head_weight), strict=True))
-        check_call(self._spec, self._dtypes, q, k, v, weights)
+        given = (weight, head_weight, post_weight, post_head_weight)
+        weights = check_call(self._spec, self._dtypes, q, k, v, given)
         scale = resolve_scale(scale, self._spec.head_dim)
-        out, lse = torch.ops.mtagen.forward.default(q, k, v, self._shaped(weights), scale, self._key)
+        out, lse = torch.ops.mtagen.forward.default(q, k, v, weights, scale, self._key)
         return (out, lse) if return_lse else out
 
     def decode(
@@ -118,28 +115,19 @@ class MultiTokenAttention:
             BackendError: the tensors are on a device this op was not built for.
         """
         q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
-        weights = dict(zip(WEIGHTS, (weight, head_weight, post_weight, post_head_weight), strict=True))
-        check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, weights, cache_seqlens, num_splits)
+        given = (weight, head_weight, post_weight, post_head_weight)
+        weights = check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
         out, lse = torch.ops.mtagen.decode.default(
             q_tail,
             k_cache,
             v_cache,
-            self._shaped(weights),
+            weights,
             cache_seqlens,
             resolve_scale(scale, self._spec.head_dim),
             num_splits or 0,
             self._key,
         )
         return (out, lse) if return_lse else out
-
-    def _shaped(self, weights: Mapping[str, Tensor | None]) -> list[Tensor]:
-        """The weights that the op has, without axes that may miss or be there."""
-        given = [(name, weights[name]) for name in self._spec.weight_names]
-        return [
-            weight if weight.ndim == 3 else (weight.squeeze(1) if name in self._spec.kernels else weight.unsqueeze(0))
-            for name, weight in given
-            if weight is not None
-        ]
 
 
 def assemble(

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, explain
-from ..spec import MAX_NEW_TOKENS, Spec
+from ..spec import MAX_NEW_TOKENS, WEIGHTS, Spec
 
 MAX_SPLITS = 2**16 - 1  # each takes a partial result
 _LARGEST = sys.float_info.max
+_Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 def check_call(
-    spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
-) -> None:
+    spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor | None]
+) -> list[Tensor]:
     """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and the weights before a call.
 
     Args:
-        weights: all of ``spec.WEIGHTS`` by name; those that the spec has are as :meth:`Spec.weights` says, the others
-            None.
+        weights: those called ``spec.WEIGHTS``, in that order; None where the spec has none.
+
+    Returns:
+        The weights that the spec has, in the shapes of :meth:`Spec.weights`.
 
     Raises:
         InputError: some argument does not fit the spec or another argument.
     """
-    tensors = {"q": q, "k": k, "v": v}
-    _check_tensors(tensors, _check_weights(spec, weights), dtypes)
-    _check_shapes(spec, tensors, weights)
+    return _checked(spec, dtypes, (("q", q), ("k", k), ("v", v)), weights)
 
 
 def check_decode(
@@ -38,18 +40,17 @@ def check_decode(
     q_tail: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    weights: Mapping[str, Tensor | None],
+    weights: Sequence[Tensor | None],
     cache_seqlens: Tensor | None,
     num_splits: int | None,
-) -> None:
+) -> list[Tensor]:
     """As :func:`check_call` for a decode step: q_tail (B, H, n_new + context, D) and caches (B, Hkv, N, ...).
 
     Raises:
         InputError: some argument does not fit.
     """
-    tensors = {"q_tail": q_tail, "k_cache": k_cache, "v_cache": v_cache}
-    _check_tensors(tensors, _check_weights(spec, weights), dtypes)
-    _check_shapes(spec, tensors, weights)
+    tensors = (("q_tail", q_tail), ("k_cache", k_cache), ("v_cache", v_cache))
+    checked = _checked(spec, dtypes, tensors, weights)
     rows, context = q_tail.shape[2], spec.context
     if not 1 <= rows - context <= MAX_NEW_TOKENS:
         sum_of = " + ".join(name for name, used in (("cq - 1", spec.kernel), ("post cq - 1", spec.post_kernel)) if used)
@@ -73,6 +74,7 @@ def check_decode(
         if not (is_int and 1 <= num_splits <= MAX_SPLITS):
             legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
             raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
+    return checked
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -97,32 +99,43 @@ def _check_is_tensor(name: str, x: object) -> None:
         raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
 
 
-def _check_weights(spec: Spec, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _checked(
+    spec: Spec, dtypes: tuple[torch.dtype, ...], tensors: _Named, weights: Sequence[Tensor | None]
+) -> list[Tensor]:
+    given = _given(spec, weights)
+    _check_tensors(tensors, given, dtypes)
+    _check_shapes(spec, tensors)
+    heads = tensors[0][1].shape[1]
+    return [_shaped(spec, name, weight, heads) for name, weight in given]
+
+
+def _given(spec: Spec, weights: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
     """The weights that there are, which must be those that the spec has."""
-    for name, weight in weights.items():
+    given = []
+    for name, weight in zip(WEIGHTS, weights, strict=True):
         if (weight is not None) != (name in spec.weight_names):
             has = "this op has such a stage" if weight is None else "this op was built without such a stage"
             raise InputError(explain(name, _kind(weight), has, spec.weight_names or "no weight"))
-    return {name: weight for name, weight in weights.items() if weight is not None}
+        if weight is not None:
+            given.append((name, weight))
+    return given
 
 
 def _kind(x: object) -> object:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    for name, x in tensors.items():
+def _check_tensors(tensors: _Named, weights: _Named, dtypes: tuple[torch.dtype, ...]) -> None:
+    for name, x in tensors:
         _check_is_tensor(name, x)
-    for name, x in weights.items():
+    for name, x in weights:
         _check_is_tensor(name, x)
-    first, q = next(iter(tensors.items()))
+    first, q = tensors[0]
     dtype, device = q.dtype, q.device
     if dtype not in dtypes:
         rule = "this op was not built for it"
         raise InputError(explain(f"{first}.dtype", dtype, rule, f"{dtypes}, or build(dtype=...)"))
-    for name, x in tensors.items():
+    for name, x in tensors:
         if x.ndim != 4:
             raise InputError(
                 explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)")
@@ -135,7 +148,7 @@ def _check_tensors(
             raise InputError(
                 explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", f"{name}.contiguous()")
             )
-    for name, weight in weights.items():
+    for name, weight in weights:
         if weight.device != device:
             raise InputError(explain(f"{name}.device", weight.device, f"must be on {first}'s device", device))
         if weight.dtype not in (torch.float32, dtype):
@@ -143,12 +156,11 @@ def _check_tensors(
             raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
 
 
-def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor | None]) -> None:
-    q, k, _ = tensors.values()
+def _check_shapes(spec: Spec, tensors: _Named) -> None:
+    (q_name, q), (k_name, k), _ = tensors
     batch, heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     if kv_heads == 0 or heads % kv_heads:
-        q_name, k_name, _ = tensors
         rule = f"{q_name}'s heads must be a multiple of {k_name}'s"
         raise InputError(explain("heads", (heads, kv_heads), rule, "H = group * Hkv"))
     legal_shapes = (
@@ -156,23 +168,29 @@ def _check_shapes(spec: Spec, tensors: Mapping[str, Tensor], weights: Mapping[st
         (batch, kv_heads, n_k, spec.head_dim),
         (batch, kv_heads, n_k, spec.value_head_dim),
     )
-    for (name, x), legal in zip(tensors.items(), legal_shapes, strict=True):
+    for (name, x), legal in zip(tensors, legal_shapes, strict=True):
         if x.shape != legal:
             raise InputError(
                 explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal)
             )
-    for name in spec.weight_names:
-        weight, shape = weights[name], spec.weight_shape(name, heads)
-        assert weight is not None
-        if name in spec.kernels:
-            # As the weight of torch's convolutions, it may have an axis of input channels.
-            rule, other = "one (cq, ck) kernel per query head", (heads, 1, *shape[1:])
-        else:
-            mixed = spec.mixed[name]
-            if heads % mixed:
-                groups = f"the op mixes groups of {mixed} heads ({name})"
-                raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
-            rule, other = f"one (m, m) matrix per group of {mixed} heads", shape[1:] if mixed == heads else shape
-        if weight.shape not in (shape, other):
-            shapes = shape if other == shape else f"{shape} or {other}"
-            raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, shapes))
+
+
+def _shaped(spec: Spec, name: str, weight: Tensor, heads: int) -> Tensor:
+    """A weight in its shape, in which it may come without the axis of groups, if there is one, or with one of length 1.
+
+    Kernels may have an axis of input channels, as the weights of torch's convolutions.
+    """
+    mixed = spec.mixed.get(name)
+    if mixed and heads % mixed:
+        groups = f"the op mixes groups of {mixed} heads ({name})"
+        raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
+    shape = spec.weight_shape(name, heads)
+    if weight.shape == shape:
+        return weight
+    if not mixed and weight.shape == (heads, 1, *shape[1:]):
+        return weight.squeeze(1)
+    if mixed == heads and weight.shape == shape[1:]:
+        return weight.unsqueeze(0)
+    rule = f"one (m, m) matrix per group of {mixed} heads" if mixed else "one (cq, ck) kernel per query head"
+    others = f" or {shape[1:]}" if mixed == heads else "" if mixed else f" or {(heads, 1, *shape[1:])}"
+    raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, f"{shape}{others}"))

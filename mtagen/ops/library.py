@@ -195,6 +195,11 @@ def _with_list(arguments: Sequence[Any], place: int, count: int) -> tuple[Any, .
     return (*arguments[:place], list(arguments[place:end]), *arguments[end:])
 
 
+def _flat(arguments: Sequence[Any], place: int) -> tuple[Any, ...]:
+    """What :func:`_with_list` makes a list of, as arguments again."""
+    return (*arguments[:place], *arguments[place], *arguments[place + 1 :])
+
+
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
@@ -212,16 +217,18 @@ def _autograd(op: OpOverload, function: type[torch.autograd.Function], place: in
         BackendError: an argument has a tangent, which an op without a forward-mode formula would silently drop;
             gradients are asked for by a transform of ``torch.func``.
     """
-    weights = arguments[place]
-    flat = (*arguments[:place], *weights, *arguments[place + 1 :])
-    if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in flat):
+    if forward_ad._current_level >= 0 and any(
+        _has_tangent(x) for x in _flat(arguments, place) if isinstance(x, Tensor)
+    ):
         got, rule = "a tangent", "mtagen ops have a backward pass only"
         raise BackendError(explain("forward-mode differentiation", got, rule, "mtagen.reference"))
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
         if torch._C._are_functorch_transforms_active():
             got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
-        results = function.apply(op, place, len(weights), *flat)  # type: ignore[no-untyped-call]
+        results = function.apply(  # type: ignore[no-untyped-call]
+            op, place, len(arguments[place]), *_flat(arguments, place)
+        )
         return list(results) if function is _DifferentiatedOnce else results
     return _below_autograd(op, *arguments)
 
