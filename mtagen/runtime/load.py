@@ -51,9 +51,8 @@ def available_backends() -> tuple[str, ...]:
 
 def plan_key(plan: Plan, sources: Sources) -> str:
     """Content hash of a plan, its sources and the packages that run them: an op's identity, and its cache entry's."""
-    return cache_key(
-        sources.digest, plan.to_dict(), torch.__version__, triton_version() if plan.served_by("triton") else None
-    )
+    triton = triton_version() if plan.served_by("triton") else None
+    return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton)
 
 
 def load(plan: Plan, sources: Sources) -> Passes:

@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"
 EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/test_kernels.py"
 INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
+INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
 SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
 
 FORWARD = (
@@ -399,8 +400,8 @@ HOST = (
     Mutant(
         "key-without-triton",
         "mtagen/runtime/load.py",
-        ', triton_version() if plan.served_by("triton") else None)',
-        ")",
+        "torch.__version__, triton)",
+        "torch.__version__)",
         "Another version of triton gets kernels that were made with this one.",
         ("tests/test_keys.py",),
     ),
@@ -529,6 +530,73 @@ SOURCES = (
         "if cta_heads > group:",
         "One token of one head is decoded by the kernel for many heads.",
         ("tests/test_tile_decode.py::test_a_group_takes_the_smallest_kernel_that_holds_it",),
+    ),
+)
+
+STRIPS = (
+    Mutant(
+        "strip-gradient-of-lse-of-context-rows",
+        f"{TRITON}/strip_rows.j2",
+        "minus_d = tl.where(r >= skip,",
+        "minus_d = tl.where(r >= 0,",
+        "The rows that two strips share add the gradient of their log-sum-exp twice.",
+        (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
+    ),
+    Mutant(
+        "strip-matrices-of-the-last-strip",
+        f"{TRITON}/strip_rows.j2",
+        "tl.load(mix_partial_ptr + place) + sums",
+        "sums",
+        "Of several strips, the last alone counts in the gradient of the matrices before the softmax.",
+        (f"{INTERPRETED_STRIP}::test_strips_of_some_rows", f"{INTERPRETED_STRIP}::test_strips_of_some_sequences"),
+    ),
+    Mutant(
+        "strip-weight-of-the-last-strip",
+        f"{TRITON}/strip_convolve.j2",
+        "tl.load(partial + v) + tap * factor",
+        "tap * factor",
+        "Of several strips, the last alone counts in the gradient of a convolution's weight.",
+        (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
+    ),
+    Mutant(
+        "strip-heads-of-the-first-bundle",
+        f"{TRITON}/strip_rows.j2",
+        "h = tl.program_id(1) % bundles * HEADS + hh",
+        "h = hh",
+        "Where a batch entry has several bundles of heads, the first is done for all of them.",
+        (f"{INTERPRETED_STRIP}::test_heads_and_bundles",),
+    ),
+    Mutant(
+        "strip-groups-mix-with-each-other",
+        f"{TRITON}/strip_rows.j2",
+        "{{ out }} // {{ mix.heads }} == {{ inner }} // {{ mix.heads }}",
+        "{{ out }} >= 0",
+        "Heads of a bundle that are of different groups are mixed.",
+        (f"{INTERPRETED_STRIP}::test_heads_and_bundles",),
+    ),
+    Mutant(
+        "strip-decode-sees-the-whole-cache",
+        f"{TRITON}/strip_pieces.j2",
+        "tl.minimum(tl.load(seqlens_ptr + b), keys)",
+        "keys",
+        "A sequence that is shorter than its cache reads what the cache holds behind it.",
+        (f"{INTERPRETED_STRIP}::test_decode",),
+    ),
+    Mutant(
+        "strip-context-too-short",
+        f"{TRITON}/strip_host.j2",
+        "first = max(begin - {{ spec.context }}, 0)",
+        "first = max(begin - {{ stages.post_context }}, 0)",
+        "The first rows of a strip lack the context of the convolution before the softmax.",
+        (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
+    ),
+    Mutant(
+        "strip-hidden-scores-kept",
+        f"{TRITON}/strip_product.j2",
+        'c = tl.where({{ sees(position, "j") }}, c, 0.0)',
+        "c = c",
+        "A convolution takes in scores of keys that their queries do not see.",
+        (f"{INTERPRETED_STRIP}::test_training",),
     ),
 )
 
@@ -665,8 +733,8 @@ STAGES = (
     Mutant(
         "groups-that-do-not-divide-the-heads",
         "mtagen/ops/inputs.py",
-        "if heads % mixed:",
-        "if heads < mixed:",
+        "if mixed and heads % mixed:",
+        "if mixed and heads < mixed:",
         "Heads that are in no group are told of as a wrong shape.",
         ("tests/test_inputs.py::test_groups_that_do_not_divide_the_heads",),
     ),
@@ -680,4 +748,4 @@ STAGES = (
     ),
 )
 
-MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *STAGES, *HOST, *PLANNER, *SOURCES)
+MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)
