@@ -952,31 +952,31 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     tl.store(partial_ptr + place[:, None].to(tl.int64) * 64 + d, acc, mask=exists)
 
 
-def _strips(batch, n_heads, n_q, n_k, planes):
-    """How the work is cut, such that `planes` planes fit their workspace, and a plane fits its share.
+def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
+    """How the work is cut, such that `planes` planes fit the workspace, and none is larger than planned.
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
         Of fewer rows, less of a strip is hidden; 128 rows are the fewest, whatever they take.
     """
     pitch = triton.cdiv(n_k, 256) * 256
-    plane_bytes = min(268435456, 1073741824 // planes)
+    plane_bytes = min(268435456, workspace_bytes // planes)
     rows = plane_bytes // (n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
     fitting = (rows // sequences - 10) // 128 * 128
     return sequences, min(n_q, max(128, fitting)), pitch
 
 
-def _planes(batch, n_heads, n_q, n_k, count, like):
+def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
     """Memory of some planes of a strip, and the strips themselves.
 
     Yields:
         b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
         that some row sees; and the planes, (slots, rows, pitch) each.
     """
-    sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count)
+    sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * min(rows + 10, n_q) * pitch
-    memory = [torch.empty(size, dtype=torch.float16, device=like.device) for _ in range(count)]
+    memory = [torch.empty(size, dtype=torch.float16, device=device) for _ in range(count)]
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
         for begin in range(0, n_q, rows):
@@ -1039,7 +1039,8 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     group, off = n_heads // kv_heads, n_k - n_q
     out = torch.zeros((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
     lse = torch.full((batch, n_heads, n_q), float("-inf"), dtype=torch.float32, device=q.device)
-    strips = _planes(batch, n_heads, n_q, n_k, 3, q)
+    workspace_bytes = 1073741824
+    strips = _planes(batch, n_heads, n_q, n_k, 3, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
         if keys <= 0:
             continue
@@ -1115,7 +1116,8 @@ def backward(
     all_chunks = triton.cdiv(n_k, 2048)
     convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
     post_convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
-    strips = _planes(batch, n_heads, n_q, n_k, 5, q)
+    workspace_bytes = 1073741824
+    strips = _planes(batch, n_heads, n_q, n_k, 5, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
         if keys <= 0:
             continue

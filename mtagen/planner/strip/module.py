@@ -78,10 +78,9 @@ class StripModule:
         """A kernel; passes that share one agree on it."""
         return self._kernels[role]
 
-    @property
-    def workspace_bytes(self) -> int:
-        """What the planes of a strip may take."""
-        return self.passes[0].workspace_bytes
+    def __getitem__(self, pass_name: str) -> StripPass:
+        """How it computes a pass."""
+        return next(one for one in self.passes if one.pass_name == pass_name)
 
     @property
     def plane_bytes(self) -> int:
