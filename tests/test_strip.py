@@ -47,12 +47,10 @@ TOO_MANY = Spec(None, 64, mixed_heads=48, post_mixed_heads=36)
 every_pipeline = pytest.mark.parametrize("spec", [*PIPELINES, TOO_MANY], ids=lambda spec: plan(spec, "cpu").suffix)
 
 
-def loaded(spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ModuleType:
+def loaded(spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The rendered module, on a machine without a GPU."""
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(folder))
     made = plan(spec, "sm_90a", "triton")
-    for one in made.strip.values():
-        made = made.replaced(StripPass(spec, "sm_90a", one.pass_name, **options))
     return load_triton(made, render(made))
 
 
@@ -162,13 +160,14 @@ def test_a_strip_is_no_shorter_than_its_context(cq: int, post_cq: int) -> None:
 def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They have every row of every sequence once, its context, and the keys that some row sees, in the workspace."""
     spec = Spec.from_dict(spec.to_dict() | {"causal": causal})
-    module = loaded(spec, tmp_path, monkeypatch, workspace_bytes=workspace)
-    nowhere = torch.empty(0, device="meta")
+    module = loaded(spec, tmp_path, monkeypatch)
+    nowhere = torch.device("meta")
     for (batch, heads, n_q, n_k), count in itertools.product(
         ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)), (1, 5)
     ):
         owned = []
-        for b0, b1, begin, end, first, keys, planes in module._planes(batch, heads, n_q, n_k, count, nowhere):
+        strips = module._planes(batch, heads, n_q, n_k, count, workspace, nowhere)
+        for b0, b1, begin, end, first, keys, planes in strips:
             owned += itertools.product(range(b0, b1), range(begin, end))
             assert first == max(0, begin - spec.context)
             seen = end + n_k - n_q if causal else n_k
@@ -199,8 +198,16 @@ def test_planes_are_those_of_the_host_code(spec: Spec) -> None:
         assert read >= {*one.planes}
         calls = [ast.unparse(x) for x in nodes if isinstance(x, ast.Call)]
         count = len(one.planes)
-        asked = f"range({count})" if name == "decode" else f"_planes(batch, n_heads, n_q, n_k, {count}, q)"
-        assert asked in calls
+        planes = f"_planes(batch, n_heads, n_q, n_k, {count}, workspace_bytes, q.device)"
+        assert (f"range({count})" if name == "decode" else planes) in calls
+
+
+def test_each_pass_has_its_own_workspace() -> None:
+    passes = [StripPass(EVERYTHING, "sm_90a", name, 2**20 + i) for i, name in enumerate(PASSES)]
+    source = render_module(StripModule.of(passes))
+    for i, name in enumerate(PASSES):
+        host = next(x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef) and x.name == name)
+        assert str(2**20 + i) in ast.unparse(host)
 
 
 # Plans.
