@@ -25,18 +25,15 @@ N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
-PRODUCT_KEYS, PRODUCT_CHUNK = 64, 1024
+# Tiles of products: rows, keys and stages. The first that shared memory holds is taken.
 PRODUCT_TILES = (
-    (128, 4),
-    (128, 3),
-    (128, 2),
-    (64, 3),
-    (64, 2),
-    (128, 1),
-    (64, 1),
-    (32, 1),
-)  # rows and stages, best first
-DECODE_PRODUCT_KEYS, DECODE_PRODUCT_CHUNK = 128, 512
+    *((128, 64, stages) for stages in (4, 3, 2)),
+    *((64, 64, stages) for stages in (3, 2)),
+    *((rows, 64, 1) for rows in (128, 64, 32)),
+    (32, 32, 1),
+)
+DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
+PRODUCT_CHUNK, DECODE_PRODUCT_CHUNK = 1024, 512  # keys of a program
 CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
@@ -146,11 +143,10 @@ class _Maker:
 
     def _product(self, role: str, width: int, decode_rows: int = 0, more: tuple[Argument, ...] = ()) -> Kernel:
         if decode_rows:
-            keys, chunk = DECODE_PRODUCT_KEYS, DECODE_PRODUCT_CHUNK
-            tiles = tuple((decode_rows, stages) for stages in (4, 3, 2, 1))
+            chunk, tiles = DECODE_PRODUCT_CHUNK, [(decode_rows, *tile) for tile in DECODE_PRODUCT_TILES]
         else:
-            keys, chunk, tiles = PRODUCT_KEYS, PRODUCT_CHUNK, PRODUCT_TILES
-        rows, stages = self._fitting(width, keys, tiles)
+            chunk, tiles = PRODUCT_CHUNK, [*PRODUCT_TILES]
+        rows, keys, stages = self._fitting(width, tiles)
         return self._make(
             role,
             (
@@ -164,14 +160,14 @@ class _Maker:
             stages=stages,
         )
 
-    def _fitting(self, width: int, keys: int, tiles: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """The first tile, rows and stages, whose operands and products fit shared memory.
+    def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+        """The first tile whose operands and products fit shared memory.
 
         Raises:
             PlanError: none does.
         """
         spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
-        needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, stages in tiles]
+        needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, keys, stages in tiles]
         for tile, need in zip(tiles, needs, strict=True):
             if need <= limit:
                 return tile
