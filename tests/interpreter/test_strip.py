@@ -99,7 +99,8 @@ def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenA
 def strips(op: MultiTokenAttention, sizes: Sizes, planes: int) -> tuple[int, int]:
     """Sequences and rows of a strip of a call with so many planes, as the host code cuts it."""
     module = load_triton(op.plan, render(op.plan))
-    sequences, rows, _ = module._strips(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes)
+    workspace_bytes = op.plan.strip["forward"].workspace_bytes
+    sequences, rows, _ = module._strips(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes, workspace_bytes)
     return sequences, rows
 
 
