@@ -13,6 +13,7 @@ from ..planner.geometry.loops import Loop
 from ..planner.geometry.mask import Mask
 from ..planner.lift.module import LiftModule
 from ..planner.lift.operands import Lift, T
+from ..planner.strip.module import StripModule
 from ..planner.targets import get_target
 from ..spec import Spec
 from .printers import Source, triton_code
@@ -112,7 +113,7 @@ def width_mask(place: str, width: int, padded: int) -> str:
     return "" if width == padded else f" & ({place} < {width})"
 
 
-def dot_options(module: LiftModule) -> str:
+def dot_options(module: LiftModule | StripModule) -> str:
     """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere."""
     if module.spec.dtype != "fp32":
         return ""

@@ -9,9 +9,8 @@ from typing import Any
 
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
-from ..planner.targets import get_target
 from ..version import __version__
-from .pieces import aligned, last_key, sees
+from .pieces import aligned, dot_options, last_key, sees
 from .triton import environment_of, tidied
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
@@ -26,7 +25,6 @@ def _context(module: StripModule) -> Mapping[str, Any]:
     """What templates ask."""
     spec, stages = module.spec, module.stages
     wide = spec.dtype == "fp32"
-    precision = "tf32x3" if get_target(module.target).backend == "cuda" else "ieee"
     return {
         "version": __version__,
         "module": module,
@@ -38,7 +36,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "product_tiles": partial(_product_tiles, module),
         "window": partial(_tiles_of_plane, module, "WINDOW"),
         "results": partial(_tiles_of_plane, module, "BLOCK_N"),
-        "dot_options": f', input_precision="{precision}"' if wide else "",
+        "dot_options": dot_options(module),
         "dtypes": {
             "element": _TRITON[spec.dtype],
             "score": "tl.float32" if wide else "tl.float16",

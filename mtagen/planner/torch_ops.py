@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from ..spec import Spec
 from .kernel import Kernel
 from .lift import passes as lift
-from .passes import Fields, PassPlan
+from .passes import Fields, SettledPass
+from .strip import passes as strip
 from .targets import Target
 
 
 @dataclass(frozen=True)
-class TorchPass(PassPlan):
+class TorchPass(SettledPass):
     """One pass made of tiled PyTorch ops, on any device."""
 
     spec: Spec
@@ -24,27 +25,8 @@ class TorchPass(PassPlan):
     backend = "torch"
 
     @property
-    def cost(self) -> float:
-        return 0.0
-
-    @property
     def kernels(self) -> tuple[Kernel, ...]:
         return ()
-
-    def decisions(self) -> Mapping[str, Fields]:
-        return {}
-
-    def alternatives(self, key: str) -> Sequence[TorchPass]:
-        self.check_key(key)
-        return [self]
-
-    def decided(self, key: str, fields: Fields) -> TorchPass:
-        self.check_key(key)
-        return self
-
-    def decision_cost(self, key: str) -> float:
-        self.check_key(key)
-        return 0.0
 
     def rows_of_table(self) -> Iterable[tuple[str, str, str]]:
         return ()
@@ -56,16 +38,10 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[TorchPass
 
 
 def flop_per_score(pass_name: str, spec: Spec) -> int:
-    """Flop per (row, key) pair of a training pass, 2 per multiply-add.
-
-    A convolution before the softmax alone is lifted, as Triton's kernels do it. Of other pipelines each stage is done
-    as it is defined; a backward pass does them again, and twice more for the two gradients of each.
-    """
+    """Flop per (row, key) pair of a training pass: as of Triton's kernels, which lift or strip as these ops do."""
     if spec.convolves_only:
         return lift.flop_per_score(pass_name, spec)
-    d, dv = spec.head_dim, spec.value_head_dim
-    stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
-    return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
+    return strip.flop_per_score(pass_name, spec)
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> TorchPass:

@@ -38,6 +38,7 @@ CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
+VALUE_ROWS, VALUE_KEYS = 16, 64  # a tile of the product of a decode step's shares with values
 ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
@@ -86,8 +87,8 @@ class _Maker:
                 *pointers("seqlens", "partial"),
                 *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "SPLIT"),
             ),
-            ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / 16), SPLITS),
-            {"BLOCK_R": 16, "BLOCK_N": 64, "DV": block_dim(spec.value_head_dim)},
+            ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS), SPLITS),
+            {"BLOCK_R": VALUE_ROWS, "BLOCK_N": VALUE_KEYS, "DV": block_dim(spec.value_head_dim)},
         )
 
     def backward(self) -> Iterator[Kernel]:
@@ -105,6 +106,7 @@ class _Maker:
                 "post_mix_backward", pointers_of, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True
             )
         if stages.post_convolution:
+            yield self._convolution(stages.post_convolution)
             yield from self._adjoints(stages.post_convolution)
         shares = () if stages.post_is_separate else ("shares",)
         partials = (
@@ -117,8 +119,6 @@ class _Maker:
             yield from self._adjoints(stages.convolution)
 
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
-        if stage.name == "post_convolution":
-            yield self._convolution(stage)
         blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "WINDOW": stage.window(GRADIENT_KEYS)}
         yield self._make(

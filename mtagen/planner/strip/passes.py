@@ -9,7 +9,7 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan
+from ..passes import Fields, SettledPass
 from ..targets import Target
 from .kernels import strip_kernels
 from .stages import Stages
@@ -22,7 +22,7 @@ ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
 
 
 @dataclass(frozen=True)
-class StripPass(PassPlan):
+class StripPass(SettledPass):
     """One pass made of Triton kernels that stream over planes of scores.
 
     Attributes:
@@ -54,25 +54,6 @@ class StripPass(PassPlan):
         """The planes of a strip."""
         return self.stages.backward_planes if self.pass_name == "backward" else self.stages.forward_planes
 
-    @property
-    def cost(self) -> float:
-        return 0.0
-
-    def decisions(self) -> Mapping[str, Fields]:
-        return {}
-
-    def alternatives(self, key: str) -> Sequence[StripPass]:
-        self.check_key(key)
-        return [self]
-
-    def decided(self, key: str, fields: Fields) -> StripPass:
-        self.check_key(key)
-        return self
-
-    def decision_cost(self, key: str) -> float:
-        self.check_key(key)
-        return 0.0
-
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
@@ -100,7 +81,11 @@ def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str,
 
 
 def flop_per_score(pass_name: str, spec: Spec) -> int:
-    """Flop per (row, key) pair of a training pass, 2 per multiply-add: a convolution takes a window for each key."""
+    """Flop per (row, key) pair of a training pass, 2 per multiply-add.
+
+    Each stage counts as it is defined, a tap or a head of a group as one multiply-add. A backward pass does the stages
+    again, and twice more for the two gradients of each.
+    """
     d, dv = spec.head_dim, spec.value_head_dim
     stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
     return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
