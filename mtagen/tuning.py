@@ -143,7 +143,7 @@ def tune(
     every = [one for base in plans for one in candidates_of(base, limit)]
     candidates = {(one.key, describe(one.fields)): one for one in every}.values()
     precompile([(base, name) for base in plans for name in base.lift], jobs)
-    precompile([(one.plan, one.pass_name) for one in candidates if one.pass_name in one.plan.served_by("triton")], jobs)
+    precompile([(one.plan, one.pass_name) for one in candidates if one.pass_name in one.plan.triton], jobs)
     timings, failed = [], []
     for done, one in enumerate(candidates):
         progress(done, len(candidates))

@@ -22,9 +22,9 @@ class Sources:
     """What a plan is rendered to, once.
 
     Attributes:
-        kernels: CUDA source by pass, of the passes that CUDA serves.
-        host: the Python module that launches them, or None if there are none.
-        module: the Python module of the passes that Triton serves, or None if there are none.
+        kernels: CUDA source by pass, or by role of the kernel in strips.
+        host: the Python module that launches fused passes of CUDA, or None if there are none.
+        module: the Python module of the passes that Triton serves, and of all strips, or None if there are none.
         files: all of them, text by file name.
     """
 
@@ -44,13 +44,13 @@ class Sources:
 
 
 def render(plan: Plan) -> Sources:
-    """The sources of a plan: a CUDA source for each pass that CUDA serves and a Python module that launches them, and a
-    Python module of kernels and launches if Triton serves any pass. None for PyTorch ops.
+    """The sources of a plan: CUDA sources and a Python module that launches them, and a Python module of kernels and
+    launches if Triton serves any pass, or CUDA one by strips. None for PyTorch ops.
     """
     files: dict[str, str] = {}
-    kernels = {name: cuda.render(one) for name, one in plan.tile.items()}
+    kernels = {name: cuda.render(one) for name, one in plan.cuda.items()}
     host = module = None
-    files |= {f"{plan.tile[name].name}.cu": text for name, text in kernels.items()}
+    files |= {f"{plan.cuda[name].name}.cu": text for name, text in kernels.items()}
     if plan.tile:
         host = cuda.render_host(plan)
         files[f"{cuda.host_name(plan)}.py"] = host

@@ -101,7 +101,7 @@ def render_host(plan: Plan) -> str:
     return (
         _environment()
         .get_template("host.py.j2")
-        .render(name=host_name(plan), spec=plan.spec, target=plan.target, passes=plan.tile, version=__version__)
+        .render(name=host_name(plan), spec=plan.spec, target=plan.target, cuda=plan.tile, version=__version__)
     )
 
 

@@ -1,4 +1,7 @@
-"""Renders a Triton module of the lowering "strip": one self-contained Python file, kernels and host functions."""
+"""Renders a module of the lowering "strip": one Python file, Triton kernels and host functions.
+
+It stands alone but for the CUDA sources that it launches, which lie beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ..planner.kernel import Kernel
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
 from ..version import __version__
+from . import host, triton
 from .pieces import aligned, dot_options, last_key, sees
-from .triton import environment_of, tidied
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 
 
 def render(module: StripModule) -> str:
-    """Source of a module; importing it needs torch and triton only."""
-    return tidied(environment_of().get_template("strip_module.py.j2").render(_context(module)))
+    """Source of a module; importing it needs torch and triton, and the packages of CUDA if that has kernels."""
+    return triton.tidied(triton.environment_of().get_template("strip_module.py.j2").render(_context(module)))
 
 
 def _context(module: StripModule) -> Mapping[str, Any]:
@@ -34,8 +38,10 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "pitch_multiple": module.pitch_multiple,
         "block_of": block_of,
         "product_tiles": partial(_product_tiles, module),
-        "window": partial(_tiles_of_plane, module, "WINDOW"),
-        "results": partial(_tiles_of_plane, module, "BLOCK_N"),
+        "target": module.target,
+        "cuda": module.plane_kernels,
+        "launch": partial(_launch, module),
+        "planes": partial(_planes, module),
         "dot_options": dot_options(module),
         "dtypes": {
             "element": _TRITON[spec.dtype],
@@ -66,7 +72,21 @@ def _product_tiles(module: StripModule, role: str, x: str, y: str, plane: str) -
     }
 
 
-def _tiles_of_plane(module: StripModule, width: str, role: str, plane: str) -> str:
-    """A descriptor of tiles that a kernel reads of a plane, of whose rows only the first keys exist."""
+def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:
+    """Planes as the kernel of a convolution takes them, by the names of its arguments.
+
+    CUDA takes pointers. Triton takes tiles of planes, of whose rows only the first keys exist: windows of the first of
+    these planes, and tiles of results of the second.
+    """
+    if role in module.plane_kernels:
+        return planes
     tile = dict(module.kernel(role).constants)
-    return f"_tiles({plane}[:, :, :keys], {tile['BLOCK_M']}, {tile[width]})"
+    return {
+        f"{name}_desc": f"_tiles({plane}[:, :, :keys], {tile['BLOCK_M']}, {tile[width]})"
+        for (name, plane), width in zip(planes.items(), ("WINDOW", "BLOCK_N"), strict=False)
+    }
+
+
+def _launch(module: StripModule, kernel: Kernel, indent: int, **values: str) -> str:
+    """A launch of a kernel, whichever language it is in."""
+    return (host.launch if kernel.role in module.plane_kernels else triton.launch)(kernel, indent, **values)

@@ -17,7 +17,7 @@ from ..planner.kernel import Argument, Kernel
 from ..planner.lift.module import LiftModule
 from ..version import __version__
 from .backward import GradientLayout, finish, product
-from .host import WIDTH, filled, grouped
+from .host import WIDTH, codes, filled, grouped
 from .pieces import (
     KEYS,
     QUERIES,
@@ -75,7 +75,7 @@ def _names(names: list[str]) -> str:
     return line if len(line) < WIDTH - 40 else "\n".join(["[", *filled(quoted, 4), "]"])
 
 
-def _launch(kernel: Kernel, indent: int, **values: str) -> str:
+def launch(kernel: Kernel, indent: int, **values: str) -> str:
     """A launch of a kernel.
 
     Args:
@@ -171,11 +171,11 @@ def environment_of() -> jinja2.Environment:
     templates = environment("triton")
     # A macro made of whole lines is called on a line of its own, which ends the last of them.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
-    templates.filters |= {"triton": triton_code, "plus": shifted}
+    templates.filters |= {"triton": triton_code, "plus": shifted, "codes": codes}
     templates.globals |= {
         "unrolled": unrolled,
         "signature": _signature,
-        "launch": _launch,
+        "launch": launch,
         "loop_source": loop_source,
         "tiles": tiles,
         "log2e": repr(math.log2(math.e)),
@@ -217,6 +217,6 @@ def _tidy(text: str) -> str:
     """Blank lines as a formatter leaves them: two around what stands at the left margin, at most one elsewhere."""
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text)
-    text = re.sub(r"\n+(?=(@triton\.jit|def ))", "\n\n\n", text)
+    text = re.sub(r"\n+(?=(@triton\.jit|def |class ))", "\n\n\n", text)
     text = re.sub(r"(@triton\.jit(?:\([^()]*\))?)\n+(?=def )", r"\1\n", text)
     return text.strip() + "\n"

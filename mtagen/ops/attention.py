@@ -145,7 +145,7 @@ def assemble(
         BackendError: the plan's backend cannot be used here.
     """
     spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
-    if interpreted and spec.dtype == "bf16" and planned.served_by("triton"):
+    if interpreted and spec.dtype == "bf16" and planned.triton:
         rule = "Triton's interpreter computes bf16 wrongly"
         raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
     sources = render(planned)

@@ -1,11 +1,11 @@
 """Which lowering makes which pass, and which of its candidates.
 
-Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), or "strip" (:mod:`.strip`)
-where there are other stages than a convolution before the softmax, ``cuda`` the lowering "tile" (:mod:`.tile`),
-``torch`` tiled PyTorch ops. Where both kinds of kernels can do a pass, ``auto`` takes the one that is
-expected to be faster, and CUDA where they are close: measured, where a table (:mod:`.tables`) has the shape, else
-scaled from the nearest measured shape by planned work. Of a pass's candidates the one that a table names is taken,
-decision by decision, else the cheapest by the cost model.
+Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile"
+(:mod:`.tile`), and both the lowering "strip" (:mod:`.strip`) where there are other stages than a convolution before the
+softmax; there ``cuda`` convolves, and Triton's kernels do the rest. ``torch`` runs tiled PyTorch ops. Where both kinds
+of kernels can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where they are close: measured,
+where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work. Of a pass's
+candidates the one that a table names is taken, decision by decision, else the cheapest by the cost model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ LOWERINGS: Mapping[str, Lowering] = {"cuda": tile, "triton": lift, "torch": torc
 
 
 def lowering(backend: str, spec: Spec) -> Lowering:
-    """A backend's lowering for a spec: Triton's "strip" makes the stages that the others do not."""
-    return strip if backend == "triton" and not spec.convolves_only else LOWERINGS[backend]
+    """A backend's lowering for a spec: "strip" makes the stages that the others do not."""
+    return strip.LOWERINGS[backend] if backend in GENERATED and not spec.convolves_only else LOWERINGS[backend]
 
 
 class Choice(NamedTuple):
@@ -149,6 +149,9 @@ def _refusal(backend: str, pass_name: str, spec: Spec, target: Target, available
     """Why ``backend`` cannot do a pass, if so."""
     if backend not in available:
         return PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
+    if not spec.convolves_only and "triton" not in available:
+        rule = "runs beside Triton's kernels, which are not installed"
+        return PlanError(explain("backend", backend, rule, INSTALL["triton"]))
     try:
         lowering(backend, spec).candidates(pass_name, spec, target)
     except PlanError as error:
@@ -162,6 +165,8 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
     A measured shape stands for itself; another's ratio is that of the nearest one, scaled by how the ratio of planned
     work changes from there to here. Without measurements it is the ratio of planned work.
     """
+    if not spec.convolves_only:
+        return strip.CUDA_OVER_TRITON[pass_name], "measured with kernels from (3, 3) to (11, 11)"
     here = Shape.of(spec)
     measured: dict[Shape, float] = {}
     for table in tables:

@@ -17,6 +17,7 @@ from .lift.passes import LiftPass
 from .names import suffix
 from .passes import PASSES, PassPlan, describe
 from .strip.passes import StripPass
+from .strip.planes import PlaneKernel
 from .tables import Table, shipped
 from .targets import TARGETS, Target, get_target
 from .tile.passes import TilePass
@@ -72,6 +73,17 @@ class Plan:
     def strip(self) -> Mapping[str, StripPass]:
         """The passes of the lowering "strip", by name."""
         return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, StripPass)}
+
+    @cached_property
+    def cuda(self) -> Mapping[str, TilePass | PlaneKernel]:
+        """What CUDA sources are printed from, by pass, or by role of the kernel in strips."""
+        kernels = (kernel for one in self.strip.values() for kernel in one.plane_kernels)
+        return {**self.tile, **{kernel.role: kernel for kernel in kernels}}
+
+    @property
+    def triton(self) -> tuple[str, ...]:
+        """The passes whose host functions, and some kernels at least, are in a module of Triton's."""
+        return (*self.lift, *self.strip)
 
     @property
     def suffix(self) -> str:

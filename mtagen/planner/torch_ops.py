@@ -41,7 +41,7 @@ def flop_per_score(pass_name: str, spec: Spec) -> int:
     """Flop per (row, key) pair of a training pass: as of Triton's kernels, which lift or strip as these ops do."""
     if spec.convolves_only:
         return lift.flop_per_score(pass_name, spec)
-    return strip.flop_per_score(pass_name, spec)
+    return strip.LOWERINGS["triton"].flop_per_score(pass_name, spec)
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> TorchPass:

@@ -51,7 +51,7 @@ def available_backends() -> tuple[str, ...]:
 
 def plan_key(plan: Plan, sources: Sources) -> str:
     """Content hash of a plan, its sources and the packages that run them: an op's identity, and its cache entry's."""
-    triton = triton_version() if plan.served_by("triton") else None
+    triton = triton_version() if plan.triton else None
     return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton)
 
 
@@ -59,18 +59,18 @@ def load(plan: Plan, sources: Sources) -> Passes:
     """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`.
 
     Raises:
-        BackendError: Triton serves a pass, and the triton package is missing.
+        BackendError: a pass has kernels of Triton's, and the triton package is missing.
     """
     functions: dict[str, Callable[..., Any]] = {}
     if plan.tile:
         functions |= {name: getattr(load_cuda(plan, sources), name) for name in plan.tile}
-    if served := plan.served_by("triton"):
-        functions |= {name: getattr(load_triton(plan, sources), name) for name in served}
+    if plan.triton:
+        functions |= {name: getattr(load_triton(plan, sources), name) for name in plan.triton}
     return Passes(**functions)
 
 
 def load_triton(plan: Plan, sources: Sources) -> ModuleType:
-    """The plan's module of Triton kernels, by way of the cache.
+    """The plan's module of Triton kernels, by way of the cache; so are the cubins that it loads.
 
     Raises:
         BackendError: the triton package is missing.
@@ -80,15 +80,8 @@ def load_triton(plan: Plan, sources: Sources) -> ModuleType:
 
 
 def load_cuda(plan: Plan, sources: Sources) -> ModuleType:
-    """The plan's module that launches CUDA kernels, by way of the cache; so are the cubins that it loads."""
-    module = _module(plan, sources, sources.host)
-
-    def compile_source(source: Path, target: str, index: int) -> bytes:
-        arch = arch_for(target, torch.cuda.get_device_capability(index))
-        return cached_cubin(sources.files[source.name], arch, source.stem)
-
-    module.compile_source = compile_source  # type: ignore[attr-defined]
-    return module
+    """The plan's module that launches fused passes of CUDA, by way of the cache; so are the cubins that it loads."""
+    return _module(plan, sources, sources.host)
 
 
 def _module(plan: Plan, sources: Sources, text: str | None) -> ModuleType:
@@ -98,7 +91,15 @@ def _module(plan: Plan, sources: Sources, text: str | None) -> ModuleType:
     entry = Cache().get_or_build(
         plan.name, plan.target, plan_key(plan, sources), lambda: files, metadata={"plan": plan.to_dict()}
     )
-    return load_module(entry.path / file, entry.files[file])
+    module = load_module(entry.path / file, entry.files[file])
+
+    def compile_source(source: Path, target: str, index: int) -> bytes:
+        arch = arch_for(target, torch.cuda.get_device_capability(index))
+        return cached_cubin(sources.files[source.name], arch, source.stem)
+
+    if plan.cuda:
+        module.compile_source = compile_source  # type: ignore[attr-defined]
+    return module
 
 
 def compile_kernels(plan: Plan, sources: Sources) -> None:
@@ -112,13 +113,13 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
     devices, arch = devices_for(plan.target), get_target(plan.target).sm
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
         if not devices:
-            list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.tile[name].name), plan.tile))
-        for device in devices if plan.tile else ():  # in turn: GPUs alike share what is compiled for the first
-            list(pool.map(partial(_load, load_cuda(plan, sources), device), plan.tile))
-    served = plan.served_by("triton")
-    for device in devices if served else ():
+            list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.cuda[name].name), plan.cuda))
+        for device in devices if plan.cuda else ():  # in turn: GPUs alike share what is compiled for the first
+            module = load_cuda(plan, sources) if plan.tile else load_triton(plan, sources)
+            list(pool.map(partial(_load, module, device), plan.cuda))
+    for device in devices if plan.triton else ():
         with torch.cuda.device(device):  # Triton launches on the current device
-            exercise(plan, load_triton(plan, sources), device, served)
+            exercise(plan, load_triton(plan, sources), device, plan.triton)
             torch.cuda.synchronize()
 
 

@@ -86,7 +86,7 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 def launches(plan: Plan, module: ModuleType) -> list[Launch]:
     """Every Triton launch of a small forward, backward and decode call, each kernel once; nothing is run."""
     with recorded(module, run=False) as made:
-        exercise(plan, module, torch.device("cpu"), plan.served_by("triton"))
+        exercise(plan, module, torch.device("cpu"), plan.triton)
     return list({launch.kernel.__name__: launch for launch in made}.values())
 
 

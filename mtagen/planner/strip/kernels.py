@@ -1,13 +1,9 @@
-"""The Triton kernels of the lowering "strip" as values: arguments, constants, grids. Templates hold their bodies.
-
-Sizes in grids are what the host code calls them, see ``templates/triton/strip_host.j2``.
-"""
+"""The Triton kernels of the lowering "strip" as values: arguments, constants, grids. Templates hold their bodies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import sympy
 from sympy import Min, ceiling
 
 from ...errors import PlanError, explain
@@ -18,11 +14,8 @@ from ..lift.kernels import descriptors, pointers, strided
 from ..lift.tiling import block_dim
 from ..names import kernel_name
 from ..targets import get_target
+from .sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from .stages import Convolution, Stages, block_of
-
-SLOTS, COUNT, KEYS, N_HEADS = sympy.symbols("slots count keys n_heads", integer=True, positive=True)
-N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
-B0, B1 = sympy.symbols("b0 b1", integer=True, nonnegative=True)
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
 # Tiles of products: rows, keys and stages. The first that shared memory holds is taken.

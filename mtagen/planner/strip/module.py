@@ -1,4 +1,4 @@
-"""What one Triton module of the lowering "strip" holds."""
+"""What one module of the lowering "strip" holds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
 from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
+from .planes import TILE_KEYS, PlaneKernel
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
 
@@ -69,6 +70,15 @@ class StripModule:
     def prefixes(self) -> tuple[str, ...]:
         """What roles of kernels begin with that passes of training and decode both have."""
         return (*([""] if self.has("forward") else ()), *(["decode_"] if self.has("decode") else ()))
+
+    @cached_property
+    def plane_kernels(self) -> Mapping[str, PlaneKernel]:
+        """The kernels of CUDA, by role."""
+        return {kernel.role: kernel for one in self.passes for kernel in one.plane_kernels}
+
+    def roles_of_cuda(self, pass_name: str) -> tuple[str, ...]:
+        """Those that a pass launches."""
+        return tuple(kernel.role for kernel in self[pass_name].plane_kernels)
 
     @cached_property
     def _kernels(self) -> Mapping[str, Kernel]:
@@ -135,7 +145,7 @@ class StripModule:
     @property
     def gradient_chunk(self) -> int:
         """Keys of a partial sum of the gradient of a convolution's weight."""
-        return GRADIENT_CHUNK
+        return TILE_KEYS if self.roles_of_cuda("backward") else GRADIENT_CHUNK
 
     @property
     def score_scale(self) -> float:

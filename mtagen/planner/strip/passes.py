@@ -12,33 +12,37 @@ from ..kernel import Kernel
 from ..passes import Fields, SettledPass
 from ..targets import Target
 from .kernels import strip_kernels
+from .planes import PlaneKernel, check_supported, plane_kernels
 from .stages import Stages
 
 WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
 # What one of them takes at most: 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden by the mask
 # and yet multiplied; fewer rows need more launches.
 PLANE_BYTES = 2**28
+# Times of forward and backward passes, the largest of the figures in benchmarks/NOTES.md, "CUDA in strips".
+CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.7, "backward": 0.7}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
 
 
 @dataclass(frozen=True)
 class StripPass(SettledPass):
-    """One pass made of Triton kernels that stream over planes of scores.
+    """One pass made of kernels that stream over planes of scores.
 
     Attributes:
         spec: the request.
         target: name of the target.
         pass_name: ``forward``, ``backward`` or ``decode``.
+        backend: ``triton``: all kernels are Triton's; ``cuda``: CUDA convolves.
         workspace_bytes: what the planes may take, or those of one short strip of one sequence if that is more.
     """
 
     spec: Spec
     target: str
     pass_name: str
+    backend: str = "triton"
     workspace_bytes: int = WORKSPACE_BYTES
 
     lowering = "strip"
-    backend = "triton"
 
     @cached_property
     def stages(self) -> Stages:
@@ -46,8 +50,20 @@ class StripPass(SettledPass):
         return Stages(self.spec)
 
     @cached_property
+    def plane_kernels(self) -> tuple[PlaneKernel, ...]:
+        """Those of CUDA."""
+        return plane_kernels(self.pass_name, self.spec, self.target) if self.backend == "cuda" else ()
+
+    @cached_property
+    def triton_kernels(self) -> tuple[Kernel, ...]:
+        """All others."""
+        taken = {kernel.role for kernel in self.plane_kernels}
+        made = strip_kernels(self.pass_name, self.spec, self.target)
+        return tuple(kernel for kernel in made if kernel.role not in taken)
+
+    @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return strip_kernels(self.pass_name, self.spec, self.target)
+        return (*self.triton_kernels, *(kernel for one in self.plane_kernels for kernel in one.kernels))
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -57,35 +73,50 @@ class StripPass(SettledPass):
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
-        for kernel in self.kernels:
+        for kernel in self.triton_kernels:
             constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
             yield self.pass_name, kernel.role, f"{constants}, {kernel.threads // 32} warps"
+        for one in self.plane_kernels:
+            yield self.pass_name, one.role, one.summary
 
 
-def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[StripPass]:
-    """The one plan there is.
+@dataclass(frozen=True)
+class StripLowering:
+    """What a backend offers.
 
-    Raises:
-        PlanError: the target has no kernels for the dtype.
+    Attributes:
+        backend: ``triton`` or ``cuda``.
     """
-    if spec.dtype not in target.dtypes:
-        raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
-    made = StripPass(spec, target.name, pass_name)
-    _ = made.kernels  # raises where a tile does not fit
-    return [made]
+
+    backend: str
+
+    def candidates(self, pass_name: str, spec: Spec, target: Target) -> Sequence[StripPass]:
+        """The one plan there is.
+
+        Raises:
+            PlanError: there is none; the message says why.
+        """
+        if spec.dtype not in target.dtypes:
+            raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
+        if self.backend == "cuda":
+            check_supported(pass_name, spec, target)
+        made = StripPass(spec, target.name, pass_name, self.backend)
+        _ = made.kernels  # raises where a tile does not fit
+        return [made]
+
+    def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:
+        """The plan with these decisions."""
+        return StripPass(spec, target, pass_name, self.backend)
+
+    def flop_per_score(self, pass_name: str, spec: Spec) -> int:
+        """Flop per (row, key) pair of a training pass, 2 per multiply-add.
+
+        Each stage counts as it is defined, a tap or a head of a group as one multiply-add. A backward pass does the
+        stages again, and twice more for the two gradients of each.
+        """
+        d, dv = spec.head_dim, spec.value_head_dim
+        stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
+        return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
 
 
-def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:
-    """The plan with these decisions."""
-    return StripPass(spec, target, pass_name)
-
-
-def flop_per_score(pass_name: str, spec: Spec) -> int:
-    """Flop per (row, key) pair of a training pass, 2 per multiply-add.
-
-    Each stage counts as it is defined, a tap or a head of a group as one multiply-add. A backward pass does the stages
-    again, and twice more for the two gradients of each.
-    """
-    d, dv = spec.head_dim, spec.value_head_dim
-    stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
-    return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
+LOWERINGS: Mapping[str, StripLowering] = {backend: StripLowering(backend) for backend in ("triton", "cuda")}

@@ -26,7 +26,12 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The same for data that is read in order: the rest of the 128 bytes comes to L2 with it.
+// Copies `bytes` of 16, and zeros in place of the others.
+DEVICE void copy_part_async(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// copy_async for data that is read in order: the rest of the 128 bytes comes to L2 with it.
 DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");

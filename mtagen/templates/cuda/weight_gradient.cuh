@@ -1,6 +1,6 @@
 #pragma once
 
-#include "backward_tiles.cuh"
+#include "ptx.cuh"
 
 // Two fp16 scores as Elements.
 template <class Element>
@@ -93,13 +93,19 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
   }
 }
 
-// COUNT warps add up their sums of the taps of head h, each tap over those warps that have its row shift.
+// The sum of a tap over those of COUNT warps that have its row shift.
+template <int COUNT>
+DEVICE float sum_of_tap(const float* tap_sums, int tap) {
+  float sum = 0.f;
+  for (int w = tap / CK / WEIGHT_SHIFTS; w < COUNT; w += WEIGHT_SETS) sum += tap_sums[w * (CQ * CK) + tap];
+  return sum;
+}
+
+// COUNT warps add up their sums of the taps of head h.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, int thread) {
   for (int tap = thread; tap < CQ * CK; tap += 32 * COUNT) {
-    float sum = 0.f;
-    for (int w = tap / CK / WEIGHT_SHIFTS; w < COUNT; w += WEIGHT_SETS) sum += tap_sums[w * (CQ * CK) + tap];
     const long long row = static_cast<long long>(h * (CQ * CK) + tap) * batch + b;
-    dw_sums[row * gridDim.y + blockIdx.y] = sum;
+    dw_sums[row * gridDim.y + blockIdx.y] = sum_of_tap<COUNT>(tap_sums, tap);
   }
 }

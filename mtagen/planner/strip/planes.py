@@ -1,0 +1,299 @@
+"""The CUDA kernels of the lowering "strip": convolutions of planes on the tensor cores.
+
+A CTA convolves a block of rows of one plane and walks along their keys, tile by tile. A tile's window lies in shared
+memory as a slab of :mod:`mtagen.planner.tile.toeplitz`, whose first row and first column are before the tile's: by the
+rows that the kernel reaches up, and by the keys that it reaches left, in whole chunks of 8. The taps begin as many
+columns later as that is too far. The adjoint is the convolution by the kernel turned by 180 degrees, which reaches down
+and right. The gradient of the weight multiplies the transposed slab with a tile of the results' gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from sympy import ceiling
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Kernel, numbers, reads, writes
+from ..names import kernel_name
+from ..targets import TARGETS, Target
+from ..tile.memory import SharedMap
+from ..tile.toeplitz import CHUNK, Toeplitz, toeplitz
+from ..tile.weight import WeightGradient, weight_gradient
+from .sizes import COUNT, KEYS, SLOTS
+from .stages import Convolution, Stages
+
+WARPS = 8
+ROWS, TILE_KEYS = 16 * WARPS, 128  # a tile of results
+WALK = 4  # tiles of a convolution that a CTA makes
+COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
+CTAS = 2  # on a multiprocessor
+
+
+@dataclass(frozen=True)
+class PlaneKernel:
+    """A convolution of planes, its adjoint or the gradient of its weight: one kernel, in a source file of its own.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        stage: the convolution.
+        part: empty: the convolution itself; ``adjoint``; or ``gradient``, that of its weight.
+        result: type of the elements of the results, of a convolution ``fp16`` or that of q.
+    """
+
+    spec: Spec
+    target: str
+    stage: Convolution
+    part: str
+    result: str
+
+    @property
+    def role(self) -> str:
+        """What the kernel does in its pass."""
+        return f"{self.stage.name}_{self.part}" if self.part else self.stage.name
+
+    @property
+    def name(self) -> str:
+        """Name of the source file and of the kernel."""
+        return kernel_name("strip", self.role, self.spec, self.target)
+
+    @property
+    def template(self) -> str:
+        """The kernel's template."""
+        return "plane_gradient.cu.j2" if self.part == "gradient" else "plane_convolution.cu.j2"
+
+    @property
+    def adjoint(self) -> bool:
+        """Whether the kernel is turned."""
+        return self.part == "adjoint"
+
+    @property
+    def reads(self) -> str:
+        """The plane that is convolved."""
+        return "dy" if self.adjoint else "x"
+
+    @property
+    def writes(self) -> str:
+        """The plane of results."""
+        return "dx" if self.adjoint else "out"
+
+    @property
+    def source(self) -> str:
+        """Type of the elements that are convolved."""
+        return self.spec.dtype if self.adjoint else "fp16"
+
+    # ---- The window of a tile
+
+    @property
+    def rows_above(self) -> int:
+        """Rows from the slab's first to the tile's."""
+        return 0 if self.adjoint else self.stage.cq - 1
+
+    @property
+    def lead(self) -> int:
+        """Keys from the slab's first to the tile's."""
+        return self.stage.lead_right if self.adjoint else self.stage.lead_left
+
+    @property
+    def spare(self) -> int:
+        """Columns of a window that come before the first tap's."""
+        return self.lead - (self.stage.pad_right if self.adjoint else self.stage.pad_left)
+
+    @cached_property
+    def toeplitz(self) -> Toeplitz:
+        """The convolution, with the spare columns as taps of zero."""
+        return toeplitz(self.stage.cq, self.stage.ck + self.spare, pairs=False)
+
+    # ---- Shared memory
+
+    @property
+    def slab_rows(self) -> int:
+        """Rows of a slab, an even number."""
+        return (ROWS + self.stage.cq) // 2 * 2
+
+    @property
+    def slab_chunks(self) -> int:
+        """Chunks of a row that are filled."""
+        return TILE_KEYS // CHUNK + self.toeplitz.chunks - 1
+
+    @property
+    def slab_row(self) -> int:
+        """Bytes from a row to the next of its parity: an odd number of chunks, so that a matrix's rows lie in different
+        banks."""
+        return 2 * CHUNK * (self.slab_chunks | 1)
+
+    @property
+    def tile_row(self) -> int:
+        """The same of a tile of the results' gradient."""
+        return 2 * TILE_KEYS + 2 * CHUNK
+
+    @property
+    def staged_row(self) -> int:
+        """The same of collected results."""
+        return 2 * COLLECTED + 2 * CHUNK
+
+    @cached_property
+    def buffer(self) -> SharedMap:
+        """What is loaded of a tile. There are two: one is loaded while the other is worked on."""
+        tile = ROWS * self.tile_row if self.part == "gradient" else 0
+        return SharedMap.of((("SLAB", self.slab_rows * self.slab_row, 16), ("TILE", tile, 16)))
+
+    @property
+    def staged(self) -> int:
+        """Bytes of a warp's results that are collected."""
+        return 0 if self.part == "gradient" else 16 * self.staged_row
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return 2 * self.buffer.size + WARPS * self.staged
+
+    # ---- Gradient of the weight
+
+    @property
+    def first_weight_chunk(self) -> int:
+        """Chunk of the slab, relative to that of the results, in which a window starts."""
+        return 0
+
+    @property
+    def owned_gradient(self) -> tuple[int, int]:
+        """First column of the results' gradient, and the end."""
+        return 0, TILE_KEYS
+
+    @property
+    def weight_chunks(self) -> int:
+        """Chunks of the slab that the windows of a chunk of results touch."""
+        return (CHUNK - 1 + self.spare + self.stage.ck - 1) // CHUNK + 1
+
+    @cached_property
+    def weight_gradient(self) -> WeightGradient:
+        """How warps share it."""
+        return weight_gradient(self.stage.cq, self.weight_chunks)
+
+    # ---- The kernel
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return WARPS
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a multiprocessor."""
+        return CTAS
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile."""
+        return TILE_KEYS
+
+    @property
+    def walk(self) -> int:
+        """Tiles of a convolution that a CTA makes."""
+        return WALK
+
+    @property
+    def collected(self) -> int:
+        """Columns of results that a warp collects."""
+        return COLLECTED
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """What the kernel computes."""
+        stage, x = self.stage, f"x[r - {self.stage.cq - 1} + u, j - {self.stage.pad_left} + v]"
+        yield "In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:"
+        if self.part == "gradient":
+            yield f"the gradient of W: partial[u, v] += factor * sum over r, j of dy[r, j] {x},"
+            yield "in a sum of its own for each slot and tile of keys."
+            return
+        if self.adjoint:
+            dy = f"dy[r + {stage.cq - 1} - u, j + {stage.pad_left} - v]"
+            yield f"dx[r, j] = sum over u, v of W[u, v] {dy},"
+        else:
+            yield f"out[r, j] = factor * sum over u, v of W[u, v] {x},"
+        skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
+        yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+
+    @property
+    def summary(self) -> str:
+        """In the plan's table."""
+        made = f"{WARPS} warps, {ROWS} rows, {TILE_KEYS} keys a tile, {self.shared_bytes} bytes of shared memory"
+        mma = len(self.weight_gradient.products) * self.weight_gradient.sets if self.part == "gradient" else 0
+        return f"CUDA, {made}, {mma or self.toeplitz.mma_per_tile} mma.m16n8k16 for 16 x 8 scores"
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The one kernel."""
+        registers = 65536 // (CTAS * 32 * WARPS)
+        if self.part == "gradient":
+            arguments = (
+                *reads("Source", "x"),
+                *reads("Element", "dy"),
+                *writes("float", "partial"),
+                *numbers("int", "count", "keys", "off", "first", "pitch", "n_heads", "b0", "all_chunks"),
+                *numbers("float", "factor"),
+            )
+            grid = (ceiling(KEYS / TILE_KEYS) * SLOTS,)
+        else:
+            arguments = (
+                *reads("Source", self.reads),
+                *reads("float", self.stage.weight),
+                *writes("Result", self.writes),
+                *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
+                *(() if self.adjoint else numbers("float", "factor")),
+            )
+            grid = (ceiling(COUNT / ROWS) * ceiling(KEYS / (WALK * TILE_KEYS)) * SLOTS,)
+        return (Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared_bytes, registers),)
+
+
+def plane_kernels(pass_name: str, spec: Spec, target: str) -> tuple[PlaneKernel, ...]:
+    """The kernels of a pass."""
+    stages = Stages(spec)
+    made = []
+    for stage in stages.convolutions:
+        # Shares that nothing mixes any more are multiplied with values.
+        result = spec.dtype if stage.final and not stages.post_mix else "fp16"
+        made.append(PlaneKernel(spec, target, stage, "", result))
+        if pass_name == "backward":
+            made += [PlaneKernel(spec, target, stage, part, spec.dtype) for part in ("adjoint", "gradient")]
+    return tuple(made)
+
+
+def check_supported(pass_name: str, spec: Spec, target: Target) -> None:
+    """Check that CUDA has kernels for a pass.
+
+    Raises:
+        PlanError: it has none, the message says why.
+    """
+    if not spec.kernels:
+        rule = "of stages other than a convolution before the softmax, cuda has kernels for convolutions only"
+        raise PlanError(explain("kernel and post_kernel", None, rule, "a convolution, or backend='triton'"))
+    if pass_name == "decode":
+        rule = "the few rows of a decode step are convolved by triton's kernels"
+        raise PlanError(explain("pass", pass_name, rule, "backend='auto', or 'triton'"))
+    if spec.dtype not in ("bf16", "fp16"):
+        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
+    if Mask.of(spec).zeroes_terms:
+        rule = "cuda's convolutions of planes take each score for all rows of results or for none"
+        raise PlanError(explain("mask", spec.mask, rule, "'source', or backend='triton'"))
+    if "mma" not in target.matrix:
+        legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
+        raise PlanError(
+            explain("target", target.name, "the cuda backend's kernels are made of mma instructions", legal)
+        )
+    for kernel in plane_kernels(pass_name, spec, target.name):
+        _ = kernel.toeplitz  # raises for kernels that are too large
+        if kernel.shared_bytes > target.shared_per_block:
+            need = f"{kernel.role} needs {kernel.shared_bytes} bytes of shared memory"
+            rule = f"{need}, {target.name} has {target.shared_per_block}"
+            raise PlanError(explain("kernel", (kernel.stage.cq, kernel.stage.ck), rule, "backend='triton'"))
