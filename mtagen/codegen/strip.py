@@ -39,7 +39,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "block_of": block_of,
         "product_tiles": partial(_product_tiles, module),
         "target": module.target,
-        "cuda": module.plane_kernels,
+        "cuda": module.cuda,
         "launch": partial(_launch, module),
         "planes": partial(_planes, module),
         "dot_options": dot_options(module),
@@ -78,7 +78,7 @@ def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:
     CUDA takes pointers. Triton takes tiles of planes, of whose rows only the first keys exist: windows of the first of
     these planes, and tiles of results of the second.
     """
-    if role in module.plane_kernels:
+    if role in module.cuda:
         return planes
     tile = dict(module.kernel(role).constants)
     return {
@@ -89,4 +89,4 @@ def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:
 
 def _launch(module: StripModule, kernel: Kernel, indent: int, **values: str) -> str:
     """A launch of a kernel, whichever language it is in."""
-    return (host.launch if kernel.role in module.plane_kernels else triton.launch)(kernel, indent, **values)
+    return (host.launch if kernel.role in module.cuda else triton.launch)(kernel, indent, **values)

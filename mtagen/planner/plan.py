@@ -17,7 +17,7 @@ from .lift.passes import LiftPass
 from .names import suffix
 from .passes import PASSES, PassPlan, describe
 from .strip.passes import StripPass
-from .strip.planes import PlaneKernel
+from .strip.source import StripSource
 from .tables import Table, shipped
 from .targets import TARGETS, Target, get_target
 from .tile.passes import TilePass
@@ -75,10 +75,9 @@ class Plan:
         return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, StripPass)}
 
     @cached_property
-    def cuda(self) -> Mapping[str, TilePass | PlaneKernel]:
+    def cuda(self) -> Mapping[str, TilePass | StripSource]:
         """What CUDA sources are printed from, by pass, or by role of the kernel in strips."""
-        kernels = (kernel for one in self.strip.values() for kernel in one.plane_kernels)
-        return {**self.tile, **{kernel.role: kernel for kernel in kernels}}
+        return {**self.tile, **{role: source for one in self.strip.values() for role, source in one.cuda.items()}}
 
     @property
     def triton(self) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
 from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
-from .planes import TILE_KEYS, PlaneKernel
+from .planes import TILE_KEYS
+from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
 
@@ -72,13 +73,9 @@ class StripModule:
         return (*([""] if self.has("forward") else ()), *(["decode_"] if self.has("decode") else ()))
 
     @cached_property
-    def plane_kernels(self) -> Mapping[str, PlaneKernel]:
-        """The kernels of CUDA, by role."""
-        return {kernel.role: kernel for one in self.passes for kernel in one.plane_kernels}
-
-    def roles_of_cuda(self, pass_name: str) -> tuple[str, ...]:
-        """Those that a pass launches."""
-        return tuple(kernel.role for kernel in self[pass_name].plane_kernels)
+    def cuda(self) -> Mapping[str, StripSource]:
+        """The kernels that CUDA makes, by role."""
+        return {role: source for one in self.passes for role, source in one.cuda.items()}
 
     @cached_property
     def _kernels(self) -> Mapping[str, Kernel]:
@@ -145,7 +142,7 @@ class StripModule:
     @property
     def gradient_chunk(self) -> int:
         """Keys of a partial sum of the gradient of a convolution's weight."""
-        return TILE_KEYS if self.roles_of_cuda("backward") else GRADIENT_CHUNK
+        return TILE_KEYS if any(role.endswith("_gradient") for role in self.cuda) else GRADIENT_CHUNK
 
     @property
     def score_scale(self) -> float:

@@ -11,8 +11,9 @@ from ...spec import Spec
 from ..kernel import Kernel
 from ..passes import Fields, SettledPass
 from ..targets import Target
+from .cuda import cuda_sources
 from .kernels import strip_kernels
-from .planes import PlaneKernel, check_supported, plane_kernels
+from .source import StripSource
 from .stages import Stages
 
 WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
@@ -32,7 +33,7 @@ class StripPass(SettledPass):
         spec: the request.
         target: name of the target.
         pass_name: ``forward``, ``backward`` or ``decode``.
-        backend: ``triton``: all kernels are Triton's; ``cuda``: CUDA convolves.
+        backend: ``triton``: all kernels are Triton's; ``cuda``: CUDA's where it has them, beside Triton's.
         workspace_bytes: what the planes may take, or those of one short strip of one sequence if that is more.
     """
 
@@ -50,20 +51,22 @@ class StripPass(SettledPass):
         return Stages(self.spec)
 
     @cached_property
-    def plane_kernels(self) -> tuple[PlaneKernel, ...]:
-        """Those of CUDA."""
-        return plane_kernels(self.pass_name, self.spec, self.target) if self.backend == "cuda" else ()
+    def _of_triton(self) -> tuple[Kernel, ...]:
+        """What Triton's kernels would be, which can do all of it."""
+        return strip_kernels(self.pass_name, self.spec, self.target)
 
     @cached_property
-    def triton_kernels(self) -> tuple[Kernel, ...]:
-        """All others."""
-        taken = {kernel.role for kernel in self.plane_kernels}
-        made = strip_kernels(self.pass_name, self.spec, self.target)
-        return tuple(kernel for kernel in made if kernel.role not in taken)
+    def cuda(self) -> Mapping[str, StripSource]:
+        """The kernels that CUDA makes, by role."""
+        if self.backend == "triton":
+            return {}
+        sources = cuda_sources(self.pass_name, self.spec, self.target, self._of_triton)
+        return {source.role: source for source in sources}
 
-    @property
+    @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        return (*self.triton_kernels, *(kernel for one in self.plane_kernels for kernel in one.kernels))
+        made = {kernel.role: kernel for kernel in self._of_triton}
+        return tuple((made | {role: source.kernel for role, source in self.cuda.items()}).values())
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -73,11 +76,12 @@ class StripPass(SettledPass):
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
-        for kernel in self.triton_kernels:
-            constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
-            yield self.pass_name, kernel.role, f"{constants}, {kernel.threads // 32} warps"
-        for one in self.plane_kernels:
-            yield self.pass_name, one.role, one.summary
+        for kernel in self.kernels:
+            if kernel.role in self.cuda:
+                yield self.pass_name, kernel.role, self.cuda[kernel.role].summary
+            else:
+                constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
+                yield self.pass_name, kernel.role, f"{constants}, {kernel.threads // 32} warps"
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,8 @@ class StripLowering:
         """
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
-        if self.backend == "cuda":
-            check_supported(pass_name, spec, target)
         made = StripPass(spec, target.name, pass_name, self.backend)
-        _ = made.kernels  # raises where a tile does not fit
+        _ = made.kernels  # raises where there is none, or a tile does not fit
         return [made]
 
     def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:

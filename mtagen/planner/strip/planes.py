@@ -15,34 +15,34 @@ from functools import cached_property
 
 from sympy import ceiling
 
-from ...errors import PlanError, explain
+from ...errors import PlanError
 from ...spec import Spec
-from ..geometry.mask import Mask
 from ..kernel import Kernel, numbers, reads, writes
-from ..names import kernel_name
-from ..targets import TARGETS, Target
+from ..targets import get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
 from .sizes import COUNT, KEYS, SLOTS
-from .stages import Convolution, Stages
+from .source import StripSource
+from .stages import Convolution
 
 WARPS = 8
 ROWS, TILE_KEYS = 16 * WARPS, 128  # a tile of results
 WALK = 4  # tiles of a convolution that a CTA makes
 COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
 CTAS = 2  # on a multiprocessor
+PARTS = ("", "adjoint", "gradient")
 
 
 @dataclass(frozen=True)
-class PlaneKernel:
+class PlaneKernel(StripSource):
     """A convolution of planes, its adjoint or the gradient of its weight: one kernel, in a source file of its own.
 
     Attributes:
         spec: the request.
         target: name of the target.
         stage: the convolution.
-        part: empty: the convolution itself; ``adjoint``; or ``gradient``, that of its weight.
+        part: one of ``PARTS``: the convolution itself, its adjoint, or the gradient of its weight.
         result: type of the elements of the results, of a convolution ``fp16`` or that of q.
     """
 
@@ -54,16 +54,10 @@ class PlaneKernel:
 
     @property
     def role(self) -> str:
-        """What the kernel does in its pass."""
         return f"{self.stage.name}_{self.part}" if self.part else self.stage.name
 
     @property
-    def name(self) -> str:
-        """Name of the source file and of the kernel."""
-        return kernel_name("strip", self.role, self.spec, self.target)
-
-    @property
-    def template(self) -> str:
+    def template(self) -> str:  # type: ignore[override]
         """The kernel's template."""
         return "plane_gradient.cu.j2" if self.part == "gradient" else "plane_convolution.cu.j2"
 
@@ -153,6 +147,15 @@ class PlaneKernel:
         """Shared memory of a CTA."""
         return 2 * self.buffer.size + WARPS * self.staged
 
+    @property
+    def fits(self) -> bool:
+        """Whether slabs can hold the kernel's window, and the target a CTA."""
+        try:
+            _ = self.toeplitz
+        except PlanError:
+            return False
+        return self.shared_bytes <= get_target(self.target).shared_per_block
+
     # ---- Gradient of the weight
 
     @property
@@ -176,11 +179,6 @@ class PlaneKernel:
         return weight_gradient(self.stage.cq, self.weight_chunks)
 
     # ---- The kernel
-
-    @property
-    def mask(self) -> Mask:
-        """Which keys a query sees."""
-        return Mask.of(self.spec)
 
     @property
     def warps(self) -> int:
@@ -211,6 +209,7 @@ class PlaneKernel:
     def legend(self) -> Iterator[str]:
         """What the kernel computes."""
         stage, x = self.stage, f"x[r - {self.stage.cq - 1} + u, j - {self.stage.pad_left} + v]"
+        yield f"{stage.title} of multi-token attention, kernel {stage.cq} x {stage.ck} over (queries, keys)."
         yield "In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:"
         if self.part == "gradient":
             yield f"the gradient of W: partial[u, v] += factor * sum over r, j of dy[r, j] {x},"
@@ -231,9 +230,8 @@ class PlaneKernel:
         mma = len(self.weight_gradient.products) * self.weight_gradient.sets if self.part == "gradient" else 0
         return f"CUDA, {made}, {mma or self.toeplitz.mma_per_tile} mma.m16n8k16 for 16 x 8 scores"
 
-    @cached_property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """The one kernel."""
+    @property
+    def kernel(self) -> Kernel:
         registers = 65536 // (CTAS * 32 * WARPS)
         if self.part == "gradient":
             arguments = (
@@ -253,47 +251,4 @@ class PlaneKernel:
                 *(() if self.adjoint else numbers("float", "factor")),
             )
             grid = (ceiling(COUNT / ROWS) * ceiling(KEYS / (WALK * TILE_KEYS)) * SLOTS,)
-        return (Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared_bytes, registers),)
-
-
-def plane_kernels(pass_name: str, spec: Spec, target: str) -> tuple[PlaneKernel, ...]:
-    """The kernels of a pass."""
-    stages = Stages(spec)
-    made = []
-    for stage in stages.convolutions:
-        # Shares that nothing mixes any more are multiplied with values.
-        result = spec.dtype if stage.final and not stages.post_mix else "fp16"
-        made.append(PlaneKernel(spec, target, stage, "", result))
-        if pass_name == "backward":
-            made += [PlaneKernel(spec, target, stage, part, spec.dtype) for part in ("adjoint", "gradient")]
-    return tuple(made)
-
-
-def check_supported(pass_name: str, spec: Spec, target: Target) -> None:
-    """Check that CUDA has kernels for a pass.
-
-    Raises:
-        PlanError: it has none, the message says why.
-    """
-    if not spec.kernels:
-        rule = "of stages other than a convolution before the softmax, cuda has kernels for convolutions only"
-        raise PlanError(explain("kernel and post_kernel", None, rule, "a convolution, or backend='triton'"))
-    if pass_name == "decode":
-        rule = "the few rows of a decode step are convolved by triton's kernels"
-        raise PlanError(explain("pass", pass_name, rule, "backend='auto', or 'triton'"))
-    if spec.dtype not in ("bf16", "fp16"):
-        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
-    if Mask.of(spec).zeroes_terms:
-        rule = "cuda's convolutions of planes take each score for all rows of results or for none"
-        raise PlanError(explain("mask", spec.mask, rule, "'source', or backend='triton'"))
-    if "mma" not in target.matrix:
-        legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
-        raise PlanError(
-            explain("target", target.name, "the cuda backend's kernels are made of mma instructions", legal)
-        )
-    for kernel in plane_kernels(pass_name, spec, target.name):
-        _ = kernel.toeplitz  # raises for kernels that are too large
-        if kernel.shared_bytes > target.shared_per_block:
-            need = f"{kernel.role} needs {kernel.shared_bytes} bytes of shared memory"
-            rule = f"{need}, {target.name} has {target.shared_per_block}"
-            raise PlanError(explain("kernel", (kernel.stage.cq, kernel.stage.ck), rule, "backend='triton'"))
+        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared_bytes, registers)

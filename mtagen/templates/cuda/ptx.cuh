@@ -78,6 +78,11 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
+// Stores 16 bytes to global memory at once.
+DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.global.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
   asm volatile("ld.shared.v2.b32 { %0, %1 }, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
 }
@@ -119,6 +124,13 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "=r"(x[0]), "=r"(x[1])
                : "r"(row)
                : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit elements, held as load_matrices gives it, transposed.
+DEVICE u32 transposed(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
@@ -174,6 +186,21 @@ DEVICE float2 unpack<fp16>(u32 x) {
 template <>
 DEVICE float2 unpack<bf16>(u32 x) {
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// Two fp16 scores as Elements.
+template <class Element>
+DEVICE u32 as_elements(u32 x);
+
+template <>
+DEVICE u32 as_elements<fp16>(u32 x) {
+  return x;
+}
+
+template <>
+DEVICE u32 as_elements<bf16>(u32 x) {
+  const float2 scores = unpack<fp16>(x);
+  return pack<bf16>(scores.x, scores.y);
 }
 
 // 2^x, to about 2 units in the last place.

@@ -2,21 +2,6 @@
 
 #include "ptx.cuh"
 
-// Two fp16 scores as Elements.
-template <class Element>
-DEVICE u32 as_elements(u32 x);
-
-template <>
-DEVICE u32 as_elements<fp16>(u32 x) {
-  return x;
-}
-
-template <>
-DEVICE u32 as_elements<bf16>(u32 x) {
-  const float2 scores = unpack<fp16>(x);
-  return pack<bf16>(scores.x, scores.y);
-}
-
 // Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. seen(x, ahead) is what outputs
 // see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from the lane's first such.
 template <class Seen>

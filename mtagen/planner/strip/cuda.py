@@ -1,0 +1,58 @@
+"""Which kernels of a pass of the lowering "strip" CUDA makes instead of Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ...errors import PlanError, explain
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Kernel
+from ..targets import TARGETS, get_target
+from . import rows
+from .planes import PARTS, PlaneKernel
+from .rows import RowKernel
+from .source import StripSource
+from .stages import Stages
+
+
+def cuda_sources(pass_name: str, spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
+    """Those of Triton's kernels of a pass that CUDA has, too.
+
+    Raises:
+        PlanError: there are none; the message says why.
+    """
+    if pass_name == "decode":
+        rule = "the few rows of a decode step are made by triton's kernels"
+        raise PlanError(explain("pass", pass_name, rule, "backend='auto', or 'triton'"))
+    if spec.dtype not in ("bf16", "fp16"):
+        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
+    if "mma" not in get_target(target).matrix:
+        legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
+        raise PlanError(explain("target", target, "the cuda backend's kernels are made of mma instructions", legal))
+    found = {source.role: source for source in (*_convolutions(spec, target), *_rows(spec, target, kernels))}
+    made = tuple(found[kernel.role] for kernel in kernels if kernel.role in found)
+    if not made:
+        rule = (
+            f"cuda mixes up to {rows.MAX_HEADS} heads, and convolves where each score counts for all rows or for none"
+        )
+        raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
+    return made
+
+
+def _rows(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[RowKernel]:
+    for kernel in kernels:
+        if kernel.role in rows.ROLES and (made := RowKernel(spec, target, kernel)).heads <= rows.MAX_HEADS:
+            yield made
+
+
+def _convolutions(spec: Spec, target: str) -> Iterator[PlaneKernel]:
+    if Mask.of(spec).zeroes_terms:
+        return
+    stages = Stages(spec)
+    for stage in stages.convolutions:
+        # Shares that nothing mixes any more are multiplied with values.
+        result = spec.dtype if stage.final and not stages.post_mix else "fp16"
+        for made in (PlaneKernel(spec, target, stage, part, spec.dtype if part else result) for part in PARTS):
+            if made.fits:
+                yield made

@@ -1,0 +1,190 @@
+"""The CUDA kernels of the lowering "strip" that own rows: mixtures of heads by mma instructions, and the softmax.
+
+A CTA owns a row of the heads that mix with each other, up to 16 of them, and passes over its keys once or twice; each
+of its warps takes a block of keys at a time. Arguments and grids are those of Triton's kernels of the same roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...spec import Spec
+from ..kernel import Argument, Kernel, numbers, reads, writes
+from .kernels import PROGRAMS
+from .source import StripSource
+from .stages import SCORE_SCALE, SHARE_SCALE
+
+MAX_HEADS = 16  # rows of an mma
+
+
+class _Form(NamedTuple):
+    """What depends on the role: the template, warps of a CTA and CTAs of a multiprocessor."""
+
+    template: str
+    warps: int
+    ctas: int
+
+
+_FORMS: Mapping[str, _Form] = {
+    "softmax": _Form("row_softmax.cu.j2", 8, 3),
+    "probabilities": _Form("row_softmax.cu.j2", 8, 3),
+    "post_mix": _Form("row_mix.cu.j2", 8, 3),
+    "post_mix_backward": _Form("row_mix.cu.j2", 8, 2),
+    "softmax_backward": _Form("row_softmax_backward.cu.j2", 8, 2),
+}
+ROLES = tuple(_FORMS)
+
+
+@dataclass(frozen=True)
+class RowKernel(StripSource):
+    """A mixture or a softmax of rows.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        triton: Triton's kernel of the same role.
+    """
+
+    spec: Spec
+    target: str
+    triton: Kernel
+
+    @property
+    def role(self) -> str:
+        return self.triton.role
+
+    @property
+    def template(self) -> str:  # type: ignore[override]
+        """The kernel's template."""
+        return _FORMS[self.role].template
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return _FORMS[self.role].warps
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a multiprocessor."""
+        return _FORMS[self.role].ctas
+
+    @property
+    def heads(self) -> int:
+        """Heads of a row."""
+        return dict(self.triton.constants)["HEADS"]
+
+    @property
+    def programs(self) -> int:
+        """CTAs that share the rows in the backward pass, each with sums of its own."""
+        return PROGRAMS
+
+    @property
+    def score_scale(self) -> float:
+        """What planes hold of a score."""
+        return SCORE_SCALE
+
+    @property
+    def share_scale(self) -> float:
+        """What planes hold of a probability."""
+        return SHARE_SCALE
+
+    # ---- What the role asks for
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether it takes the softmax."""
+        return not self.role.startswith("post_mix")
+
+    @property
+    def again(self) -> bool:
+        """Whether the logarithms of sums are known."""
+        return self.role == "probabilities"
+
+    @property
+    def backward(self) -> bool:
+        """Whether it makes gradients."""
+        return self.role.endswith("backward")
+
+    @property
+    def mixes_results(self) -> bool:
+        """Whether the heads are mixed after the softmax, too."""
+        return self.stages.fused_post_mix and self.reads_scores
+
+    @property
+    def scales_results(self) -> bool:
+        """Whether results are scaled: fp16 holds them, in planes or as operands."""
+        return self.stages.post_is_separate or self.mixes_results
+
+    @property
+    def stores_shares(self) -> bool:
+        """Whether a backward kernel makes what multiplies the values."""
+        return not self.stages.post_is_separate
+
+    @property
+    def matrices(self) -> bool:
+        """Whether it makes gradients of matrices."""
+        return self.stages.mix is not None or self.mixes_results
+
+    @property
+    def result(self) -> str:
+        """Type of the elements of ``out``."""
+        return "Score" if self.stages.post_is_separate and self.reads_scores else "Element"
+
+    @property
+    def kernel(self) -> Kernel:
+        form = _FORMS[self.role]
+        arguments = tuple(self._argument(argument) for argument in self.triton.arguments)
+        sums = 256 if self.backward and (self.matrices or not self.reads_scores) else 32  # floats of a warp
+        return Kernel(
+            self.role,
+            self.name,
+            arguments,
+            self.triton.grid,
+            32 * form.warps,
+            4 * sums * form.warps,
+            65536 // (32 * form.warps * form.ctas),
+        )
+
+    def _argument(self, triton: Argument) -> Argument:
+        """An argument of Triton's kernel in C. Results may take the place of what they are made of."""
+        name = triton.name.removesuffix("_ptr")
+        if name == triton.name:
+            (number,) = numbers("int", name)
+            return number
+        written = {"out": self.result, "dx": "Element", "shares": "Element", "dy": "Element"}
+        if name in written:
+            (made,) = writes(written[name], name, restrict=False)
+        elif name.endswith("partial") or (name == "lse" and self.role == "softmax"):
+            (made,) = writes("float", name)
+        else:
+            (made,) = reads({"x": "Score", "g": "Element"}.get(name, "float"), name, restrict=name not in "xg")
+        return made
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """What the kernel computes."""
+        mixed = "M x" if self.stages.mix else "x"
+        shares = f"N softmax({mixed})" if self.mixes_results else f"softmax({mixed})"
+        yield "Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:"
+        match self.role:
+            case "softmax":
+                yield f"out = {shares}, over keys; and lse of rows from `skip` on."
+            case "probabilities":
+                yield f"out = exp({mixed} - lse)."
+            case "post_mix":
+                yield "out = N x; zeros in rows before `skip`."
+            case "post_mix_backward":
+                yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
+            case _:
+                yield f"dx, the gradient of x, from g, that of {shares}; and gradients of matrices."
+        if self.backward and (self.matrices or not self.reads_scores):
+            yield "Each CTA has sums of its own of a matrix's gradient."
+        scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]
+        yield f"Planes of fp16 hold {', and '.join(scales)}."
+        yield "Query first + r sits at position first + r + off; rows before `valid` count as unseen."
+
+    @property
+    def summary(self) -> str:
+        return f"CUDA, {self.warps} warps, {self.heads} heads of a row"

@@ -1,0 +1,66 @@
+"""What the CUDA kernels of the lowering "strip" have in common: each is a source file of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Kernel
+from ..names import kernel_name
+from .stages import Stages
+
+
+class StripSource(ABC):
+    """One kernel. Implementations are frozen dataclasses.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        template: the template that prints the source.
+    """
+
+    spec: Spec
+    target: str
+    template: str
+
+    @property
+    @abstractmethod
+    def role(self) -> str:
+        """What the kernel does in its pass."""
+
+    @property
+    def name(self) -> str:
+        """Name of the source file and of the kernel."""
+        return kernel_name("strip", self.role, self.spec, self.target)
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel:
+        """Its arguments and how it is launched."""
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of the source."""
+        return (self.kernel,)
+
+    @property
+    @abstractmethod
+    def legend(self) -> Iterator[str]:
+        """What it computes."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """In the plan's table."""
+
+    @property
+    def stages(self) -> Stages:
+        """What the kernels of the pass are made for."""
+        return Stages(self.spec)
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask.of(self.spec)
