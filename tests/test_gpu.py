@@ -181,9 +181,10 @@ def test_compile_fullgraph(op: MultiTokenAttention) -> None:
 
 def test_opcheck(op: MultiTokenAttention) -> None:
     leaves = [x.requires_grad_() for x in inputs(70)]
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (*leaves[:3], leaves[3:], 0.125, op._key))
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*leaves, None, None, None, 0.125, op._key))
     q_tail, k, v, weight = (x.detach() for x in inputs(70))
-    torch.library.opcheck(torch.ops.mtagen.decode.default, (q_tail[:, :, -7:], k, v, [weight], None, 0.125, 0, op._key))
+    given = (q_tail[:, :, -7:], k, v, weight, None, None, None, None, 0.125, 0, op._key)
+    torch.library.opcheck(torch.ops.mtagen.decode.default, given)
 
 
 def test_autocast(op: MultiTokenAttention) -> None:

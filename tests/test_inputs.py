@@ -642,7 +642,7 @@ def test_kernels_for_gpus_refuse_cpu_tensors() -> None:
     for call in (
         lambda: op(q, k, v, weight),
         lambda: op.decode(q, k, v, weight),
-        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, [weight], q, q[..., 0], 1.0, op._key),
+        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, weight, None, None, None, q, q[..., 0], 1.0, op._key),
     ):
         with pytest.raises(BackendError) as caught:
             call()

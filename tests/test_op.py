@@ -306,12 +306,12 @@ def test_compile_checks_arguments(op: MultiTokenAttention) -> None:
 )
 def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) -> None:
     tensors = leaves(nq, nk, dtype=dtype)
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors[:3], tensors[3:], 0.25, op._key))
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors, None, None, None, 0.25, op._key))
     q, k, v, weight = (x.detach() for x in tensors)
     out, lse = op(q, k, v, weight, scale=0.25, return_lse=True)
     torch.library.opcheck(
         torch.ops.mtagen.backward.default,
-        (out, torch.ones_like(lse), q, k, v, [weight], out, lse, 0.25, op._key),
+        (out, torch.ones_like(lse), q, k, v, weight, None, None, None, out, lse, 0.25, op._key),
     )
 
 
@@ -319,7 +319,8 @@ def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) 
 def test_opcheck_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> None:
     q, k, v, weight = (x.detach() for x in leaves(KERNEL[0] + 1, 9))
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, [weight], seqlens, 0.25, 0, op._key))
+    given = (q, k, v, weight, None, None, None, seqlens, 0.25, 0, op._key)
+    torch.library.opcheck(torch.ops.mtagen.decode.default, given)
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
@@ -452,7 +453,7 @@ def test_same_arguments_same_key() -> None:
 def test_a_key_that_was_not_built() -> None:
     *tensors, weight = leaves()
     with pytest.raises(BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"):
-        torch.ops.mtagen.forward(*tensors, [weight], 0.25, "stranger")
+        torch.ops.mtagen.forward(*tensors, weight, None, None, None, 0.25, "stranger")
 
 
 @pytest.mark.parametrize(

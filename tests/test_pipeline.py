@@ -436,16 +436,17 @@ def test_compile_fullgraph() -> None:
 
 @pytest.mark.parametrize("name", ["none before, none after", "mixing before, none after", "both before, both after"])
 def test_opcheck(name: str) -> None:
-    """Lists of no weight, of one, and of four."""
+    """No weight, one, and all four."""
     op = build(PIPELINES[name])
-    q, k, v, *weights = leaves(op.plan.spec)
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (q, k, v, weights, SCALE, op._key))
-    q, k, v, *weights = (x.detach() for x in (q, k, v, *weights))
-    out, lse = op(q, k, v, **named(op.plan.spec, weights), scale=SCALE, return_lse=True)
-    given = (out, torch.ones_like(lse), q, k, v, weights, out, lse, SCALE, op._key)
-    torch.library.opcheck(torch.ops.mtagen.backward.default, given)
+    q, k, v, *given = leaves(op.plan.spec)
+    weights = [named(op.plan.spec, given).get(name) for name in WEIGHTS]
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (q, k, v, *weights, SCALE, op._key))
+    q, k, v, *weights = (x if x is None else x.detach() for x in (q, k, v, *weights))
+    out, lse = op(q, k, v, **dict(zip(WEIGHTS, weights, strict=True)), scale=SCALE, return_lse=True)
+    arguments = (out, torch.ones_like(lse), q, k, v, *weights, out, lse, SCALE, op._key)
+    torch.library.opcheck(torch.ops.mtagen.backward.default, arguments)
     lengths = torch.tensor([7], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, weights, lengths, SCALE, 0, op._key))
+    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, *weights, lengths, SCALE, 0, op._key))
 
 
 # Plans.

@@ -74,7 +74,7 @@ class MultiTokenAttention:
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_call(self._spec, self._dtypes, q, k, v, given)
         scale = resolve_scale(scale, self._spec.head_dim)
-        out, lse = torch.ops.mtagen.forward.default(q, k, v, weights, scale, self._key)
+        out, lse = torch.ops.mtagen.forward.default(q, k, v, *weights, scale, self._key)
         return (out, lse) if return_lse else out
 
     def decode(
@@ -121,7 +121,7 @@ class MultiTokenAttention:
             q_tail,
             k_cache,
             v_cache,
-            weights,
+            *weights,
             cache_seqlens,
             resolve_scale(scale, self._spec.head_dim),
             num_splits or 0,

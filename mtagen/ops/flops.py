@@ -11,19 +11,32 @@ takes and of its weight. The counts depend on shapes alone. What a plan's kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
-Shape = Sequence[int]
+Shape: TypeAlias = Sequence[int]
 
 
-def attention_forward_flop(q: Shape, k: Shape, v: Shape, weights: Sequence[Shape], *_: object, **__: object) -> int:
+def attention_forward_flop(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    weight: Shape | None,
+    head_weight: Shape | None,
+    post_weight: Shape | None,
+    post_head_weight: Shape | None,
+    *_: object,
+    **__: object,
+) -> int:
     """Flop of q k^T, of the stages, and of the product with v.
 
     Args:
         q, k, v: shapes ``(B, H, Nq, D)``, ``(B, Hkv, Nk, D)``, ``(B, Hkv, Nk, DV)``.
-        weights: shapes, ``(H, cq, ck)`` of kernels and ``(H/m, m, m)`` of matrices, in the order of the stages.
+        weight, post_weight: shapes ``(H, cq, ck)``; None: no such stage.
+        head_weight, post_head_weight: shapes ``(H/m, m, m)``; None: no such stage.
     """
     (batch, heads, n_q, d), n_k, dv = q, k[2], v[3]
-    return 2 * batch * heads * n_q * n_k * (d + dv + sum(_terms(weight, heads) for weight in weights))
+    terms = _taps(weight) + _mixed(head_weight) + _taps(post_weight) + _mixed(post_head_weight)
+    return 2 * batch * heads * n_q * n_k * (d + dv + terms)
 
 
 def attention_backward_flop(
@@ -32,7 +45,10 @@ def attention_backward_flop(
     q: Shape,
     k: Shape,
     v: Shape,
-    weights: Sequence[Shape],
+    weight: Shape | None,
+    head_weight: Shape | None,
+    post_weight: Shape | None,
+    post_head_weight: Shape | None,
     *_: object,
     **__: object,
 ) -> int:
@@ -40,14 +56,23 @@ def attention_backward_flop(
 
     Args:
         grad_out, grad_lse: shapes ``(B, H, Nq, DV)`` and ``(B, H, Nq)``.
-        q, k, v, weights: as in :func:`attention_forward_flop`.
+        q, k, v, weight, head_weight, post_weight, post_head_weight: as in :func:`attention_forward_flop`.
     """
     (batch, heads, n_q, d), n_k, dv = q, k[2], v[3]
-    return 2 * batch * heads * n_q * n_k * (3 * d + 2 * dv + 2 * sum(_terms(weight, heads) for weight in weights))
+    terms = _taps(weight) + _mixed(head_weight) + _taps(post_weight) + _mixed(post_head_weight)
+    return 2 * batch * heads * n_q * n_k * (3 * d + 2 * dv + 2 * terms)
 
 
 def attention_decode_flop(
-    q_tail: Shape, k_cache: Shape, v_cache: Shape, weights: Sequence[Shape], *_: object, **__: object
+    q_tail: Shape,
+    k_cache: Shape,
+    v_cache: Shape,
+    weight: Shape | None,
+    head_weight: Shape | None,
+    post_weight: Shape | None,
+    post_head_weight: Shape | None,
+    *_: object,
+    **__: object,
 ) -> int:
     """Flop of a decode step, which has scores of the queries before the new ones, too; a convolution uses up its rows.
 
@@ -56,21 +81,21 @@ def attention_decode_flop(
     Args:
         q_tail: shape ``(B, H, context + n_new, D)``, with ``cq - 1`` rows of context for each convolution.
         k_cache, v_cache: shapes ``(B, Hkv, N, D)`` and ``(B, Hkv, N, DV)``.
-        weights: as in :func:`attention_forward_flop`.
+        weight, head_weight, post_weight, post_head_weight: as in :func:`attention_forward_flop`.
     """
     (batch, heads, rows, d), n, dv = q_tail, k_cache[2], v_cache[3]
     flop_per_key = rows * d
-    for weight in weights:
-        rows -= weight[1] - 1 if _convolves(weight, heads) else 0
-        flop_per_key += rows * _terms(weight, heads)
+    for kernel, matrix in ((weight, head_weight), (post_weight, post_head_weight)):
+        rows -= kernel[1] - 1 if kernel else 0
+        flop_per_key += rows * (_taps(kernel) + _mixed(matrix))
     return 2 * batch * heads * n * (flop_per_key + rows * dv)
 
 
-def _terms(weight: Shape, heads: int) -> int:
-    """How many products an entry of a stage's result sums."""
-    return weight[1] * weight[2] if _convolves(weight, heads) else weight[1]
+def _taps(kernel: Shape | None) -> int:
+    """How many products an entry of a convolution's result sums."""
+    return kernel[1] * kernel[2] if kernel else 0
 
 
-def _convolves(weight: Shape, heads: int) -> bool:
-    """Whether there is a kernel for each head; a matrix for each is one by one, and counts like a kernel of one tap."""
-    return weight[0] == heads
+def _mixed(matrix: Shape | None) -> int:
+    """How many products an entry of a mixture's result sums."""
+    return matrix[1] if matrix else 0

@@ -19,14 +19,14 @@ _Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 def check_call(
     spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor | None]
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and the weights before a call.
 
     Args:
         weights: those called ``spec.WEIGHTS``, in that order; None where the spec has none.
 
     Returns:
-        The weights that the spec has, in the shapes of :meth:`Spec.weights`.
+        The weights in the same order, in the shapes of :meth:`Spec.weights`.
 
     Raises:
         InputError: some argument does not fit the spec or another argument.
@@ -43,7 +43,7 @@ def check_decode(
     weights: Sequence[Tensor | None],
     cache_seqlens: Tensor | None,
     num_splits: int | None,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """As :func:`check_call` for a decode step: q_tail (B, H, n_new + context, D) and caches (B, Hkv, N, ...).
 
     Raises:
@@ -64,7 +64,7 @@ def check_decode(
             )
         )
     if cache_seqlens is not None:
-        _check_is_tensor("cache_seqlens", cache_seqlens)
+        _check_dense((("cache_seqlens", cache_seqlens),))
         got = (tuple(cache_seqlens.shape), cache_seqlens.dtype, cache_seqlens.device)
         legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
         if got != ((q_tail.shape[0],), torch.int32, q_tail.device):
@@ -91,31 +91,26 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _check_is_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
-    if x.layout is not torch.strided or x.is_nested:
-        got = "a nested tensor" if x.is_nested else x.layout
-        raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
-
-
 def _checked(
     spec: Spec, dtypes: tuple[torch.dtype, ...], tensors: _Named, weights: Sequence[Tensor | None]
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     given = _given(spec, weights)
+    _check_dense((*tensors, *given))
     _check_tensors(tensors, given, dtypes)
-    _check_shapes(spec, tensors)
-    heads = tensors[0][1].shape[1]
-    return [_shaped(spec, name, weight, heads) for name, weight in given]
+    heads = _check_shapes(spec, tensors)
+    return [
+        None if weight is None else _shaped(spec, name, weight, heads)
+        for name, weight in zip(WEIGHTS, weights, strict=True)
+    ]
 
 
 def _given(spec: Spec, weights: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
     """The weights that there are, which must be those that the spec has."""
-    given = []
+    given, names = [], spec.weight_names
     for name, weight in zip(WEIGHTS, weights, strict=True):
-        if (weight is not None) != (name in spec.weight_names):
+        if (weight is not None) != (name in names):
             has = "this op has such a stage" if weight is None else "this op was built without such a stage"
-            raise InputError(explain(name, _kind(weight), has, spec.weight_names or "no weight"))
+            raise InputError(explain(name, _kind(weight), has, names or "no weight"))
         if weight is not None:
             given.append((name, weight))
     return given
@@ -125,11 +120,16 @@ def _kind(x: object) -> object:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
 
 
-def _check_tensors(tensors: _Named, weights: _Named, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_dense(tensors: Sequence[tuple[str, object]]) -> None:
     for name, x in tensors:
-        _check_is_tensor(name, x)
-    for name, x in weights:
-        _check_is_tensor(name, x)
+        if not isinstance(x, Tensor):
+            raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
+        if x.layout is not torch.strided or x.is_nested:
+            got = "a nested tensor" if x.is_nested else x.layout
+            raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
+
+
+def _check_tensors(tensors: _Named, weights: _Named, dtypes: tuple[torch.dtype, ...]) -> None:
     first, q = tensors[0]
     dtype, device = q.dtype, q.device
     if dtype not in dtypes:
@@ -156,7 +156,8 @@ def _check_tensors(tensors: _Named, weights: _Named, dtypes: tuple[torch.dtype, 
             raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
 
 
-def _check_shapes(spec: Spec, tensors: _Named) -> None:
+def _check_shapes(spec: Spec, tensors: _Named) -> int:
+    """Check the shapes of q, k and v, and return the number of q's heads."""
     (q_name, q), (k_name, k), _ = tensors
     batch, heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
@@ -170,9 +171,9 @@ def _check_shapes(spec: Spec, tensors: _Named) -> None:
     )
     for (name, x), legal in zip(tensors, legal_shapes, strict=True):
         if x.shape != legal:
-            raise InputError(
-                explain(f"{name}.shape", tuple(x.shape), "does not fit the spec and the other tensors", legal)
-            )
+            rule = "does not fit the spec and the other tensors"
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal))
+    return heads
 
 
 def _shaped(spec: Spec, name: str, weight: Tensor, heads: int) -> Tensor:

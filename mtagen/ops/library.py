@@ -1,12 +1,13 @@
 """The registered ops ``mtagen::forward``, ``mtagen::backward``, ``mtagen::decode``, their autograd and flop formulas.
 
 Schemas hold tensors, numbers and the key of a built op; the key is the content hash of its plan, so graphs that mention
-it mean the same in every process that has built the same op.
+it mean the same in every process that has built the same op. The weights are those of ``spec.WEIGHTS``, in that order;
+those of stages that the op was built without are None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,25 +19,28 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import BackendError, explain
+from ..spec import WEIGHTS
 from . import flops
 from .executor import Executor
 
 _executors: dict[str, Executor] = {}
 
 _library = torch.library.Library("mtagen", "DEF")
+_WEIGHTS = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
+_TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(
-    "forward(Tensor q, Tensor k, Tensor v, Tensor[] weights, float scale, str key) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"forward(Tensor q, Tensor k, Tensor v, {_WEIGHTS}, float scale, str key) -> (Tensor, Tensor)",
+    tags=_TAGS,
 )
 _library.define(
-    "backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] weights, Tensor out, "
-    "Tensor lse, float scale, str key) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, {_WEIGHTS}, Tensor out, Tensor lse, "
+    "float scale, str key) -> Tensor[]",
+    tags=_TAGS,
 )
 _library.define(
-    "decode(Tensor q_tail, Tensor k_cache, Tensor v_cache, Tensor[] weights, Tensor? cache_seqlens, float scale, "
+    f"decode(Tensor q_tail, Tensor k_cache, Tensor v_cache, {_WEIGHTS}, Tensor? cache_seqlens, float scale, "
     "int num_splits, str key) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 
 
@@ -59,80 +63,44 @@ def _as_written(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float, key: str
-) -> tuple[Tensor, Tensor]:
+def _given(weights: Iterable[Tensor | None]) -> list[Tensor]:
+    return [weight for weight in weights if weight is not None]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *weights, scale, key = rest
     with _as_written(q):
-        return _executor(key).forward(q, k, v, weights, scale)
+        return _executor(key).forward(q, k, v, _given(weights), scale)
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    key: str,
-) -> list[Tensor]:
+def _backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    *weights, out, lse, scale, key = rest
     with _as_written(q):
-        return _executor(key).backward(grad_out, grad_lse, q, k, v, weights, out, lse, scale)
+        return _executor(key).backward(grad_out, grad_lse, q, k, v, _given(weights), out, lse, scale)
 
 
-def _decode(
-    q_tail: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    weights: Sequence[Tensor],
-    cache_seqlens: Tensor | None,
-    scale: float,
-    num_splits: int,
-    key: str,
-) -> tuple[Tensor, Tensor]:
+def _decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *weights, cache_seqlens, scale, num_splits, key = rest
     with _as_written(q_tail):
-        return _executor(key).decode(q_tail, k_cache, v_cache, weights, cache_seqlens, scale, num_splits)
+        return _executor(key).decode(q_tail, k_cache, v_cache, _given(weights), cache_seqlens, scale, num_splits)
 
 
 def _stats_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float, key: str
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     return out, q.new_empty(q.shape[:3], dtype=_stats_dtype(q))
 
 
-def _fake_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    key: str,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, *weights)]
+def _fake_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    *weights, _, _, _, _ = rest
+    return [x.new_empty(x.shape) for x in (q, k, v, *_given(weights))]
 
 
-def _fake_decode(
-    q_tail: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    weights: Sequence[Tensor],
-    cache_seqlens: Tensor | None,
-    scale: float,
-    num_splits: int,
-    key: str,
-) -> tuple[Tensor, Tensor]:
-    new_tokens = q_tail.shape[2] - _executor(key).spec.context
+def _fake_decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    new_tokens = q_tail.shape[2] - _executor(rest[-1]).spec.context
     out = q_tail.new_empty(*q_tail.shape[:2], new_tokens, v_cache.shape[3])
     return out, q_tail.new_empty(out.shape[:3], dtype=_stats_dtype(q_tail))
 
@@ -143,33 +111,29 @@ def _below_autograd(op: OpOverload, *arguments: Any) -> Any:
 
 
 class _Recorded(torch.autograd.Function):
-    """An op that autograd knows of; what gradients of it mean is up to the classes below.
-
-    Autograd looks for tensors among the arguments, not in lists of them: the weights are arguments of their own here,
-    ``count`` of them from ``place`` on, which is the place of the op's list of them.
-    """
+    """An op that autograd knows of; what gradients of it mean is up to the classes below."""
 
     @staticmethod
-    def forward(ctx: Any, op: OpOverload, place: int, count: int, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_below_autograd(op, *_with_list(arguments, place, count)))
+    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_below_autograd(op, *arguments))
 
 
 class _Differentiable(_Recorded):
     """The op's forward pass, with what its backward pass needs kept."""
 
     @staticmethod
-    def forward(ctx: Any, op: OpOverload, place: int, count: int, *arguments: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = _below_autograd(op, *_with_list(arguments, place, count))
+    def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = _below_autograd(op, *arguments)
         *tensors, ctx.scale, ctx.key = arguments
-        ctx.count = count
         ctx.save_for_backward(*tensors, *results)
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _with_list(ctx.saved_tensors, 3, ctx.count)
-        grads = torch.ops.mtagen.backward.default(grad_out, grad_lse, *saved, ctx.scale, ctx.key)
-        return None, None, None, *grads, None, None
+        saved = ctx.saved_tensors
+        grads = iter(torch.ops.mtagen.backward.default(grad_out, grad_lse, *saved, ctx.scale, ctx.key))
+        *inputs, _, _ = saved
+        return None, *(None if x is None else next(grads) for x in inputs), None, None
 
 
 class _DifferentiatedOnce(_Recorded):
@@ -189,58 +153,37 @@ class _Generation(_Recorded):
         raise BackendError(explain("decode", "a backward pass", "decode is for generation only", "the op itself"))
 
 
-def _with_list(arguments: Sequence[Any], place: int, count: int) -> tuple[Any, ...]:
-    """The arguments of an op, with ``count`` of them from ``place`` on as one list."""
-    end = place + count
-    return (*arguments[:place], list(arguments[place:end]), *arguments[end:])
-
-
-def _flat(arguments: Sequence[Any], place: int) -> tuple[Any, ...]:
-    """What :func:`_with_list` makes a list of, as arguments again."""
-    return (*arguments[:place], *arguments[place], *arguments[place + 1 :])
-
-
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _autograd(op: OpOverload, function: type[torch.autograd.Function], place: int, *arguments: Any) -> Any:
+def _autograd(op: OpOverload, function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """What ``torch.library.register_autograd`` would make, with 20 us less on the CPU where gradients are asked for.
-
-    Args:
-        op: the op.
-        function: what autograd is to do with it.
-        place: that of the op's list of weights among its arguments.
-        arguments: of the op.
 
     Raises:
         BackendError: an argument has a tangent, which an op without a forward-mode formula would silently drop;
             gradients are asked for by a transform of ``torch.func``.
     """
-    if forward_ad._current_level >= 0 and any(
-        _has_tangent(x) for x in _flat(arguments, place) if isinstance(x, Tensor)
-    ):
+    if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments if isinstance(x, Tensor)):
         got, rule = "a tangent", "mtagen ops have a backward pass only"
         raise BackendError(explain("forward-mode differentiation", got, rule, "mtagen.reference"))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
         if torch._C._are_functorch_transforms_active():
             got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
-        results = function.apply(  # type: ignore[no-untyped-call]
-            op, place, len(arguments[place]), *_flat(arguments, place)
-        )
+        results = function.apply(op, *arguments)  # type: ignore[no-untyped-call]
         return list(results) if function is _DifferentiatedOnce else results
     return _below_autograd(op, *arguments)
 
 
-for _name, _kernel, _fake, _function, _weights_at, _flop in (
-    ("forward", _forward, _fake_forward, _Differentiable, 3, flops.attention_forward_flop),
-    ("backward", _backward, _fake_backward, _DifferentiatedOnce, 5, flops.attention_backward_flop),
-    ("decode", _decode, _fake_decode, _Generation, 3, flops.attention_decode_flop),
+for _name, _kernel, _fake, _function, _flop in (
+    ("forward", _forward, _fake_forward, _Differentiable, flops.attention_forward_flop),
+    ("backward", _backward, _fake_backward, _DifferentiatedOnce, flops.attention_backward_flop),
+    ("decode", _decode, _fake_decode, _Generation, flops.attention_decode_flop),
 ):
     _packet = getattr(torch.ops.mtagen, _name)
     _op = _packet.default
     register_flop_formula(_packet)(_flop)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _library.impl(_name, partial(_autograd, _op, _function, _weights_at), "Autograd")
+    _library.impl(_name, partial(_autograd, _op, _function), "Autograd")
     torch.library.register_fake(f"mtagen::{_name}", _fake, lib=_library)
