@@ -94,30 +94,11 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 def _checked(
     spec: Spec, dtypes: tuple[torch.dtype, ...], tensors: _Named, weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    given = _given(spec, weights)
-    _check_dense((*tensors, *given))
-    _check_tensors(tensors, given, dtypes)
-    heads = _check_shapes(spec, tensors)
-    return [
-        None if weight is None else _shaped(spec, name, weight, heads)
-        for name, weight in zip(WEIGHTS, weights, strict=True)
-    ]
-
-
-def _given(spec: Spec, weights: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
-    """The weights that there are, which must be those that the spec has."""
-    given, names = [], spec.weight_names
-    for name, weight in zip(WEIGHTS, weights, strict=True):
-        if (weight is not None) != (name in names):
-            has = "this op has such a stage" if weight is None else "this op was built without such a stage"
-            raise InputError(explain(name, _kind(weight), has, names or "no weight"))
-        if weight is not None:
-            given.append((name, weight))
-    return given
-
-
-def _kind(x: object) -> object:
-    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
+    _check_dense(tensors)
+    _check_tensors(dtypes, tensors)
+    _check_shapes(spec, tensors)
+    first = tensors[0]
+    return [_checked_weight(spec, first, name, weight) for name, weight in zip(WEIGHTS, weights, strict=True)]
 
 
 def _check_dense(tensors: Sequence[tuple[str, object]]) -> None:
@@ -129,7 +110,7 @@ def _check_dense(tensors: Sequence[tuple[str, object]]) -> None:
             raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
 
 
-def _check_tensors(tensors: _Named, weights: _Named, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_tensors(dtypes: tuple[torch.dtype, ...], tensors: _Named) -> None:
     first, q = tensors[0]
     dtype, device = q.dtype, q.device
     if dtype not in dtypes:
@@ -137,30 +118,21 @@ def _check_tensors(tensors: _Named, weights: _Named, dtypes: tuple[torch.dtype, 
         raise InputError(explain(f"{first}.dtype", dtype, rule, f"{dtypes}, or build(dtype=...)"))
     for name, x in tensors:
         if x.ndim != 4:
-            raise InputError(
-                explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", "(B, heads, N, head_dim)")
-            )
+            legal = "(B, heads, N, head_dim)"
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", legal))
         if x.dtype != dtype:
             raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {first}.dtype", dtype))
         if x.device != device:
             raise InputError(explain(f"{name}.device", x.device, f"must be on {first}'s device", device))
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            raise InputError(
-                explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", f"{name}.contiguous()")
-            )
-    for name, weight in weights:
-        if weight.device != device:
-            raise InputError(explain(f"{name}.device", weight.device, f"must be on {first}'s device", device))
-        if weight.dtype not in (torch.float32, dtype):
-            legal = (torch.float32, dtype)
-            raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
+        if x.stride()[3] != 1 and x.shape[3] > 1:
+            legal = f"{name}.contiguous()"
+            raise InputError(explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", legal))
 
 
-def _check_shapes(spec: Spec, tensors: _Named) -> int:
-    """Check the shapes of q, k and v, and return the number of q's heads."""
-    (q_name, q), (k_name, k), _ = tensors
-    batch, heads, n_q, _ = q.shape
-    _, kv_heads, n_k, _ = k.shape
+def _check_shapes(spec: Spec, tensors: _Named) -> None:
+    (q_name, q), (k_name, k), (_, v) = tensors
+    shapes = q.shape, k.shape, v.shape
+    (batch, heads, n_q, _), (_, kv_heads, n_k, _), _ = shapes
     if kv_heads == 0 or heads % kv_heads:
         rule = f"{q_name}'s heads must be a multiple of {k_name}'s"
         raise InputError(explain("heads", (heads, kv_heads), rule, "H = group * Hkv"))
@@ -169,11 +141,32 @@ def _check_shapes(spec: Spec, tensors: _Named) -> int:
         (batch, kv_heads, n_k, spec.head_dim),
         (batch, kv_heads, n_k, spec.value_head_dim),
     )
-    for (name, x), legal in zip(tensors, legal_shapes, strict=True):
-        if x.shape != legal:
-            rule = "does not fit the spec and the other tensors"
-            raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal))
-    return heads
+    if shapes != legal_shapes:
+        rule = "does not fit the spec and the other tensors"
+        given = zip(tensors, legal_shapes, strict=True)
+        name, x, legal = next((name, x, legal) for (name, x), legal in given if x.shape != legal)
+        raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal))
+
+
+def _checked_weight(spec: Spec, first: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor | None:
+    """A weight in its shape, or None where there is no such stage."""
+    if (weight is not None) != (name in spec.weight_names):
+        has = "this op has such a stage" if weight is None else "this op was built without such a stage"
+        raise InputError(explain(name, _kind(weight), has, spec.weight_names or "no weight"))
+    if weight is None:
+        return None
+    _check_dense(((name, weight),))
+    q_name, q = first
+    if weight.device != q.device:
+        raise InputError(explain(f"{name}.device", weight.device, f"must be on {q_name}'s device", q.device))
+    if weight.dtype not in (torch.float32, q.dtype):
+        legal = (torch.float32, q.dtype)
+        raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
+    return _shaped(spec, name, weight, q.shape[1])
+
+
+def _kind(x: object) -> object:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x
 
 
 def _shaped(spec: Spec, name: str, weight: Tensor, heads: int) -> Tensor:
