@@ -341,6 +341,14 @@ def test_autocast(op: MultiTokenAttention, backward_inside: bool) -> None:
     assert torch.equal(decoded, op.decode(half[0], *half[1:], weight))
 
 
+def test_autocast_of_compiled_calls(op: MultiTokenAttention) -> None:
+    compiled = torch.compile(lambda *x: op(*x), fullgraph=True, backend="aot_eager")
+    tensors = leaves()
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert_equal(train(compiled, tensors), train(op, tensors))
+
+
 def test_autocast_leaves_fp64_alone(op: MultiTokenAttention) -> None:
     tensors = leaves(dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):

@@ -115,7 +115,7 @@ class Executor:
 
     def _kernels_for(self, q: Tensor) -> Passes | None:
         """The generated kernels if they serve q's device, None if the torch backend does."""
-        if q.device.type == "cpu" and not self.kernels_on_cpu:
+        if q.is_cpu and not self.kernels_on_cpu:
             if self.torch_on_cpu:
                 return None
             rule = "the kernels of this op run on GPUs"
@@ -136,7 +136,7 @@ def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
     """Kernels are launched on the current device."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
@@ -150,11 +150,14 @@ def _as_fp32(weight: Tensor) -> Tensor:
 
 def _is_aligned(x: Tensor) -> bool:
     """Rows start at multiples of 16 bytes, each at a place of its own: what bulk copies need."""
+    if x.data_ptr() % 16:
+        return False
+    if x.is_contiguous():  # a row of any head dim that a spec can have is a multiple of 16 bytes
+        return True
     (b, h, n, _), (stride_b, stride_h, stride_n, last) = x.shape, x.stride()
     vector = 16 // x.element_size()
     return (
         last == 1
-        and x.data_ptr() % 16 == 0
         and (n <= 1 or (stride_n > 0 and stride_n % vector == 0))
         and (h <= 1 or (stride_h > 0 and stride_h % vector == 0))
         and (b <= 1 or (stride_b > 0 and stride_b % vector == 0))

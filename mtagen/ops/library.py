@@ -8,7 +8,6 @@ those of stages that the op was built without are None.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from .executor import Executor
 _executors: dict[str, Executor] = {}
 
 _library = torch.library.Library("mtagen", "DEF")
+_AUTOCAST_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]  # of device types
 _WEIGHTS = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(
@@ -57,32 +57,23 @@ def _executor(key: str) -> Executor:
         raise BackendError(explain("key", key, rule, "call mtagen.build(...) with the same arguments first")) from None
 
 
-def _as_written(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast stops at the ops: it has cast their inputs, and must not cast what they compute inside."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _given(weights: Iterable[Tensor | None]) -> list[Tensor]:
     return [weight for weight in weights if weight is not None]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *weights, scale, key = rest
-    with _as_written(q):
-        return _executor(key).forward(q, k, v, _given(weights), scale)
+    return _executor(key).forward(q, k, v, _given(weights), scale)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     *weights, out, lse, scale, key = rest
-    with _as_written(q):
-        return _executor(key).backward(grad_out, grad_lse, q, k, v, _given(weights), out, lse, scale)
+    return _executor(key).backward(grad_out, grad_lse, q, k, v, _given(weights), out, lse, scale)
 
 
 def _decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *weights, cache_seqlens, scale, num_splits, key = rest
-    with _as_written(q_tail):
-        return _executor(key).decode(q_tail, k_cache, v_cache, _given(weights), cache_seqlens, scale, num_splits)
+    return _executor(key).decode(q_tail, k_cache, v_cache, _given(weights), cache_seqlens, scale, num_splits)
 
 
 def _stats_dtype(q: Tensor) -> torch.dtype:
@@ -103,6 +94,12 @@ def _fake_decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -
     new_tokens = q_tail.shape[2] - _executor(rest[-1]).spec.context
     out = q_tail.new_empty(*q_tail.shape[:2], new_tokens, v_cache.shape[3])
     return out, q_tail.new_empty(out.shape[:3], dtype=_stats_dtype(q_tail))
+
+
+def _without_autocast(op: OpOverload, *arguments: Any) -> Any:
+    """Autocast stops at the ops: it has cast their inputs, and must not cast what they compute inside."""
+    with torch._C._DisableAutocast():
+        return op(*arguments)
 
 
 def _below_autograd(op: OpOverload, *arguments: Any) -> Any:
@@ -186,4 +183,6 @@ for _name, _kernel, _fake, _function, _flop in (
     register_flop_formula(_packet)(_flop)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     _library.impl(_name, partial(_autograd, _op, _function), "Autograd")
+    for _autocast_key in _AUTOCAST_KEYS:
+        _library.impl(_name, partial(_without_autocast, _op), _autocast_key)
     torch.library.register_fake(f"mtagen::{_name}", _fake, lib=_library)
