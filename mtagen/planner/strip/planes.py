@@ -212,14 +212,15 @@ class PlaneKernel(StripSource):
         yield f"{stage.title} of multi-token attention, kernel {stage.cq} x {stage.ck} over (queries, keys)."
         yield "In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:"
         if self.part == "gradient":
-            yield f"the gradient of W: partial[u, v] += factor * sum over r, j of dy[r, j] {x},"
+            yield f"the gradient of W: partial[u, v] += {1 / stage.scale} * sum over r, j of dy[r, j] {x},"
             yield "in a sum of its own for each slot and tile of keys."
             return
         if self.adjoint:
             dy = f"dy[r + {stage.cq - 1} - u, j + {stage.pad_left} - v]"
             yield f"dx[r, j] = sum over u, v of W[u, v] {dy},"
         else:
-            yield f"out[r, j] = factor * sum over u, v of W[u, v] {x},"
+            factor = "" if stage.factor == 1 else f"{stage.factor} * "
+            yield f"out[r, j] = {factor}sum over u, v of W[u, v] {x},"
         skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
         yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
 
@@ -239,7 +240,6 @@ class PlaneKernel(StripSource):
                 *reads("Element", "dy"),
                 *writes("float", "partial"),
                 *numbers("int", "count", "keys", "off", "first", "pitch", "n_heads", "b0", "all_chunks"),
-                *numbers("float", "factor"),
             )
             grid = (ceiling(KEYS / TILE_KEYS) * SLOTS,)
         else:
@@ -248,7 +248,6 @@ class PlaneKernel(StripSource):
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
                 *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
-                *(() if self.adjoint else numbers("float", "factor")),
             )
             grid = (ceiling(COUNT / ROWS) * ceiling(KEYS / (WALK * TILE_KEYS)) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared_bytes, registers)

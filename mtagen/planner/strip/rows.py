@@ -12,11 +12,14 @@ from typing import NamedTuple
 
 from ...spec import Spec
 from ..kernel import Argument, Kernel, numbers, reads, writes
+from ..targets import get_target
 from .kernels import PROGRAMS
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
+_BLOCK_BYTES = 64 * MAX_HEADS * 2  # 64 keys
+_RESERVED = 1024  # bytes of shared memory that each CTA takes besides its own
 
 
 class _Form(NamedTuple):
@@ -28,7 +31,7 @@ class _Form(NamedTuple):
 
 
 _FORMS: Mapping[str, _Form] = {
-    "softmax": _Form("row_softmax.cu.j2", 8, 3),
+    "softmax": _Form("row_softmax.cu.j2", 8, 2),
     "probabilities": _Form("row_softmax.cu.j2", 8, 3),
     "post_mix": _Form("row_mix.cu.j2", 8, 3),
     "post_mix_backward": _Form("row_mix.cu.j2", 8, 2),
@@ -132,18 +135,39 @@ class RowKernel(StripSource):
         """Type of the elements of ``out``."""
         return "Score" if self.stages.post_is_separate and self.reads_scores else "Element"
 
+    # ---- Shared memory
+
+    @property
+    def sums_bytes(self) -> int:
+        """For sums over warps: of gradients of matrices, or over a row."""
+        sums = MAX_HEADS * MAX_HEADS if self.backward and (self.matrices or not self.reads_scores) else 2 * MAX_HEADS
+        return 4 * sums * self.warps
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of what is kept of a block: scores, and gradients if there are."""
+        return _BLOCK_BYTES * (2 if self.backward else 1)
+
+    @property
+    def slots(self) -> int:
+        """Blocks of a row that a warp keeps from the first pass over the row to the second, where there are two."""
+        if self.role not in ("softmax", "softmax_backward"):
+            return 0
+        target = get_target(self.target)
+        share = (target.shared_per_block + _RESERVED) // self.ctas - _RESERVED
+        return (share - self.sums_bytes) // (self._kept * self.warps)
+
     @property
     def kernel(self) -> Kernel:
         form = _FORMS[self.role]
         arguments = tuple(self._argument(argument) for argument in self.triton.arguments)
-        sums = 256 if self.backward and (self.matrices or not self.reads_scores) else 32  # floats of a warp
         return Kernel(
             self.role,
             self.name,
             arguments,
             self.triton.grid,
             32 * form.warps,
-            4 * sums * form.warps,
+            self.sums_bytes + self.slots * self._kept * form.warps,
             65536 // (32 * form.warps * form.ctas),
         )
 

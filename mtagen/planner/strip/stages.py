@@ -25,6 +25,8 @@ class Convolution:
         cq, ck: extents.
         pad_left, pad_right: keys before and after its own that a result reads.
         final: whether its results are multiplied with values, or mixed before: hidden ones must be zeros.
+        scale: of what it convolves: planes hold scores, or probabilities, times this.
+        factor: what its results are multiplied by.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Convolution:
     pad_left: int
     pad_right: int
     final: bool
+    scale: float
+    factor: float
 
     @property
     def lead_left(self) -> int:
@@ -91,10 +95,11 @@ class Stages:
     def _convolution(self, name: str, weight: str, when: str) -> Convolution | None:
         if weight not in self.spec.kernels:
             return None
-        cq, ck = self.spec.kernels[weight]
-        return Convolution(
-            name, weight, f"The convolution {when}", cq, ck, *self.spec.padding(ck), name != "convolution"
-        )
+        (cq, ck), final = self.spec.kernels[weight], name != "convolution"
+        scale = SHARE_SCALE if final else SCORE_SCALE
+        factor = 1.0 if self.post_mix or not final else 1 / scale  # mixing, too, divides by it
+        title, padding = f"The convolution {when}", self.spec.padding(ck)
+        return Convolution(name, weight, title, cq, ck, *padding, final, scale, factor)
 
     @property
     def convolution(self) -> Convolution | None:

@@ -63,6 +63,21 @@ DEVICE void store_block(const Row<Type>& row, int key, const Block& block, const
     if (exists[n]) store_global(row.of(n, key), block[n][0], block[n][1], block[n][2], block[n][3]);
 }
 
+// A warp's first blocks of a row, kept in shared memory from one pass over the row to the next. A lane reads what it has
+// written itself.
+constexpr int BLOCK_BYTES = BLOCK_KEYS * MAX_HEADS * 2;
+
+DEVICE void keep_block(u32 slot, const Block& block, int lane) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+    store_shared(slot + (32 * n + lane) * 16, block[n][0], block[n][1], block[n][2], block[n][3]);
+}
+
+DEVICE void load_kept(Block& block, u32 slot, int lane) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) load_shared(block[n], slot + (32 * n + lane) * 16);
+}
+
 // The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
 template <int WARPS, class Type>
 DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, const bool (&exists)[4], int warp) {
