@@ -101,7 +101,8 @@ def test_suites_have_no_case_twice_and_problems_together(name: str, device: str)
     assert len(cases) == len(set(cases)) > 0
     problems = [problem for problem, _ in groupby(cases, lambda case: case.problem)]
     assert len(problems) == len(set(problems))
-    assert {case.spec.dtype for case in cases} == {"fp32" if device == "cpu" else "bf16"}
+    half = {"bf16", "fp16"} if name == "layers" else {"bf16"}
+    assert {case.spec.dtype for case in cases} == ({"fp32"} if device == "cpu" else half)
 
 
 def test_quick_suite() -> None:
@@ -152,6 +153,36 @@ def test_overhead_suite() -> None:
         (kernel, 8, 16, n) for kernel in (PAPER, (1, 1)) for n in (512, 1024, 2048)
     }
     assert [x.name for x in entrants("overhead", CPU)] == ["mtagen torch"]
+
+
+def test_layers_suite() -> None:
+    cases = suite("layers", "cuda")
+    training = {(c.spec, c.sizes, c.pass_name) for c in cases if not c.decodes}
+    models = [(16, 64, 4, 2048), (10, 128, 4, 2048), (16, 96, 4, 2048), (16, 128, 4, 2048)]
+    models += [(16, 64, 1, 8192), (16, 128, 1, 8192)]
+
+    def layers(heads: int, d: int) -> list[Spec]:
+        mixers = {"mixed_heads": heads, "post_mixed_heads": heads}
+        return [
+            Spec(None, d),
+            Spec(None, d, **mixers),
+            Spec(PAPER, d, post_kernel=PAPER, **mixers),
+            Spec(PAPER, d, post_mixed_heads=2),
+        ]
+
+    expected = {
+        (spec, Sizes(batch, heads, heads, n, n)) for heads, d, batch, n in models for spec in layers(heads, d)
+    } | {(Spec(None, 128, mixed_heads=16, dtype="fp16"), Sizes(1, 16, 16, 2048, 2048))}
+    assert training == {(*problem, name) for problem in expected for name in TRAINING_PASSES}
+    assert {(c.spec, c.sizes) for c in cases if c.decodes} == {
+        (spec, Sizes(8, 16, 16, 1, 32768)) for d in (64, 128) for spec in layers(16, d)
+    }
+
+
+def test_layers_of_other_head_dims_and_lengths() -> None:
+    cases = suite("layers", "cuda", head_dims=[32], lengths=[64])
+    assert {(c.spec.head_dim, c.sizes.heads) for c in cases} == {(32, 16)}
+    assert {c.sizes.nk for c in cases if not c.decodes} == {64}
 
 
 def test_axes_replace_those_of_the_suite() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from ..errors import InputError, explain
@@ -16,6 +16,8 @@ MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on requ
 SUITES = ("quick", "full", "decode", "memory", "overhead", "layers")
 
 _LARGE_BATCH_LENGTHS = (4096, 8192)  # measured at a batch of 4 besides
+# Heads and head dims of the paper's models of 550M and 830M parameters; those of 300M and 1B have 16 of 64 and of 128.
+_OTHER_MODELS = ((10, 128), (16, 96))
 # Of the sequences, in the suite "decode" of the caches; the suite "quick" has caches besides.
 _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {
@@ -65,6 +67,7 @@ def suite(
         if length < 1:
             raise InputError(explain("length", length, "must be positive", ">= 1"))
     caches = lengths or (_QUICK_CACHES[device],)
+    others = () if head_dims else _OTHER_MODELS
     scale, head_dims, lengths = SCALES[device], head_dims or HEAD_DIMS, lengths or _LENGTHS[device][name]
     paper = kernels or (PAPER,)
     if name == "quick":
@@ -80,7 +83,7 @@ def suite(
         steps = _training(scale, head_dims, lengths, paper)
         found = [case for case in steps if case.pass_name == "forward+backward"]
     elif name == "layers":
-        found = [*_layers(scale, head_dims, lengths)]
+        found = [*_layers(scale, head_dims, lengths, others)]
     else:  # overhead
         calls = _training(scale, head_dims, lengths, kernels or (PAPER, (1, 1)), batch=8)
         found = [case for case in calls if case.pass_name == "forward"]
@@ -97,10 +100,9 @@ def _training(
     batch: int | None = None,
 ) -> Iterator[Case]:
     """The passes of training."""
-    for head_dim, n, kernel in product(head_dims, lengths, kernels):
-        spec = Spec(kernel, head_dim, causal=causal, dtype=scale.dtype)
-        for name in TRAINING_PASSES:
-            yield Case(spec, scale.training(n, batch), name)
+    for head_dim, n in product(head_dims, lengths):
+        specs = [Spec(kernel, head_dim, causal=causal, dtype=scale.dtype) for kernel in kernels]
+        yield from _passes(specs, scale.training(n, batch))
 
 
 def _full(
@@ -112,22 +114,43 @@ def _full(
         yield from _training(scale, [128], [n for n in _LARGE_BATCH_LENGTHS if n in lengths], [PAPER], batch=4)
 
 
-def _layers(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
-    """The layers of the paper's models, and decode of them: heads mixed in every layer, with convolutions in some.
+def _layers(
+    scale: Scale, head_dims: Sequence[int], lengths: Sequence[int], others: Sequence[tuple[int, int]]
+) -> Iterator[Case]:
+    """The layers of the paper's models, decode of them, and one sequence whose heads are mixed before the softmax only.
 
-    The last is its best small model's: a convolution before the softmax, and pairs of heads mixed after it.
+    That sequence is in fp16 where the models are in bf16. It and the models ``others``, pairs of heads and head dim,
+    have the first length only.
     """
-    every = scale.heads
-    layers = (
-        {"kernel": None, "mixed_heads": every, "post_mixed_heads": every},
-        {"kernel": PAPER, "mixed_heads": every, "post_kernel": PAPER, "post_mixed_heads": every},
-        {"kernel": PAPER, "post_mixed_heads": 2},
-    )
-    for head_dim, n, stages in product(head_dims, lengths, layers):
-        spec = Spec(head_dim=head_dim, dtype=scale.dtype, **stages)  # type: ignore[arg-type]
-        yield from (Case(spec, scale.training(n), name) for name in TRAINING_PASSES)
-        if n == max(lengths):
+    heads, first = scale.heads, lengths[0]
+    for head_dim, n in product(head_dims, lengths):
+        yield from _passes(_layer_specs(heads, head_dim, scale.dtype), scale.training(n))
+    for of_model, head_dim in others:
+        sizes = scale.training(first)._replace(heads=of_model, kv_heads=of_model)
+        yield from _passes(_layer_specs(of_model, head_dim, scale.dtype), sizes)
+    for head_dim in head_dims:
+        for spec in _layer_specs(heads, head_dim, scale.dtype):
             yield Case(spec, scale.decode(CACHE_LENGTH), "decode")
+    dtype = "fp16" if scale.dtype == "bf16" else scale.dtype
+    yield from _passes([Spec(None, max(head_dims), dtype=dtype, mixed_heads=heads)], scale.training(first, batch=1))
+
+
+def _layer_specs(heads: int, head_dim: int, dtype: str) -> Iterator[Spec]:
+    """What the layers of the paper's models compute.
+
+    The first two are a model's layers: all mix all heads before and after the softmax, and some convolve besides; those
+    that do not are what the baseline "talking heads" computes as well. The third is the best small model's, which
+    convolves before the softmax and mixes pairs of heads after it. The last is plain attention, the other baseline.
+    """
+    yield Spec(PAPER, head_dim, dtype=dtype, mixed_heads=heads, post_kernel=PAPER, post_mixed_heads=heads)
+    yield Spec(None, head_dim, dtype=dtype, mixed_heads=heads, post_mixed_heads=heads)
+    yield Spec(PAPER, head_dim, dtype=dtype, post_mixed_heads=2)
+    yield Spec(None, head_dim, dtype=dtype)
+
+
+def _passes(specs: Iterable[Spec], sizes: Sizes) -> Iterator[Case]:
+    """The passes of training, for each operator."""
+    return (Case(spec, sizes, name) for spec in specs for name in TRAINING_PASSES)
 
 
 def _decode(
