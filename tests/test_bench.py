@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,19 @@ from typer.testing import CliRunner, Result
 import mtagen
 from mtagen.accuracy import Comparison
 from mtagen.bench import contenders, run
-from mtagen.bench.contenders import Attention, Auto, Built, Compiled, Contender, Eager, Liger, Sdpa, entrants
+from mtagen.bench.authors import authors_attention
+from mtagen.bench.contenders import (
+    Attention,
+    Auto,
+    Built,
+    Compiled,
+    Contender,
+    Eager,
+    Liger,
+    Sdpa,
+    entrants,
+    make_inputs,
+)
 from mtagen.bench.rates import Rates, measure_rates, roofline_ms, useful_flop
 from mtagen.bench.suites import KERNELS, SUITES, suite
 from mtagen.cli import app
@@ -250,13 +263,105 @@ def test_repetitions_follow_the_budget(monkeypatch: pytest.MonkeyPatch, ms: floa
 # Contenders
 
 
-@pytest.mark.parametrize("name", ["mtagen torch", "eager", "torch.compile", "sdpa"])
+@pytest.mark.parametrize("name", ["mtagen torch", "eager", "torch.compile", "authors", "sdpa"])
 def test_contenders_of_the_cpu_are_right(name: str) -> None:
     (contender,) = entrants("quick", CPU, [name])
     judged = contender.check(case())
     assert {"out", "dq", "dk", "dv"} <= judged.keys()
     assert ("dweight" in judged) == contender.convolves
     assert all(comparison.ok for comparison in judged.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {"kernel": (6, 11), "mixed_heads": 4, "post_kernel": (2, 4), "post_mixed_heads": 4},
+        {"kernel": (6, 11), "post_mixed_heads": 2},
+        {"kernel": (2, 3), "mixed_heads": 2, "post_mixed_heads": 4, "key_padding": "left"},
+        {"kernel": None, "mixed_heads": 4, "post_kernel": (3, 5), "key_padding": "right"},
+        {"kernel": (3, 3), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2, "causal": False},
+    ],
+)
+def test_authors_are_right(stages: dict[str, Any], dtype: str) -> None:
+    layer = Case(Spec(head_dim=16, dtype=dtype, **stages), Sizes(1, 4, 2, 300, 300), "forward")
+    judged = entrants("layers", CPU, ["authors"])[0].check(layer)
+    assert judged.keys() == {"out", "dq", "dk", "dv", *(f"d{name}" for name in layer.spec.weight_names)}
+    assert all(comparison.ok for comparison in judged.values()), judged
+
+
+def test_authors_are_right_when_compiled() -> None:
+    spec = Spec((2, 3), 16, dtype="fp32", mixed_heads=2, post_kernel=(2, 3), post_mixed_heads=2)
+    layer = Case(spec, Sizes(1, 2, 2, 300, 300), "forward")
+    judged = entrants("layers", CPU, ["authors compiled"])[0].check(layer)
+    assert all(comparison.ok for comparison in judged.values()), judged
+
+
+def test_queries_of_the_authors_are_the_last_ones() -> None:
+    q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 9, 16), torch.randn(1, 1, 9, 16)
+    weight = torch.randn(2, 2, 3)
+    out = authors_attention(Spec((2, 3), 16, dtype="fp32"))(q, k, v, weight)
+    torch.testing.assert_close(out, mtagen.reference(q, k, v, weight))
+
+
+@pytest.mark.parametrize("name", ["authors", "authors compiled"])
+def test_authors_keep_scores_in_half_precision_and_exponentiate_in_single(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    seen = []
+    for function, owner in (("conv2d", torch.nn.functional), ("linear", torch.nn.functional), ("softmax", Tensor)):
+        original = getattr(owner, function)
+
+        def spy(x: Tensor, *rest: Any, function: str = function, original: Any = original, **named: Any) -> Any:
+            seen.append((function, x.dtype))
+            return original(x, *rest, **named)
+
+        monkeypatch.setattr(owner, function, spy)
+    spec = Spec((2, 3), 16, mixed_heads=2, post_kernel=(2, 3), post_mixed_heads=2)
+    layer = Case(spec, Sizes(1, 2, 2, 8, 8), "forward")
+    out = entrants("layers", CPU, [name])[0].prepare(layer)(*make_inputs(layer, CPU).arguments)
+    half, single = torch.bfloat16, torch.float32
+    assert seen == [("conv2d", half), ("linear", half), ("softmax", single), ("conv2d", half), ("linear", half)]
+    assert out.dtype == half
+
+
+def test_authors_are_refused_where_they_cannot() -> None:
+    spec = Spec((2, 3), 16, dtype="fp32", post_mixed_heads=2)
+    layer, square = Case(spec, Sizes(1, 2, 2, 40, 40), "forward"), Sizes(1, 2, 2, 41, 41)
+    by_output = replace(spec, mask="output")
+    for name in ("authors", "authors compiled"):
+        (contender,) = entrants("layers", CPU, [name], max_materialised=40)
+        assert contender.refusal(layer) is None
+        assert "the authors' code masks by; legal: ('source',)" in (
+            contender.refusal(replace(layer, spec=by_output)) or ""
+        )
+        assert contender.refusal(replace(layer, spec=replace(by_output, causal=False))) is None
+        assert "N > 40" in (contender.refusal(replace(layer, sizes=square)) or "")
+        assert "no decode" in (contender.refusal(Case(spec, Sizes(1, 2, 2, 1, 40), "decode")) or "")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_authors_enter_pipelines_only(device: str) -> None:
+    theirs = [x for x in entrants("layers", torch.device(device)) if x.name.startswith("authors")]
+    assert [x.name for x in theirs] == ["authors", "authors compiled"]
+    for one in theirs:
+        assert not any(one.enters(case) for case in suite("full", device))
+        layers = suite("layers", device)
+        assert {case.spec.kernel for case in layers if not one.enters(case)} == {None}
+        assert {len(case.spec.mixed) for case in layers if one.enters(case)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "mixed", "small"),
+    [(16, 16, 16, (16, 16)), (16, 16, 2, (4, 4)), (16, 4, 2, (8, 2)), (16, 4, 16, (16, 4)), (8, 8, None, (2, 2))],
+)
+def test_peers_are_checked_with_one_group_of_heads_where_there_is_one(
+    heads: int, kv_heads: int, mixed: int | None, small: tuple[int, int]
+) -> None:
+    spec = Spec((2, 3), 16, dtype="fp32", post_mixed_heads=mixed)
+    sizes = Eager("eager", CPU, 8192)._small(Case(spec, Sizes(1, heads, kv_heads, 300, 300), "forward")).sizes
+    assert (sizes.heads, sizes.kv_heads) == small
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -470,8 +575,10 @@ def test_checks_are_shared_by_lengths() -> None:
     fake, seen = Fake(), []
     judge = fake.check
     fake.check = lambda case: seen.append(case) or judge(case)  # type: ignore[method-assign,func-returns-value]
-    measured([case(n=40), case(n=50), case(n=40, causal=False), case("decode", nq=1)], fake)
-    assert [(c.spec.causal, c.decodes) for c in seen] == [(True, False), (False, False), (True, True)]
+    cases = [case(n=40), case(n=50), case(n=40, batch=2), case(n=40, causal=False), case("decode", nq=1)]
+    measured([*cases, case(n=40, heads=4, kv_heads=4)], fake)
+    found = [(c.spec.causal, c.decodes, c.sizes.heads) for c in seen]
+    assert found == [(True, False, 2), (False, False, 2), (True, True, 2), (True, False, 4)]
 
 
 # Command line

@@ -28,6 +28,8 @@ from ..measure.judge import eager_op, judge
 from ..op import build
 from ..ops.attention import MultiTokenAttention
 from ..planner import Plan
+from ..spec import Spec
+from .authors import authors_attention
 from .suites import MAX_MATERIALISED
 
 Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weights in their order
@@ -43,6 +45,7 @@ class Contender(ABC):
     Attributes:
         name: as in the results.
         device: where it runs.
+        only: which cases list it, default all.
         convolves: whether it takes the weight, and its time depends on the kernel.
         lasts: whether what was prepared for one case is as fast after others were.
     """
@@ -50,13 +53,14 @@ class Contender(ABC):
     convolves = True
     lasts = True
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, only: Callable[[Case], bool] | None = None) -> None:
         self.name = name
         self.device = device
+        self.only = only
 
     def enters(self, case: Case) -> bool:
         """Whether results of ``case`` list it at all."""
-        return True
+        return self.only is None or self.only(case)
 
     @abstractmethod
     def refusal(self, case: Case) -> str | None:
@@ -91,13 +95,9 @@ class Built(Contender):
     def __init__(
         self, name: str, device: torch.device, only: Callable[[Case], bool] | None = None, **options: Any
     ) -> None:
-        super().__init__(name, device)
-        self._only = only
+        super().__init__(name, device, only)
         self._options = options
         self._ops: dict[Hashable, MultiTokenAttention] = {}
-
-    def enters(self, case: Case) -> bool:
-        return self._only is None or self._only(case)
 
     def refusal(self, case: Case) -> str | None:
         try:
@@ -159,10 +159,15 @@ class Peer(Contender):
         return judge(self.prepare(case), self.formula(case), inputs, grad_out)
 
     def _small(self, case: Case) -> Sampler:
-        """Few heads, grouped like those of ``case``, of a short sequence, or of few rows at the end of one."""
+        """Few heads, grouped like those of ``case``, of a short sequence, or of few rows at the end of one.
+
+        They are in one group where those of ``case`` are, which may be mixed in another way than several.
+        """
         rows = case.sizes.nq if case.decodes else _CHECKED_LENGTH
-        mixed = math.lcm(*case.spec.mixed.values())  # heads that whole groups of each mixture have
-        sizes = Sizes(1, 2 * mixed * case.sizes.heads // case.sizes.kv_heads, 2 * mixed, rows, _CHECKED_LENGTH)
+        shared = case.sizes.heads // case.sizes.kv_heads
+        whole = math.lcm(shared, *case.spec.mixed.values())  # heads that all kinds of groups divide
+        heads = min(2 * whole, case.sizes.heads)
+        sizes = Sizes(1, heads, heads // shared, rows, _CHECKED_LENGTH)
         return Sampler.for_checks(case.spec, sizes, self.device)
 
     def _inputs(self, sampler: Sampler) -> Inputs:
@@ -177,10 +182,13 @@ class Materialising(Peer):
         name: as in the results.
         device: where it runs.
         max_length: more keys are refused.
+        only: which cases list it, default all.
     """
 
-    def __init__(self, name: str, device: torch.device, max_length: int) -> None:
-        super().__init__(name, device)
+    def __init__(
+        self, name: str, device: torch.device, max_length: int, only: Callable[[Case], bool] | None = None
+    ) -> None:
+        super().__init__(name, device, only)
         self._max_length = max_length
 
     def refusal(self, case: Case) -> str | None:
@@ -200,24 +208,50 @@ class Materialising(Peer):
 
 
 class Eager(Materialising):
-    """``mtagen.reference`` with autograd."""
+    """Plain PyTorch with autograd.
+
+    Args:
+        name: as in the results.
+        device: where it runs.
+        max_length: more keys are refused.
+        only: which cases list it, default all.
+        attention: makes what is timed of a spec, or raises ``BackendError``; default: ``mtagen.reference``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        max_length: int,
+        only: Callable[[Case], bool] | None = None,
+        attention: Callable[[Spec], Attention] = eager_op,
+    ) -> None:
+        super().__init__(name, device, max_length, only)
+        self._attention = attention
+
+    def refusal(self, case: Case) -> str | None:
+        try:
+            self._attention(case.spec)
+        except BackendError as error:
+            return str(error)
+        return super().refusal(case)
 
     def prepare(self, case: Case) -> Attention:
-        return self.formula(case)
+        return _by_position(self._attention(case.spec), case)
 
     def formula(self, case: Case) -> Attention:
         return _by_position(eager_op(case.spec), case)
 
 
 class Compiled(Eager):
-    """``torch.compile`` of ``mtagen.reference``, one shape at a time."""
+    """``torch.compile`` of plain PyTorch, one shape at a time."""
 
     lasts = False
 
     def prepare(self, case: Case) -> Attention:
         functorch_config.donated_buffer = False  # the backward pass is timed alone, with retain_graph
         torch.compiler.reset()  # or the shapes would meet the limit of recompilations
-        return torch.compile(self.formula(case), dynamic=False)
+        return torch.compile(super().prepare(case), dynamic=False)
 
     def warm_key(self, case: Case) -> Hashable | None:
         return None if self.refusal(case) else case.problem
@@ -372,20 +406,30 @@ def entrants(
 
 
 def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
-    eager = [Eager("eager", device, max_materialised), Compiled("torch.compile", device, max_materialised)]
+    theirs: dict[str, Any] = {"only": _is_a_pipeline, "attention": authors_attention}
+    plain = [
+        Eager("eager", device, max_materialised),
+        Compiled("torch.compile", device, max_materialised),
+        Eager("authors", device, max_materialised, **theirs),
+        Compiled("authors compiled", device, max_materialised, **theirs),
+    ]
     if device.type == "cpu":
-        return [Built("mtagen torch", device, backend="torch", target="cpu"), *eager, Sdpa("sdpa", device)]
+        return [Built("mtagen torch", device, backend="torch", target="cpu"), *plain, Sdpa("sdpa", device)]
     return [
         Built("mtagen cuda", device, backend="cuda"),
         Built("mtagen triton", device, backend="triton"),
         Auto("mtagen auto", device, backend="auto"),
         Built("mtagen cuda sm_80", device, only=_is_the_papers, backend="cuda", target="sm_80"),
         Built("mtagen cuda deterministic", device, only=_is_the_papers, backend="cuda", deterministic=True),
-        *eager,
+        *plain,
         Liger("liger (post-softmax)", device, max_materialised),
         Sdpa("sdpa flash", device, SDPBackend.FLASH_ATTENTION),
         Sdpa("sdpa cudnn", device, SDPBackend.CUDNN_ATTENTION),
     ]
+
+
+def _is_a_pipeline(case: Case) -> bool:
+    return not case.spec.convolves_only
 
 
 def _is_the_papers(case: Case) -> bool:

@@ -9,7 +9,7 @@ from ..measure.cases import Case
 
 BACKENDS = ("mtagen cuda", "mtagen triton", "mtagen torch")
 OURS = (*BACKENDS, "mtagen auto")  # without those that only some cases ask for: other targets, deterministic
-SAME_MATH = ("eager", "torch.compile")
+SAME_MATH = ("eager", "torch.compile", "authors", "authors compiled")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
 ONLY_ON_CPU = ("mtagen torch", "sdpa")
@@ -25,6 +25,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "mtagen torch": {"color": "#0072B2", "marker": "o"},
     "eager": {"color": "#000000", "marker": "."},
     "torch.compile": {"color": "#E69F00", "marker": "."},
+    "authors": {"color": "#000000", "marker": "v"},
+    "authors compiled": {"color": "#E69F00", "marker": "v"},
     "liger (post-softmax)": {"color": "#CC79A7", "marker": "."},
     "sdpa flash": {"color": "#D55E00", "marker": "_", "linestyle": ":"},
     "sdpa cudnn": {"color": "#D55E00", "marker": "_", "linestyle": "--"},

@@ -153,12 +153,12 @@ class _Session:
         return found
 
     def _admit(self, contender: Contender, case: Case) -> dict[str, Any]:
-        """The worst result of the check before timing, which lengths do not change."""
+        """The worst result of the check before timing, which batch and lengths do not change."""
         if reason := contender.refusal(case):
             return {"skipped": reason}
         alike = case if contender.convolves else _without_convolution(case)
-        grouped = case.sizes.heads // case.sizes.kv_heads
-        key = (contender.name, alike.spec, grouped, case.sizes.nq if case.decodes else None)
+        heads, rows = (case.sizes.heads, case.sizes.kv_heads), case.sizes.nq if case.decodes else None
+        key = (contender.name, alike.spec, heads, rows)
         if key not in self._verdicts:
             self._verdicts[key] = _attempt(lambda: _check(contender, case))
         return self._verdicts[key]

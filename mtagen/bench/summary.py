@@ -87,7 +87,8 @@ def slow_cases(results: Results) -> str:
     ]
     verdict = f"{len(slow) or 'none'} of {len(compared)} cases"
     listed = ":\n" + ",\n".join(slow) if slow else ""
-    return f"Forward + backward is slower than eager or torch.compile in {verdict}{listed}.\n\n{_sources(compared)}"
+    peers = " or ".join(_present(compared, SAME_MATH))
+    return f"Forward + backward is slower than {peers} in {verdict}{listed}.\n\n{_sources(compared)}"
 
 
 def kernels_table(results: Results) -> str:
