@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mtagen.bench import compare, plots, report, runs
+from mtagen.bench import compare, plots, report, runs, summary
 from mtagen.bench.columns import number
 from mtagen.bench.suites import suite
 from mtagen.bench.tables import Table, print_table, to_markdown
@@ -100,7 +100,7 @@ def overhead_run(slowest: float = 47.0) -> dict[str, Any]:
 RUNS = {
     **{
         name: make_run(suite(name, "cuda"), f"mtagen bench --suite {name}")
-        for name in ("quick", "full", "decode", "memory")
+        for name in ("quick", "full", "decode", "memory", "layers")
     },
     "overhead": overhead_run(),
     "cpu": on_cpu(make_run(suite("quick", "cpu"))),
@@ -219,7 +219,7 @@ def test_panels_show_what_was_measured() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("cpu", 8)])
+@pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("layers", 14), ("cpu", 8)])
 def test_plot_draws_what_has_several_points(name: str, panels: int, tmp_path: Path, monkeypatch: Any) -> None:
     drawn = []
     monkeypatch.setattr(plots, "_draw", lambda panel, ax: drawn.append(panel))
@@ -396,11 +396,33 @@ def test_page_has_all_parts_of_all_devices() -> None:
     for suite_name in ("full", "decode", "overhead"):
         assert f"commit 1afe34d0abcd | `mtagen bench --suite {suite_name}` |" in text
     assert max(map(len, text.splitlines())) <= 200
-    assert lines(text, "![") == [f"![run{index}](results/run{index}.png)" for index in range(5)]
+    assert lines(text, "![") == [f"![run{index}](results/run{index}.png)" for index in range(6)]
     devices = len(lines(text, "## "))
     tables = text.count("|---|\n") - devices  # of figures: each device has one of its runs besides
     sentences = devices  # on what is slow
     assert len(re.findall(r"^\(Runs? run\d(?:, run\d)*\.\)$", text, re.MULTILINE)) == tables + sentences
+
+
+@pytest.mark.parametrize("table", ["paper", "peers", "kernels", "lengths", "memory", "decode"])
+def test_tables_of_kernels_leave_out_other_stages(table: str) -> None:
+    named = {name: run | {"name": name} for name, run in RUNS.items()}
+    write = getattr(summary, f"{table}_table")
+    text = write(runs.merge([named["full"], named["decode"]]))
+    assert text
+    assert write(runs.merge([named["full"], named["decode"], named["layers"]])) == text
+    assert write(runs.merge([named["layers"]])) == ""
+
+
+def test_panels_over_lengths_show_one_layer() -> None:
+    layers = make_run(suite("layers", "cuda"))
+    shown = [row for row in layers["results"] if row.get("post_kernel") and row["heads"] == 16]
+    others = [row for row in layers["results"] if row not in shown]
+    section, *_ = plots._sections(
+        runs.measurements(layers | {"results": [*shown, *slowed({"results": others}, 2)["results"]]})
+    )
+    assert {panel.title.partition(":")[0] for panel in section} == {"6,11 mix 16 | 6,11 mix 16"}
+    (alone, *_) = plots._sections(runs.measurements(layers | {"results": shown}))
+    assert section == alone
 
 
 def test_paper_table_names_the_best_backend() -> None:

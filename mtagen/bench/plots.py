@@ -119,7 +119,7 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
         causal = any(case.causal for case in training)
         training = {case: rows for case, rows in training.items() if case.causal == causal}
         kernel, length = typical_kernel(training), typical_length(training)
-        lengthwise = {case: rows for case, rows in training.items() if case.spec.kernel == kernel}
+        lengthwise = {case: rows for case, rows in training.items() if name_kernel(case) == kernel}
         kernelwise = {case: rows for case, rows in training.items() if case.sizes.nk == length}
         yield _panels(lengthwise, partial(_over_lengths, label="ms", key="ms", log=True))
         steps = {case: rows for case, rows in lengthwise.items() if case.pass_name == "forward+backward"}
@@ -127,7 +127,7 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
         yield _panels(kernelwise, _over_kernels)
     if decode:
         kernel = typical_kernel(decode)
-        lengthwise = {case: rows for case, rows in decode.items() if case.spec.kernel == kernel}
+        lengthwise = {case: rows for case, rows in decode.items() if name_kernel(case) == kernel}
         yield _panels(lengthwise, partial(_over_lengths, label="GB/s", key="gbps"))
 
 

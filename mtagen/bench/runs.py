@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import InputError, SpecError, explain
 from ..measure.cases import LENGTH, PAPER, ROW_KEYS, TRAINING_PASSES, Case
-from .names import ONLY_ON_CPU, name_group, name_size
+from .names import ONLY_ON_CPU, name_group, name_kernel, name_size
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -216,10 +216,11 @@ def typical_length(cases: Iterable[Case]) -> int:
     return LENGTH if LENGTH in lengths else max(lengths)
 
 
-def typical_kernel(cases: Iterable[Case]) -> tuple[int, int] | None:
-    """The kernel of those that show one: the paper's, or the first there is."""
-    kernels = [case.spec.kernel for case in cases]
-    return PAPER if PAPER in kernels else kernels[0]
+def typical_kernel(cases: Iterable[Case]) -> str:
+    """The kernel of those that show one, by :func:`name_kernel`: the paper's alone, or the first there is."""
+    names = {case.spec: name_kernel(case) for case in cases}
+    papers = [name for spec, name in names.items() if spec.kernel == PAPER and spec.convolves_only]
+    return next(iter(papers or names.values()))
 
 
 def groups(cases: Cases) -> dict[str, Cases]:

@@ -94,7 +94,10 @@ def slow_cases(results: Results) -> str:
 def kernels_table(results: Results) -> str:
     """Forward and backward of all kernels on each backend."""
     steps = ("forward", "backward")
-    cases = _select(results, lambda case: case.pass_name in steps and case.sizes.batch == 1)
+    cases = _select(
+        results,
+        lambda case: case.spec.weight_names == ("weight",) and case.pass_name in steps and case.sizes.batch == 1,
+    )
     n, cases = _at_typical_length(cases)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
@@ -141,7 +144,7 @@ def memory_table(results: Results) -> str:
 
 def decode_table(results: Results) -> str:
     """Decode on each backend against plain attention's."""
-    cases = _select(results, lambda case: case.spec.kernel == PAPER and case.decodes)
+    cases = _select(results, lambda case: _is_the_papers(case) and case.decodes)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa flash", "sdpa"))[:1]
     shown = [columns.BATCH, columns.CACHE_LENGTH, columns.HEAD_DIM, columns.KV_HEADS, columns.NEW_TOKENS]
     for name in backends:
@@ -240,7 +243,7 @@ def _training_steps(results: Results) -> Results:
 
 
 def _is_the_papers(case: Case) -> bool:
-    return case.spec.kernel == PAPER and case.causal
+    return case.spec.kernel == PAPER and case.spec.convolves_only and case.causal
 
 
 def _present(results: Results, names: Iterable[str]) -> list[str]:
