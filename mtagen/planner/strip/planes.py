@@ -26,11 +26,11 @@ from .sizes import COUNT, KEYS, SLOTS
 from .source import StripSource
 from .stages import Convolution
 
-WARPS = 8
+WARPS = 4
 ROWS, TILE_KEYS = 16 * WARPS, 128  # a tile of results
 WALK = 4  # tiles of a convolution that a CTA makes
 COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
-CTAS = 2  # on a multiprocessor
+CTAS = 4  # on a multiprocessor
 PARTS = ("", "adjoint", "gradient")
 
 

@@ -6,6 +6,7 @@ of its warps takes a block of keys at a time. Arguments and grids are those of T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
 _BLOCK_BYTES = 64 * MAX_HEADS * 2  # 64 keys
+_MAX_DEPTH = 6
 _RESERVED = 1024  # bytes of shared memory that each CTA takes besides its own
 
 
@@ -93,6 +95,11 @@ class RowKernel(StripSource):
         """What planes hold of a probability."""
         return SHARE_SCALE
 
+    @property
+    def log2_share_scale(self) -> float:
+        """Its logarithm to base 2."""
+        return math.log2(SHARE_SCALE)
+
     # ---- What the role asks for
 
     @property
@@ -144,18 +151,15 @@ class RowKernel(StripSource):
         return 4 * sums * self.warps
 
     @property
-    def _kept(self) -> int:
-        """Bytes of what is kept of a block: scores, and gradients if there are."""
-        return _BLOCK_BYTES * (2 if self.backward else 1)
+    def planes(self) -> int:
+        """Planes that it reads."""
+        return 2 if self.backward else 1
 
     @property
-    def slots(self) -> int:
-        """Blocks of a row that a warp keeps from the first pass over the row to the second, where there are two."""
-        if self.role not in ("softmax", "softmax_backward"):
-            return 0
-        target = get_target(self.target)
-        share = (target.shared_per_block + _RESERVED) // self.ctas - _RESERVED
-        return (share - self.sums_bytes) // (self._kept * self.warps)
+    def depth(self) -> int:
+        """Blocks of each plane that a warp copies to shared memory ahead of its work."""
+        share = (get_target(self.target).shared_per_block + _RESERVED) // self.ctas - _RESERVED
+        return min(_MAX_DEPTH, (share - self.sums_bytes) // (self.planes * _BLOCK_BYTES * self.warps))
 
     @property
     def kernel(self) -> Kernel:
@@ -167,7 +171,7 @@ class RowKernel(StripSource):
             arguments,
             self.triton.grid,
             32 * form.warps,
-            self.sums_bytes + self.slots * self._kept * form.warps,
+            self.sums_bytes + self.depth * self.planes * _BLOCK_BYTES * form.warps,
             65536 // (32 * form.warps * form.ctas),
         )
 

@@ -30,30 +30,14 @@ struct Row {
   DEVICE Type* of(int n, int key) const { return at + ((n & 1) + 8 * (n >> 1)) * stride + key; }
 };
 
-DEVICE void copy(Block& to, const Block& from) {
+// Keys from the `seen`-th of a block on become zeros.
+DEVICE void clear_unseen(Block& block, int seen, int lane) {
+  const int mine = seen - 8 * (lane >> 2);  // of this lane's keys
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
-    for (int i = 0; i < TILES_OF_BLOCK; ++i) to[n][i] = from[n][i];
-}
-
-// Loads a block from key `key` on; heads that do not exist and keys from `end` on are zeros.
-template <class Type>
-DEVICE void load_block(Block& block, const Row<Type>& row, int key, int end, const bool (&exists)[4], int lane) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (exists[n]) x = *reinterpret_cast<const uint4*>(row.of(n, key));
-    block[n][0] = x.x, block[n][1] = x.y, block[n][2] = x.z, block[n][3] = x.w;
-  }
-  if (key + BLOCK_KEYS > end) {
-    const int mine = end - key - 8 * (lane >> 2);  // of this lane's keys, so many are there
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i)
-        block[n][i] &= mine > 2 * i + 1 ? 0xffffffffu : mine > 2 * i ? 0xffffu : 0u;
-  }
+    for (int i = 0; i < TILES_OF_BLOCK; ++i)
+      block[n][i] &= mine > 2 * i + 1 ? 0xffffffffu : mine > 2 * i ? 0xffffu : 0u;
 }
 
 template <class Type>
@@ -63,19 +47,20 @@ DEVICE void store_block(const Row<Type>& row, int key, const Block& block, const
     if (exists[n]) store_global(row.of(n, key), block[n][0], block[n][1], block[n][2], block[n][3]);
 }
 
-// A warp's first blocks of a row, kept in shared memory from one pass over the row to the next. A lane reads what it has
-// written itself.
+// Blocks are copied to shared memory while the warp works on earlier ones. A lane copies what it reads itself, so that
+// it need not wait for others.
 constexpr int BLOCK_BYTES = BLOCK_KEYS * MAX_HEADS * 2;
 
-DEVICE void keep_block(u32 slot, const Block& block, int lane) {
+// Copies a block from key `key` on; heads that do not exist are zeros.
+template <class Type>
+DEVICE void copy_block_async(u32 to, const Row<Type>& row, int key, const bool (&exists)[4], int lane) {
 #pragma unroll
-  for (int n = 0; n < 4; ++n)
-    store_shared(slot + (32 * n + lane) * 16, block[n][0], block[n][1], block[n][2], block[n][3]);
+  for (int n = 0; n < 4; ++n) copy_async(to + (32 * n + lane) * 16, row.of(n, key), exists[n]);
 }
 
-DEVICE void load_kept(Block& block, u32 slot, int lane) {
+DEVICE void load_block(Block& block, u32 from, int lane) {
 #pragma unroll
-  for (int n = 0; n < 4; ++n) load_shared(block[n], slot + (32 * n + lane) * 16);
+  for (int n = 0; n < 4; ++n) load_shared(block[n], from + (32 * n + lane) * 16);
 }
 
 // The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
@@ -210,57 +195,3 @@ DEVICE void sum_over_keys(float (&x)[4], float* shared, int warp, int lane) {
     for (int w = 0; w < WARPS; ++w) x[n] += shared[w * MAX_HEADS + head_of(n, lane)];
   }
 }
-
-// ---- Softmax ---------------------------------------------------------------------------------------------------------
-
-// The largest exponent of each head and the sum of 2^(x - largest), over the keys that a lane has seen.
-struct Statistics {
-  float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, total[4] = {};
-
-  // Adds the exponents of a block's tiles.
-  DEVICE void add(const Tile (&x)[TILES_OF_BLOCK]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int first = 4 * (n >> 1) + (n & 1);
-      float top = largest[n];
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i) top = fmaxf(top, fmaxf(x[i][first], x[i][first + 2]));
-      const float shift = top == -INFINITY ? 0.f : top;
-      float sum = total[n] * exp2_fast(largest[n] - shift);
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i) sum += exp2_fast(x[i][first] - shift) + exp2_fast(x[i][first + 2] - shift);
-      largest[n] = top, total[n] = sum;
-    }
-  }
-
-  DEVICE void merge(int n, float other, float sum) {
-    const float top = fmaxf(largest[n], other), shift = top == -INFINITY ? 0.f : top;
-    total[n] = total[n] * exp2_fast(largest[n] - shift) + sum * exp2_fast(other - shift);
-    largest[n] = top;
-  }
-
-  // log2 of the sum of 2^x over all keys, of the lane's 4 heads. `shared` is room for 32 floats a warp.
-  template <int WARPS>
-  DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        merge(n, __shfl_xor_sync(0xffffffffu, largest[n], mask), __shfl_xor_sync(0xffffffffu, total[n], mask));
-      if (lane < 4) {
-        float* to = shared + (warp * MAX_HEADS + head_of(n, lane)) * 2;
-        to[0] = largest[n], to[1] = total[n];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      largest[n] = -INFINITY, total[n] = 0.f;
-      for (int w = 0; w < WARPS; ++w) {
-        const float* from = shared + (w * MAX_HEADS + head_of(n, lane)) * 2;
-        merge(n, from[0], from[1]);
-      }
-      result[n] = largest[n] + log2f(total[n]);
-    }
-  }
-};
