@@ -18,15 +18,16 @@ from .sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from .stages import Convolution, Stages, block_of
 
 PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
-# Tiles of products: rows, keys and stages. The first that shared memory holds is taken.
+# Tiles of products: rows, keys, stages and warps. The first that shared memory holds is taken.
 PRODUCT_TILES = (
-    *((128, 64, stages) for stages in (4, 3, 2)),
-    *((64, 64, stages) for stages in (3, 2)),
-    *((rows, 64, 1) for rows in (128, 64, 32)),
-    (32, 32, 1),
+    *((128, 64, stages, 4) for stages in (4, 3, 2)),
+    *((64, 64, stages, 4) for stages in (3, 2)),
+    *((rows, 64, 1, 4) for rows in (128, 64, 32)),
+    (32, 32, 1, 4),
 )
+NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # of at most 64 columns
 DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
-PRODUCT_CHUNK, DECODE_PRODUCT_CHUNK = 1024, 512  # keys of a program
+PRODUCT_CHUNK = 512  # keys of a program
 CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
@@ -89,7 +90,8 @@ class _Maker:
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
-        yield self._product("grad_shares", spec.value_head_dim)
+        if stages.masks_grad_shares:
+            yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid")
         if stages.post_is_separate:
             yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)
@@ -135,10 +137,10 @@ class _Maker:
 
     def _product(self, role: str, width: int, decode_rows: int = 0, more: tuple[Argument, ...] = ()) -> Kernel:
         if decode_rows:
-            chunk, tiles = DECODE_PRODUCT_CHUNK, [(decode_rows, *tile) for tile in DECODE_PRODUCT_TILES]
+            tiles = [(decode_rows, *tile, 4) for tile in DECODE_PRODUCT_TILES]
         else:
-            chunk, tiles = PRODUCT_CHUNK, [*PRODUCT_TILES]
-        rows, keys, stages = self._fitting(width, tiles)
+            tiles = [*(NARROW_PRODUCT_TILES if width <= 64 else PRODUCT_TILES)]
+        rows, keys, stages, warps = self._fitting(width, tiles)
         return self._make(
             role,
             (
@@ -147,19 +149,20 @@ class _Maker:
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
             ),
-            (self._tiles(rows, chunk),),
-            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": chunk, "D": block_dim(width)},
+            (self._tiles(rows, PRODUCT_CHUNK),),
+            {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": PRODUCT_CHUNK, "D": block_dim(width)},
+            warps=warps,
             stages=stages,
         )
 
-    def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+    def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
         """The first tile whose operands and products fit shared memory.
 
         Raises:
             PlanError: none does.
         """
         spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
-        needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, keys, stages in tiles]
+        needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, keys, stages, _ in tiles]
         for tile, need in zip(tiles, needs, strict=True):
             if need <= limit:
                 return tile

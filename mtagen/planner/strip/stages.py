@@ -137,6 +137,11 @@ class Stages:
         return self.post_mix is not None and self.post_is_separate
 
     @property
+    def masks_grad_shares(self) -> bool:
+        """Whether hidden gradients of shares must be zeros. A mixture, and the softmax, look at what rows see only."""
+        return self.post_convolution is not None and self.post_mix is None
+
+    @property
     def fused_post_mix(self) -> bool:
         """Whether the softmax's kernel mixes the heads after it."""
         return self.post_mix is not None and not self.post_is_separate

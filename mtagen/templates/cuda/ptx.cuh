@@ -78,9 +78,9 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once.
+// Stores 16 bytes to global memory at once; L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.global.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
 DEVICE void load_shared(u32 (&x)[2], u32 from) {
@@ -131,6 +131,22 @@ DEVICE u32 transposed(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// Stores four 8 x 8 matrices transposed, held and addressed as load_matrices_transposed gives them.
+DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 to = __shfl_sync(0xffffffffu, row, 8 * i + (lane >> 2));
+    store_shared(to + 4 * (lane & 3), transposed(x[i]));
+  }
+#endif
 }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives

@@ -4,19 +4,19 @@
 
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, a block a warp ----------------------------------------------------
 //
-// A lane holds 8 keys of 4 heads, 16 bytes a head: keys 8 lane_row and on, heads 2 lane_pair, the next, and the two that
-// are 8 later. So four lanes, and each lane in one access, cover whole lines of memory. A block falls into four tiles of
-// 16 keys; of tile i a lane holds keys 2 i and 2 i + 1 of its 8. As the operand or the result of an mma, a tile has a
-// row for each key, the even ones above the odd ones, and a column for each head: what a lane holds of memory is what
-// it holds of operands and results, and results of one product are operands of the next.
+// A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head % 8.
+// Eight lanes copy a line. What lanes copy and read is told to each other by __syncwarp.
 constexpr int BLOCK_KEYS = 64, MAX_HEADS = 16, TILES_OF_BLOCK = 4;
+constexpr int LINE = BLOCK_KEYS * 2, BLOCK_BYTES = MAX_HEADS * LINE;
 
-using Block = u32[4][TILES_OF_BLOCK];  // of each head and tile, two elements
+// Address of keys 8 column to 8 column + 7 of a head.
+DEVICE u32 in_block(u32 block, int head, int column) { return block + head * LINE + ((column ^ (head & 7)) << 4); }
 
-// The n-th of the heads that a lane holds.
-DEVICE int head_of(int n, int lane) { return 2 * (lane & 3) + (n & 1) + 8 * (n >> 1); }
+// The n-th of the heads whose lines a lane copies, and the first of its 8 keys there.
+DEVICE int copied_head(int n, int lane) { return 4 * n + (lane >> 3); }
+DEVICE int copied_key(int lane) { return 8 * (lane & 7); }
 
-// Where a lane finds its elements of a row of a plane: those of its first head, and from a head to the next.
+// Where a lane's first line of a row of a plane is, and how far it is from a head to the next.
 template <class Type>
 struct Row {
   Type* at;
@@ -24,87 +24,96 @@ struct Row {
 
   DEVICE Row(Type* plane, long long first_slot, int count, int r, int pitch, int lane) {
     stride = static_cast<long long>(count) * pitch;
-    at = plane + first_slot * stride + static_cast<long long>(r) * pitch + 2 * (lane & 3) * stride + 8 * (lane >> 2);
+    at = plane + (first_slot + (lane >> 3)) * stride + static_cast<long long>(r) * pitch + copied_key(lane);
   }
 
-  DEVICE Type* of(int n, int key) const { return at + ((n & 1) + 8 * (n >> 1)) * stride + key; }
+  DEVICE Type* of(int n, int key) const { return at + 4 * n * stride + key; }
 };
 
-// Keys from the `seen`-th of a block on become zeros.
-DEVICE void clear_unseen(Block& block, int seen, int lane) {
-  const int mine = seen - 8 * (lane >> 2);  // of this lane's keys
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int i = 0; i < TILES_OF_BLOCK; ++i)
-      block[n][i] &= mine > 2 * i + 1 ? 0xffffffffu : mine > 2 * i ? 0xffffu : 0u;
-}
-
+// Copies a block from key `key` on; of `heads` heads, others are zeros.
 template <class Type>
-DEVICE void store_block(const Row<Type>& row, int key, const Block& block, const bool (&exists)[4]) {
+DEVICE void copy_block_async(u32 block, const Row<Type>& row, int key, int heads, int lane) {
 #pragma unroll
-  for (int n = 0; n < 4; ++n)
-    if (exists[n]) store_global(row.of(n, key), block[n][0], block[n][1], block[n][2], block[n][3]);
+  for (int n = 0; n < 4; ++n) {
+    const int head = copied_head(n, lane);
+    copy_async(in_block(block, head, lane & 7), row.of(n, key), head < heads);
+  }
 }
 
-// Blocks are copied to shared memory while the warp works on earlier ones. A lane copies what it reads itself, so that
-// it need not wait for others.
-constexpr int BLOCK_BYTES = BLOCK_KEYS * MAX_HEADS * 2;
-
-// Copies a block from key `key` on; heads that do not exist are zeros.
+// Writes a block, which lanes have stored before, to memory.
 template <class Type>
-DEVICE void copy_block_async(u32 to, const Row<Type>& row, int key, const bool (&exists)[4], int lane) {
+DEVICE void write_block(const Row<Type>& row, int key, u32 block, int heads, int lane) {
+  __syncwarp();
 #pragma unroll
-  for (int n = 0; n < 4; ++n) copy_async(to + (32 * n + lane) * 16, row.of(n, key), exists[n]);
-}
-
-DEVICE void load_block(Block& block, u32 from, int lane) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) load_shared(block[n], from + (32 * n + lane) * 16);
+  for (int n = 0; n < 4; ++n) {
+    const int head = copied_head(n, lane);
+    u32 x[4];
+    load_shared(x, in_block(block, head, lane & 7));
+    if (head < heads) store_global(row.of(n, key), x[0], x[1], x[2], x[3]);
+  }
 }
 
 // The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
 template <int WARPS, class Type>
-DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, const bool (&exists)[4], int warp) {
-  const Block zeros = {};
+DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int warp, int lane) {
   const int first = (end + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
-  for (int key = first * BLOCK_KEYS; key < keys; key += WARPS * BLOCK_KEYS) store_block(row, key, zeros, exists);
+  for (int key = first * BLOCK_KEYS; key < keys; key += WARPS * BLOCK_KEYS)
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
 }
 
 // ---- Tiles: 16 keys of 16 heads --------------------------------------------------------------------------------------
 //
-// Of a tile's floats, x[4 m + 2 k + e] is of key k, 0 or 1, and of head 2 m + e of those that the lane holds.
+// In products that sum over heads, a tile is the left operand, with a row for each key and a column for each head; and
+// so are results, which can be the operand of the next product. A lane has 2 keys, lane_row and the one 8 later, and 4
+// heads, 2 lane_pair, the next, and those 8 later. Of a tile's floats, x[4 m + 2 k + e] is of key lane_row + 8 k and
+// head 2 lane_pair + e + 8 m.
 using Tile = float[8];
+using Operand = u32[4];
 
-// Tile i as the left operand of a product that sums over heads.
-DEVICE void operand_of(u32 (&a)[4], const Block& block, int i) {
+// Which key of its block an element of tile i is.
+DEVICE int key_of(int e, int i, int lane) { return 16 * i + 8 * (e >> 1 & 1) + (lane >> 2); }
+
+// The n-th of a lane's heads, and which of them an element is of.
+DEVICE int head_of(int n, int lane) { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
+DEVICE constexpr int head_of_element(int e) { return 2 * (e >> 2) + (e & 1); }
+
+// The address that a lane gives for tile i of a block: of the matrices at (keys, heads) = (0, 0), (8, 0), (0, 8), (8, 8).
+DEVICE u32 tile_of(u32 block, int i, int lane) {
+  return in_block(block, 8 * (lane >> 4) + (lane & 7), 2 * i + (lane >> 3 & 1));
+}
+
+DEVICE void load_operand(Operand& a, u32 block, int i, int lane) { load_matrices_transposed(a, tile_of(block, i, lane)); }
+
+// Keys from the `seen`-th of the block on become zeros.
+DEVICE void clear_unseen(Operand& a, int i, int seen, int lane) {
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    a[2 * m] = __byte_perm(block[2 * m][i], block[2 * m + 1][i], 0x5410);
-    a[2 * m + 1] = __byte_perm(block[2 * m][i], block[2 * m + 1][i], 0x7632);
-  }
+  for (int n = 0; n < 4; ++n)
+    if (key_of(2 * n, i, lane) >= seen) a[n] = 0;
 }
 
 template <class Type>
-DEVICE void operand_of(u32 (&a)[4], const Tile& x) {
+DEVICE void operand_of(Operand& a, const Tile& x) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) a[n] = pack<Type>(x[2 * n], x[2 * n + 1]);
 }
 
-// Tile i as floats.
 template <class Type>
-DEVICE void unpack_tile(Tile& x, const Block& block, int i) {
+DEVICE void unpack_tile(Tile& x, const Operand& a) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float2 pair = unpack<Type>(block[n][i]);
-    x[4 * (n >> 1) + (n & 1)] = pair.x, x[4 * (n >> 1) + 2 + (n & 1)] = pair.y;
+    const float2 pair = unpack<Type>(a[n]);
+    x[2 * n] = pair.x, x[2 * n + 1] = pair.y;
   }
 }
 
+// Stores tile i of a block.
 template <class Type>
-DEVICE void pack_tile(Block& block, int i, const Tile& x) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) block[n][i] = pack<Type>(x[4 * (n >> 1) + (n & 1)], x[4 * (n >> 1) + 2 + (n & 1)]);
+DEVICE void store_tile(u32 block, int i, const Tile& x, int lane) {
+  Operand a;
+  operand_of<Type>(a, x);
+  store_matrices_transposed(tile_of(block, i, lane), a);
 }
 
 DEVICE void scale_tile(Tile& x, float factor) {
@@ -133,7 +142,7 @@ struct Mixture {
       }
   }
 
-  DEVICE void operator()(Tile& y, const u32 (&x)[4]) const {
+  DEVICE void operator()(Tile& y, const Operand& x) const {
 #pragma unroll
     for (int e = 0; e < 8; ++e) y[e] = 0.f;
 #pragma unroll
@@ -149,9 +158,9 @@ template <class Type>
 struct HeadProducts {
   float sums[8] = {};
 
-  // Adds y x^T, both operands of products over heads.
-  DEVICE void add(const u32 (&y)[4], const u32 (&x)[4]) {
-    u32 a[4], b[4];
+  // Adds y x^T, both given as operands of products over heads.
+  DEVICE void add(const Operand& y, const Operand& x) {
+    Operand a, b;
 #pragma unroll
     for (int i = 0; i < 4; ++i) b[i] = transposed(x[i]);
     a[0] = transposed(y[0]), a[1] = transposed(y[2]), a[2] = transposed(y[1]), a[3] = transposed(y[3]);
