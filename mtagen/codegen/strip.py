@@ -62,7 +62,9 @@ def _context(module: StripModule) -> Mapping[str, Any]:
 
 
 def _product_tiles(module: StripModule, role: str, x: str, y: str, plane: str) -> Mapping[str, str]:
-    """The descriptors that a product of rows takes."""
+    """The tensors of a product of rows: CUDA takes them as they are, Triton descriptors of tiles."""
+    if role in module.cuda:
+        return {"x": x, "y": y, "plane": plane}
     tile = dict(module.kernel(role).constants)
     rows, keys, width = tile["BLOCK_M"], tile["BLOCK_N"], tile["D"]
     return {

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..targets import TARGETS, get_target
-from . import rows
+from . import products, rows
 from .planes import PARTS, PlaneKernel
+from .products import ProductKernel
 from .rows import RowKernel
 from .source import StripSource
 from .stages import Stages
@@ -30,29 +30,19 @@ def cuda_sources(pass_name: str, spec: Spec, target: str, kernels: Iterable[Kern
     if "mma" not in get_target(target).matrix:
         legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
         raise PlanError(explain("target", target, "the cuda backend's kernels are made of mma instructions", legal))
-    found = {source.role: source for source in (*_convolutions(spec, target), *_rows(spec, target, kernels))}
+    found = {source.role: source for source in _candidates(spec, target, kernels) if source.fits}
     made = tuple(found[kernel.role] for kernel in kernels if kernel.role in found)
     if not made:
-        rule = (
-            f"cuda mixes up to {rows.MAX_HEADS} heads, and convolves where each score counts for all rows or for none"
-        )
+        rule = f"cuda mixes up to {rows.MAX_HEADS} heads, and takes each score for all rows of results or for none"
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
     return made
 
 
-def _rows(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[RowKernel]:
-    for kernel in kernels:
-        if kernel.role in rows.ROLES and (made := RowKernel(spec, target, kernel)).heads <= rows.MAX_HEADS:
-            yield made
-
-
-def _convolutions(spec: Spec, target: str) -> Iterator[PlaneKernel]:
-    if Mask.of(spec).zeroes_terms:
-        return
+def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[StripSource]:
     stages = Stages(spec)
+    yield from (ProductKernel(spec, target, role) for role in products.ROLES)
     for stage in stages.convolutions:
         # Shares that nothing mixes any more are multiplied with values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
-        for made in (PlaneKernel(spec, target, stage, part, spec.dtype if part else result) for part in PARTS):
-            if made.fits:
-                yield made
+        yield from (PlaneKernel(spec, target, stage, part, spec.dtype if part else result) for part in PARTS)
+    yield from (RowKernel(spec, target, kernel) for kernel in kernels if kernel.role in rows.ROLES)

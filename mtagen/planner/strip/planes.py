@@ -149,7 +149,8 @@ class PlaneKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        """Whether slabs can hold the kernel's window, and the target a CTA."""
+        if self.mask.zeroes_terms:  # a score that counts for some rows of results and not for others
+            return False
         try:
             _ = self.toeplitz
         except PlanError:

@@ -81,6 +81,10 @@ class RowKernel(StripSource):
         return dict(self.triton.constants)["HEADS"]
 
     @property
+    def fits(self) -> bool:
+        return self.heads <= MAX_HEADS
+
+    @property
     def programs(self) -> int:
         """CTAs that share the rows in the backward pass, each with sums of its own."""
         return PROGRAMS

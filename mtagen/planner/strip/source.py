@@ -37,6 +37,11 @@ class StripSource(ABC):
 
     @property
     @abstractmethod
+    def fits(self) -> bool:
+        """Whether it can do what the request asks, on the target."""
+
+    @property
+    @abstractmethod
     def kernel(self) -> Kernel:
         """Its arguments and how it is launched."""
 

@@ -1,0 +1,151 @@
+"""The CUDA kernels of the lowering "strip" that fill planes: products of rows of two tensors, by mma instructions.
+
+A CTA has rows of the first tensor, as many keys as it walks over of the second, and collects results in shared memory,
+so that it writes whole lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from sympy import ceiling
+
+from ...spec import Spec
+from ..kernel import Kernel, numbers, reads, strides, writes
+from ..targets import get_target
+from ..tile.memory import SharedMap
+from ..tile.toeplitz import CHUNK
+from .sizes import COUNT, KEYS, SLOTS
+from .source import StripSource
+
+WARPS, ROW_WARPS = 8, 4
+ROWS, TILE_KEYS, WALK = 128, 64, 512  # a tile, and the keys of a CTA
+_PANEL = 64  # columns that are swizzled together
+_HELD_WIDTH = 128  # rows of so many columns fit registers
+ROLES = ("scores", "grad_shares")
+
+
+@dataclass(frozen=True)
+class ProductKernel(StripSource):
+    """A product of rows with rows.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+        product: one of ``ROLES``.
+    """
+
+    spec: Spec
+    target: str
+    product: str
+
+    template = "plane_product.cu.j2"
+
+    @property
+    def role(self) -> str:
+        return self.product
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.spec.head_dim if self.role == "scores" else self.spec.value_head_dim
+
+    @property
+    def result(self) -> str:
+        """Type of the elements of the plane."""
+        return "fp16" if self.role == "scores" else self.spec.dtype
+
+    @property
+    def skips(self) -> bool:
+        """Whether results of rows before ``skip`` are zeros."""
+        return self.role == "grad_shares" and self.spec.context > 0
+
+    @property
+    def fits(self) -> bool:
+        # Rows fall into whole steps of an mma, and no scores are asked for but those that rows see.
+        whole = self.width % 16 == 0 and not self.mask.zeroes_terms
+        return whole and self.shared.size <= get_target(self.target).shared_per_block
+
+    # ---- How the work is shared
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return WARPS
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that share the rows."""
+        return ROW_WARPS
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA."""
+        return ROWS
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return TILE_KEYS
+
+    @property
+    def walk(self) -> int:
+        """Keys of a CTA."""
+        return WALK
+
+    @property
+    def holds_x(self) -> bool:
+        """Whether a warp's rows stay in registers."""
+        return self.width <= _HELD_WIDTH
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a multiprocessor."""
+        return 2 if 2 * (self.shared.size + 1024) <= get_target(self.target).shared_per_block + 1024 else 1
+
+    # ---- Shared memory
+
+    def _tile(self, rows: int) -> int:
+        return -(-self.width // _PANEL) * _PANEL * 2 * rows
+
+    @property
+    def y_tile(self) -> int:
+        """Bytes of a tile of keys."""
+        return self._tile(TILE_KEYS)
+
+    @property
+    def result_row(self) -> int:
+        """Bytes from a row of results to the next."""
+        return 2 * (TILE_KEYS + CHUNK)
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        """The CTA's shared memory."""
+        return SharedMap.of(
+            (("X", self._tile(ROWS), 1024), ("Y", 2 * self.y_tile, 1024), ("RESULTS", ROWS * self.result_row, 16))
+        )
+
+    @property
+    def kernel(self) -> Kernel:
+        arguments = (
+            *reads("Element", "x", "y"),
+            *writes("Result", "plane"),
+            *strides("x", "y"),
+            *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
+            *numbers("float", "factor"),
+        )
+        grid = (ceiling(COUNT / ROWS) * ceiling(KEYS / WALK) * SLOTS,)
+        registers = 65536 // (32 * WARPS * self.ctas)
+        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared.size, min(255, registers))
+
+    @property
+    def legend(self) -> Iterator[str]:
+        skipped = "; so are those of rows before `skip`" if self.skips else ""
+        yield "Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],"
+        yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+
+    @property
+    def summary(self) -> str:
+        return f"CUDA, {WARPS} warps, {ROWS} rows, {TILE_KEYS} keys a tile, {self.shared.size} bytes of shared memory"
