@@ -203,7 +203,7 @@ def test_planes_are_those_of_the_host_code(spec: Spec) -> None:
 
 
 def test_each_pass_has_its_own_workspace() -> None:
-    passes = [StripPass(EVERYTHING, "sm_90a", name, 2**20 + i) for i, name in enumerate(PASSES)]
+    passes = [StripPass(EVERYTHING, "sm_90a", name, workspace_bytes=2**20 + i) for i, name in enumerate(PASSES)]
     source = render_module(StripModule.of(passes))
     for i, name in enumerate(PASSES):
         host = next(x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef) and x.name == name)
@@ -224,17 +224,28 @@ def test_round_trip(spec: Spec) -> None:
 
 
 @every_pipeline
-def test_auto_takes_triton_and_says_why(spec: Spec) -> None:
+def test_auto_takes_cuda_to_train_where_it_has_kernels(spec: Spec) -> None:
+    """Of no pipeline but the one that mixes too many heads does CUDA make nothing."""
     made = plan(spec, "sm_90a")
-    stage = next(name for name in ("mixed_heads", "post_kernel", "post_mixed_heads") if getattr(spec, name))
-    assert made.backend == "triton"
-    assert made.reason.startswith(
-        f"not cuda: {stage}: got {getattr(spec, stage)!r}; cuda has no kernels for this stage"
+    choices = {one.plan.pass_name: (one.backend, one.reason) for one in made.passes}
+    assert choices["decode"] == (
+        "triton",
+        "not cuda: pass: got 'decode'; the few rows of a decode step are made by triton's kernels; "
+        "legal: backend='auto', or 'triton'",
     )
+    for name in ("forward", "backward"):
+        backend, reason = choices[name]
+        if spec == TOO_MANY:
+            assert backend == "triton"
+            assert reason.startswith("not cuda: stages: got {")
+            assert "cuda mixes up to 16 heads" in reason
+        else:
+            assert backend == "cuda"
+            assert reason.startswith("0.70 of triton's time, measured")
 
 
 def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
-    text = " ".join(str(plan(EVERYTHING, "sm_90a")).split())
+    text = " ".join(str(plan(EVERYTHING, "sm_90a", "triton")).split())
     for piece in (
         "convolution before the softmax 6 x 11, 5 keys left, 5 right",
         "mixture before the softmax groups of 16 heads",
@@ -247,6 +258,18 @@ def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
         "4 warps decode planes scores, convolved, convolved_shares workspace",
     ):
         assert piece in text
+
+
+def test_the_table_of_a_plan_shows_which_kernels_are_cudas() -> None:
+    lines = [" ".join(line.split()) for line in str(plan(EVERYTHING, "sm_90a")).splitlines()]
+    for piece in (
+        "softmax CUDA, 8 warps, 16 heads of a row",
+        "convolution CUDA, 4 warps, 64 rows, 128 keys a tile, ",
+        "post_convolution_gradient CUDA, 4 warps, 64 rows, 128 keys a tile, ",
+        "grad_shares BLOCK_M 128",
+        "decode_softmax HEADS 16",
+    ):
+        assert any(line.startswith(piece) for line in lines), piece
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "generic"])

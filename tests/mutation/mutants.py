@@ -169,7 +169,7 @@ BACKWARD = (
     ),
     Mutant(
         "backward-gradient-of-w-of-one-batch-entry",
-        f"{CUDA}/backward_weight.cuh",
+        f"{CUDA}/weight_gradient.cuh",
         "* batch + b;",
         "* batch;",
         "Batch entries overwrite each other's share of the gradient of W.",
