@@ -15,6 +15,7 @@ from single_pass import host_module
 
 from mtagen.codegen.cuda import FUNCTION, render
 from mtagen.planner.kernel import Kernel
+from mtagen.planner.strip.source import StripSource
 from mtagen.planner.tile.passes import TilePass
 
 HERE = Path(__file__).parent
@@ -60,11 +61,11 @@ class EmulatedKernel:
         assert not error, f"{self.kernel.name}: {error.decode()}"
 
 
-def emulated(plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False) -> Mapping[str, EmulatedKernel]:
-    """The kernels of a pass, role -> kernel.
+def emulated(plan: TilePass | StripSource, folder: Path, seed: int = 0, *, checked: bool = False) -> Mapping[str, EmulatedKernel]:
+    """The kernels of a pass, or of one source of a strip's, role -> kernel.
 
     Args:
-        plan: the pass.
+        plan: the pass, or the source.
         folder: where it is compiled, once.
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
@@ -105,12 +106,12 @@ def host_function(
     return call
 
 
-def for_host(plan: TilePass) -> str:
+def for_host(plan: TilePass | StripSource) -> str:
     """The emitted source, in which ``device.h`` stands for CUDA's headers and for every function of inline PTX."""
     source = FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
     source = re.sub(r"^#include <cuda_\w+\.h>\n", "", source, flags=re.MULTILINE)
-    shared = r"unsigned char* const \1 = emulator::memory + emulator::BASE;"
-    source = re.sub(r"extern __shared__ .* (\w+)\[\];", shared, source)
+    shared = r"\1* const \2 = reinterpret_cast<\1*>(emulator::memory + emulator::BASE);"
+    source = re.sub(r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];", shared, source)
     assert not re.search(r"\basm\b", source)
     wgmmas = [_wgmma(w) for w in getattr(plan, "wgmmas", ())]
     launchers = [f"EMULATED_KERNEL({kernel.name}, {kernel.threads}, {kernel.shared})" for kernel in plan.kernels]

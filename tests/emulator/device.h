@@ -60,6 +60,12 @@ To bits_as(From from) {
   return to;
 }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
+  const u64 bytes = x | static_cast<u64>(y) << 32;
+  u32 result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<u32>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
 template <class T>
 T __ldg(const T* from) {
   return *from;
@@ -114,8 +120,7 @@ constexpr u32 BASE = 1024, MAX_SHARED = 228 << 10;  // shared memory starts with
 struct Copy {
   u32 to;
   const void* from;
-  int bytes;
-  bool valid;
+  int bytes, taken;  // zeros in place of those that are not taken
   int group;
 };
 
@@ -371,16 +376,15 @@ void store(u32 to, T x) {
 
 // Copies. Their order is that of the wait, even if they land at once.
 inline void put(const Copy& copy) {
-  if (copy.valid)
-    memcpy(memory + copy.to, copy.from, copy.bytes);
-  else
-    memset(memory + copy.to, 0, copy.bytes);
+  memcpy(memory + copy.to, copy.from, copy.taken);
+  memset(memory + copy.to + copy.taken, 0, copy.bytes - copy.taken);
 }
-inline void copy(u32 to, const void* from, int bytes, bool valid) {
+inline void copy(u32 to, const void* from, int bytes, int taken) {
   place(to, bytes, "copy_async");
-  if (valid && reinterpret_cast<size_t>(from) % bytes) fail("copy_async from %p, which is not aligned to %d bytes", from, bytes);
+  if (taken < 0 || taken > bytes) fail("copy_async of %d of %d bytes", taken, bytes);
+  if (taken && reinterpret_cast<size_t>(from) % bytes) fail("copy_async from %p, which is not aligned to %d bytes", from, bytes);
   note_write(current, to, bytes, "copy_async", true);
-  const Copy it{to, from, bytes, valid, threads[current].groups};
+  const Copy it{to, from, bytes, taken, threads[current].groups};
   if (!late) put(it);
   threads[current].copies.push_back(it);
 }
@@ -406,9 +410,10 @@ inline void land_until(int end) {
 }  // namespace emulator
 
 inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const unsigned char*>(p) - emulator::memory; }
-inline void copy_async(u32 to, const void* from, bool valid) { emulator::copy(to, from, 16, valid); }
-inline void copy_async_stream(u32 to, const void* from, bool valid) { emulator::copy(to, from, 16, valid); }
-inline void copy_word_async(u32 to, const void* from) { emulator::copy(to, from, 4, true); }
+inline void copy_async(u32 to, const void* from, bool valid) { emulator::copy(to, from, 16, valid ? 16 : 0); }
+inline void copy_part_async(u32 to, const void* from, int bytes) { emulator::copy(to, from, 16, bytes); }
+inline void copy_async_stream(u32 to, const void* from, bool valid) { copy_async(to, from, valid); }
+inline void copy_word_async(u32 to, const void* from) { emulator::copy(to, from, 4, 4); }
 inline void copy_commit() { ++emulator::threads[emulator::current].groups; }
 inline void copy_wait_all() { emulator::land_until(1 << 30); }
 template <int PENDING>
@@ -431,6 +436,12 @@ inline void load_shared(u32 (&x)[2], u32 from) {
 inline void load_shared(u32 (&x)[4], u32 from) {
   const uint4 words = emulator::load<uint4>(from);
   x[0] = words.x, x[1] = words.y, x[2] = words.z, x[3] = words.w;
+}
+
+inline void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
+  if (reinterpret_cast<size_t>(to) % 16) emulator::fail("store_global at %p, which is not aligned to 16 bytes", to);
+  const uint4 words{x, y, z, w};
+  memcpy(to, &words, sizeof(words));
 }
 
 // Global memory that other CTAs use too.
@@ -554,6 +565,17 @@ void registers_down_to() {}
 
 namespace emulator {
 
+// Of an 8 x 8 matrix, the two elements that a lane holds.
+inline u32 pair_of(const unsigned short (&element)[8][8], int lane, bool transposed) {
+  const int g = lane >> 2, t = lane & 3;
+  return transposed ? element[2 * t][g] | element[2 * t + 1][g] << 16 : element[g][2 * t] | element[g][2 * t + 1] << 16;
+}
+inline void set_pair(unsigned short (&element)[8][8], int lane, bool transposed, u32 pair) {
+  const int g = lane >> 2, t = lane & 3;
+  (transposed ? element[2 * t][g] : element[g][2 * t]) = pair;
+  (transposed ? element[2 * t + 1][g] : element[g][2 * t + 1]) = pair >> 16;
+}
+
 template <int N, bool TRANSPOSED>
 void load_matrices(u32 (&x)[N], u32 row) {
   struct {
@@ -569,10 +591,7 @@ void load_matrices(u32 (&x)[N], u32 row) {
         memcpy(element[i], place(from, 16, what), 16);
         note_read(current / WARP * WARP + 8 * m + i, from, 16, what);
       }
-      for (int i = 0; i < WARP; ++i) {
-        const int g = i >> 2, t = i & 3;
-        all[i]->x[m] = TRANSPOSED ? element[2 * t][g] | element[2 * t + 1][g] << 16 : element[g][2 * t] | element[g][2 * t + 1] << 16;
-      }
+      for (int i = 0; i < WARP; ++i) all[i]->x[m] = pair_of(element, i, TRANSPOSED);
     }
   });
 }
@@ -686,6 +705,33 @@ void load_matrices(u32 (&x)[N], u32 row) {
 template <int N>
 void load_matrices_transposed(u32 (&x)[N], u32 row) {
   emulator::load_matrices<N, true>(x, row);
+}
+inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
+  struct {
+    const u32* x;
+    u32 row;
+  } mine{x, row};
+  const char* const what = "store_matrices_transposed";
+  emulator::together(what, mine, [what](auto all) {
+    using namespace emulator;
+    for (int m = 0; m < 4; ++m) {
+      unsigned short element[8][8];
+      for (int i = 0; i < WARP; ++i) set_pair(element, i, true, all[i]->x[m]);
+      for (int i = 0; i < 8; ++i) {
+        const u32 to = all[8 * m + i]->row;
+        memcpy(place(to, 16, what), element[i], 16);
+        note_write(current / WARP * WARP + 8 * m + i, to, 16, what);
+      }
+    }
+  });
+}
+inline u32 transposed(u32 x) {
+  emulator::together("transposed", x, [](auto all) {
+    unsigned short element[8][8];
+    for (int i = 0; i < 32; ++i) emulator::set_pair(element, i, false, *all[i]);
+    for (int i = 0; i < 32; ++i) *all[i] = emulator::pair_of(element, i, true);
+  });
+  return x;
 }
 
 template <class Element>
