@@ -457,7 +457,7 @@ STAGES = {"mixed_heads": 4, "post_kernel": (2, 5), "post_mixed_heads": 2}
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kernel", [None, (6, 11)])
-def test_cuda_alone_does_no_pass_of_pipelines_that_decodes(kernel: tuple[int, int] | None, stage: str) -> None:
+def test_cuda_alone_cannot_decode_pipelines(kernel: tuple[int, int] | None, stage: str) -> None:
     with pytest.raises(mtagen.PlanError, match=r"pass: got 'decode'; .*; legal: backend='auto', or 'triton'"):
         mtagen.build(kernel, 64, **{stage: STAGES[stage]}, backend="cuda", target="sm_90a", dtype="bf16")
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from mtagen import PlanError, Spec, plan
+from mtagen.planner.choice import lowering
 from mtagen.planner.passes import PASSES
+from mtagen.planner.targets import get_target
 from mtagen.spec import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +36,7 @@ def table(first: str) -> list[list[str]]:
 
 
 LOWERINGS = {(before, after): cells for before, after, *cells in table("before the softmax")}
-TESTS = {lowering: dict(zip(PASSES, cells, strict=True)) for lowering, *cells in table("lowering")}
+TESTS = {name: dict(zip(PASSES, cells, strict=True)) for name, *cells in table("lowering")}
 
 
 def module_of(path: str) -> ModuleType:
@@ -64,7 +66,8 @@ def test_lowerings_are_those_of_plans(before: str, after: str) -> None:
         found = {}
         for backend in ("cuda", "triton", "torch"):
             try:
-                found[backend] = plan(spec, "sm_90a", backend)[pass_name].lowering
+                (made,) = lowering(backend, spec).candidates(pass_name, spec, get_target("sm_90a"))[:1]
+                found[backend] = made.lowering
             except PlanError:
                 continue
         assert found.pop("torch") == "tiled ops"
@@ -82,12 +85,12 @@ def test_named_tests_exist() -> None:
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
-@pytest.mark.parametrize("lowering", ["strip", "tiled ops"])
-def test_named_tests_run_every_row(lowering: str, pass_name: str) -> None:
-    ids = parameters(TESTS[lowering][pass_name])
+@pytest.mark.parametrize("name", ["strip", "tiled ops"])
+def test_named_tests_run_every_row(name: str, pass_name: str) -> None:
+    ids = parameters(TESTS[name][pass_name])
     cells = {pair: dict(zip(PASSES, row, strict=True))[pass_name] for pair, row in LOWERINGS.items()}
-    rows = [pair for pair, cell in cells.items() if lowering == "tiled ops" or lowering in cell]
-    assert len(rows) == (16 if lowering == "tiled ops" else 14)
+    rows = [pair for pair, cell in cells.items() if name == "tiled ops" or name in cell]
+    assert len(rows) == (16 if name == "tiled ops" else 14)
     for before, after in rows:
         assert any(one.startswith(f"{before} before, {after} after") for one in ids)
 

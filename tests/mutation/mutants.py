@@ -553,8 +553,8 @@ STRIPS = (
     Mutant(
         "strip-weight-of-the-last-strip",
         f"{TRITON}/strip_convolve.j2",
-        "tl.load(partial + v) + tap * factor",
-        "tap * factor",
+        "tl.load(partial + v) + tap *",
+        "tap *",
         "Of several strips, the last alone counts in the gradient of a convolution's weight.",
         (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
     ),
