@@ -6,10 +6,10 @@ mixtures give is exact but for the last rounding. Beyond their keys, planes hold
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import emulator
 import pytest
 import torch
 from emulator import emulated, needs_compiler
@@ -17,16 +17,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtagen.dtypes import TORCH_DTYPES
+from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.source import StripSource
-from mtagen.planner.strip.stages import Convolution, Stages
+from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
 from mtagen.spec import Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
 
+FLOOR = 1e-7  # of errors: fp16 underflows
 C_TYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -103,10 +105,10 @@ def run(
     given = [named[argument.name] for argument in kernel.arguments]
     for argument, value in zip(kernel.arguments, given, strict=True):
         if argument.pointer:  # of the type that the kernel takes it for
-            type_of = {"Element": source.spec.dtype, "Score": "fp16"} | {
-                name: getattr(source, name.lower(), "") for name in ("Source", "Result")
-            }
-            assert value.dtype == C_TYPES[type_of.get(argument.type, argument.type)], argument.name
+            named_types = {"Element": source.spec.dtype, "Score": "fp16"}
+            if isinstance(source, PlaneKernel):
+                named_types |= {"Source": source.source, "Result": source.result}
+            assert value.dtype == C_TYPES[named_types.get(argument.type, argument.type)], argument.name
             assert value.is_contiguous()
     launched = emulated(source, folder, seed, checked=checked)[source.role]
     launched(grid, *(x.data_ptr() if isinstance(x, Tensor) else x for x in given))
@@ -283,3 +285,298 @@ def test_no_races_in_planes(spec: Spec, folder: Path) -> None:
     case = Case(spec, SMALL)
     for seed, part in enumerate((case.convolve, case.adjoint, case.gradient)):
         part(folder, seed, checked=True)
+
+
+# Mixtures of heads and the softmax.
+
+ROWS = {
+    "16 heads mix, before and after": (16, Spec(None, 64, mixed_heads=16, post_mixed_heads=16)),
+    "two bundles of 10": (20, Spec(None, 64, mixed_heads=10, post_mixed_heads=10, dtype="fp16")),
+    "pairs of 10 heads": (10, Spec(None, 64, mixed_heads=2, post_mixed_heads=2)),
+    "groups of 3 before, full": (9, Spec((3, 3), 64, mixed_heads=3, causal=False)),
+    "groups of 4 after": (20, Spec((3, 3), 64, post_mixed_heads=4, dtype="fp16")),
+    "a convolution after": (18, after((3, 3))),
+    "all stages": (12, Spec((3, 3), 64, mixed_heads=2, post_kernel=(2, 5), post_mixed_heads=4)),
+    "all stages, other groups, full": (
+        20,
+        Spec((3, 3), 64, mixed_heads=4, post_kernel=(2, 5), post_mixed_heads=10, causal=False, dtype="fp16"),
+    ),
+}
+every_mixture = pytest.mark.parametrize(("heads", "spec"), ROWS.values(), ids=ROWS)
+GARBAGE = 3.0  # in places that a kernel must not read, or must read as zero
+
+
+class Rows:
+    """The rows of a strip of scores, and what is made of them, in fp64 by formula.
+
+    Attributes:
+        scores: (slots, rows, keys), as are the others.
+        seen: which of them their rows see, none before ``valid``.
+        mixed: those that the softmax takes.
+        probabilities: its results, zero where hidden.
+        lse: (slots, rows).
+    """
+
+    def __init__(self, spec: Spec, strip: Strip) -> None:
+        self.spec, self.strip, self.stages = spec, strip, Stages(spec)
+        self.n_q = strip.first + strip.count + 3
+        shape = (strip.slots, strip.count, strip.keys)
+        self.seen = (strip.seen(spec) & (torch.arange(strip.count) >= strip.valid)[:, None]).expand(shape)
+        self.weights = {
+            name: eighths(strip.heads // m, m, m, seed=10 + i, largest=8)
+            for i, (name, m) in enumerate(spec.mixed.items())
+        }
+        self.scores = eighths(*shape, seed=4, largest=32).where(self.seen, GARBAGE)
+        self.mixed = self.mix("head_weight", self.scores)
+        self.lse = torch.logsumexp(self.mixed.masked_fill(~self.seen, -torch.inf), -1)
+        self.probabilities = (self.mixed - self.lse[..., None]).exp().where(self.seen, 0)
+
+    def mix(self, name: str, x: Tensor, *, transposed: bool = False, absolute: bool = False) -> Tensor:
+        """Values of planes, mixed by a weight; as they are where there is none."""
+        if name not in self.weights:
+            return x
+        weight = self.weights[name].abs() if absolute else self.weights[name]
+        grouped = x.view(self.strip.sequences, *weight.shape[:2], *x.shape[1:])
+        made = torch.einsum("gio,sgirj->sgorj" if transposed else "goi,sgirj->sgorj", weight, grouped)
+        return made.reshape(x.shape)
+
+    def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Tensor) -> None:
+        """Run the kernel of a role."""
+        weights = {name: x.float() for name, x in self.weights.items()}
+        source = source_of(self.spec, role)
+        run(source, self.strip, folder, seed, checked=checked, n_q=self.n_q, **(weights | tensors))
+
+    def plane(self, values: Tensor, dtype: str) -> Tensor:
+        """A plane of the strip."""
+        return planes(values, TORCH_DTYPES[dtype], self.spec, self.strip)
+
+    def score_plane(self) -> Tensor:
+        """What the product or the convolution has made."""
+        return self.plane(self.scores * SCORE_SCALE, "fp16")
+
+    def statistics(self, rows: Tensor) -> Tensor:
+        """(sequences of the call, heads, queries) of rows (slots, rows), and NaN elsewhere."""
+        made = torch.full((self.strip.b0 + self.strip.sequences + 1, self.strip.heads, self.n_q), torch.nan)
+        self.own(made).copy_(rows.view(self.strip.sequences, self.strip.heads, -1))
+        return made
+
+    def own(self, statistics: Tensor) -> Tensor:
+        """The strip's part of these."""
+        b0, first = self.strip.b0, self.strip.first
+        return statistics[b0 : b0 + self.strip.sequences, :, first : first + self.strip.count]
+
+    def partial(self, heads: int) -> Tensor:
+        """Partial sums of bundles, which start as ones."""
+        bundles = -(-self.strip.heads // heads)
+        return torch.ones((self.strip.b0 + self.strip.sequences + 1) * bundles, PROGRAMS, 16, 16)
+
+    def softmax(self, folder: Path, seed: int = 0, *, checked: bool = False) -> tuple[Tensor, Tensor]:
+        """Its results, which take the place of the scores, and the log-sum-exp."""
+        x = self.score_plane()
+        lse = torch.full((self.strip.b0 + self.strip.sequences + 1, self.strip.heads, self.n_q), torch.nan)
+        out = x.view(TORCH_DTYPES["fp16" if self.stages.post_is_separate else self.spec.dtype])
+        self.run("softmax", folder, seed, checked=checked, x=x, out=out, lse=lse)
+        return out, lse
+
+    def softmax_backward(self, folder: Path, seed: int = 0, *, checked: bool = False) -> dict[str, Tensor]:
+        """Its results by names of arguments; dx takes the place of the scores."""
+        x, g = self.score_plane(), self.plane(self.g, self.spec.dtype)
+        made = {"dx": x.view(TORCH_DTYPES[self.spec.dtype])}
+        if not self.stages.post_is_separate:
+            made["shares"] = empty(TORCH_DTYPES[self.spec.dtype], self.spec, self.strip)
+        if self.stages.mix:
+            made["mix_partial"] = self.partial(self.stages.heads)
+        if self.stages.fused_post_mix:
+            made["post_mix_partial"] = self.partial(self.stages.heads)
+        statistics = {"lse": self.statistics(self.lse), "grad_lse": self.statistics(self.grad_lse)}
+        self.run("softmax_backward", folder, seed, checked=checked, x=x, g=g, **statistics, **made)
+        return made
+
+    @cached_property
+    def g(self) -> Tensor:
+        """The gradient of what the softmax's kernel makes, such that all of it counts."""
+        return eighths(*self.seen.shape, seed=5).where(self.seen, GARBAGE)
+
+    @cached_property
+    def grad_lse(self) -> Tensor:
+        """The gradient of the log-sum-exp of the rows."""
+        return eighths(*self.lse.shape, seed=6)
+
+    def assert_sums(self, partial: Tensor, y: Tensor, x: Tensor, terms: Tensor, heads: int) -> None:
+        """Each program has y x^T of its rows, over the keys, of the heads of its bundle, besides the ones of before."""
+        bundles, strip = -(-self.strip.heads // heads), self.strip
+        sums = (partial.double() - 1).view(-1, bundles, *partial.shape[1:])
+        own = sums[strip.b0 : strip.b0 + strip.sequences]
+        assert not sums[: strip.b0].any()
+        assert not sums[strip.b0 + strip.sequences :].any()
+        assert not own[:, :, strip.count :].any()  # programs without a row
+        for bundle in range(bundles):
+            begin, end = bundle * heads, min((bundle + 1) * heads, strip.heads)
+            size = end - begin
+
+            def outer(a: Tensor, b: Tensor, begin: int = begin, end: int = end) -> Tensor:
+                a, b = (z.view(strip.sequences, strip.heads, *z.shape[1:])[:, begin:end] for z in (a, b))
+                by_rows = torch.einsum("sorj,sirj->sroi", a, b)
+                programs = by_rows.new_zeros(len(a), PROGRAMS, *by_rows.shape[2:])
+                return programs.index_add(1, torch.arange(strip.count) % PROGRAMS, by_rows)
+
+            assert_close(own[:, bundle, :, :size, :size], outer(y, x), outer(terms, x.abs()), self.spec.dtype)
+
+
+def assert_close(given: Tensor, expected: Tensor, terms: Tensor, dtype: str) -> None:
+    """Within two roundings to ``dtype`` of the terms that a result is the sum of."""
+    allowed = torch.finfo(TORCH_DTYPES[dtype]).eps * terms + FLOOR
+    error = (given.double() - expected).abs()
+    assert (error <= allowed).all(), f"{error.max():.3g}: {error.sub(allowed).argmax()} of {tuple(error.shape)}"
+
+
+def row_strips(heads: int) -> tuple[Strip, ...]:
+    return (
+        Strip(heads, 1, 1),
+        Strip(heads, 5, 300, first=2, off=200, skip=3, valid=1, sequences=2, b0=1),
+        Strip(heads, 4, 70, first=1, off=-3),  # when causal, 2 rows see nothing
+    )
+
+
+def assert_softmax(rows: Rows, folder: Path, seed: int = 0) -> None:
+    """Shares or probabilities, and the log-sum-exp of the strip's own rows, where nothing else is written."""
+    strip, separate = rows.strip, rows.stages.post_is_separate
+    out, lse = rows.softmax(folder, seed)
+    p, name = rows.probabilities * (SHARE_SCALE if separate else 1), "" if separate else "post_head_weight"
+    expected, terms = rows.mix(name, p), rows.mix(name, p, absolute=True)
+    assert_close(out[:, :, : strip.keys], expected, terms, "fp16" if separate else rows.spec.dtype)
+    own = rows.own(lse).reshape(rows.lse.shape)
+    torch.testing.assert_close(own[:, strip.skip :].double(), rows.lse[:, strip.skip :], atol=1e-5, rtol=1e-6)
+    assert own[:, : strip.skip].isnan().all()  # a strip before has these
+    assert lse.isnan().sum() == lse.numel() - strip.slots * (strip.count - strip.skip)
+
+
+def assert_softmax_backward(rows: Rows, folder: Path, seed: int = 0) -> None:
+    """The gradient of scores, shares again, and sums of the gradients of matrices."""
+    strip, spec, stages, p, seen = rows.strip, rows.spec, rows.stages, rows.probabilities, rows.seen
+    after_it = "post_head_weight" if stages.fused_post_mix else ""
+    g = rows.g.where(seen, 0)
+    dp, dp_terms = (rows.mix(after_it, x, transposed=True, absolute=x is not g) for x in (g, g.abs()))
+    grad_lse = rows.grad_lse[..., None] * (torch.arange(strip.count) >= strip.skip)[:, None]
+    dc = p * (dp - (p * dp).sum(-1, keepdim=True) + grad_lse)
+    dc_terms = p * (dp_terms + (p * dp_terms).sum(-1, keepdim=True) + grad_lse.abs())
+    made = rows.softmax_backward(folder, seed)
+    dx = rows.mix("head_weight", dc, transposed=True)
+    dx_terms = 2 * rows.mix("head_weight", dc_terms, transposed=True, absolute=True)
+    assert_close(made["dx"][:, :, : strip.keys], dx, dx_terms, spec.dtype)
+    if "shares" in made:
+        shares, terms = (rows.mix(after_it, p, absolute=absolute) for absolute in (False, True))
+        assert_close(made["shares"][:, :, : strip.keys], shares, terms, spec.dtype)
+    if stages.mix:
+        rows.assert_sums(made["mix_partial"], dc, rows.scores.where(seen, 0), dc_terms, stages.heads)
+    if stages.fused_post_mix:
+        rows.assert_sums(made["post_mix_partial"], g, p, g.abs(), stages.heads)
+
+
+@every_mixture
+def test_softmax(heads: int, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(row_strips(heads)):
+        assert_softmax(Rows(spec, strip), folder, seed)
+
+
+@every_mixture
+def test_softmax_backward(heads: int, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(row_strips(heads)):
+        assert_softmax_backward(Rows(spec, strip), folder, seed)
+
+
+@pytest.mark.parametrize("name", ["pairs of 10 heads", "groups of 3 before, full"])
+def test_long_rows(name: str, folder: Path) -> None:
+    """Each warp takes more blocks than it has room for at once."""
+    heads, spec = ROWS[name]
+    for seed in range(2):
+        rows = Rows(spec, Strip(heads, 2, 5000, off=4990))
+        assert_softmax(rows, folder, seed)
+        assert_softmax_backward(rows, folder, seed)
+
+
+def test_more_rows_than_programs(folder: Path) -> None:
+    """Programs of the backward pass sum gradients of matrices over several rows."""
+    spec = Spec(None, 64, mixed_heads=2, post_mixed_heads=2, causal=False)
+    assert_softmax_backward(Rows(spec, Strip(2, PROGRAMS + 9, 10)), folder)
+
+
+@pytest.mark.parametrize(("heads", "spec"), [x for x in ROWS.values() if Stages(x[1]).post_is_separate], ids=str)
+def test_probabilities(heads: int, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(row_strips(heads)):
+        rows = Rows(spec, strip)
+        out = empty(torch.float16, spec, strip)
+        rows.run("probabilities", folder, seed, x=rows.score_plane(), lse=rows.statistics(rows.lse), out=out)
+        expected = SHARE_SCALE * rows.probabilities
+        assert_close(out[:, :, : strip.keys], expected, expected, "fp16")
+
+
+class Mixed(Rows):
+    """The rows of the mixture after a convolution, whose results are exact."""
+
+    def __init__(self, spec: Spec, strip: Strip) -> None:
+        super().__init__(spec, strip._replace(valid=strip.skip))
+        self.x = eighths(*self.seen.shape, seed=7).where(self.seen, 0)
+        self.dy = eighths(*self.seen.shape, seed=8).where(self.seen, 0)
+
+    def post_mix(self, folder: Path, seed: int = 0, *, checked: bool = False) -> Tensor:
+        """Its results, in the place of x."""
+        x = self.plane(self.x.where(self.seen, GARBAGE), "fp16")
+        out = x.view(TORCH_DTYPES[self.spec.dtype])
+        self.run("post_mix", folder, seed, checked=checked, x=x, out=out)
+        return out
+
+    def post_mix_backward(self, folder: Path, seed: int = 0, *, checked: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, the gradient of x, and sums of the matrices' gradients."""
+        x, dy = (self.plane(z.where(self.seen, GARBAGE), t) for z, t in ((self.x, "fp16"), (self.dy, self.spec.dtype)))
+        out, partial = x.view(TORCH_DTYPES[self.spec.dtype]), self.partial(self.stages.post_heads)
+        self.run("post_mix_backward", folder, seed, checked=checked, x=x, dy=dy, out=out, partial=partial)
+        return out, dy, partial
+
+
+separate = [x for x in ROWS.values() if Stages(x[1]).separate_post_mix]
+
+
+@pytest.mark.parametrize(("heads", "spec"), separate, ids=str)
+def test_post_mix(heads: int, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(row_strips(heads)):
+        rows = Mixed(spec, strip)
+        expected = rows.mix("post_head_weight", rows.x) / SHARE_SCALE
+        assert_planes(rows.post_mix(folder, seed), expected, strip)
+
+
+@pytest.mark.parametrize(("heads", "spec"), separate, ids=str)
+def test_post_mix_backward(heads: int, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(row_strips(heads)):
+        rows = Mixed(spec, strip)
+        out, dx, partial = rows.post_mix_backward(folder, seed)
+        assert_planes(out, rows.mix("post_head_weight", rows.x) / SHARE_SCALE, strip)
+        assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), strip)
+        nothing = torch.zeros_like(rows.dy)  # sums are exact
+        rows.assert_sums(partial, rows.dy, rows.x / SHARE_SCALE, nothing, rows.stages.post_heads)
+
+
+def everything(heads: int, spec: Spec, folder: Path, seed: int, *, checked: bool = False) -> list[Tensor]:
+    """The results of all kernels of rows."""
+    strip = Strip(heads, 3, 700, first=2, off=600, skip=1)
+    rows, mixed = Rows(spec, strip), Mixed(spec, strip)
+    made = [*rows.softmax(folder, seed, checked=checked)]
+    made += rows.softmax_backward(folder, seed, checked=checked).values()
+    if rows.stages.separate_post_mix:
+        made += [mixed.post_mix(folder, seed, checked=checked), *mixed.post_mix_backward(folder, seed, checked=checked)]
+    return made
+
+
+@pytest.mark.parametrize("name", ["16 heads mix, before and after", "all stages"])
+def test_the_order_of_warps_changes_nothing_in_rows(name: str, folder: Path) -> None:
+    heads, spec = ROWS[name]
+    first, *others = (everything(heads, spec, folder, seed) for seed in range(4))
+    for other in others:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["16 heads mix, before and after", "all stages"])
+def test_no_races_in_rows(name: str, folder: Path) -> None:
+    heads, spec = ROWS[name]
+    for seed in range(2):
+        everything(heads, spec, folder, seed, checked=True)

@@ -61,7 +61,9 @@ class EmulatedKernel:
         assert not error, f"{self.kernel.name}: {error.decode()}"
 
 
-def emulated(plan: TilePass | StripSource, folder: Path, seed: int = 0, *, checked: bool = False) -> Mapping[str, EmulatedKernel]:
+def emulated(
+    plan: TilePass | StripSource, folder: Path, seed: int = 0, *, checked: bool = False
+) -> Mapping[str, EmulatedKernel]:
     """The kernels of a pass, or of one source of a strip's, role -> kernel.
 
     Args:
