@@ -16,15 +16,12 @@ from .source import StripSource
 from .stages import Stages
 
 
-def cuda_sources(pass_name: str, spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
+def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
     """Those of Triton's kernels of a pass that CUDA has, too.
 
     Raises:
         PlanError: there are none; the message says why.
     """
-    if pass_name == "decode":
-        rule = "the few rows of a decode step are made by triton's kernels"
-        raise PlanError(explain("pass", pass_name, rule, "backend='auto', or 'triton'"))
     if spec.dtype not in ("bf16", "fp16"):
         raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
     if "mma" not in get_target(target).matrix:
@@ -44,5 +41,6 @@ def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[
     for stage in stages.convolutions:
         # Shares that nothing mixes any more are multiplied with values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
-        yield from (PlaneKernel(spec, target, stage, part, spec.dtype if part else result) for part in PARTS)
+        results = {"": result, "decode": result, "adjoint": spec.dtype, "gradient": spec.dtype}
+        yield from (PlaneKernel(spec, target, stage, part, results[part]) for part in PARTS)
     yield from (RowKernel(spec, target, kernel) for kernel in kernels if kernel.role in rows.ROLES)

@@ -21,7 +21,7 @@ WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
 # and yet multiplied; fewer rows need more launches.
 PLANE_BYTES = 2**28
 # Times of forward and backward passes, the largest of the figures in benchmarks/NOTES.md, "CUDA in strips".
-CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.7, "backward": 0.7}
+CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.7, "backward": 0.7, "decode": 0.7}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
 
 
@@ -60,7 +60,7 @@ class StripPass(SettledPass):
         """The kernels that CUDA makes, by role."""
         if self.backend == "triton":
             return {}
-        sources = cuda_sources(self.pass_name, self.spec, self.target, self._of_triton)
+        sources = cuda_sources(self.spec, self.target, self._of_triton)
         return {source.role: source for source in sources}
 
     @cached_property

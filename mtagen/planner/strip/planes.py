@@ -22,16 +22,17 @@ from ..targets import get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
+from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
-from .source import StripSource
+from .source import DECODE, StripSource
 from .stages import Convolution
 
-WARPS = 4
-ROWS, TILE_KEYS = 16 * WARPS, 128  # a tile of results
+WARPS = 4  # of 16 rows each
+TILE_KEYS = 128  # of a tile of results
 WALK = 4  # tiles of a convolution that a CTA makes
 COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
-CTAS = 4  # on a multiprocessor
-PARTS = ("", "adjoint", "gradient")
+RESIDENT_WARPS = 16  # of a multiprocessor: of 128 registers a thread
+PARTS = ("", "adjoint", "gradient", "decode")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PlaneKernel(StripSource):
         spec: the request.
         target: name of the target.
         stage: the convolution.
-        part: one of ``PARTS``: the convolution itself, its adjoint, or the gradient of its weight.
+        part: one of ``PARTS``: the convolution itself, its adjoint, the gradient of its weight; or in a decode step.
         result: type of the elements of the results, of a convolution ``fp16`` or that of q.
     """
 
@@ -54,6 +55,8 @@ class PlaneKernel(StripSource):
 
     @property
     def role(self) -> str:
+        if self.part == "decode":
+            return f"{DECODE}{self.stage.name}"
         return f"{self.stage.name}_{self.part}" if self.part else self.stage.name
 
     @property
@@ -108,7 +111,7 @@ class PlaneKernel(StripSource):
     @property
     def slab_rows(self) -> int:
         """Rows of a slab, an even number."""
-        return (ROWS + self.stage.cq) // 2 * 2
+        return (self.rows + self.stage.cq) // 2 * 2
 
     @property
     def slab_chunks(self) -> int:
@@ -134,7 +137,7 @@ class PlaneKernel(StripSource):
     @cached_property
     def buffer(self) -> SharedMap:
         """What is loaded of a tile. There are two: one is loaded while the other is worked on."""
-        tile = ROWS * self.tile_row if self.part == "gradient" else 0
+        tile = self.rows * self.tile_row if self.part == "gradient" else 0
         return SharedMap.of((("SLAB", self.slab_rows * self.slab_row, 16), ("TILE", tile, 16)))
 
     @property
@@ -145,7 +148,7 @@ class PlaneKernel(StripSource):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return 2 * self.buffer.size + WARPS * self.staged
+        return 2 * self.buffer.size + self.warps * self.staged
 
     @property
     def fits(self) -> bool:
@@ -184,12 +187,17 @@ class PlaneKernel(StripSource):
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
-        return WARPS
+        return decode_rows(self.spec) // 16 if self.decodes else WARPS
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 16 * self.warps
 
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor."""
-        return CTAS
+        return RESIDENT_WARPS // self.warps
 
     @property
     def tile_keys(self) -> int:
@@ -224,17 +232,19 @@ class PlaneKernel(StripSource):
             yield f"out[r, j] = {factor}sum over u, v of W[u, v] {x},"
         skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
         yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+        if self.decodes:
+            yield "Each sequence has a length of its own, and its last row is at its end."
 
     @property
     def summary(self) -> str:
         """In the plan's table."""
-        made = f"{WARPS} warps, {ROWS} rows, {TILE_KEYS} keys a tile, {self.shared_bytes} bytes of shared memory"
+        made = f"tiles of {self.rows} rows and {TILE_KEYS} keys, {self.warps} warps"
         mma = len(self.weight_gradient.products) * self.weight_gradient.sets if self.part == "gradient" else 0
         return f"CUDA, {made}, {mma or self.toeplitz.mma_per_tile} mma.m16n8k16 for 16 x 8 scores"
 
     @property
     def kernel(self) -> Kernel:
-        registers = 65536 // (CTAS * 32 * WARPS)
+        registers = 65536 // (32 * RESIDENT_WARPS)
         if self.part == "gradient":
             arguments = (
                 *reads("Source", "x"),
@@ -248,7 +258,9 @@ class PlaneKernel(StripSource):
                 *reads("Source", self.reads),
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
+                *(reads("int", "seqlens") if self.decodes else ()),
                 *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
+                *(numbers("int", "b0") if self.decodes else ()),
             )
-            grid = (ceiling(COUNT / ROWS) * ceiling(KEYS / (WALK * TILE_KEYS)) * SLOTS,)
-        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared_bytes, registers)
+            grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / (WALK * TILE_KEYS)) * SLOTS,)
+        return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

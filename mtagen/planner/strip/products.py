@@ -17,14 +17,17 @@ from ..kernel import Kernel, numbers, reads, strides, writes
 from ..targets import get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK
+from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
 from .source import StripSource
 
-WARPS, ROW_WARPS = 8, 4
-ROWS, TILE_KEYS, WALK = 128, 64, 512  # a tile, and the keys of a CTA
+WARPS = 8
+ROWS, ROW_WARPS, TILE_KEYS = 128, 4, 64  # a tile, and the warps that share its rows
+DECODE_KEYS = 128  # of a tile of a decode step, which has few rows
+WALK = 512  # keys of a CTA
 _PANEL = 64  # columns that are swizzled together
 _HELD_WIDTH = 128  # rows of so many columns fit registers
-ROLES = ("scores", "grad_shares")
+ROLES = ("scores", "grad_shares", "decode_scores")
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,12 @@ class ProductKernel(StripSource):
     @property
     def width(self) -> int:
         """Elements of a row."""
-        return self.spec.head_dim if self.role == "scores" else self.spec.value_head_dim
+        return self.spec.value_head_dim if self.role == "grad_shares" else self.spec.head_dim
 
     @property
     def result(self) -> str:
         """Type of the elements of the plane."""
-        return "fp16" if self.role == "scores" else self.spec.dtype
+        return self.spec.dtype if self.role == "grad_shares" else "fp16"
 
     @property
     def skips(self) -> bool:
@@ -78,17 +81,17 @@ class ProductKernel(StripSource):
     @property
     def row_warps(self) -> int:
         """Warps that share the rows."""
-        return ROW_WARPS
+        return 1 if self.decodes else ROW_WARPS
 
     @property
     def rows(self) -> int:
         """Rows of a CTA."""
-        return ROWS
+        return decode_rows(self.spec) if self.decodes else ROWS
 
     @property
     def keys(self) -> int:
         """Keys of a tile."""
-        return TILE_KEYS
+        return DECODE_KEYS if self.decodes else TILE_KEYS
 
     @property
     def walk(self) -> int:
@@ -113,18 +116,19 @@ class ProductKernel(StripSource):
     @property
     def y_tile(self) -> int:
         """Bytes of a tile of keys."""
-        return self._tile(TILE_KEYS)
+        return self._tile(self.keys)
 
     @property
     def result_row(self) -> int:
         """Bytes from a row of results to the next."""
-        return 2 * (TILE_KEYS + CHUNK)
+        return 2 * (self.keys + CHUNK)
 
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
+        results = self.rows * self.result_row
         return SharedMap.of(
-            (("X", self._tile(ROWS), 1024), ("Y", 2 * self.y_tile, 1024), ("RESULTS", ROWS * self.result_row, 16))
+            (("X", self._tile(self.rows), 1024), ("Y", 2 * self.y_tile, 1024), ("RESULTS", results, 16))
         )
 
     @property
@@ -132,11 +136,12 @@ class ProductKernel(StripSource):
         arguments = (
             *reads("Element", "x", "y"),
             *writes("Result", "plane"),
+            *(reads("int", "seqlens") if self.decodes else ()),
             *strides("x", "y"),
             *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
             *numbers("float", "factor"),
         )
-        grid = (ceiling(COUNT / ROWS) * ceiling(KEYS / WALK) * SLOTS,)
+        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / WALK) * SLOTS,)
         registers = 65536 // (32 * WARPS * self.ctas)
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared.size, min(255, registers))
 
@@ -145,7 +150,9 @@ class ProductKernel(StripSource):
         skipped = "; so are those of rows before `skip`" if self.skips else ""
         yield "Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],"
         yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+        if self.decodes:
+            yield "Each sequence has a length of its own, and its last row is at its end."
 
     @property
     def summary(self) -> str:
-        return f"CUDA, {WARPS} warps, {ROWS} rows, {TILE_KEYS} keys a tile, {self.shared.size} bytes of shared memory"
+        return f"CUDA, tiles of {self.rows} rows and {self.keys} keys, {WARPS} warps"

@@ -38,6 +38,8 @@ _FORMS: Mapping[str, _Form] = {
     "post_mix": _Form("row_mix.cu.j2", 8, 3),
     "post_mix_backward": _Form("row_mix.cu.j2", 8, 2),
     "softmax_backward": _Form("row_softmax_backward.cu.j2", 8, 2),
+    "decode_softmax": _Form("row_softmax.cu.j2", 16, 1),  # there are few rows
+    "decode_post_mix": _Form("row_mix.cu.j2", 16, 1),
 }
 ROLES = tuple(_FORMS)
 
@@ -109,7 +111,7 @@ class RowKernel(StripSource):
     @property
     def reads_scores(self) -> bool:
         """Whether it takes the softmax."""
-        return not self.role.startswith("post_mix")
+        return "post_mix" not in self.role
 
     @property
     def again(self) -> bool:
@@ -188,10 +190,11 @@ class RowKernel(StripSource):
         written = {"out": self.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
             (made,) = writes(written[name], name, restrict=False)
-        elif name.endswith("partial") or (name == "lse" and self.role == "softmax"):
+        elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
             (made,) = writes("float", name)
         else:
-            (made,) = reads({"x": "Score", "g": "Element"}.get(name, "float"), name, restrict=name not in "xg")
+            types = {"x": "Score", "g": "Element", "seqlens": "int"}
+            (made,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return made
 
     @property
@@ -201,11 +204,11 @@ class RowKernel(StripSource):
         shares = f"N softmax({mixed})" if self.mixes_results else f"softmax({mixed})"
         yield "Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:"
         match self.role:
-            case "softmax":
+            case "softmax" | "decode_softmax":
                 yield f"out = {shares}, over keys; and lse of rows from `skip` on."
             case "probabilities":
                 yield f"out = exp({mixed} - lse)."
-            case "post_mix":
+            case "post_mix" | "decode_post_mix":
                 yield "out = N x; zeros in rows before `skip`."
             case "post_mix_backward":
                 yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
@@ -216,6 +219,8 @@ class RowKernel(StripSource):
         scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]
         yield f"Planes of fp16 hold {', and '.join(scales)}."
         yield "Query first + r sits at position first + r + off; rows before `valid` count as unseen."
+        if self.decodes:
+            yield "Each sequence has a length of its own, and its last row is at its end."
 
     @property
     def summary(self) -> str:

@@ -11,6 +11,8 @@ from ..kernel import Kernel
 from ..names import kernel_name
 from .stages import Stages
 
+DECODE = "decode_"  # what roles of a decode step begin with
+
 
 class StripSource(ABC):
     """One kernel. Implementations are frozen dataclasses.
@@ -29,6 +31,11 @@ class StripSource(ABC):
     @abstractmethod
     def role(self) -> str:
         """What the kernel does in its pass."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether sequences have lengths of their own, at whose ends their rows are."""
+        return self.role.startswith(DECODE)
 
     @property
     def name(self) -> str:
