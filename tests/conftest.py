@@ -26,6 +26,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nothing has written spoils what is made of it."""
+    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+        empty = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *size, empty=empty, **options: _spoilt(empty(*size, **options)))
+
+
+def _spoilt(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
+@pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> "Counter[str]":
     """How often each template was rendered since the test began, by its name."""
     counts: Counter[str] = Counter()

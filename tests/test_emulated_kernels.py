@@ -27,7 +27,7 @@ from mtagen.planner.passes import PASSES
 from mtagen.runtime.load import Passes, plan_key
 from mtagen.spec import Spec
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
 SIZES = (
     Sizes(2, 2, 1, 1, 1),
@@ -71,17 +71,6 @@ def case_id(value: object) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where kernels are compiled, once for all tests."""
     return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(autouse=True)
-def memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
-        empty = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *size, empty=empty, **options: _spoilt(empty(*size, **options)))
-
-
-def _spoilt(x: Tensor) -> Tensor:
-    return x.fill_(torch.nan) if x.is_floating_point() else x
 
 
 def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:

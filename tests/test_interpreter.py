@@ -9,11 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from emulator import needs_compiler
 
 FOLDER = Path(__file__).parent / "interpreter"
+NEED_A_COMPILER = ("test_cuda_strip.py",)
+FILES = [
+    pytest.param(path.name, marks=[needs_compiler] if path.name in NEED_A_COMPILER else [])
+    for path in sorted(FOLDER.glob("test_*.py"))
+]
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+@pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file: str) -> None:
     command = [
         sys.executable,

@@ -228,11 +228,9 @@ def test_auto_takes_cuda_to_train_where_it_has_kernels(spec: Spec) -> None:
     """Of no pipeline but the one that mixes too many heads does CUDA make nothing."""
     made = plan(spec, "sm_90a")
     choices = {one.plan.pass_name: (one.backend, one.reason) for one in made.passes}
-    assert choices["decode"] == (
-        "triton",
-        "not cuda: pass: got 'decode'; the few rows of a decode step are made by triton's kernels; "
-        "legal: backend='auto', or 'triton'",
-    )
+    backend, reason = choices["decode"]
+    assert backend == "triton"
+    assert reason.startswith("not cuda: pass: got 'decode'; the few rows of a decode step are made by triton's kernels")
     for name in ("forward", "backward"):
         backend, reason = choices[name]
         if spec == TOO_MANY:

@@ -1,0 +1,67 @@
+"""The lowering "strip" as a GPU runs it: Triton's kernels in the interpreter, CUDA's on a CPU that plays the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import problems
+import pytest
+from emulator import emulated
+
+from mtagen import Spec, plan
+from mtagen.codegen import render
+from mtagen.measure.cases import Sizes
+from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.runtime.load import load_triton
+
+pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
+
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
+    "all stages": (4, {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 4}),
+    "all stages, full": (2, {"kernel": (6, 11), "mixed_heads": 2, "post_kernel": (3, 3), "causal": False}),
+    "pairs of 10 heads": (10, {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}),
+    "a convolution after": (4, {"kernel": None, "post_kernel": (3, 3), "key_padding": "left"}),
+    "a convolution, then pairs": (4, {"kernel": (6, 11), "post_mixed_heads": 2}),
+    "20 heads mix": (20, {"kernel": (3, 3), "mixed_heads": 20, "post_kernel": (2, 3)}),  # too many for CUDA
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where kernels are compiled, and the cache."""
+    made = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MTAGEN_CACHE_DIR", str(made / "cache"))
+        yield made
+
+
+def build(folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30) -> MultiTokenAttention:
+    """The op of a plan for an H200 as ``auto`` makes it, with a workspace of this size."""
+    made = plan(Spec(head_dim=16, dtype="fp16", **stages), "sm_90a")
+    for one in made.strip.values():
+        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    assert made.served_by("cuda") == ("forward", "backward")
+    module = load_triton(made, render(made))
+    for name, source in made.cuda.items():
+        module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
+    return assemble(made, torch_on_cpu=False)
+
+
+@pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
+def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
+    """Two sequences with grouped keys; more keys; more queries. Gradients come through the log-sum-exp, too."""
+    op = build(folder, stages)
+    for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
+        assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
+@pytest.mark.parametrize("name", ["all stages", "pairs of 10 heads", "a convolution, then pairs"])
+def test_many_strips(name: str, folder: Path) -> None:
+    """The last of a sequence has few rows, and those before as context."""
+    heads, stages = PIPELINES[name]
+    op = build(folder, stages, 2**10)
+    sizes = Sizes(1, heads, heads, 135, 130)
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
