@@ -23,52 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 def mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     x_desc, y_desc, plane_desc,
     count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, CHUNK: tl.constexpr = 1024, D: tl.constexpr = 64,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, CHUNK: tl.constexpr = 512, D: tl.constexpr = 64,
 ):
     """Scaled scores: plane[slot, r, j] = factor * q[first + r] . k[j].
-
-    Hidden products are zeros.
-    A program owns a block of rows and a chunk of keys.
-    """
-    blocks = tl.cdiv(count, BLOCK_M)
-    chunks = tl.cdiv(keys, CHUNK)
-    slot = tl.program_id(0) // (blocks * chunks)
-    chunk = tl.program_id(0) // blocks % chunks
-    r0 = tl.program_id(0) % blocks * BLOCK_M
-    b = b0 + slot // n_heads
-    h = slot % n_heads
-
-    r = r0 + tl.arange(0, BLOCK_M)
-    x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
-
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    seen_by_all = tl.minimum(end, first + r0 + off + 1)
-    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    for j0 in tl.range(begin, interior_end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
-        c = tl.dot(x, y.trans()) * factor
-        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(interior_end, end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
-        c = tl.dot(x, y.trans()) * factor
-        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
-        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
-        plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
-
-
-@triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
-])
-def mta_strip_grad_shares_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
-    x_desc, y_desc, plane_desc,
-    count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, CHUNK: tl.constexpr = 1024, D: tl.constexpr = 64,
-):
-    """Gradients of what multiplies v: plane[slot, r, j] = grad_out[first + r] . v[j].
 
     Hidden products are zeros.
     A program owns a block of rows and a chunk of keys.
@@ -457,12 +414,12 @@ def _rows_by_keys(x, kv_heads):
 
 
 def _add_product(total, a, b, factor=1.0):
-    """total (sequences, Hkv, keys, dim) fp32 += factor a b, of matrices one head of keys after the other."""
-    flat = total.flatten(0, 1) if len(total) == 1 else None
-    if total.is_cuda and flat is not None and a.dtype != torch.float32:
+    """total (sequences, heads, rows, dim) fp32 += factor a b, of matrices one head after the other."""
+    flat = total.flatten(0, 1)  # a view
+    if total.is_cuda and a.dtype != torch.float32:
         torch.baddbmm(flat, a, b, alpha=factor, out_dtype=torch.float32, out=flat)
     else:
-        total.add_(torch.bmm(a, b).view(total.shape), alpha=factor)
+        flat.add_(torch.bmm(a, b), alpha=factor)
 
 
 def _by_heads(x):
@@ -486,22 +443,24 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group, off = n_heads // kv_heads, n_k - n_q
-    out = torch.zeros((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
-    lse = torch.full((batch, n_heads, n_q), float("-inf"), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
+
     workspace_bytes = 1073741824
     strips = _planes(batch, n_heads, n_q, n_k, 1, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
         if keys <= 0:
+            out[b0:b1, :, begin:end], lse[b0:b1, :, begin:end] = 0.0, float("-inf")
             continue
         scores, = planes
         slots, count, pitch = scores.shape
         skip = begin - first
         valid = max(0, skip - 0)
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
+        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
-            _tiles(q, 128, 64), _tiles(k, 64, 64), _tiles(scores, 128, 64),
+            _tiles(q, 128, 64), _tiles(k, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
-            num_warps=4, num_stages=4, enable_fp_fusion=True,
+            num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         shares = scores.view(q.dtype)
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
@@ -510,8 +469,12 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
-        made = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v[b0:b1, :, :keys]))
-        out[b0:b1, :, begin:end] = made.view(b1 - b0, n_heads, count, -1)[:, :, skip:]
+        made = out[b0:b1, :, begin:end]
+        if group == 1:
+            torch.bmm(shares[:, skip:, :keys], _by_heads(v[b0:b1, :, :keys]), out=made.flatten(0, 1))
+        else:
+            product = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v[b0:b1, :, :keys]))
+            made.copy_(product.view(b1 - b0, n_heads, count, -1)[:, :, skip:])
     return out, lse
 
 
@@ -542,6 +505,7 @@ def backward(
     mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
     bundles = batch * triton.cdiv(n_heads, 16)
     post_mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
+
     workspace_bytes = 1073741824
     strips = _planes(batch, n_heads, n_q, n_k, 3, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
@@ -552,17 +516,16 @@ def backward(
         skip = begin - first
         valid = max(0, skip - 0)
         grad_shares = grad_shares.view(q.dtype)
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
+        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
-            _tiles(q, 128, 64), _tiles(k, 64, 64), _tiles(scores, 128, 64),
+            _tiles(q, 128, 64), _tiles(k, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
-            num_warps=4, num_stages=4, enable_fp_fusion=True,
+            num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
-        mta_strip_grad_shares_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
-            _tiles(grad_out, 128, 64), _tiles(v, 64, 64), _tiles(grad_shares, 128, 64),
-            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
-            num_warps=4, num_stages=4, enable_fp_fusion=True,
+        torch.bmm(
+            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
+            _by_heads(v[b0:b1, :, :keys]).mT,
+            out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
         )
         shares = shares.view(q.dtype)
         dx = scores.view(q.dtype)
@@ -580,8 +543,8 @@ def backward(
         )
         ds = dx
         grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
-        made = torch.bmm(grads, _by_heads(k[b0:b1, :, :keys])).view(b1 - b0, n_heads, count, -1)
-        torch.mul(made, scale, out=dq[b0:b1, :, first:end])
+        made = dq[b0:b1, :, first:end]
+        torch.mul(torch.bmm(grads, _by_heads(k[b0:b1, :, :keys])).view(made.shape), scale, out=made)
         _add_product(dk[b0:b1, :, :keys], grads.mT, _rows_by_keys(q[b0:b1, :, first:end], kv_heads), scale)
     return (
         dq.to(q.dtype),
@@ -627,6 +590,7 @@ def decode(
     pitch = triton.cdiv(keys, 256) * 256
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)
+
     f32 = dict(dtype=torch.float32, device=q.device)
     lse = torch.full((batch, n_heads, count), float("-inf"), **f32)
     partial = torch.empty((splits, batch, n_heads, n_new, 64), **f32)

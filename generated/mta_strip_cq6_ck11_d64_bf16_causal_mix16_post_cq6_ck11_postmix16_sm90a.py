@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, y_desc, plane_desc,
     count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, CHUNK: tl.constexpr = 1024, D: tl.constexpr = 64,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, CHUNK: tl.constexpr = 512, D: tl.constexpr = 64,
 ):
     """Scaled scores: plane[slot, r, j] = factor * q[first + r] . k[j].
 
@@ -55,51 +55,6 @@ def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
         c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
-        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
-        plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
-
-
-@triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
-])
-def mta_strip_grad_shares_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
-    x_desc, y_desc, plane_desc,
-    count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, CHUNK: tl.constexpr = 1024, D: tl.constexpr = 64,
-):
-    """Gradients of what multiplies v: plane[slot, r, j] = grad_out[first + r] . v[j].
-
-    Hidden products, and those of rows before `skip`, are zeros.
-    A program owns a block of rows and a chunk of keys.
-    """
-    blocks = tl.cdiv(count, BLOCK_M)
-    chunks = tl.cdiv(keys, CHUNK)
-    slot = tl.program_id(0) // (blocks * chunks)
-    chunk = tl.program_id(0) // blocks % chunks
-    r0 = tl.program_id(0) % blocks * BLOCK_M
-    b = b0 + slot // n_heads
-    h = slot % n_heads
-
-    r = r0 + tl.arange(0, BLOCK_M)
-    x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
-
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    seen_by_all = tl.minimum(end, first + r0 + off + 1)
-    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    for j0 in tl.range(begin, interior_end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
-        c = tl.dot(x, y.trans()) * factor
-        c = tl.where((r >= skip)[:, None], c, 0.0)
-        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(interior_end, end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
-        c = tl.dot(x, y.trans()) * factor
-        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
-        c = tl.where((r >= skip)[:, None], c, 0.0)
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
     for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
@@ -145,15 +100,15 @@ def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads", "factor"])
+@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads"])
 def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, weight_ptr, out_ptr,
-    count, keys, off, first, skip, pitch, n_heads, factor,
+    count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution before the softmax.
 
-    out[slot, r, j] = factor * sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
+    out[slot, r, j] = sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
 
     Hidden terms and results are zeros.
     A tile of results is a sum of 6 products, of rows of x with a banded matrix of weights. A program owns
@@ -199,21 +154,21 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
         acc = tl.dot(x, band_5, acc)
         j = j0 + n
         acc = tl.where(j <= position, acc, 0.0)
-        tl.store(out_ptr + rows + j, (acc * factor).to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
+        tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
     for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
 
-@triton.jit(do_not_specialize=["b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "factor"])
+@triton.jit(do_not_specialize=["b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads"])
 def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, weight_ptr, out_ptr, seqlens_ptr,
-    b0, count, keys, off, first, skip, pitch, n_heads, factor,
+    b0, count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution before the softmax.
 
-    out[slot, r, j] = factor * sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
+    out[slot, r, j] = sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
 
     Hidden terms and results are zeros.
     A tile of results is a sum of 6 products, of rows of x with a banded matrix of weights. A program owns
@@ -261,7 +216,7 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
         acc = tl.dot(x, band_5, acc)
         j = j0 + n
         acc = tl.where(j <= position, acc, 0.0)
-        tl.store(out_ptr + rows + j, (acc * factor).to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
+        tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
     for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
@@ -324,11 +279,11 @@ def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_p
 
 
 @triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "all_chunks", "factor",
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "all_chunks",
 ])
 def mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, dy_desc, partial_ptr,
-    count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, factor,
+    count, keys, off, first, skip, pitch, n_heads, b0, all_chunks,
     BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 64, WINDOW: tl.constexpr = 128, CHUNK: tl.constexpr = 2048,
 ):
     """Gradient of the weight of the convolution before the softmax.
@@ -355,18 +310,18 @@ def mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_
     partial = partial_ptr + (((b0 * n_heads + slot) * all_chunks + chunk) * 6 + u) * 11
     for v in range(11):
         tap = tl.sum(tl.where(w[None, :] - n[:, None] == v + 3, sums, 0.0))
-        tl.store(partial + v, tl.load(partial + v) + tap * factor)
+        tl.store(partial + v, tl.load(partial + v) + tap * 64.0)
 
 
-@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads", "factor"])
+@triton.jit(do_not_specialize=["count", "keys", "off", "first", "skip", "pitch", "n_heads"])
 def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, post_weight_ptr, out_ptr,
-    count, keys, off, first, skip, pitch, n_heads, factor,
+    count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution after the softmax.
 
-    out[slot, r, j] = factor * sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
+    out[slot, r, j] = sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
 
     Hidden terms and results are zeros; so are results of rows before `skip`.
     A tile of results is a sum of 6 products, of rows of x with a banded matrix of weights. A program owns
@@ -413,21 +368,21 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
         j = j0 + n
         acc = tl.where(j <= position, acc, 0.0)
         acc = tl.where((r >= skip)[:, None], acc, 0.0)
-        tl.store(out_ptr + rows + j, (acc * factor).to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
+        tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
     for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
 
-@triton.jit(do_not_specialize=["b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "factor"])
+@triton.jit(do_not_specialize=["b0", "count", "keys", "off", "first", "skip", "pitch", "n_heads"])
 def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, post_weight_ptr, out_ptr, seqlens_ptr,
-    b0, count, keys, off, first, skip, pitch, n_heads, factor,
+    b0, count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 32, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
     """The convolution after the softmax.
 
-    out[slot, r, j] = factor * sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
+    out[slot, r, j] = sum over u, v of W[u, v] x[slot, r - 5 + u, j - 5 + v]
 
     Hidden terms and results are zeros; so are results of rows before `skip`.
     A tile of results is a sum of 6 products, of rows of x with a banded matrix of weights. A program owns
@@ -476,7 +431,7 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
         j = j0 + n
         acc = tl.where(j <= position, acc, 0.0)
         acc = tl.where((r >= skip)[:, None], acc, 0.0)
-        tl.store(out_ptr + rows + j, (acc * factor).to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
+        tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
     for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
@@ -539,11 +494,11 @@ def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_c
 
 
 @triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "all_chunks", "factor",
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "b0", "all_chunks",
 ])
 def mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, dy_desc, partial_ptr,
-    count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, factor,
+    count, keys, off, first, skip, pitch, n_heads, b0, all_chunks,
     BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 64, WINDOW: tl.constexpr = 128, CHUNK: tl.constexpr = 2048,
 ):
     """Gradient of the weight of the convolution after the softmax.
@@ -570,7 +525,7 @@ def mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_
     partial = partial_ptr + (((b0 * n_heads + slot) * all_chunks + chunk) * 6 + u) * 11
     for v in range(11):
         tap = tl.sum(tl.where(w[None, :] - n[:, None] == v + 3, sums, 0.0))
-        tl.store(partial + v, tl.load(partial + v) + tap * factor)
+        tl.store(partial + v, tl.load(partial + v) + tap * 0.00390625)
 
 
 @triton.jit(do_not_specialize=[
@@ -1008,12 +963,12 @@ def _rows_by_keys(x, kv_heads):
 
 
 def _add_product(total, a, b, factor=1.0):
-    """total (sequences, Hkv, keys, dim) fp32 += factor a b, of matrices one head of keys after the other."""
-    flat = total.flatten(0, 1) if len(total) == 1 else None
-    if total.is_cuda and flat is not None and a.dtype != torch.float32:
+    """total (sequences, heads, rows, dim) fp32 += factor a b, of matrices one head after the other."""
+    flat = total.flatten(0, 1)  # a view
+    if total.is_cuda and a.dtype != torch.float32:
         torch.baddbmm(flat, a, b, alpha=factor, out_dtype=torch.float32, out=flat)
     else:
-        total.add_(torch.bmm(a, b).view(total.shape), alpha=factor)
+        flat.add_(torch.bmm(a, b), alpha=factor)
 
 
 def _by_heads(x):
@@ -1037,27 +992,29 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group, off = n_heads // kv_heads, n_k - n_q
-    out = torch.zeros((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
-    lse = torch.full((batch, n_heads, n_q), float("-inf"), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
+
     workspace_bytes = 1073741824
     strips = _planes(batch, n_heads, n_q, n_k, 3, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
         if keys <= 0:
+            out[b0:b1, :, begin:end], lse[b0:b1, :, begin:end] = 0.0, float("-inf")
             continue
         scores, convolved, convolved_shares = planes
         slots, count, pitch = scores.shape
         skip = begin - first
         valid = max(0, skip - 5)
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
+        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(q, 128, 64), _tiles(k, 64, 64), _tiles(scores, 128, 64),
+            _tiles(q, 128, 64), _tiles(k, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
-            num_warps=4, num_stages=4, enable_fp_fusion=True,
+            num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(scores[:, :, :keys], 128, 64), weight, convolved,
-            count, keys, off, first, skip, pitch, n_heads, 1.0,
+            count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
@@ -1071,7 +1028,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(unmixed[:, :, :keys], 128, 64), post_weight, shares,
-            count, keys, off, first, skip, pitch, n_heads, 1.0,
+            count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
@@ -1081,8 +1038,12 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
             count, keys, off, first, skip, pitch, n_heads, b0,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
-        made = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v[b0:b1, :, :keys]))
-        out[b0:b1, :, begin:end] = made.view(b1 - b0, n_heads, count, -1)[:, :, skip:]
+        made = out[b0:b1, :, begin:end]
+        if group == 1:
+            torch.bmm(shares[:, skip:, :keys], _by_heads(v[b0:b1, :, :keys]), out=made.flatten(0, 1))
+        else:
+            product = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v[b0:b1, :, :keys]))
+            made.copy_(product.view(b1 - b0, n_heads, count, -1)[:, :, skip:])
     return out, lse
 
 
@@ -1116,6 +1077,7 @@ def backward(
     all_chunks = triton.cdiv(n_k, 2048)
     convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
     post_convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
+
     workspace_bytes = 1073741824
     strips = _planes(batch, n_heads, n_q, n_k, 5, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
@@ -1126,23 +1088,22 @@ def backward(
         skip = begin - first
         valid = max(0, skip - 5)
         grad_shares = grad_shares.view(q.dtype)
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
+        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(q, 128, 64), _tiles(k, 64, 64), _tiles(scores, 128, 64),
+            _tiles(q, 128, 64), _tiles(k, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
-            num_warps=4, num_stages=4, enable_fp_fusion=True,
+            num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(scores[:, :, :keys], 128, 64), weight, convolved,
-            count, keys, off, first, skip, pitch, n_heads, 1.0,
+            count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 1024) * slots,)
-        mta_strip_grad_shares_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(grad_out, 128, 64), _tiles(v, 64, 64), _tiles(grad_shares, 128, 64),
-            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
-            num_warps=4, num_stages=4, enable_fp_fusion=True,
+        torch.bmm(
+            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
+            _by_heads(v[b0:b1, :, :keys]).mT,
+            out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
         )
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
         mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
@@ -1154,7 +1115,7 @@ def backward(
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(probabilities[:, :, :keys], 128, 64), post_weight, unmixed,
-            count, keys, off, first, skip, pitch, n_heads, 1.0,
+            count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         shares = shares.view(q.dtype)
@@ -1173,7 +1134,7 @@ def backward(
         mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(probabilities[:, :, :keys], 64, 128), _tiles(grad_shares[:, :, :keys], 64, 64),
             post_convolution_partial,
-            count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, 0.00390625,
+            count, keys, off, first, skip, pitch, n_heads, b0, all_chunks,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         grad_probabilities = shares
@@ -1193,7 +1154,7 @@ def backward(
         grid = (triton.cdiv(keys, 2048) * 6 * slots,)
         mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(scores[:, :, :keys], 64, 128), _tiles(dx[:, :, :keys], 64, 64), convolution_partial,
-            count, keys, off, first, skip, pitch, n_heads, b0, all_chunks, 64.0,
+            count, keys, off, first, skip, pitch, n_heads, b0, all_chunks,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         ds = scores.view(q.dtype)
@@ -1204,8 +1165,11 @@ def backward(
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
-        made = torch.bmm(grads, _by_heads(k[b0:b1, :, :keys])).view(b1 - b0, n_heads, count, -1)
-        dq[b0:b1, :, first:end].add_(made, alpha=scale)
+        made = dq[b0:b1, :, first:end]
+        if group == 1:
+            _add_product(made, grads, _by_heads(k[b0:b1, :, :keys]), scale)
+        else:
+            made.add_(torch.bmm(grads, _by_heads(k[b0:b1, :, :keys])).view(made.shape), alpha=scale)
         _add_product(dk[b0:b1, :, :keys], grads.mT, _rows_by_keys(q[b0:b1, :, first:end], kv_heads), scale)
     return (
         dq.to(q.dtype),
@@ -1253,6 +1217,7 @@ def decode(
     pitch = triton.cdiv(keys, 256) * 256
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)
+
     f32 = dict(dtype=torch.float32, device=q.device)
     lse = torch.full((batch, n_heads, count), float("-inf"), **f32)
     partial = torch.empty((splits, batch, n_heads, n_new, 64), **f32)
@@ -1274,7 +1239,7 @@ def decode(
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(scores[:, :, :keys], 32, 64), weight, convolved, seqlens,
-            b0, count, keys, off, first, skip, pitch, n_heads, 1.0,
+            b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
@@ -1289,7 +1254,7 @@ def decode(
         grid = (triton.cdiv(count, 32) * triton.cdiv(keys, 512) * slots,)
         mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             _tiles(unmixed[:, :, :keys], 32, 64), post_weight, shares, seqlens,
-            b0, count, keys, off, first, skip, pitch, n_heads, 1.0,
+            b0, count, keys, off, first, skip, pitch, n_heads,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)

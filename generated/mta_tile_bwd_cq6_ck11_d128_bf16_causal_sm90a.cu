@@ -165,6 +165,21 @@ DEVICE float2 unpack<bf16>(u32 x) {
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
 
+// Two fp16 scores as Elements.
+template <class Element>
+DEVICE u32 as_elements(u32 x);
+
+template <>
+DEVICE u32 as_elements<fp16>(u32 x) {
+  return x;
+}
+
+template <>
+DEVICE u32 as_elements<bf16>(u32 x) {
+  const float2 scores = unpack<fp16>(x);
+  return pack<bf16>(scores.x, scores.y);
+}
+
 // 2^x, to about 2 units in the last place.
 DEVICE float exp2_fast(float x) {
   float y;
@@ -713,21 +728,6 @@ DEVICE constexpr WeightSum weight_sum(int i) {
   return sums[i];
 }
 
-// Two fp16 scores as Elements.
-template <class Element>
-DEVICE u32 as_elements(u32 x);
-
-template <>
-DEVICE u32 as_elements<fp16>(u32 x) {
-  return x;
-}
-
-template <>
-DEVICE u32 as_elements<bf16>(u32 x) {
-  const float2 scores = unpack<fp16>(x);
-  return pack<bf16>(scores.x, scores.y);
-}
-
 // Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. seen(x, ahead) is what outputs
 // see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from the lane's first such.
 template <class Seen>
@@ -804,14 +804,20 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
   }
 }
 
-// COUNT warps add up their sums of the taps of head h, each tap over those warps that have its row shift.
+// The sum of a tap over those of COUNT warps that have its row shift.
+template <int COUNT>
+DEVICE float sum_of_tap(const float* tap_sums, int tap) {
+  float sum = 0.f;
+  for (int w = tap / CK / WEIGHT_SHIFTS; w < COUNT; w += WEIGHT_SETS) sum += tap_sums[w * (CQ * CK) + tap];
+  return sum;
+}
+
+// COUNT warps add up their sums of the taps of head h.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, int thread) {
   for (int tap = thread; tap < CQ * CK; tap += 32 * COUNT) {
-    float sum = 0.f;
-    for (int w = tap / CK / WEIGHT_SHIFTS; w < COUNT; w += WEIGHT_SETS) sum += tap_sums[w * (CQ * CK) + tap];
     const long long row = static_cast<long long>(h * (CQ * CK) + tap) * batch + b;
-    dw_sums[row * gridDim.y + blockIdx.y] = sum;
+    dw_sums[row * gridDim.y + blockIdx.y] = sum_of_tap<COUNT>(tap_sums, tap);
   }
 }
 

@@ -186,14 +186,14 @@ KERNELS = {
         ),
     },
 }
-LOADED = {name: {} for name in SOURCES}  # of each pass: by index of the device, its kernels by role
+LOADED = {name: {} for name in SOURCES}  # of each source: by index of the device, its kernels by role
 
 
 def load(name, device, cubin=None):
-    """Load the kernels of a pass on a device.
+    """Load the kernels of a source on a device.
 
     Args:
-        name: of the pass, one of SOURCES.
+        name: of the source in SOURCES.
         device: a torch.device, of type "cuda".
         cubin: the compiled source; by default the source beside this file is compiled.
 

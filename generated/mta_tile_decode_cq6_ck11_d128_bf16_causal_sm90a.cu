@@ -36,7 +36,7 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// The same for data that is read in order: the rest of the 128 bytes comes to L2 with it.
+// copy_async for data that is read in order: the rest of the 128 bytes comes to L2 with it.
 DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
