@@ -51,14 +51,17 @@ CASES: dict[str, Case] = {  # heads, head dim, dtype, stages
 }
 REPEATED = ("16 heads of 64", "10 heads of 128", "mixing of 16 heads", "groups of 2 after")
 
+pytestmark += [pytest.mark.parametrize("backend", ["auto", "triton"])]  # auto: CUDA's kernels beside Triton's
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 repeated = pytest.mark.parametrize("case", [CASES[name] for name in REPEATED], ids=REPEATED)
 
 
-def build(case: Case) -> MultiTokenAttention:
+def build(case: Case, backend: str) -> MultiTokenAttention:
     _, head_dim, dtype, stages = case
-    op = mtagen.build(head_dim=head_dim, dtype=dtype, **stages, backend="triton")
+    op = mtagen.build(head_dim=head_dim, dtype=dtype, **stages, backend=backend)
     assert set(op.plan.strip) == {"forward", "backward", "decode"}
+    served = "triton" if backend == "triton" or dtype == "fp32" else "cuda"
+    assert {one.backend for one in op.plan.strip.values()} == {served}
     return op
 
 
@@ -75,9 +78,9 @@ def train(op: MultiTokenAttention, tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 @every_case
-def test_accuracy(case: Case) -> None:
+def test_accuracy(case: Case, backend: str) -> None:
     """One row; more keys than queries, grouped; more queries than keys; many tiles."""
-    heads, op = case[0], build(case)
+    heads, op = case[0], build(case, backend)
     sizes = (
         Sizes(8, heads, heads // 2, 1, 1),
         Sizes(2, heads, heads // 2, 113, 203),
@@ -88,9 +91,9 @@ def test_accuracy(case: Case) -> None:
 
 
 @every_case
-def test_accuracy_of_many_strips(case: Case) -> None:
+def test_accuracy_of_many_strips(case: Case, backend: str) -> None:
     """Each of 128 rows of one sequence, the fewest there are."""
-    op, heads = build(case), case[0]
+    op, heads = build(case, backend), case[0]
     plan = op.plan
     for one in plan.strip.values():
         plan = plan.replaced(replace(one, workspace_bytes=2**16))
@@ -99,8 +102,8 @@ def test_accuracy_of_many_strips(case: Case) -> None:
 
 
 @repeated
-def test_bit_reproducible(case: Case) -> None:
-    op = build(case)
+def test_bit_reproducible(case: Case, backend: str) -> None:
+    op = build(case, backend)
     tensors = inputs(op.plan.spec, Sizes(2, case[0], case[0] // 2, 700, 750))
     first = train(op, tensors)
     for _ in range(50):
@@ -108,9 +111,9 @@ def test_bit_reproducible(case: Case) -> None:
 
 
 @repeated
-def test_memory_is_bounded(case: Case) -> None:
+def test_memory_is_bounded(case: Case, backend: str) -> None:
     """A call takes its results, the workspace and sums, which grow with the length and not with its square."""
-    op, heads = build(case), case[0]
+    op, heads = build(case, backend), case[0]
     spec, n = op.plan.spec, 4096
     tensors = inputs(spec, Sizes(1, heads, heads, n, n))
     train(op, tensors)
@@ -124,9 +127,9 @@ def test_memory_is_bounded(case: Case) -> None:
     assert peak <= returned + op.plan.strip["backward"].workspace_bytes + 8 * rows + 2**26
 
 
-def test_decode_in_a_cuda_graph() -> None:
+def test_decode_in_a_cuda_graph(backend: str) -> None:
     """Lengths are read on the device."""
-    op = build(CASES["16 heads of 64"])
+    op = build(CASES["16 heads of 64"], backend)
     tensors = inputs(op.plan.spec, Sizes(2, 16, 4, op.plan.spec.context + 2, 3000))
     lengths = torch.tensor([17, 3000], dtype=torch.int32, device=CUDA)
     q_tail, k, v, *_ = tensors.values()
