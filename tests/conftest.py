@@ -1,8 +1,9 @@
 """Tests in ``interpreter/`` need TRITON_INTERPRET=1 before triton is imported; ``test_interpreter.py`` runs them so."""
 
+import io
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jinja2
 import pytest
@@ -49,3 +50,18 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> "Counter[str]":
 
     monkeypatch.setattr(jinja2.Template, "render", counting)
     return counts
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """What CUDA's compiler has said since the test began, of ``compile_cubin`` as it is."""
+    import cuda.core
+
+    written = io.StringIO()
+
+    class Program(cuda.core.Program):
+        def compile(self, target_type: str) -> object:
+            return super().compile(target_type, logs=written)
+
+    monkeypatch.setattr(cuda.core, "Program", Program)
+    return lambda: written.getvalue().replace("\0", "").strip()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mtagen.codegen import render
+from mtagen.codegen import cuda, render
 from mtagen.errors import PlanError
-from mtagen.planner import get_target, plan
+from mtagen.planner import TARGETS, get_target, plan
+from mtagen.planner.strip.passes import StripPass
+from mtagen.planner.strip.rows import RowKernel
 from mtagen.runtime.load import load_triton
-from mtagen.runtime.offline import Usage, compile_offline
+from mtagen.runtime.nvrtc import compile_cubin
+from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubin
 from mtagen.spec import Spec
 
 EVERYTHING = {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16}
@@ -33,6 +38,14 @@ AMPERE_STACK = {
     "decode_convolution": 80,
     "decode_post_convolution": 80,
 }
+CUDA_STACK = 96  # of CUDA's kernels, whatever their role
+CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, EVERYTHING) for name, target in TARGETS.items() if "mma" in target.matrix),
+    ("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}),
+    ("sm_90a", {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}),
+    ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
+    ("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}),
+]
 PRODUCTS = ("scores", "grad_shares", "decode_scores")  # the kernels whose registers depend on the head dim most
 
 
@@ -108,3 +121,22 @@ def test_shared_memory_of_wide_heads_in_fp32() -> None:
 def test_heads_too_wide_for_shared_memory_are_refused() -> None:
     with pytest.raises(PlanError, match=r"head dim: got 256; generic has 49152 bytes of shared memory, .* needs \d+"):
         plan(Spec(None, 256, mixed_heads=4, dtype="fp32"), "generic", "triton")
+
+
+@pytest.mark.parametrize(("target", "stages"), CUDA_CASES, ids=str)
+def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
+    """CUDA's kernels, each a source of its own, keep to what they are launched with, and use the tensor cores."""
+    spec = Spec(head_dim=64, **stages)
+    for name in ("forward", "backward"):
+        made = StripPass(spec, target, name, "cuda")
+        assert {*made.cuda} == {kernel.role for kernel in made.kernels} - {"scores", "grad_shares"}
+        for role, source in made.cuda.items():
+            cubin = compile_cubin(cuda.render(source), target, source.name)
+            assert not log(), role
+            ((entry, used),) = usage_of_cubin(cubin).items()
+            assert entry == source.kernel.name
+            assert used.stack <= CUDA_STACK, f"{role} keeps {used.stack} bytes on the stack"
+            assert used.registers <= source.kernel.registers, role
+            assert source.kernel.shared + used.shared <= get_target(target).shared_per_block + 1024, role
+            multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
+            assert bool(re.search(r"\bHMMA", used.assembly)) == multiplies, role
