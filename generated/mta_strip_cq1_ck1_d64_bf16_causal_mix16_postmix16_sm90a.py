@@ -427,6 +427,7 @@ def _by_heads(x):
     return x.reshape(-1, *x.shape[2:])
 
 
+@torch.no_grad()
 def forward(q, k, v, head_weight, post_head_weight, scale):
     """Attention by the stages above.
 
@@ -478,6 +479,7 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
     return out, lse
 
 
+@torch.no_grad()
 def backward(
     grad_out, grad_lse, q, k, v, head_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
@@ -563,6 +565,7 @@ def _matrices(partial, n_heads, mixed, heads):
     return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed]
 
 
+@torch.no_grad()
 def decode(
     q_tail, k_cache, v_cache, head_weight, post_head_weight, scale, cache_seqlens, num_splits
 ):

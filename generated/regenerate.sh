@@ -9,13 +9,14 @@ emit() {  # kernel, backend
     done
 }
 
-pipeline() {  # stages
-    python -m mtagen emit "$@" --head-dim 64 --dtype bf16 --target sm_90a --backend triton --out "$folder"
+pipeline() {  # backend, head dim, stages
+    python -m mtagen emit --backend "$1" --head-dim "$2" "${@:3}" --dtype bf16 --target sm_90a --out "$folder"
 }
 
 rm -f "$folder"/mta_*
 emit 6,11 triton
 emit 1,1 triton
 emit 6,11 cuda
-pipeline --kernel 6,11 --mixed-heads 16 --post-kernel 6,11 --post-mixed-heads 16
-pipeline --kernel none --mixed-heads 16 --post-mixed-heads 16
+pipeline triton 64 --kernel 6,11 --mixed-heads 16 --post-kernel 6,11 --post-mixed-heads 16
+pipeline triton 64 --kernel none --mixed-heads 16 --post-mixed-heads 16
+pipeline cuda 128 --kernel 6,11 --mixed-heads 16 --post-kernel 6,11 --post-mixed-heads 16

@@ -2,7 +2,7 @@
 
 #include "rows.cuh"
 
-// ---- Softmax ---------------------------------------------------------------------------------------------------------
+// ---- Softmax -------------------------------------------------------------------------------------------------------
 
 // The largest x of each head and the sum of 2^(FACTOR (x - largest)), over the keys that a lane has seen. FACTOR is
 // positive.

@@ -2,10 +2,10 @@
 
 #include "ptx.cuh"
 
-// ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, a block a warp ----------------------------------------------------
+// ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, a block a warp --------------------------------------------------
 //
-// A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head % 8.
-// Eight lanes copy a line. What lanes copy and read is told to each other by __syncwarp.
+// A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
+// 8. Eight lanes copy a line. What lanes copy and read is told to each other by __syncwarp.
 constexpr int BLOCK_KEYS = 64, MAX_HEADS = 16, TILES_OF_BLOCK = 4;
 constexpr int LINE = BLOCK_KEYS * 2, BLOCK_BYTES = MAX_HEADS * LINE;
 
@@ -14,6 +14,7 @@ DEVICE u32 in_block(u32 block, int head, int column) { return block + head * LIN
 
 // The n-th of the heads whose lines a lane copies, and the first of its 8 keys there.
 DEVICE int copied_head(int n, int lane) { return 4 * n + (lane >> 3); }
+
 DEVICE int copied_key(int lane) { return 8 * (lane & 7); }
 
 // Where a lane's first line of a row of a plane is, and how far it is from a head to the next.
@@ -63,7 +64,7 @@ DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
 }
 
-// ---- Tiles: 16 keys of 16 heads --------------------------------------------------------------------------------------
+// ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
 //
 // In products that sum over heads, a tile is the left operand, with a row for each key and a column for each head; and
 // so are results, which can be the operand of the next product. A lane has 2 keys, lane_row and the one 8 later, and 4
@@ -77,14 +78,18 @@ DEVICE int key_of(int e, int i, int lane) { return 16 * i + 8 * (e >> 1 & 1) + (
 
 // The n-th of a lane's heads, and which of them an element is of.
 DEVICE int head_of(int n, int lane) { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
+
 DEVICE constexpr int head_of_element(int e) { return 2 * (e >> 2) + (e & 1); }
 
-// The address that a lane gives for tile i of a block: of the matrices at (keys, heads) = (0, 0), (8, 0), (0, 8), (8, 8).
+// The address that a lane gives for tile i of a block: of the matrices at (keys, heads) = (0, 0), (8, 0), (0, 8) and
+// (8, 8).
 DEVICE u32 tile_of(u32 block, int i, int lane) {
   return in_block(block, 8 * (lane >> 4) + (lane & 7), 2 * i + (lane >> 3 & 1));
 }
 
-DEVICE void load_operand(Operand& a, u32 block, int i, int lane) { load_matrices_transposed(a, tile_of(block, i, lane)); }
+DEVICE void load_operand(Operand& a, u32 block, int i, int lane) {
+  load_matrices_transposed(a, tile_of(block, i, lane));
+}
 
 // Keys from the `seen`-th of the block on become zeros.
 DEVICE void clear_unseen(Operand& a, int i, int seen, int lane) {
@@ -150,7 +155,7 @@ struct Mixture {
   }
 };
 
-// ---- Sums over keys --------------------------------------------------------------------------------------------------
+// ---- Sums over keys ------------------------------------------------------------------------------------------------
 
 // Products over keys of 16 heads with 16 heads, summed over all blocks of a warp: of heads lane_row and lane_row + 8
 // with heads 8 n + 2 lane_pair and the next.
