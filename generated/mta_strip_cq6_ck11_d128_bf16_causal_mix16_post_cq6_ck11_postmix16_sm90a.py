@@ -149,23 +149,57 @@ def checked(result: Sequence[Any], what: str) -> Any:
 
 TARGET = "sm_90a"
 SOURCES = {
-    "scores": "mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "convolution": "mta_strip_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "softmax": "mta_strip_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "post_convolution": "mta_strip_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "post_mix": "mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "probabilities": "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "post_mix_backward": "mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "post_convolution_adjoint": "mta_strip_post_convolution_adjoint_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "post_convolution_gradient": "mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "softmax_backward": "mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "convolution_adjoint": "mta_strip_convolution_adjoint_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "convolution_gradient": "mta_strip_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "decode_scores": "mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "decode_convolution": "mta_strip_decode_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "decode_post_convolution": "mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "decode_softmax": "mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
-    "decode_post_mix": "mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu",
+    "scores": (
+        "mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "convolution": (
+        "mta_strip_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "softmax": (
+        "mta_strip_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "post_convolution": (
+        "mta_strip_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "post_mix": (
+        "mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "probabilities": (
+        "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "post_mix_backward": (
+        "mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "post_convolution_adjoint": (
+        "mta_strip_post_convolution_adjoint_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "post_convolution_gradient": (
+        "mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "softmax_backward": (
+        "mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "convolution_adjoint": (
+        "mta_strip_convolution_adjoint_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "convolution_gradient": (
+        "mta_strip_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "decode_scores": (
+        "mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "decode_convolution": (
+        "mta_strip_decode_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "decode_post_convolution": (
+        "mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "decode_softmax": (
+        "mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
+    "decode_post_mix": (
+        "mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
 }
 # Of each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
 KERNELS = {
@@ -1261,7 +1295,9 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     out = torch.empty((batch, n_heads, n_q, 128), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
     kernels = {}
-    for name in ['scores', 'convolution', 'softmax', 'post_convolution', 'post_mix']:
+    for name in (
+        "scores", "convolution", "softmax", "post_convolution", "post_mix",
+    ):
         kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
     workspace_bytes = 1073741824
     strips = _planes(batch, n_heads, n_q, n_k, 3, workspace_bytes, q.device)
@@ -1343,7 +1379,10 @@ def backward(
     convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
     post_convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
     kernels = {}
-    for name in ['scores', 'convolution', 'probabilities', 'post_mix_backward', 'post_convolution', 'post_convolution_adjoint', 'post_convolution_gradient', 'softmax_backward', 'convolution_adjoint', 'convolution_gradient']:
+    for name in (
+        "scores", "convolution", "probabilities", "post_mix_backward", "post_convolution", "post_convolution_adjoint",
+        "post_convolution_gradient", "softmax_backward", "convolution_adjoint", "convolution_gradient",
+    ):
         kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
     workspace_bytes = 1073741824
     strips = _planes(batch, n_heads, n_q, n_k, 5, workspace_bytes, q.device)
@@ -1478,7 +1517,9 @@ def decode(
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)
     kernels = {}
-    for name in ['decode_scores', 'decode_convolution', 'decode_post_convolution', 'decode_softmax', 'decode_post_mix']:
+    for name in (
+        "decode_scores", "decode_convolution", "decode_post_convolution", "decode_softmax", "decode_post_mix",
+    ):
         kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
     f32 = dict(dtype=torch.float32, device=q.device)
     lse = torch.full((batch, n_heads, count), float("-inf"), **f32)

@@ -141,9 +141,15 @@ def checked(result: Sequence[Any], what: str) -> Any:
 
 TARGET = "sm_90a"
 SOURCES = {
-    "forward": "mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a.cu",
-    "backward": "mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a.cu",
-    "decode": "mta_tile_decode_cq6_ck11_d64_bf16_causal_sm90a.cu",
+    "forward": (
+        "mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a.cu"
+    ),
+    "backward": (
+        "mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a.cu"
+    ),
+    "decode": (
+        "mta_tile_decode_cq6_ck11_d64_bf16_causal_sm90a.cu"
+    ),
 }
 # Of each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
 KERNELS = {

@@ -88,6 +88,7 @@ def test_generated_folder_is_current(tmp_path: Path) -> None:
             emit(plan(spec, "sm_90a", "cuda"), tmp_path)
     for spec in LAYERS:
         emit(plan(spec, "sm_90a", "triton"), tmp_path)
+    emit(plan(replace(LAYERS[0], head_dim=128, value_head_dim=128), "sm_90a", "cuda"), tmp_path)
     assert emitted(FOLDER) == emitted(tmp_path)
 
 

@@ -6,7 +6,7 @@ It stands alone but for the CUDA sources that it launches, which lie beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "target": module.target,
         "cuda": module.cuda,
         "launch": partial(_launch, module),
+        "quoted": _quoted,
         "planes": partial(_planes, module),
         "dot_options": dot_options(module),
         "dtypes": {
@@ -87,6 +88,11 @@ def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:
         f"{name}_desc": f"_tiles({plane}[:, :, :keys], {tile['BLOCK_M']}, {tile[width]})"
         for (name, plane), width in zip(planes.items(), ("WINDOW", "BLOCK_N"), strict=False)
     }
+
+
+def _quoted(names: Iterable[str]) -> str:
+    """Names as lines of a tuple."""
+    return "\n".join(host.filled((f'"{name}"' for name in names), 8))
 
 
 def _launch(module: StripModule, kernel: Kernel, indent: int, **values: str) -> str:
