@@ -20,8 +20,8 @@ WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
 # What one of them takes at most: 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden by the mask
 # and yet multiplied; fewer rows need more launches.
 PLANE_BYTES = 2**28
-# Times of forward and backward passes, the largest of the figures in benchmarks/NOTES.md, "CUDA in strips".
-CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.7, "backward": 0.7, "decode": 0.7}
+# CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
+CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.92, "backward": 0.69}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
 
 
