@@ -225,9 +225,9 @@ def test_plan_of_a_pipeline() -> None:
 
 
 def test_a_pipeline_that_a_backend_cannot_do() -> None:
-    result = run("plan", *STAGES, "--head-dim", "64", "--backend", "cuda")
+    result = run("plan", *STAGES, "--head-dim", "64", "--backend", "cuda", "--dtype", "fp32")
     assert result.exit_code == 2
-    assert result.stderr.startswith("mtagen: pass: got 'decode'; the few rows of a decode step are made by triton's")
+    assert result.stderr.startswith("mtagen: dtype: got 'fp32'; the cuda backend multiplies 16-bit elements; legal: ")
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -6,6 +6,7 @@ mixtures give is exact but for the last rounding. Beyond their keys, planes hold
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtagen.dtypes import TORCH_DTYPES
+from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
+from mtagen.planner.strip.products import ProductKernel
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.source import StripSource
 from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
@@ -29,7 +32,7 @@ from mtagen.spec import Spec
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
 
 FLOOR = 1e-7  # of errors: fp16 underflows
-C_TYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+C_TYPES = {"int": torch.int32, "float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Strip(NamedTuple):
@@ -45,6 +48,7 @@ class Strip(NamedTuple):
         valid: rows before the first one whose scores have all of their context.
         sequences: of the strip.
         b0: the first of them.
+        lengths: of a decode step, keys in use of each sequence, at whose end its rows are, whatever ``off`` is.
     """
 
     heads: int
@@ -56,6 +60,7 @@ class Strip(NamedTuple):
     valid: int = 0
     sequences: int = 1
     b0: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -63,16 +68,20 @@ class Strip(NamedTuple):
         return self.sequences * self.heads
 
     def seen(self, spec: Spec) -> Tensor:
-        """(rows, keys): whether a row sees a key."""
-        positions = self.first + self.off + torch.arange(self.count)
-        if not spec.causal:
-            return torch.ones(self.count, self.keys, dtype=torch.bool)
-        return torch.arange(self.keys) <= positions[:, None]
+        """(slots, rows, keys): whether a row sees a key."""
+        limits = torch.tensor(self.lengths or [self.keys] * self.sequences).clamp(max=self.keys)[:, None, None]
+        first = limits - self.count if self.lengths else self.first + self.off
+        positions = first + torch.arange(self.count)[:, None]
+        j = torch.arange(self.keys)
+        seen = (j <= positions if spec.causal else True) & (j < limits)
+        if self.lengths:
+            seen = seen & (positions >= 0)
+        return seen.expand(self.sequences, -1, -1).repeat_interleave(self.heads, 0)
 
 
 def source_of(spec: Spec, role: str, target: str = "sm_90a") -> StripSource:
     """The CUDA kernel of a role."""
-    for name in ("forward", "backward"):
+    for name in PASSES:
         if role in (made := StripPass(spec, target, name, "cuda").cuda):
             return made[role]
     raise KeyError(role)
@@ -102,14 +111,17 @@ def run(
     }
     grid = tuple(int(size.subs(sizes)) for size in kernel.grid)
     named = strip._asdict() | {"n_heads": strip.heads, "pitch": pitch_of(source.spec, strip)} | values
+    if strip.lengths:
+        named["seqlens"] = torch.tensor([-1] * strip.b0 + [*strip.lengths], dtype=torch.int32)
     given = [named[argument.name] for argument in kernel.arguments]
     for argument, value in zip(kernel.arguments, given, strict=True):
         if argument.pointer:  # of the type that the kernel takes it for
             named_types = {"Element": source.spec.dtype, "Score": "fp16"}
             if isinstance(source, PlaneKernel):
-                named_types |= {"Source": source.source, "Result": source.result}
+                named_types |= {"Source": source.source}
+            if isinstance(source, (PlaneKernel, ProductKernel)):
+                named_types |= {"Result": source.result}
             assert value.dtype == C_TYPES[named_types.get(argument.type, argument.type)], argument.name
-            assert value.is_contiguous()
     launched = emulated(source, folder, seed, checked=checked)[source.role]
     launched(grid, *(x.data_ptr() if isinstance(x, Tensor) else x for x in given))
 
@@ -138,10 +150,10 @@ def eighths(*shape: int, seed: int = 0, largest: int = 16) -> Tensor:
     return torch.randint(-largest, largest + 1, shape, generator=random).double() / 8
 
 
-def assert_planes(given: Tensor, expected: Tensor, strip: Strip) -> None:
-    """Exactly these values (slots, rows, keys), rounded to what planes hold."""
+def assert_planes(given: Tensor, expected: Tensor, strip: Strip, where: Tensor | bool = True) -> None:
+    """Exactly these values (slots, rows, keys), rounded to what planes hold; or only ``where`` they matter."""
     ours, rounded = given[:, :, : strip.keys], expected.to(given.dtype)
-    wrong = (ours != rounded).nonzero()
+    wrong = ((ours != rounded) & where).nonzero()
     assert not len(wrong), f"{len(wrong)} wrong, first at {wrong[0].tolist()}: {ours[tuple(wrong[0])]}"
 
 
@@ -205,7 +217,8 @@ class Case:
 
     def source(self, part: str) -> PlaneKernel:
         """The kernel of a part."""
-        made = source_of(self.spec, f"{self.stage.name}{part and '_'}{part}")
+        decode = f"decode_{self.stage.name}"
+        made = source_of(self.spec, decode if self.strip.lengths else f"{self.stage.name}{part and '_'}{part}")
         assert isinstance(made, PlaneKernel)
         return made
 
@@ -271,6 +284,25 @@ def test_gradient_of_the_weight(spec: Spec, folder: Path) -> None:
         assert not sums[:, :, -2:].any()
 
 
+def steps(spec: Spec, heads: int, sizes: Iterable[tuple[int, int]] = ((1, 1), (2, 300), (8, 650))) -> Iterator[Strip]:
+    """Decode steps of some new tokens over a cache of some keys, of which sequences use some, all, none, or few."""
+    for new_tokens, keys in sizes:
+        lengths = (keys - 7, keys + 5, 0, spec.context + new_tokens - 1)
+        skip, valid = spec.context, spec.context - Stages(spec).post_context
+        yield Strip(heads, skip + new_tokens, keys, 0, 0, skip, valid, len(lengths), 1, tuple(map(abs, lengths)))
+
+
+@every_convolution
+def test_convolution_of_a_decode_step(spec: Spec, folder: Path) -> None:
+    """Whatever results are past the end of a sequence, later kernels do not look at them."""
+    for seed, strip in enumerate(steps(spec, 2)):
+        case = Case(spec, strip)
+        expected = case.stage.factor * case.y * case.seen
+        if case.stage.final:
+            expected[:, : strip.skip] = 0
+        assert_planes(case.convolve(folder, seed), expected, strip, where=spec.causal | case.seen)
+
+
 @pytest.mark.parametrize("spec", [CONVOLUTIONS["(6, 11)"], CONVOLUTIONS["(3, 3), left"]], ids=str)
 def test_the_order_of_warps_changes_nothing_in_planes(spec: Spec, folder: Path) -> None:
     case = Case(spec, SMALL)
@@ -285,6 +317,65 @@ def test_no_races_in_planes(spec: Spec, folder: Path) -> None:
     case = Case(spec, SMALL)
     for seed, part in enumerate((case.convolve, case.adjoint, case.gradient)):
         part(folder, seed, checked=True)
+
+
+# Products of rows.
+
+PRODUCTS = {
+    "scores of 64": ("scores", before((3, 3))),
+    "scores of 256, full": ("scores", Spec((3, 3), 256, mixed_heads=2, causal=False)),
+    "scores of 80": ("scores", Spec((3, 3), 80, mixed_heads=2, dtype="fp16")),
+    "gradients of shares, of 128": ("grad_shares", Spec((3, 3), 64, 128, post_kernel=(6, 3))),
+    "gradients of shares, of 16, full": ("grad_shares", Spec(None, 64, 16, post_kernel=(1, 3), causal=False)),
+    "scores of a step of 64": ("decode_scores", before((3, 3))),
+    "scores of a step of 192, full": ("decode_scores", Spec((16, 3), 192, post_kernel=(9, 1), causal=False)),
+}
+
+
+def product(
+    role: str, spec: Spec, strip: Strip, folder: Path, seed: int = 0, *, checked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What a kernel makes of rows of queries and of keys of half as many heads, and what it should."""
+    source = source_of(spec, role)
+    assert isinstance(source, ProductKernel)
+    group, batch = 2 if strip.heads % 2 == 0 else 1, strip.b0 + strip.sequences
+    n_q, n_k = strip.first + strip.count + 3, strip.keys + 9
+
+    def rows(heads: int, n: int) -> Tensor:  # strided, and NaN at first
+        return torch.full((batch, n, heads, source.width + 8), torch.nan).to(TORCH_DTYPES[spec.dtype]).transpose(1, 2)
+
+    x, y = rows(strip.heads, n_q)[..., : source.width], rows(strip.heads // group, n_k)[..., : source.width]
+    own_x = x[strip.b0 :, :, strip.first : strip.first + strip.count]
+    own_y = y[strip.b0 :, :, : strip.keys]
+    own_x.copy_(eighths(*own_x.shape, seed=1))
+    own_y.copy_(eighths(*own_y.shape, seed=2))
+    for i, length in enumerate(strip.lengths):  # before a sequence, and behind it
+        own_x[i, :, : max(0, strip.count - length)] = torch.nan
+        own_y[i, :, length:] = torch.nan
+    products = (own_x.double() @ own_y.double().repeat_interleave(group, 1).mT).flatten(0, 1)
+    expected = (products * SCORE_SCALE).where(strip.seen(spec), 0)
+    if source.skips:
+        expected[:, : strip.skip] = 0
+    plane = empty(TORCH_DTYPES[source.result], spec, strip)
+    strides = {f"{name}_stride_{axis}": z.stride(i) for name, z in (("x", x), ("y", y)) for i, axis in enumerate("bhn")}
+    factor = SCORE_SCALE
+    run(source, strip, folder, seed, checked=checked, x=x, y=y, plane=plane, group=group, factor=factor, **strides)
+    return plane, expected
+
+
+@pytest.mark.parametrize(("role", "spec"), PRODUCTS.values(), ids=PRODUCTS)
+def test_product(role: str, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(steps(spec, 2) if role.startswith("decode") else STRIPS):
+        plane, expected = product(role, spec, strip, folder, seed)
+        assert_planes(plane, expected, strip)
+
+
+@pytest.mark.parametrize("name", ["scores of 64", "scores of 256, full", "scores of a step of 64"])
+def test_no_races_in_products(name: str, folder: Path) -> None:
+    role, spec = PRODUCTS[name]
+    for seed in range(2):
+        (step,) = steps(spec, 2, [(2, 300)])
+        product(role, spec, step if role.startswith("decode") else SMALL, folder, seed, checked=True)
 
 
 # Mixtures of heads and the softmax.
@@ -321,7 +412,7 @@ class Rows:
         self.spec, self.strip, self.stages = spec, strip, Stages(spec)
         self.n_q = strip.first + strip.count + 3
         shape = (strip.slots, strip.count, strip.keys)
-        self.seen = (strip.seen(spec) & (torch.arange(strip.count) >= strip.valid)[:, None]).expand(shape)
+        self.seen = strip.seen(spec) & (torch.arange(strip.count) >= strip.valid)[:, None]
         self.weights = {
             name: eighths(strip.heads // m, m, m, seed=10 + i, largest=8)
             for i, (name, m) in enumerate(spec.mixed.items())
@@ -343,7 +434,7 @@ class Rows:
     def run(self, role: str, folder: Path, seed: int = 0, *, checked: bool = False, **tensors: Tensor) -> None:
         """Run the kernel of a role."""
         weights = {name: x.float() for name, x in self.weights.items()}
-        source = source_of(self.spec, role)
+        source = source_of(self.spec, f"decode_{role}" if self.strip.lengths else role)
         run(source, self.strip, folder, seed, checked=checked, n_q=self.n_q, **(weights | tensors))
 
     def plane(self, values: Tensor, dtype: str) -> Tensor:
@@ -485,6 +576,12 @@ def test_softmax_backward(heads: int, spec: Spec, folder: Path) -> None:
         assert_softmax_backward(Rows(spec, strip), folder, seed)
 
 
+@every_mixture
+def test_softmax_of_a_decode_step(heads: int, spec: Spec, folder: Path) -> None:
+    for seed, strip in enumerate(steps(spec, heads)):
+        assert_softmax(Rows(spec, strip), folder, seed)
+
+
 @pytest.mark.parametrize("name", ["pairs of 10 heads", "groups of 3 before, full"])
 def test_long_rows(name: str, folder: Path) -> None:
     """Each warp takes more blocks than it has room for at once."""
@@ -539,7 +636,7 @@ separate = [x for x in ROWS.values() if Stages(x[1]).separate_post_mix]
 
 @pytest.mark.parametrize(("heads", "spec"), separate, ids=str)
 def test_post_mix(heads: int, spec: Spec, folder: Path) -> None:
-    for seed, strip in enumerate(row_strips(heads)):
+    for seed, strip in enumerate((*row_strips(heads), *steps(spec, heads))):
         rows = Mixed(spec, strip)
         expected = rows.mix("post_head_weight", rows.x) / SHARE_SCALE
         assert_planes(rows.post_mix(folder, seed), expected, strip)

@@ -15,11 +15,13 @@ import torch
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
+from mtagen.planner.choice import lowering
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.stages import Stages, block_of
+from mtagen.planner.targets import get_target
 from mtagen.runtime.load import load_triton
 from mtagen.spec import KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
 
@@ -223,23 +225,84 @@ def test_round_trip(spec: Spec) -> None:
         assert set(again.strip) == {*PASSES}
 
 
+TRITONS = {"decode_values"}  # kernels that are Triton's alone
+
+
 @every_pipeline
-def test_auto_takes_cuda_to_train_where_it_has_kernels(spec: Spec) -> None:
-    """Of no pipeline but the one that mixes too many heads does CUDA make nothing."""
-    made = plan(spec, "sm_90a")
-    choices = {one.plan.pass_name: (one.backend, one.reason) for one in made.passes}
-    backend, reason = choices["decode"]
-    assert backend == "triton"
-    assert reason.startswith("not cuda: pass: got 'decode'; the few rows of a decode step are made by triton's kernels")
-    for name in ("forward", "backward"):
-        backend, reason = choices[name]
-        if spec == TOO_MANY:
-            assert backend == "triton"
-            assert reason.startswith("not cuda: stages: got {")
-            assert "cuda mixes up to 16 heads" in reason
-        else:
-            assert backend == "cuda"
-            assert reason.startswith("0.70 of triton's time, measured")
+def test_auto_takes_cuda_and_says_why(spec: Spec) -> None:
+    for target in ("sm_90a", "sm_80"):
+        made = plan(spec, target)
+        assert made.backend == "cuda"
+        assert made.reason.startswith("0.70 of triton's time, measured")
+    made = plan(spec, "generic")
+    assert made.backend == "triton"
+    assert made.reason.startswith("not cuda: target: got 'generic'; the cuda backend's kernels are made of mma")
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_backend_that_is_not_installed(backend: str) -> None:
+    """Triton's kernels can do without CUDA's, and not the other way round."""
+    if backend == "triton":
+        assert plan(EVERYTHING, "sm_90a", available=[backend]).backend == backend
+    else:
+        with pytest.raises(PlanError, match="backend: got 'cuda'; runs beside Triton's kernels, which are not inst"):
+            plan(EVERYTHING, "sm_90a", available=[backend])
+
+
+@every_pipeline
+def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
+    """Those that mix too many heads, besides."""
+    for name in PASSES:
+        made = StripPass(spec, "sm_90a", name, "cuda")
+        roles = [kernel.role for kernel in made.kernels]
+        assert roles == [kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels]
+        mixtures = {role for role in roles if spec == TOO_MANY and ("softmax" in role or "mix" in role)}
+        mixtures |= {"probabilities"} & {*roles} if spec == TOO_MANY else set()
+        assert {*roles} - {*made.cuda} == TRITONS & {*roles} | mixtures
+
+
+@pytest.mark.parametrize(
+    ("spec", "roles"),
+    [
+        # Scores count in some rows of results and not in others.
+        (Spec.from_dict(EVERYTHING.to_dict() | {"mask": "output"}), {"softmax", "post_mix"}),
+        (Spec((3, 3), 72, mixed_heads=2), {"convolution", "softmax"}),  # an mma takes 16 columns
+        (Spec((3, 3), 64, mixed_heads=32), {"scores", "convolution"}),
+        (
+            Spec(None, 64, mixed_heads=2, post_mixed_heads=20, post_kernel=(2, 2)),
+            {"scores", "softmax", "post_convolution"},
+        ),
+        (Spec(None, 64, mixed_heads=4, post_mixed_heads=12), {"scores", "softmax"}),
+        (Spec(None, 64, mixed_heads=5, post_mixed_heads=6), {"scores"}),  # of 30 heads all mix with each other
+        (
+            Spec((3, 3), 64, mixed_heads=2, post_kernel=(2, 64)),
+            {"scores", "convolution", "softmax", "post_convolution"},
+        ),
+    ],
+    ids=str,
+)
+def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
+    assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles
+    assert {*StripPass(spec, "sm_90a", "forward").cuda} == set()
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize(
+    ("spec", "target", "message"),
+    [
+        (Spec(None, 64, mixed_heads=2, dtype="fp32"), "sm_90a", "dtype: got 'fp32'; the cuda backend multiplies 16-b"),
+        (Spec(None, 64, mixed_heads=2), "generic", "target: got 'generic'; the cuda backend's kernels are made of mma"),
+        (Spec((3, 3), 64, mixed_heads=32, mask="output"), "sm_90a", "stages: got .*; cuda mixes up to 16 heads, and t"),
+    ],
+    ids=str,
+)
+def test_cuda_says_what_it_cannot_do(pass_name: str, spec: Spec, target: str, message: str) -> None:
+    for refused in (
+        lambda: lowering("cuda", spec).candidates(pass_name, spec, get_target(target)),
+        lambda: plan(spec, target, "cuda"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            refused()
 
 
 def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
@@ -261,11 +324,11 @@ def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
 def test_the_table_of_a_plan_shows_which_kernels_are_cudas() -> None:
     lines = [" ".join(line.split()) for line in str(plan(EVERYTHING, "sm_90a")).splitlines()]
     for piece in (
+        "scores CUDA, tiles of 128 rows and 64 keys, 8 warps",
         "softmax CUDA, 8 warps, 16 heads of a row",
-        "convolution CUDA, 4 warps, 64 rows, 128 keys a tile, ",
-        "post_convolution_gradient CUDA, 4 warps, 64 rows, 128 keys a tile, ",
-        "grad_shares BLOCK_M 128",
-        "decode_softmax HEADS 16",
+        "convolution CUDA, tiles of 64 rows and 128 keys, 4 warps, ",
+        "post_convolution_gradient CUDA, tiles of 64 rows and 128 keys, 4 warps, ",
+        "decode_values BLOCK_R 16",
     ):
         assert any(line.startswith(piece) for line in lines), piece
 

@@ -12,6 +12,7 @@ import pytest
 from mtagen.codegen import cuda, render
 from mtagen.errors import PlanError
 from mtagen.planner import TARGETS, get_target, plan
+from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.rows import RowKernel
 from mtagen.runtime.load import load_triton
@@ -127,9 +128,9 @@ def test_heads_too_wide_for_shared_memory_are_refused() -> None:
 def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
     """CUDA's kernels, each a source of its own, keep to what they are launched with, and use the tensor cores."""
     spec = Spec(head_dim=64, **stages)
-    for name in ("forward", "backward"):
+    for name in PASSES:
         made = StripPass(spec, target, name, "cuda")
-        assert {*made.cuda} == {kernel.role for kernel in made.kernels} - {"scores", "grad_shares"}
+        assert {*made.cuda} == {kernel.role for kernel in made.kernels} - {"decode_values"}
         for role, source in made.cuda.items():
             cubin = compile_cubin(cuda.render(source), target, source.name)
             assert not log(), role

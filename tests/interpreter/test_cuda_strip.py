@@ -43,7 +43,7 @@ def build(folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30) ->
     made = plan(Spec(head_dim=16, dtype="fp16", **stages), "sm_90a")
     for one in made.strip.values():
         made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
-    assert made.served_by("cuda") == ("forward", "backward")
+    assert made.backend == "cuda"
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
         module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
@@ -56,6 +56,15 @@ def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
     op = build(folder, stages)
     for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
+@pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
+def test_decode(heads: int, stages: dict[str, Any], folder: Path) -> None:
+    """Some sequences use all of the cache, some few keys or none."""
+    op = build(folder, stages)
+    for new_tokens, lengths, splits in ((1, (140, 3), None), (8, (0, 99), 2)):
+        problem = problems.random(op.plan.spec, Sizes(2, heads, heads // 2, 1, 140), new_tokens=new_tokens)
+        assert not problems.decode_failures(op, op.plan.spec, problem, lengths, splits)
 
 
 @pytest.mark.parametrize("name", ["all stages", "pairs of 10 heads", "a convolution, then pairs"])
