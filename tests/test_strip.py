@@ -274,10 +274,7 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
         ),
         (Spec(None, 64, mixed_heads=4, post_mixed_heads=12), {"scores", "softmax"}),
         (Spec(None, 64, mixed_heads=5, post_mixed_heads=6), {"scores"}),  # of 30 heads all mix with each other
-        (
-            Spec((3, 3), 64, mixed_heads=2, post_kernel=(2, 64)),
-            {"scores", "convolution", "softmax", "post_convolution"},
-        ),
+        (Spec((3, 3), 64, post_kernel=(2, 64)), {"scores", "convolution", "softmax"}),  # a window is too wide
     ],
     ids=str,
 )

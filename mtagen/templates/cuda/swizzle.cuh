@@ -22,3 +22,21 @@ template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
+
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
+// zeros.
+template <int ROWS, int COLUMNS, int COPIERS, class Element>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+  constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
+  constexpr int SWEEP = COPIERS / LANES;
+  const int r = thread / LANES, column = thread % LANES;
+  if (column >= COLUMNS / CHUNK) return;
+  const u32 to = tile_address<ROWS>(tile, r, column);
+  from += (first + r) * stride + column * CHUNK;
+#pragma unroll
+  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
+    if (ROWS % SWEEP == 0 || r + x < ROWS) {
+      const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
+      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
+    }
+}

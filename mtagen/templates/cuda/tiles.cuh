@@ -3,25 +3,7 @@
 #include "softmax.cuh"
 #include "swizzle.cuh"
 
-// ---- Rows of tensors into shared memory, and results out of registers -----------------------------------------------
-
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
-// zeros.
-template <int ROWS, int COLUMNS, int COPIERS, class Element>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
-  constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
-  constexpr int SWEEP = COPIERS / LANES;
-  const int r = thread / LANES, column = thread % LANES;
-  if (column >= COLUMNS / CHUNK) return;
-  const u32 to = tile_address<ROWS>(tile, r, column);
-  from += (first + r) * stride + column * CHUNK;
-#pragma unroll
-  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
-    if (ROWS % SWEEP == 0 || r + x < ROWS) {
-      const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
-      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
-    }
-}
+// ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
 // COPIERS threads copy COUNT rows of queries, from row p of the tile on, whose first row is row `first` of a tensor of
 // n_rows. Of each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are
