@@ -19,7 +19,8 @@ from mtagen.planner.choice import lowering
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
-from mtagen.planner.strip.passes import StripPass
+from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
+from mtagen.planner.strip.planes import PARTS, PlaneKernel
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.targets import get_target
 from mtagen.runtime.load import load_triton
@@ -144,6 +145,78 @@ def test_kernels_of_convolutions_have_these_windows(spec: Spec) -> None:
                 assert constants[role]["WINDOW"] == stage.window(constants[role]["BLOCK_N"])
 
 
+# Slabs of CUDA's convolutions.
+
+SLABS = [*itertools.product((1, 2, 3, 6, 16), (1, 2, 3, 8, 9, 10, 11, 12, 16), KEY_PADDINGS)]
+
+
+def slabs(cq: int, ck: int, padding: str) -> list[PlaneKernel]:
+    """The kernels of a convolution that fit, of each part."""
+    spec = Spec((cq, ck), 64, key_padding=padding, mixed_heads=2)
+    (stage,) = Stages(spec).convolutions
+    return [made for part in PARTS if (made := PlaneKernel(spec, "sm_90a", stage, part, "fp16")).fits]
+
+
+@pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
+def test_slabs_hold_what_a_tile_of_results_reads(cq: int, ck: int, padding: str) -> None:
+    """Tap v of a window comes ``spare`` columns after the window's first; rows of ldmatrix are those of the slab."""
+    for made in slabs(cq, ck, padding):
+        left = made.stage.pad_right if made.adjoint else made.stage.pad_left
+        down = cq - 1 if made.adjoint else 0
+        assert made.lead % 8 == 0
+        for j, v in itertools.product(range(made.tile_keys), range(ck)):
+            column = j - left + v + made.lead
+            assert column == j + made.spare + v
+            assert 0 <= column < 8 * made.slab_chunks
+        read = {r + down - (cq - 1) + u + made.rows_above for r in range(made.rows) for u in range(cq)}
+        assert min(read) == 0
+        if made.part == "gradient":  # shifts past the kernel's are read as the one after it
+            loaded = {r + shift for r in range(0, made.rows, 2) for shift in range(cq + 1)}
+        else:
+            quads = [made.toeplitz.quads[i] for i in made.toeplitz.loads]
+            matrices = {s for quad in quads for s, _ in quad.matrices}
+            loaded = {r + s for r in range(0, made.rows, 2) for s in matrices}
+            windows = {8 * n + k + v for n in range(2) for k in range(8) for v in range(ck + made.spare)}
+            assert windows <= {*range(8 * (1 + made.toeplitz.chunks))}
+        assert read <= loaded <= {*range(made.slab_rows)}
+        assert made.slab_rows % 2 == 0
+
+
+@pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
+def test_chunks_of_the_gradient_of_a_convolution(cq: int, ck: int, padding: str) -> None:
+    for made in (one for one in slabs(cq, ck, padding) if one.part == "gradient"):
+        for n in range(made.tile_keys // 8):
+            touched = {(8 * n + k + made.spare + v) // 8 for k in range(8) for v in range(ck)}
+            first = n + made.first_weight_chunk
+            assert touched <= {*range(first, first + made.weight_chunks)} <= {*range(made.slab_chunks)}
+        gradient = made.weight_gradient
+        blocks = {(u, d) for u, d, _, _ in gradient.sums}
+        assert blocks >= set(itertools.product(range(gradient.shifts), range(made.weight_chunks)))
+        assert gradient.sets * gradient.shifts >= cq
+        assert made.warps % gradient.sets == 0
+        sums = 4 * made.warps * (64 + cq * ck)  # floats in the place of the buffers
+        assert sums <= made.shared_bytes
+
+
+@pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
+def test_rows_of_a_matrix_lie_in_different_banks(cq: int, ck: int, padding: str) -> None:
+    for made in slabs(cq, ck, padding):
+        for pitch in (made.slab_row, made.tile_row, made.staged_row):
+            assert pitch % 16 == 0
+            assert len({row * pitch // 16 % 8 for row in range(8)}) == 8
+
+
+def test_which_windows_fit_slabs() -> None:
+    """Up to 17 columns, with those that come before the first tap."""
+    for padding in KEY_PADDINGS:
+        for ck in range(1, MAX_KERNEL + 1):
+            parts = {made.part for made in slabs(3, ck, padding)}
+            left, right = Spec((3, ck), 64, key_padding=padding).padding(ck)
+            for part in PARTS:
+                spare = -(right if part == "adjoint" else left) % 8
+                assert (part in parts) == (ck + spare <= 17)
+
+
 # Strips and planes.
 
 
@@ -233,10 +306,20 @@ def test_auto_takes_cuda_and_says_why(spec: Spec) -> None:
     for target in ("sm_90a", "sm_80"):
         made = plan(spec, target)
         assert made.backend == "cuda"
-        assert made.reason.startswith("0.70 of triton's time, measured")
+        for one in made.passes:
+            assert one.reason.startswith(f"{CUDA_OVER_TRITON.get(one.plan.pass_name, 1):.2f} of triton's time, ")
     made = plan(spec, "generic")
     assert made.backend == "triton"
     assert made.reason.startswith("not cuda: target: got 'generic'; the cuda backend's kernels are made of mma")
+
+
+def test_auto_takes_triton_for_passes_in_which_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtagen.planner.strip.passes.CUDA_OVER_TRITON", {"forward": 1.1, "backward": 1.2})
+    made = plan(EVERYTHING, "sm_90a")
+    assert made.served_by("cuda") == ("forward", "decode")
+    assert made.served_by("triton") == ("backward",)
+    assert "backward: cuda takes 1.20 of its time" in made.reason
+    assert Plan.from_json(made.to_json()) == made
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -33,6 +33,7 @@ CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"
 EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/test_kernels.py"
 INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
 INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
+EMULATED_STRIP = "tests/test_emulated_strip.py"
 SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
 
 FORWARD = (
@@ -600,6 +601,116 @@ STRIPS = (
     ),
 )
 
+EMULATED_STRIPS = (
+    Mutant(
+        "cuda-plane-slab-replaced-while-read",
+        f"{CUDA}/plane_convolution.cu.j2",
+        "    __syncthreads();  // the slab has been read\n",
+        "",
+        "The next tile's slab replaces the one that other warps are still reading.",
+        (f"{EMULATED_STRIP}::test_no_races_in_planes",),
+    ),
+    Mutant(
+        "cuda-plane-last-rows-see-as-much-as-the-first",
+        f"{CUDA}/plane_convolution.cu.j2",
+        "min(end, position + ROWS + SEEN_AHEAD)",
+        "min(end, position + SEEN_AHEAD)",
+        "Tiles that only the last rows of a block see are taken for hidden.",
+        (f"{EMULATED_STRIP}::test_convolution",),
+    ),
+    Mutant(
+        "cuda-plane-row-after-the-context-cleared",
+        f"{CUDA}/plane_convolution.cu.j2",
+        "if (row + 1 < skip)",
+        "if (row < skip)",
+        "Where the context has an odd number of rows, the first row of outputs is zeros.",
+        (f"{EMULATED_STRIP}::test_convolution",),
+    ),
+    Mutant(
+        "cuda-plane-gradient-of-the-first-sequences",
+        f"{CUDA}/plane_gradient.cu.j2",
+        "static_cast<long long>(b0 * n_heads + slot)",
+        "static_cast<long long>(slot)",
+        "All strips add to the sums of the first one's sequences.",
+        (f"{EMULATED_STRIP}::test_gradient_of_the_weight",),
+    ),
+    Mutant(
+        "cuda-plane-keys-past-the-last",
+        f"{CUDA}/plane_pieces.j2",
+        "min(max(keys - first, 0), CHUNK) * 2",
+        "CHUNK * 2",
+        "A window takes in what a plane's rows hold behind their keys.",
+        (f"{EMULATED_STRIP}::test_convolution",),
+    ),
+    Mutant(
+        "cuda-product-gradients-of-context",
+        f"{CUDA}/plane_product.cu.j2",
+        "            if (r0 + r < skip) lo = hi = 0.f;\n",
+        "",
+        "The rows that two strips share add their gradients twice.",
+        (f"{EMULATED_STRIP}::test_product",),
+    ),
+    Mutant(
+        "cuda-product-keys-past-a-sequence",
+        f"{CUDA}/plane_product.cu.j2",
+        "position + r < 0 || key + j >= limit",
+        "position + r < 0",
+        "A sequence that is shorter than its cache has scores of what the cache holds behind it.",
+        (f"{EMULATED_STRIP}::test_product",),
+    ),
+    Mutant(
+        "cuda-rows-unseen-keys-kept",
+        f"{CUDA}/rows.cuh",
+        "    if (key_of(2 * n, i, lane) >= seen) a[n] = 0;",
+        "    ;",
+        "What planes hold of keys that a row does not see gets into sums over keys.",
+        (
+            f"{EMULATED_STRIP}::test_softmax_backward",
+            f"{EMULATED_STRIP}::test_post_mix_backward",
+        ),
+    ),
+    Mutant(
+        "cuda-rows-groups-mix-with-each-other",
+        f"{CUDA}/rows.cuh",
+        "out / MIXED == in / MIXED && out < heads",
+        "out < heads",
+        "Heads of a bundle that are of different groups are mixed.",
+        (f"{EMULATED_STRIP}::test_softmax",),
+    ),
+    Mutant(
+        "cuda-rows-heads-of-the-first-bundle",
+        f"{CUDA}/row_pieces.j2",
+        "* n_heads + first_head;\n  }",
+        "* n_heads;\n  }",
+        "Where a sequence has several bundles of heads, the first is done for all of them.",
+        (f"{EMULATED_STRIP}::test_softmax",),
+    ),
+    Mutant(
+        "cuda-rows-block-replaced-while-read",
+        f"{CUDA}/row_pieces.j2",
+        "ring + place * SLOT);\n    __syncwarp();",
+        "ring + place * SLOT);",
+        "A lane copies the next block over what other lanes are still reading.",
+        (f"{EMULATED_STRIP}::test_no_races_in_rows",),
+    ),
+    Mutant(
+        "cuda-rows-gradient-of-lse-of-context",
+        f"{CUDA}/row_softmax_backward.cu.j2",
+        " && r >= skip)",
+        ")",
+        "The rows that two strips share add the gradient of their log-sum-exp twice.",
+        (f"{EMULATED_STRIP}::test_softmax_backward",),
+    ),
+    Mutant(
+        "cuda-rows-without-context-of-their-own",
+        f"{CUDA}/row_softmax.cu.j2",
+        "r < valid ? 0 : end_of_row",
+        "end_of_row",
+        "Rows whose scores lack context have probabilities, which a convolution takes in.",
+        (f"{EMULATED_STRIP}::test_softmax",),
+    ),
+)
+
 PIPELINE = "mtagen/cpu/pipeline.py"
 STAGES = (
     Mutant(
@@ -748,4 +859,4 @@ STAGES = (
     ),
 )
 
-MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)
+MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *STRIPS, *EMULATED_STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)

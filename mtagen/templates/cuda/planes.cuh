@@ -2,8 +2,7 @@
 
 #include "ptx.cuh"
 
-// ---- Tiles of planes
-// -------------------------------------------------------------------------------------------------
+// ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
 template <int THREADS, int ROWS, int KEYS, class Type>
