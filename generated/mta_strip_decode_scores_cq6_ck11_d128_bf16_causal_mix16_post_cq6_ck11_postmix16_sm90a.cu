@@ -132,15 +132,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
-// 2^x, to about 2 units in the last place.
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// ---- Tiles of planes
-// -------------------------------------------------------------------------------------------------
+// ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
 template <int THREADS, int ROWS, int KEYS, class Type>
@@ -150,83 +142,6 @@ DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
     if (i / CHUNKS < rows)
       store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
 }
-
-// ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
-//
-// Probabilities are taken relative to a reference that is at least the row's maximum less log2(LIMIT), as it was some
-// tiles ago. So they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds it is
-// done again, relative to its own maximum.
-
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-
-// The most that a thread's probabilities of a row and tile may add up to; sums then keep their precision and range.
-constexpr float LIMIT = 256.f;
-
-// Minus the reference of a row that has seen nothing. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
-constexpr float NO_REFERENCE = 1e20f;
-
-// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16.
-template <class Element>
-struct Softmax {
-  float exponent;                                 // a convolved score times this is the exponent of 2
-  float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
-  float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
-  float added[2];                                 // to `sum` by the tile that has begun
-
-  // Begins a tile.
-  DEVICE void begin() { added[0] = added[1] = 0.f; }
-
-  // Makes the probabilities of 8 columns of both rows, one half of an A operand.
-  DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float x = exp2_fast(fmaf(c[2 * r], exponent, shift[r]));
-      const float y = exp2_fast(fmaf(c[2 * r + 1], exponent, shift[r]));
-      p[2 * high + r] = pack<Element>(x, y);
-      add(r, make_float2(x, y));
-    }
-  }
-
-  // Adds two probabilities of row r.
-  DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
-
-  // Ends the tile. Returns false, and the tile does not count, if some thread of the warp has exceeded its reference by
-  // too much.
-  DEVICE bool end() {
-    if (__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) return false;
-    sum[0] += added[0], sum[1] += added[1];
-    return true;
-  }
-
-  // Does a tile again, relative to its own maximum, which becomes the reference. Outputs that were summed before must
-  // be multiplied by `rescale`.
-  template <int N>
-  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float maximum = -INFINITY;
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
-      const float next = fminf(shift[r], -maximum * exponent);
-      rescale[r] = exp2_fast(next - shift[r]);
-      shift[r] = next;
-      sum[r] *= rescale[r];
-    }
-    begin();
-#pragma unroll
-    for (int n = 0; n < N / 4; ++n) add_columns(p[n / 2], n & 1, c + 4 * n);
-    sum[0] += added[0], sum[1] += added[1];
-  }
-
-  // The whole row's sum, in every thread that has a part of the row.
-  DEVICE float total(int r) const {
-    float x = sum[r];
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-  }
-};
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
@@ -247,8 +162,6 @@ template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
-
-// ---- Rows of tensors into shared memory, and results out of registers -----------------------------------------------
 
 // COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
 // zeros.

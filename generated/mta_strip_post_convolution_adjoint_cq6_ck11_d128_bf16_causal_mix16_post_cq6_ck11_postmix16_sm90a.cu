@@ -148,8 +148,7 @@ DEVICE void pin(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 
-// ---- Tiles of planes
-// -------------------------------------------------------------------------------------------------
+// ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
 template <int THREADS, int ROWS, int KEYS, class Type>

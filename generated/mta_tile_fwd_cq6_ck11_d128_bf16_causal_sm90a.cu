@@ -635,8 +635,6 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// ---- Rows of tensors into shared memory, and results out of registers -----------------------------------------------
-
 // COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
 // zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
@@ -654,6 +652,8 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
       copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
     }
 }
+
+// ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
 // COPIERS threads copy COUNT rows of queries, from row p of the tile on, whose first row is row `first` of a tensor of
 // n_rows. Of each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are

@@ -359,7 +359,7 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
         (Spec(None, 64, mixed_heads=5, post_mixed_heads=6), {"scores"}),  # of 30 heads all mix with each other
         (Spec((3, 3), 64, post_kernel=(2, 64)), {"scores", "convolution", "softmax"}),  # a window is too wide
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Spec) else "+".join(sorted(value)),
 )
 def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
     assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles
