@@ -22,6 +22,7 @@ from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PARTS, PlaneKernel
 from mtagen.planner.strip.stages import Stages, block_of
+from mtagen.planner.tables import Shape, Table
 from mtagen.planner.targets import get_target
 from mtagen.runtime.load import load_triton
 from mtagen.spec import KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
@@ -320,6 +321,18 @@ def test_auto_takes_triton_for_passes_in_which_it_is_faster(monkeypatch: pytest.
     assert made.served_by("triton") == ("backward",)
     assert "backward: cuda takes 1.20 of its time" in made.reason
     assert Plan.from_json(made.to_json()) == made
+
+
+def test_a_table_counts_for_its_stages_only() -> None:
+    """It survives a file, says more than what is known of other stages, and nothing of a convolution alone."""
+    other = Spec.from_dict(EVERYTHING.to_dict() | {"post_mixed_heads": 1})
+    table = Table("measured here", cuda_over_triton={"forward": {Shape.of(EVERYTHING): 1.3}})
+    tables = [Table.from_dict(table.to_dict(), table.source)]
+    assert tables == [table]
+    assert plan(EVERYTHING, "sm_90a", tables=tables).passes[0].reason == "cuda takes 1.30 of its time, measured here"
+    assert plan(other, "sm_90a", tables=tables) == plan(other, "sm_90a", tables=[])
+    alone = Spec(EVERYTHING.kernel, EVERYTHING.head_dim)
+    assert plan(alone, "sm_90a", tables=tables) == plan(alone, "sm_90a", tables=[])
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -163,24 +163,25 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
     """Expected time of CUDA's kernels over Triton's, and where the figure comes from.
 
     A measured shape stands for itself; another's ratio is that of the nearest one, scaled by how the ratio of planned
-    work changes from there to here. Without measurements it is the ratio of planned work.
+    work changes from there to here. Without measurements it is the ratio of planned work. Where there are other stages
+    than a convolution before the softmax, shapes that are not measured have the largest ratio of those that are.
     """
-    if not spec.convolves_only:
-        if pass_name == "decode":  # its time is that of reading keys and values, whoever does it
-            return 1.0, "by planned work"
-        return strip.CUDA_OVER_TRITON[pass_name], "or less, as measured for other stages"
     here = Shape.of(spec)
     measured: dict[Shape, float] = {}
     for table in tables:
         shapes = table.cuda_over_triton.get(pass_name, {})
         if here in shapes:
             return shapes[here], table.source
-        measured = {**shapes, **measured}
+        measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
+    if not spec.convolves_only:
+        if pass_name == "decode":  # its time is that of reading keys and values, whoever does it
+            return 1.0, "by planned work"
+        return strip.CUDA_OVER_TRITON[pass_name], "or less, as measured for other stages"
     work = _work_ratio(pass_name, (spec.cq, spec.ck), spec.head_dim, spec.value_head_dim)
     if not measured:
         return work, "by planned work"
     nearest = min(measured, key=lambda shape: (shape.mask != here.mask, _distance(shape[:3], here[:3]), shape))
-    cq, ck, d, _ = nearest
+    cq, ck, d, *_ = nearest
     ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
     return ratio, f"scaled from {nearest}"
 

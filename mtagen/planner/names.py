@@ -13,10 +13,15 @@ def suffix(spec: Spec, target: str) -> str:
     parts += [spec.dtype, Mask.of(spec).name]
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
-    parts += [f"mix{spec.mixed_heads}"] * (spec.mixed_heads is not None)
+    return "_".join(filter(None, [*parts, other_stages(spec), target.replace("_", "")]))
+
+
+def other_stages(spec: Spec) -> str:
+    """The stages besides a convolution before the softmax, e.g. ``mix16_post_cq6_ck11_postmix16``."""
+    parts = [f"mix{spec.mixed_heads}"] * (spec.mixed_heads is not None)
     parts += ["post_cq{}_ck{}".format(*kernel) for kernel in (spec.post_kernel,) if kernel]
     parts += [f"postmix{spec.post_mixed_heads}"] * (spec.post_mixed_heads is not None)
-    return "_".join([*parts, target.replace("_", "")])
+    return "_".join(parts)
 
 
 def kernel_name(lowering: str, role: str, spec: Spec, target: str) -> str:

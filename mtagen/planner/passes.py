@@ -21,7 +21,7 @@ class PassPlan(ABC):
     fields that say what was decided: tables hold them, tuning varies them, and they tell candidates from one another.
 
     Attributes:
-        lowering: ``lift``, ``tile``, or ``tiled ops``.
+        lowering: ``lift``, ``tile``, ``strip`` or ``tiled ops``.
         backend: what runs it: ``triton``, ``cuda`` or ``torch``.
         spec: the request.
         target: name of the target.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..spec import Spec
 from .geometry.mask import Mask
+from .names import other_stages
 from .passes import Fields
 
 SHIPPED, TUNED = "measured", "tuned here"
@@ -26,14 +27,16 @@ class Shape(NamedTuple):
     ck: int
     head_dim: int
     mask: str
+    stages: str = ""  # besides a convolution before the softmax
 
     @classmethod
     def of(cls, spec: Spec) -> Shape:
         """The shape of a request."""
-        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name)
+        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name, other_stages(spec))
 
     def __str__(self) -> str:
-        return f"({self.cq}, {self.ck}), head dim {self.head_dim}, {self.mask}"
+        stages = f", {self.stages}" if self.stages else ""
+        return f"({self.cq}, {self.ck}), head dim {self.head_dim}, {self.mask}{stages}"
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ def shipped(target: str) -> Table:
 
 
 def _write(shape: Shape) -> str:
-    return ",".join(map(str, shape))
+    return ",".join(str(field) for field in shape if field != "")
 
 
 def _read(text: str) -> Shape:
-    cq, ck, head_dim, mask = text.split(",")
-    return Shape(int(cq), int(ck), int(head_dim), mask)
+    cq, ck, head_dim, mask, *stages = text.split(",")
+    return Shape(int(cq), int(ck), int(head_dim), mask, *stages)
