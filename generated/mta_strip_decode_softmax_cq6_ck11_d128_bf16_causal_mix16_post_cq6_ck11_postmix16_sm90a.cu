@@ -334,7 +334,7 @@ using Score = fp16;
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
 constexpr float LOG2_SHARE_SCALE = 8.0f;
-constexpr float SCORE_SCALE = 0.015625f;  // and scores times this
+constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.

@@ -397,7 +397,7 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
 constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
 constexpr float LOG2_SHARE_SCALE = 8.0f;
-constexpr float SCORE_SCALE = 0.015625f;  // and scores times this
+constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
