@@ -174,9 +174,7 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
             return shapes[here], table.source
         measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
     if not spec.convolves_only:
-        if pass_name == "decode":  # its time is that of reading keys and values, whoever does it
-            return 1.0, "by planned work"
-        return strip.CUDA_OVER_TRITON[pass_name], "or less, as measured for other stages"
+        return strip.cuda_over_triton(pass_name, spec)
     work = _work_ratio(pass_name, (spec.cq, spec.ck), spec.head_dim, spec.value_head_dim)
     if not measured:
         return work, "by planned work"

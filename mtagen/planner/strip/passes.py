@@ -8,11 +8,13 @@ from functools import cached_property
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..passes import Fields, SettledPass
 from ..targets import Target
 from .cuda import cuda_sources
 from .kernels import strip_kernels
+from .rows import MAX_HEADS
 from .source import StripSource
 from .stages import Stages
 
@@ -119,6 +121,17 @@ class StripLowering:
         d, dv = spec.head_dim, spec.value_head_dim
         stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
         return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
+
+
+def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:
+    """Expected time of the passes in which CUDA has kernels over Triton's alone, and where the figure comes from.
+
+    Where CUDA has products only, it is that of the same work; so is that of decode, which reads keys and values.
+    """
+    convolves = bool(spec.kernels) and not Mask.of(spec).zeroes_terms
+    if pass_name == "decode" or not (convolves or Stages(spec).heads <= MAX_HEADS):
+        return 1.0, "by planned work"
+    return CUDA_OVER_TRITON[pass_name], "or less, as measured for other stages"
 
 
 LOWERINGS: Mapping[str, StripLowering] = {backend: StripLowering(backend) for backend in ("triton", "cuda")}
