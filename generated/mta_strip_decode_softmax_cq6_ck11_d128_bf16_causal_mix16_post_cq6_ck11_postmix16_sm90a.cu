@@ -339,6 +339,7 @@ constexpr float LN_2 = 0.6931471805599453f;
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 6, SLOT = 1 * BLOCK_BYTES, SUMS = 2048;
+static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
 struct Place {

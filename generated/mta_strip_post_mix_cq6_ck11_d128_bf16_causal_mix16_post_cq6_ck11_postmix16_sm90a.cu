@@ -338,6 +338,7 @@ constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
 constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
+static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
 struct Place {

@@ -337,6 +337,7 @@ constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
+static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
 struct Place {

@@ -401,6 +401,7 @@ constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
+static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
 struct Place {

@@ -2,9 +2,9 @@
 
 Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile"
 (:mod:`.tile`), and both the lowering "strip" (:mod:`.strip`) where there are other stages than a convolution before the
-softmax; there ``cuda`` convolves, and Triton's kernels do the rest. ``torch`` runs tiled PyTorch ops. Where both kinds
-of kernels can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where they are close: measured,
-where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work. Of a pass's
+softmax; there ``cuda`` has kernels for most roles, and Triton's do the rest. ``torch`` runs tiled PyTorch ops. Where
+both can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where they are close: measured, where
+a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work. Of a pass's
 candidates the one that a table names is taken, decision by decision, else the cheapest by the cost model.
 """
 

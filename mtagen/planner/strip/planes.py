@@ -18,7 +18,6 @@ from sympy import ceiling
 from ...errors import PlanError
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, writes
-from ..targets import get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
@@ -158,7 +157,7 @@ class PlaneKernel(StripSource):
             _ = self.toeplitz
         except PlanError:
             return False
-        return self.shared_bytes <= get_target(self.target).shared_per_block
+        return self.shared_bytes <= self.shared_of(1)
 
     # ---- Gradient of the weight
 

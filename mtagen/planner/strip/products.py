@@ -14,7 +14,6 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, strides, writes
-from ..targets import get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK
 from .kernels import decode_rows
@@ -69,7 +68,7 @@ class ProductKernel(StripSource):
     def fits(self) -> bool:
         # Rows fall into whole steps of an mma, and no scores are asked for but those that rows see.
         whole = self.width % 16 == 0 and not self.mask.zeroes_terms
-        return whole and self.shared.size <= get_target(self.target).shared_per_block
+        return whole and self.shared.size <= self.shared_of(1)
 
     # ---- How the work is shared
 
@@ -106,7 +105,7 @@ class ProductKernel(StripSource):
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor."""
-        return 2 if 2 * (self.shared.size + 1024) <= get_target(self.target).shared_per_block + 1024 else 1
+        return 2 if self.shared.size <= self.shared_of(2) else 1
 
     # ---- Shared memory
 

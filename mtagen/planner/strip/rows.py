@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 from ...spec import Spec
 from ..kernel import Argument, Kernel, numbers, reads, writes
-from ..targets import get_target
 from .kernels import PROGRAMS
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
-_BLOCK_BYTES = 64 * MAX_HEADS * 2  # 64 keys
+_BLOCK_BYTES = 64 * MAX_HEADS * 2  # of a warp: 64 keys, as in rows.cuh
 _MAX_DEPTH = 6
-_RESERVED = 1024  # bytes of shared memory that each CTA takes besides its own
 
 
 class _Form(NamedTuple):
@@ -84,7 +82,7 @@ class RowKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        return self.heads <= MAX_HEADS
+        return self.heads <= MAX_HEADS and self.depth > 0
 
     @property
     def programs(self) -> int:
@@ -157,6 +155,11 @@ class RowKernel(StripSource):
         return 4 * sums * self.warps
 
     @property
+    def block_bytes(self) -> int:
+        """What a warp works on at a time."""
+        return _BLOCK_BYTES
+
+    @property
     def planes(self) -> int:
         """Planes that it reads."""
         return 2 if self.backward else 1
@@ -164,8 +167,8 @@ class RowKernel(StripSource):
     @property
     def depth(self) -> int:
         """Blocks of each plane that a warp copies to shared memory ahead of its work."""
-        share = (get_target(self.target).shared_per_block + _RESERVED) // self.ctas - _RESERVED
-        return min(_MAX_DEPTH, (share - self.sums_bytes) // (self.planes * _BLOCK_BYTES * self.warps))
+        free = self.shared_of(self.ctas) - self.sums_bytes
+        return min(_MAX_DEPTH, free // (self.planes * _BLOCK_BYTES * self.warps))
 
     @property
     def kernel(self) -> Kernel:

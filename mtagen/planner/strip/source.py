@@ -9,9 +9,11 @@ from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..names import kernel_name
+from ..targets import get_target
 from .stages import Stages
 
 DECODE = "decode_"  # what roles of a decode step begin with
+_RESERVED = 1024  # bytes of shared memory that each CTA takes besides its own
 
 
 class StripSource(ABC):
@@ -76,3 +78,7 @@ class StripSource(ABC):
     def mask(self) -> Mask:
         """Which keys a query sees."""
         return Mask.of(self.spec)
+
+    def shared_of(self, ctas: int) -> int:
+        """Bytes of shared memory that each of so many CTAs of a multiprocessor may take."""
+        return (get_target(self.target).shared_per_block + _RESERVED) // ctas - _RESERVED
