@@ -706,17 +706,18 @@ template <int N>
 void load_matrices_transposed(u32 (&x)[N], u32 row) {
   emulator::load_matrices<N, true>(x, row);
 }
-inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
+namespace emulator {
+template <bool TRANSPOSED>
+void store_matrices(u32 row, const u32 (&x)[4]) {
   struct {
     const u32* x;
     u32 row;
   } mine{x, row};
-  const char* const what = "store_matrices_transposed";
-  emulator::together(what, mine, [what](auto all) {
-    using namespace emulator;
+  const char* const what = TRANSPOSED ? "store_matrices_transposed" : "store_matrices";
+  together(what, mine, [what](auto all) {
     for (int m = 0; m < 4; ++m) {
       unsigned short element[8][8];
-      for (int i = 0; i < WARP; ++i) set_pair(element, i, true, all[i]->x[m]);
+      for (int i = 0; i < WARP; ++i) set_pair(element, i, TRANSPOSED, all[i]->x[m]);
       for (int i = 0; i < 8; ++i) {
         const u32 to = all[8 * m + i]->row;
         memcpy(place(to, 16, what), element[i], 16);
@@ -725,6 +726,10 @@ inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
     }
   });
 }
+}  // namespace emulator
+
+inline void store_matrices(u32 row, const u32 (&x)[4]) { emulator::store_matrices<false>(row, x); }
+inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) { emulator::store_matrices<true>(row, x); }
 inline u32 transposed(u32 x) {
   emulator::together("transposed", x, [](auto all) {
     unsigned short element[8][8];

@@ -90,8 +90,7 @@ class _Maker:
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
-        if stages.masks_grad_shares:
-            yield self._product("grad_shares", spec.value_head_dim)
+        yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid")
         if stages.post_is_separate:
             yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)

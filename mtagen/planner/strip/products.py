@@ -1,7 +1,7 @@
-"""The CUDA kernels of the lowering "strip" that fill planes: products of rows of two tensors, by mma instructions.
+"""The CUDA kernels of the lowering "strip" that fill planes: products of rows of two tensors, on the tensor cores.
 
 A CTA has rows of the first tensor, as many keys as it walks over of the second, and collects results in shared memory,
-so that it writes whole lines.
+so that it writes whole lines. Where the target has products of warpgroups, those make all but a decode step's few rows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, strides, writes
+from ..targets import get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK
+from ..tile.wgmma import Wgmma
 from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
 from .source import StripSource
 
 WARPS = 8
 ROWS, ROW_WARPS, TILE_KEYS = 128, 4, 64  # a tile, and the warps that share its rows
+WARPGROUP_KEYS = 128  # of a tile that warpgroups multiply
 DECODE_KEYS = 128  # of a tile of a decode step, which has few rows
-WALK = 512  # keys of a CTA
+WALK, WARPGROUP_WALK = 512, 1024  # keys of a CTA
 _PANEL = 64  # columns that are swizzled together
 _HELD_WIDTH = 128  # rows of so many columns fit registers
 ROLES = ("scores", "grad_shares", "decode_scores")
@@ -43,7 +46,15 @@ class ProductKernel(StripSource):
     target: str
     product: str
 
-    template = "plane_product.cu.j2"
+    @property
+    def template(self) -> str:  # type: ignore[override]
+        """The kernel's template."""
+        return "plane_product_sm90.cu.j2" if self.hopper else "plane_product.cu.j2"
+
+    @property
+    def hopper(self) -> bool:
+        """Whether warpgroups multiply (sm_90a)."""
+        return "wgmma" in get_target(self.target).matrix and not self.decodes
 
     @property
     def role(self) -> str:
@@ -63,6 +74,11 @@ class ProductKernel(StripSource):
     def skips(self) -> bool:
         """Whether results of rows before ``skip`` are zeros."""
         return self.role == "grad_shares" and self.spec.context > 0
+
+    @property
+    def zeroes(self) -> bool:
+        """Whether hidden results are zeros: a convolution reads them. Nothing else looks at them."""
+        return self.stages.masks_grad_shares if self.role == "grad_shares" else self.stages.convolution is not None
 
     @property
     def fits(self) -> bool:
@@ -90,12 +106,17 @@ class ProductKernel(StripSource):
     @property
     def keys(self) -> int:
         """Keys of a tile."""
-        return DECODE_KEYS if self.decodes else TILE_KEYS
+        return DECODE_KEYS if self.decodes else WARPGROUP_KEYS if self.hopper else TILE_KEYS
 
     @property
     def walk(self) -> int:
         """Keys of a CTA."""
-        return WALK
+        return WARPGROUP_WALK if self.hopper else WALK
+
+    @property
+    def wgmmas(self) -> tuple[Wgmma, ...]:
+        """The products of warpgroups."""
+        return (Wgmma("wgmma_product", self.keys, self.spec.dtype),) if self.hopper else ()
 
     @property
     def holds_x(self) -> bool:
@@ -106,6 +127,16 @@ class ProductKernel(StripSource):
     def ctas(self) -> int:
         """CTAs of a multiprocessor."""
         return 2 if self.shared.size <= self.shared_of(2) else 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA, on Hopper with those that load."""
+        return 32 * WARPS + (64 if self.hopper else 0)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        return min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
 
     # ---- Shared memory
 
@@ -125,10 +156,9 @@ class ProductKernel(StripSource):
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
-        results = self.rows * self.result_row
-        return SharedMap.of(
-            (("X", self._tile(self.rows), 1024), ("Y", 2 * self.y_tile, 1024), ("RESULTS", results, 16))
-        )
+        results = self.rows * (2 * _PANEL if self.hopper else self.result_row)
+        regions = (("X", self._tile(self.rows), 1024), ("Y", 2 * self.y_tile, 1024), ("RESULTS", results, 1024))
+        return SharedMap.of((*regions, ("BARRIERS", 32 * self.hopper, 8)))
 
     @property
     def kernel(self) -> Kernel:
@@ -140,9 +170,8 @@ class ProductKernel(StripSource):
             *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
             *numbers("float", "factor"),
         )
-        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / WALK) * SLOTS,)
-        registers = 65536 // (32 * WARPS * self.ctas)
-        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, self.shared.size, min(255, registers))
+        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.walk) * SLOTS,)
+        return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, self.registers)
 
     @property
     def legend(self) -> Iterator[str]:
