@@ -13,7 +13,7 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
 from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
-from .planes import TILE_KEYS
+from .planes import GRADIENT_TILE_KEYS
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
@@ -142,7 +142,7 @@ class StripModule:
     @property
     def gradient_chunk(self) -> int:
         """Keys of a partial sum of the gradient of a convolution's weight."""
-        return TILE_KEYS if any(role.endswith("_gradient") for role in self.cuda) else GRADIENT_CHUNK
+        return GRADIENT_TILE_KEYS if any(role.endswith("_gradient") for role in self.cuda) else GRADIENT_CHUNK
 
     @property
     def score_scale(self) -> float:

@@ -27,7 +27,7 @@ from .source import DECODE, StripSource
 from .stages import Convolution
 
 WARPS = 4  # of 16 rows each
-TILE_KEYS = 128  # of a tile of results
+TILE_KEYS, GRADIENT_TILE_KEYS = 128, 64  # of a tile of results, and of their gradient where it makes the weight's
 WALK = 4  # tiles of a convolution that a CTA makes
 COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
 RESIDENT_WARPS = 16  # of a multiprocessor: of 128 registers a thread
@@ -115,7 +115,7 @@ class PlaneKernel(StripSource):
     @property
     def slab_chunks(self) -> int:
         """Chunks of a row that are filled."""
-        return TILE_KEYS // CHUNK + self.toeplitz.chunks - 1
+        return self.tile_keys // CHUNK + self.toeplitz.chunks - 1
 
     @property
     def slab_row(self) -> int:
@@ -126,7 +126,7 @@ class PlaneKernel(StripSource):
     @property
     def tile_row(self) -> int:
         """The same of a tile of the results' gradient."""
-        return 2 * TILE_KEYS + 2 * CHUNK
+        return 2 * self.tile_keys + 2 * CHUNK
 
     @property
     def staged_row(self) -> int:
@@ -169,7 +169,7 @@ class PlaneKernel(StripSource):
     @property
     def owned_gradient(self) -> tuple[int, int]:
         """First column of the results' gradient, and the end."""
-        return 0, TILE_KEYS
+        return 0, self.tile_keys
 
     @property
     def weight_chunks(self) -> int:
@@ -201,7 +201,7 @@ class PlaneKernel(StripSource):
     @property
     def tile_keys(self) -> int:
         """Keys of a tile."""
-        return TILE_KEYS
+        return GRADIENT_TILE_KEYS if self.part == "gradient" else TILE_KEYS
 
     @property
     def walk(self) -> int:
@@ -237,7 +237,7 @@ class PlaneKernel(StripSource):
     @property
     def summary(self) -> str:
         """In the plan's table."""
-        made = f"tiles of {self.rows} rows and {TILE_KEYS} keys, {self.warps} warps"
+        made = f"tiles of {self.rows} rows and {self.tile_keys} keys, {self.warps} warps"
         mma = len(self.weight_gradient.products) * self.weight_gradient.sets if self.part == "gradient" else 0
         return f"CUDA, {made}, {mma or self.toeplitz.mma_per_tile} mma.m16n8k16 for 16 x 8 scores"
 
@@ -251,7 +251,7 @@ class PlaneKernel(StripSource):
                 *writes("float", "partial"),
                 *numbers("int", "count", "keys", "off", "first", "pitch", "n_heads", "b0", "all_chunks"),
             )
-            grid = (ceiling(KEYS / TILE_KEYS) * SLOTS,)
+            grid = (ceiling(KEYS / self.tile_keys) * SLOTS,)
         else:
             arguments = (
                 *reads("Source", self.reads),
@@ -261,5 +261,5 @@ class PlaneKernel(StripSource):
                 *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
                 *(numbers("int", "b0") if self.decodes else ()),
             )
-            grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / (WALK * TILE_KEYS)) * SLOTS,)
+            grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / (WALK * self.tile_keys)) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

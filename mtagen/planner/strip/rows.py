@@ -19,7 +19,7 @@ from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
 _BLOCK_BYTES = 64 * MAX_HEADS * 2  # of a warp: 64 keys, as in rows.cuh
-_MAX_DEPTH = 6
+_MAX_DEPTH = 8
 
 
 class _Form(NamedTuple):
