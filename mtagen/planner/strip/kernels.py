@@ -8,8 +8,8 @@ from sympy import Min, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
-from ..geometry.affine import Size
-from ..kernel import GROUP, KV_HEADS, Argument, Kernel, numbers
+from ..geometry.affine import N_Q, Size
+from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Argument, Kernel, numbers
 from ..lift.kernels import descriptors, pointers, strided
 from ..lift.tiling import block_dim
 from ..names import kernel_name
@@ -32,6 +32,7 @@ CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
+OUTPUT_ROWS = 32  # of a block of outputs that are mixed
 VALUE_ROWS, VALUE_KEYS = 16, 64  # a tile of the product of a decode step's shares with values
 ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
@@ -39,9 +40,10 @@ _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 
 
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
-    """The kernels of a pass."""
+    """The kernels of a pass, or what mixes outputs where a fused kernel makes them (``mixed_outputs``)."""
     maker = _Maker(spec, target)
-    return tuple({"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}[pass_name]())
+    made = {"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}
+    return tuple((made | {"mixed_outputs": maker.mixed_outputs})[pass_name]())
 
 
 class _Maker:
@@ -83,6 +85,17 @@ class _Maker:
             ),
             ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS), SPLITS),
             {"BLOCK_R": VALUE_ROWS, "BLOCK_N": VALUE_KEYS, "DV": block_dim(spec.value_head_dim)},
+        )
+
+    def mixed_outputs(self) -> Iterator[Kernel]:
+        """The one kernel that mixes outputs of shares that are not mixed yet."""
+        assert self._stages.post_mix
+        mixed = self._stages.post_mix.heads
+        yield self._make(
+            "mixed_outputs",
+            (*pointers("x", "post_head_weight", "out"), *numbers("int32", "n_q", "n_heads")),
+            (ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed),),
+            {"MIXED": mixed, "BLOCK_R": OUTPUT_ROWS, "DV": block_dim(self._spec.value_head_dim)},
         )
 
     def backward(self) -> Iterator[Kernel]:

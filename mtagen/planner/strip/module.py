@@ -11,6 +11,7 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
+from ..tile.forward import TileForward
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
 from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
 from .planes import GRADIENT_TILE_KEYS
@@ -63,17 +64,23 @@ class StripModule:
         return any(one.pass_name == pass_name for one in self.passes)
 
     @property
+    def fuses(self) -> bool:
+        """Whether a fused kernel makes the forward pass, so that it has no strips."""
+        return self.has("forward") and self["forward"].fused is not None
+
+    @property
     def trains(self) -> bool:
-        """Whether it computes passes of training."""
-        return self.has("forward") or self.has("backward")
+        """Whether it computes passes of training by strips."""
+        return self.has("backward") or (self.has("forward") and not self.fuses)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """What roles of kernels begin with that passes of training and decode both have."""
-        return (*([""] if self.has("forward") else ()), *(["decode_"] if self.has("decode") else ()))
+        forward = self.has("forward") and not self.fuses
+        return (*([""] if forward else ()), *(["decode_"] if self.has("decode") else ()))
 
     @cached_property
-    def cuda(self) -> Mapping[str, StripSource]:
+    def cuda(self) -> Mapping[str, StripSource | TileForward]:
         """The kernels that CUDA makes, by role."""
         return {role: source for one in self.passes for role, source in one.cuda.items()}
 
@@ -130,9 +137,14 @@ class StripModule:
         return SPLIT
 
     @property
-    def shortest_strip(self) -> int:
-        """Rows of a strip are a multiple of this, which is at least the context."""
-        return -(-max(self.spec.context, 1) // CONVOLUTION_ROWS) * CONVOLUTION_ROWS
+    def strip_rows(self) -> int:
+        """Rows of a strip, its context among them, are a multiple of this."""
+        return CONVOLUTION_ROWS
+
+    @property
+    def fewest_rows(self) -> int:
+        """The least multiple of which at least half are rows of outputs."""
+        return -(-2 * max(self.spec.context, 1) // CONVOLUTION_ROWS) * CONVOLUTION_ROWS
 
     @property
     def programs(self) -> int:

@@ -12,6 +12,8 @@ from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..passes import Fields, SettledPass
 from ..targets import Target
+from ..tile.forward import TileForward
+from .concatenation import concatenated, rows_of_table
 from .cuda import cuda_sources
 from .kernels import strip_kernels
 from .rows import MAX_HEADS
@@ -53,22 +55,30 @@ class StripPass(SettledPass):
         return Stages(self.spec)
 
     @cached_property
-    def _of_triton(self) -> tuple[Kernel, ...]:
-        """What Triton's kernels would be, which can do all of it."""
-        return strip_kernels(self.pass_name, self.spec, self.target)
+    def fused(self) -> TileForward | None:
+        """The fused kernel that takes the values of small groups side by side, instead of kernels of strips."""
+        trains = self.pass_name == "forward" and self.backend == "cuda"
+        return concatenated(self.spec, self.target) if trains else None
 
     @cached_property
-    def cuda(self) -> Mapping[str, StripSource]:
+    def _of_triton(self) -> tuple[Kernel, ...]:
+        """What Triton's kernels would be, which can do all of it; or the one that mixes what the fused kernel makes."""
+        return strip_kernels("mixed_outputs" if self.fused else self.pass_name, self.spec, self.target)
+
+    @cached_property
+    def cuda(self) -> Mapping[str, StripSource | TileForward]:
         """The kernels that CUDA makes, by role."""
         if self.backend == "triton":
             return {}
+        if self.fused:
+            return {"forward": self.fused}
         sources = cuda_sources(self.spec, self.target, self._of_triton)
         return {source.role: source for source in sources}
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         made = {kernel.role: kernel for kernel in self._of_triton}
-        return tuple((made | {role: source.kernel for role, source in self.cuda.items()}).values())
+        return tuple((made | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -76,11 +86,14 @@ class StripPass(SettledPass):
         return self.stages.backward_planes if self.pass_name == "backward" else self.stages.forward_planes
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
+        if self.fused:
+            yield from rows_of_table(self.fused)
+            return
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
         for kernel in self.kernels:
-            if kernel.role in self.cuda:
-                yield self.pass_name, kernel.role, self.cuda[kernel.role].summary
+            if source := self.cuda.get(kernel.role):
+                yield self.pass_name, kernel.role, source.summary
             else:
                 constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
                 yield self.pass_name, kernel.role, f"{constants}, {kernel.threads // 32} warps"

@@ -26,7 +26,7 @@ WARPS = 8
 ROWS, ROW_WARPS, TILE_KEYS = 128, 4, 64  # a tile, and the warps that share its rows
 WARPGROUP_KEYS = 128  # of a tile that warpgroups multiply
 DECODE_KEYS = 128  # of a tile of a decode step, which has few rows
-WALK, WARPGROUP_WALK = 512, 1024  # keys of a CTA
+WALK = 512  # keys of a CTA
 _PANEL = 64  # columns that are swizzled together
 _HELD_WIDTH = 128  # rows of so many columns fit registers
 ROLES = ("scores", "grad_shares", "decode_scores")
@@ -111,7 +111,7 @@ class ProductKernel(StripSource):
     @property
     def walk(self) -> int:
         """Keys of a CTA."""
-        return WARPGROUP_WALK if self.hopper else WALK
+        return WALK
 
     @property
     def wgmmas(self) -> tuple[Wgmma, ...]:

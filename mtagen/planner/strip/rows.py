@@ -35,7 +35,7 @@ _FORMS: Mapping[str, _Form] = {
     "probabilities": _Form("row_softmax.cu.j2", 8, 3),
     "post_mix": _Form("row_mix.cu.j2", 8, 3),
     "post_mix_backward": _Form("row_mix.cu.j2", 8, 2),
-    "softmax_backward": _Form("row_softmax_backward.cu.j2", 8, 2),
+    "softmax_backward": _Form("row_softmax_backward.cu.j2", 8, 1),
     "decode_softmax": _Form("row_softmax.cu.j2", 16, 1),  # there are few rows
     "decode_post_mix": _Form("row_mix.cu.j2", 16, 1),
 }

@@ -1,0 +1,47 @@
+"""Small groups of heads that are mixed after the softmax: the fused kernel of the lowering "tile", with longer values.
+
+To mix shares of a group's heads and multiply them by values is to multiply each head's shares by the values of all
+heads of its group, laid side by side, and to mix these products: sum over g of N[h, g] (P_g V_h). So the forward pass
+writes no scores. Its cost grows with the group, that of strips does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...errors import PlanError, SpecError
+from ...spec import Spec
+from ..targets import get_target
+from ..tile.candidates import candidates
+from ..tile.forward import TileForward
+from .stages import Stages
+
+_ROW_PASSES = 5  # times that planes are read or written between scores and outputs, and twice more to convolve them
+
+
+def concatenated(spec: Spec, target: str) -> TileForward | None:
+    """The fused forward kernel for values side by side, if there is one and the cost models expect it to be faster."""
+    stages = Stages(spec)
+    if stages.mix or stages.post_convolution or not stages.post_mix:
+        return None
+    width = spec.value_head_dim * stages.post_mix.heads
+    try:
+        fused = candidates("forward", replace(spec, value_head_dim=width, post_mixed_heads=None), get_target(target))[0]
+    except (SpecError, PlanError):  # too wide, or not of 16-bit elements
+        return None
+    assert isinstance(fused, TileForward)
+    return fused if fused.cost < _cost_of_planes(stages, target) else None
+
+
+def _cost_of_planes(stages: Stages, target: str) -> float:
+    """Multiprocessor cycles per score of the forward pass by strips: memory moves 2 bytes of it at a time."""
+    passes = _ROW_PASSES + (2 if stages.convolution else 0)
+    return passes * stages.spec.itemsize / get_target(target).dram_bytes_per_cycle
+
+
+def rows_of_table(fused: TileForward) -> Iterator[tuple[str, str, str]]:
+    """Facts for the plan's table."""
+    width = fused.spec.value_head_dim
+    yield "forward", "values", f"of each head's group side by side, {width} columns, in one fused kernel; then mixed"
+    yield from fused.rows_of_table()
