@@ -327,17 +327,24 @@ PRODUCTS = {
     "scores of 80": ("scores", Spec((3, 3), 80, mixed_heads=2, dtype="fp16")),
     "gradients of shares, of 128": ("grad_shares", Spec((3, 3), 64, 128, post_kernel=(6, 3))),
     "gradients of shares, of 16, full": ("grad_shares", Spec(None, 64, 16, post_kernel=(1, 3), causal=False)),
+    "scores that nothing convolves": ("scores", Spec(None, 96, mixed_heads=2)),
+    "gradients of shares that are mixed": ("grad_shares", Spec((3, 3), 64, mixed_heads=2, post_mixed_heads=2)),
     "scores of a step of 64": ("decode_scores", before((3, 3))),
     "scores of a step of 192, full": ("decode_scores", Spec((16, 3), 192, post_kernel=(9, 1), causal=False)),
 }
 
+every_product_target = pytest.mark.parametrize("target", ["sm_90a", "sm_80"])  # with products of warpgroups, without
+
 
 def product(
-    role: str, spec: Spec, strip: Strip, folder: Path, seed: int = 0, *, checked: bool = False
-) -> tuple[Tensor, Tensor]:
-    """What a kernel makes of rows of queries and of keys of half as many heads, and what it should."""
-    source = source_of(spec, role)
-    assert isinstance(source, ProductKernel)
+    role: str, spec: Spec, target: str, strip: Strip, folder: Path, seed: int = 0, *, checked: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel makes of rows of queries and of keys of half as many heads, what it should, and where that counts.
+
+    Hidden results count where a convolution reads them.
+    """
+    source = source_of(spec, role, target)
+    assert isinstance(source, ProductKernel) and source.hopper == (target == "sm_90a" and not source.decodes)
     group, batch = 2 if strip.heads % 2 == 0 else 1, strip.b0 + strip.sequences
     n_q, n_k = strip.first + strip.count + 3, strip.keys + 9
 
@@ -353,29 +360,32 @@ def product(
         own_x[i, :, : max(0, strip.count - length)] = torch.nan
         own_y[i, :, length:] = torch.nan
     products = (own_x.double() @ own_y.double().repeat_interleave(group, 1).mT).flatten(0, 1)
-    expected = (products * SCORE_SCALE).where(strip.seen(spec), 0)
+    seen = strip.seen(spec)
+    expected = (products * SCORE_SCALE).where(seen, 0)
     if source.skips:
         expected[:, : strip.skip] = 0
     plane = empty(TORCH_DTYPES[source.result], spec, strip)
     strides = {f"{name}_stride_{axis}": z.stride(i) for name, z in (("x", x), ("y", y)) for i, axis in enumerate("bhn")}
     factor = SCORE_SCALE
     run(source, strip, folder, seed, checked=checked, x=x, y=y, plane=plane, group=group, factor=factor, **strides)
-    return plane, expected
+    return plane, expected, seen | source.zeroes
 
 
+@every_product_target
 @pytest.mark.parametrize(("role", "spec"), PRODUCTS.values(), ids=PRODUCTS)
-def test_product(role: str, spec: Spec, folder: Path) -> None:
+def test_product(role: str, spec: Spec, target: str, folder: Path) -> None:
     for seed, strip in enumerate(steps(spec, 2) if role.startswith("decode") else STRIPS):
-        plane, expected = product(role, spec, strip, folder, seed)
-        assert_planes(plane, expected, strip)
+        plane, expected, counts = product(role, spec, target, strip, folder, seed)
+        assert_planes(plane, expected, strip, counts)
 
 
+@every_product_target
 @pytest.mark.parametrize("name", ["scores of 64", "scores of 256, full", "scores of a step of 64"])
-def test_no_races_in_products(name: str, folder: Path) -> None:
+def test_no_races_in_products(name: str, target: str, folder: Path) -> None:
     role, spec = PRODUCTS[name]
     for seed in range(2):
         (step,) = steps(spec, 2, [(2, 300)])
-        product(role, spec, step if role.startswith("decode") else SMALL, folder, seed, checked=True)
+        product(role, spec, target, step if role.startswith("decode") else SMALL, folder, seed, checked=True)
 
 
 # Mixtures of heads and the softmax.
@@ -385,7 +395,7 @@ ROWS = {
     "two bundles of 10": (20, Spec(None, 64, mixed_heads=10, post_mixed_heads=10, dtype="fp16")),
     "pairs of 10 heads": (10, Spec(None, 64, mixed_heads=2, post_mixed_heads=2)),
     "groups of 3 before, full": (9, Spec((3, 3), 64, mixed_heads=3, causal=False)),
-    "groups of 4 after": (20, Spec((3, 3), 64, post_mixed_heads=4, dtype="fp16")),
+    "groups of 4 after": (20, Spec((3, 3), 64, 128, post_mixed_heads=4, dtype="fp16")),
     "a convolution after": (18, after((3, 3))),
     "all stages": (12, Spec((3, 3), 64, mixed_heads=2, post_kernel=(2, 5), post_mixed_heads=4)),
     "all stages, other groups, full": (

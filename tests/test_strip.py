@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
-from mtagen.planner.choice import lowering
+from mtagen.planner.choice import GENERATED, lowering
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
@@ -357,6 +358,9 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
     for name in PASSES:
         made = StripPass(spec, "sm_90a", name, "cuda")
         roles = [kernel.role for kernel in made.kernels]
+        if made.fused:
+            assert (roles, [*made.cuda]) == (["forward", "mixed_outputs"], ["forward"])
+            continue
         assert roles == [kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels]
         mixtures = {role for role in roles if spec == TOO_MANY and ("softmax" in role or "mix" in role)}
         mixtures |= {"probabilities"} & {*roles} if spec == TOO_MANY else set()
@@ -383,6 +387,33 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
 def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
     assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles
     assert {*StripPass(spec, "sm_90a", "forward").cuda} == set()
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "width"),
+    [
+        (Spec((6, 11), 128, post_mixed_heads=2), "sm_90a", 256),
+        (Spec(None, 64, post_mixed_heads=4, causal=False), "sm_90a", 256),
+        (Spec((3, 3), 64, 16, post_mixed_heads=1, dtype="fp16"), "sm_80", 16),
+        (Spec((6, 11), 128, post_mixed_heads=4), "sm_90a", None),  # 512 columns are too many
+        (Spec((6, 11), 128, post_mixed_heads=2), "sm_86", None),  # where products are slow beside memory
+        (Spec((6, 11), 64, mixed_heads=2, post_mixed_heads=2), "sm_90a", None),
+        (Spec((6, 11), 64, post_kernel=(3, 3), post_mixed_heads=2), "sm_90a", None),
+        (Spec((6, 11), 64, post_kernel=(3, 3)), "sm_90a", None),
+        (Spec((6, 11), 72, post_mixed_heads=2), "sm_90a", None),  # an mma takes 16 columns
+    ],
+    ids=str,
+)
+def test_small_groups_have_their_values_side_by_side(spec: Spec, target: str, width: int | None) -> None:
+    """In the forward pass by CUDA, where the fused kernel takes so long values and its model says that it is faster."""
+    made = {(name, backend): StripPass(spec, target, name, backend) for name in PASSES for backend in GENERATED}
+    fused = made.pop(("forward", "cuda")).fused
+    assert (fused and fused.spec.value_head_dim) == width
+    assert not any(one.fused for one in made.values())
+    if fused:
+        assert fused.spec == replace(spec, value_head_dim=width, post_mixed_heads=None)
+        text = " ".join(str(plan(spec, target, "cuda")).split())
+        assert f"values of each head's group side by side, {width} columns, in one fused kernel; then mixed" in text
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
@@ -423,10 +454,10 @@ def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
 def test_the_table_of_a_plan_shows_which_kernels_are_cudas() -> None:
     lines = [" ".join(line.split()) for line in str(plan(EVERYTHING, "sm_90a")).splitlines()]
     for piece in (
-        "scores CUDA, tiles of 128 rows and 64 keys, 8 warps",
+        "scores CUDA, tiles of 128 rows and 128 keys, 8 warps",
         "softmax CUDA, 8 warps, 16 heads of a row",
         "convolution CUDA, tiles of 64 rows and 128 keys, 4 warps, ",
-        "post_convolution_gradient CUDA, tiles of 64 rows and 128 keys, 4 warps, ",
+        "post_convolution_gradient CUDA, tiles of 64 rows and 64 keys, 4 warps, ",
         "decode_values BLOCK_R 16",
     ):
         assert any(line.startswith(piece) for line in lines), piece

@@ -25,6 +25,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
     "pairs of 10 heads": (10, {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}),
     "a convolution after": (4, {"kernel": None, "post_kernel": (3, 3), "key_padding": "left"}),
     "a convolution, then pairs": (4, {"kernel": (6, 11), "post_mixed_heads": 2}),
+    "groups of 4, full": (8, {"kernel": None, "post_mixed_heads": 4, "causal": False}),
     "20 heads mix": (20, {"kernel": (3, 3), "mixed_heads": 20, "post_kernel": (2, 3)}),  # too many for CUDA
 }
 
@@ -44,6 +45,7 @@ def build(folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30) ->
     for one in made.strip.values():
         made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
     assert made.backend == "cuda"
+    assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads"})
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
         module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU

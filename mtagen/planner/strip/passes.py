@@ -77,6 +77,8 @@ class StripPass(SettledPass):
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
+        if self.fused:
+            return (*self.fused.kernels, *self._of_triton)
         made = {kernel.role: kernel for kernel in self._of_triton}
         return tuple((made | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
 
@@ -92,7 +94,8 @@ class StripPass(SettledPass):
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
         for kernel in self.kernels:
-            if source := self.cuda.get(kernel.role):
+            source = self.cuda.get(kernel.role)
+            if isinstance(source, StripSource):
                 yield self.pass_name, kernel.role, source.summary
             else:
                 constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
