@@ -870,20 +870,20 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
 
 
 @triton.jit(do_not_specialize=[
-    "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "SPLIT",
+    "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split",
 ])
 def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     plane_ptr, v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, seqlens_ptr, partial_ptr,
-    count, keys, pitch, n_heads, group, b0, n_new, batch, SPLIT,
+    count, keys, pitch, n_heads, group, b0, n_new, batch, split,
     BLOCK_R: tl.constexpr = 16, BLOCK_N: tl.constexpr = 64, DV: tl.constexpr = 64,
 ):
-    """Outputs of a part of the keys: partial[split, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
+    """Outputs of a part of the keys: partial[part, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
 
-    A program owns a block of rows of the heads that share values, and a split of the keys.
+    A program owns a block of rows of the heads that share values, and a part of `split` keys.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    split = tl.program_id(1)
+    part = tl.program_id(1)
     kv_heads = n_heads // group
     owner = tl.program_id(0) // blocks
     b = b0 + owner // kv_heads
@@ -897,13 +897,13 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     d = tl.arange(0, DV)[None, :]
     v = v_ptr + b * v_b + kv_head * v_h + d
     acc = tl.zeros([BLOCK_R, DV], tl.float32)
-    for j0 in tl.range(split * SPLIT, tl.minimum(limit, (split + 1) * SPLIT), BLOCK_N):
+    for j0 in tl.range(part * split, tl.minimum(limit, (part + 1) * split), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
         shares = tl.load(plane + j[None, :], mask=exists & (j < limit)[None, :], other=0.0)
         rows = v + j[:, None].to(tl.int64) * (v_n // 8 * 8)
         values = tl.load(rows, mask=(j < limit)[:, None], other=0.0)
         acc = tl.dot(shares, values, acc)
-    place = ((split * batch + b) * n_heads + h) * n_new + n
+    place = ((part * batch + b) * n_heads + h) * n_new + n
     tl.store(partial_ptr + place[:, None].to(tl.int64) * 64 + d, acc, mask=exists)
 
 
@@ -1102,10 +1102,11 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
-        torch.bmm(
-            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
-            _by_heads(v[b0:b1, :, :keys]).mT,
-            out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
+        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
+        mta_strip_grad_shares_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
+            _tiles(grad_out, 128, 64), _tiles(v, 128, 64), _tiles(grad_shares, 128, 128),
+            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
+            num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
         mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](

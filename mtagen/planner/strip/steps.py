@@ -26,8 +26,8 @@ WARPS = 4
 WARP_KEYS = 16 * CHUNK  # of a tile
 WALK = 4  # tiles that a CTA makes
 MAX_ROWS = 8  # of a CTA, whose sums are in registers
-MAX_STAGES = 3  # slabs in shared memory
-_HELD = 48  # registers of a thread for taps of which 4 CTAs of a multiprocessor have enough
+MAX_DEPTH = 3  # slabs in shared memory
+_FEW_TAPS = 48  # registers of a thread for taps, of which 4 CTAs fit a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StepKernel(StripSource):
             _ = self.window_chunks
         except PlanError:
             return False
-        return self.stages_of_ring >= 2
+        return self.depth >= 2
 
     # ---- Rows
 
@@ -116,7 +116,7 @@ class StepKernel(StripSource):
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor."""
-        return 4 if 2 * (self.stage.cq + 1) * self.window_chunks <= _HELD else 2
+        return 4 if 2 * (self.stage.cq + 1) * self.window_chunks <= _FEW_TAPS else 2
 
     # ---- Shared memory
 
@@ -135,9 +135,9 @@ class StepKernel(StripSource):
         return self.slab_rows * self.slab_chunks * 2 * CHUNK
 
     @property
-    def stages_of_ring(self) -> int:
-        """Slabs that shared memory holds."""
-        return min(MAX_STAGES, self.shared_of(1) // self._slab_bytes)
+    def depth(self) -> int:
+        """Slabs of a ring: one is worked on while the others are loaded."""
+        return min(MAX_DEPTH, self.shared_of(1) // self._slab_bytes)
 
     @property
     def kernel(self) -> Kernel:
@@ -150,7 +150,7 @@ class StepKernel(StripSource):
         )
         walks = ceiling(KEYS / (WALK * WARPS * WARP_KEYS))
         grid = (ceiling((COUNT - self.first_row) / self.rows) * walks * SLOTS,)
-        shared, registers = self.stages_of_ring * self._slab_bytes, 65536 // (32 * WARPS * self.ctas)
+        shared, registers = self.depth * self._slab_bytes, 65536 // (32 * WARPS * self.ctas)
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, min(255, registers))
 
     @property

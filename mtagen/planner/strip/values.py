@@ -20,7 +20,7 @@ from .source import DECODE, StripSource
 WARPS = 4
 BLOCK_KEYS = 16  # of a warp at a time: the terms of an mma
 MAX_CTAS = 3  # of a multiprocessor
-FEWEST_STAGES, MAX_STAGES = 3, 4  # of a ring, where several CTAs share a multiprocessor
+MIN_DEPTH, MAX_DEPTH = 3, 4  # blocks of a ring; the fewest for which several CTAs share a multiprocessor, and the most
 _PANEL = 64  # columns that are swizzled together
 
 
@@ -44,8 +44,8 @@ class ValuesKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        # Values are the rows of an mma, of which one block is loaded while another is worked on.
-        return self.spec.value_head_dim % 16 == 0 and self.stages_of_ring >= 2
+        # Columns of values are rows of an mma, and one block is copied while another is worked on.
+        return self.spec.value_head_dim % 16 == 0 and self.depth >= 2
 
     # ---- How the work is shared
 
@@ -67,7 +67,7 @@ class ValuesKernel(StripSource):
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor: as many as have rings that are deep enough."""
-        return next(ctas for ctas in range(MAX_CTAS, 0, -1) if ctas == 1 or self._stages(ctas) >= FEWEST_STAGES)
+        return next(ctas for ctas in range(MAX_CTAS, 0, -1) if ctas == 1 or self._depth(ctas) >= MIN_DEPTH)
 
     # ---- Shared memory
 
@@ -77,17 +77,17 @@ class ValuesKernel(StripSource):
         return -(-self.spec.value_head_dim // _PANEL) * _PANEL * 2 * BLOCK_KEYS
 
     @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage of a ring: a block of values and its shares."""
+    def block_bytes(self) -> int:
+        """Bytes of a block in a ring: values, and the rows' shares."""
         return self.value_bytes + 2 * BLOCK_KEYS * VALUE_ROWS
 
-    def _stages(self, ctas: int) -> int:
-        return min(MAX_STAGES, self.shared_of(ctas) // (WARPS * self.stage_bytes))
+    def _depth(self, ctas: int) -> int:
+        return min(MAX_DEPTH, self.shared_of(ctas) // (WARPS * self.block_bytes))
 
     @property
-    def stages_of_ring(self) -> int:
-        """Blocks of a warp that shared memory holds."""
-        return self._stages(self.ctas)
+    def depth(self) -> int:
+        """Blocks of a ring: one is worked on while the others are copied."""
+        return self._depth(self.ctas)
 
     @property
     def kernel(self) -> Kernel:
@@ -98,8 +98,8 @@ class ValuesKernel(StripSource):
             *strides("v"),
             *numbers("int", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
         )
-        grid = ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS), SPLITS)
-        shared = WARPS * self.stages_of_ring * self.stage_bytes
+        grid = ((B1 - B0) * KV_HEADS * SPLITS * ceiling(GROUP * N_NEW / VALUE_ROWS),)
+        shared = WARPS * self.depth * self.block_bytes
         registers = min(255, 65536 // (32 * WARPS * self.ctas))
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, registers)
 
@@ -112,4 +112,4 @@ class ValuesKernel(StripSource):
     @property
     def summary(self) -> str:
         blocks = f"blocks of {VALUE_ROWS} rows and {BLOCK_KEYS} keys"
-        return f"CUDA, {blocks}, {WARPS} warps, rings of {self.stages_of_ring} blocks"
+        return f"CUDA, {blocks}, {WARPS} warps, rings of {self.depth} blocks"
