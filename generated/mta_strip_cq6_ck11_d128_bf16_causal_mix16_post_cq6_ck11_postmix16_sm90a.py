@@ -272,7 +272,7 @@ KERNELS = {
     "softmax_backward": {
         "softmax_backward": (
             "mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 106496, "PPPPPPPiiiiiiiiii",
+            256, 204800, "PPPPPPPiiiiiiiiii",
         ),
     },
     "convolution_adjoint": {
@@ -380,6 +380,49 @@ def mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
         c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+        plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
+
+
+@triton.jit(do_not_specialize=["factor"])
+def mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    x, y, plane, x_stride_b, x_stride_h, x_stride_n, y_stride_b, y_stride_h, y_stride_n, count, keys, off, first, skip,
+    pitch, n_heads, group, b0,
+    factor,
+):
+    """Gradients of what multiplies v: plane[slot, r, j] = grad_out[first + r] . v[j].
+
+    Hidden products, and those of rows before `skip`, are zeros.
+    A program owns a block of rows and a chunk of keys.
+    """
+    blocks = tl.cdiv(count, BLOCK_M)
+    chunks = tl.cdiv(keys, CHUNK)
+    slot = tl.program_id(0) // (blocks * chunks)
+    chunk = tl.program_id(0) // blocks % chunks
+    r0 = tl.program_id(0) % blocks * BLOCK_M
+    b = b0 + slot // n_heads
+    h = slot % n_heads
+
+    r = r0 + tl.arange(0, BLOCK_M)
+    x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
+
+    begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, begin + CHUNK)
+    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
+    seen_by_all = tl.minimum(end, first + r0 + off + 1)
+    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    for j0 in tl.range(begin, interior_end, BLOCK_N):
+        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+        c = tl.dot(x, y.trans()) * factor
+        c = tl.where((r >= skip)[:, None], c, 0.0)
+        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    for j0 in tl.range(interior_end, end, BLOCK_N):
+        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+        c = tl.dot(x, y.trans()) * factor
+        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where((r >= skip)[:, None], c, 0.0)
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
     for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
@@ -1227,14 +1270,14 @@ def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
-        Of fewer rows, less of a strip is hidden; 128 rows are the fewest, whatever they take.
+        Of fewer rows, less of a strip is hidden. With their context they fill whole tiles of rows, 128 at least.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     plane_bytes = min(268435456, workspace_bytes // planes)
     rows = plane_bytes // (n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
-    fitting = (rows // sequences - 10) // 128 * 128
-    return sequences, min(n_q, max(128, fitting)), pitch
+    fitting = rows // sequences // 128 * 128
+    return sequences, min(n_q, max(128, fitting) - 10), pitch
 
 
 def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
@@ -1242,7 +1285,7 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
 
     Yields:
         b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
-        that some row sees; and the planes, (slots, rows, pitch) each.
+        that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * min(rows + 10, n_q) * pitch
@@ -1252,7 +1295,7 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
         for begin in range(0, n_q, rows):
             end = min(begin + rows, n_q)
             first = max(begin - 10, 0)
-            keys = min(n_k, end - 1 + n_k - n_q + 1)
+            keys = min(n_k, triton.cdiv(end - 1 + n_k - n_q + 1, 128) * 128)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
             yield b0, b1, begin, end, first, keys, [x[:length].view(shape) for x in memory]
@@ -1326,7 +1369,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         skip = begin - first
         valid = max(0, skip - 5)
         kernels["scores"](
-            (-(-count // 128) * (-(-keys // 1024)) * slots,),
+            (-(-count // 128) * (-(-keys // 512)) * slots,),
             q.data_ptr(), k.data_ptr(), scores.data_ptr(),
             *q.stride()[:3], *k.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
@@ -1412,7 +1455,7 @@ def backward(
         valid = max(0, skip - 5)
         grad_shares = grad_shares.view(q.dtype)
         kernels["scores"](
-            (-(-count // 128) * (-(-keys // 1024)) * slots,),
+            (-(-count // 128) * (-(-keys // 512)) * slots,),
             q.data_ptr(), k.data_ptr(), scores.data_ptr(),
             *q.stride()[:3], *k.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
@@ -1423,7 +1466,7 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads,
         )
         kernels["grad_shares"](
-            (-(-count // 128) * (-(-keys // 1024)) * slots,),
+            (-(-count // 128) * (-(-keys // 512)) * slots,),
             grad_out.data_ptr(), v.data_ptr(), grad_shares.data_ptr(),
             *grad_out.stride()[:3], *v.stride()[:3],
             count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
@@ -1584,7 +1627,7 @@ def decode(
             seqlens.data_ptr(),
         )
         kernels["decode_values"](
-            (-(-(group * n_new) // 16) * (b1 - b0) * kv_heads, splits),
+            (-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits,),
             shares.data_ptr(), v.data_ptr(), seqlens.data_ptr(), partial.data_ptr(),
             *v.stride()[:3],
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,

@@ -113,10 +113,10 @@ constexpr int FIRST_ROW = 5, ROWS = 6;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, WALK = 4;
 constexpr int WARP_KEYS = 128, KEYS = WARPS * WARP_KEYS;
 // A slab holds the tile and what the kernel reaches besides. Its first row is CQ - 1 rows before the tile's, its first
-// column LEAD keys before; of a window of columns, the first SPARE meet no tap. There are STAGES slabs.
+// column LEAD keys before; of a window of columns, the first SPARE meet no tap. There is a ring of DEPTH slabs.
 constexpr int LEAD = 8, SPARE = 3, WINDOW_CHUNKS = 3;
 constexpr int SLAB_ROWS = 12, SLAB_CHUNKS = 66;
-constexpr int SLAB_ROW = SLAB_CHUNKS * CHUNK_BYTES, SLAB = SLAB_ROWS * SLAB_ROW, STAGES = 3;
+constexpr int SLAB_ROW = SLAB_CHUNKS * CHUNK_BYTES, SLAB = SLAB_ROWS * SLAB_ROW, DEPTH = 3;
 
 // Copies COUNT chunks of all rows of a slab, from chunk FIRST on. Of the rows of x, the first `rows` exist. The slab
 // begins with key `key`; there are keys 0 <= key < limit, and others become zeros.
@@ -200,18 +200,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_convol
   };
 
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) load(begin + i * KEYS, base + i * SLAB);
+  for (int i = 0; i < DEPTH - 1; ++i) load(begin + i * KEYS, base + i * SLAB);
   Toeplitz toeplitz;
   make_toeplitz(toeplitz, weight + slot % n_heads * (CQ * CK), lane);
   const u32 mine = base + (lane >> 4) * SLAB_ROW + (warp * 16 + (lane & 15)) * CHUNK_BYTES;
-  for (int tile = begin, stage = 0; tile < end; tile += KEYS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
-    copy_wait<STAGES - 2>();
+  for (int tile = begin, place = 0; tile < end; tile += KEYS, place = place + 1 < DEPTH ? place + 1 : 0) {
+    copy_wait<DEPTH - 2>();
     __syncthreads();  // the slab is there, and that before it has been read
-    load(tile + (STAGES - 1) * KEYS, base + (stage ? stage - 1 : STAGES - 1) * SLAB);
+    load(tile + (DEPTH - 1) * KEYS, base + (place ? place - 1 : DEPTH - 1) * SLAB);
     const int key = tile + warp * WARP_KEYS;
     if (key >= end) continue;
     float c[ROWS][4] = {};
-    convolve(c, mine + stage * SLAB, toeplitz);
+    convolve(c, mine + place * SLAB, toeplitz);
     if (key + WARP_KEYS - 1 > position) {
 #pragma unroll
       for (int i = 0; i < 4 * ROWS; ++i) {

@@ -4,7 +4,7 @@
 // partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],
 // where a part has `split` of the keys that the sequence has, or as many as are left.
 //
-// mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-(group * n_new) // 16) * (b1 - b0) * kv_heads, splits), 128, 73728>>>
+// mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits), 128, 73728>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -147,11 +147,11 @@ constexpr int DV = 128;
 // A CTA has ROWS rows of shares and walks over a part of the keys. Its warps take blocks of KEYS keys in turn, for all
 // rows and columns, and add up their sums in the end.
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16, KEYS = 16;
-// A warp has a ring of STAGES blocks in shared memory: the values, and from byte SHARES on the rows' shares, 8 keys of
+// A warp has a ring of DEPTH blocks in shared memory: the values, and from byte SHARES on the rows' shares, 8 keys of
 // all rows and then the other 8.
-constexpr int STAGES = 4, STAGE = 4608, SHARES = 4096;
+constexpr int DEPTH = 4, BLOCK = 4608, SHARES = 4096;
 constexpr int SUM_ROW = DV + 4;  // floats from a row of sums to the next: those that a warp stores are in all banks
-static_assert(WARPS * ROWS * SUM_ROW * 4 <= WARPS * STAGES * STAGE, "sums take the place of the rings");
+static_assert(WARPS * ROWS * SUM_ROW * 4 <= WARPS * DEPTH * BLOCK, "sums take the place of the rings");
 
 // ---- Products out of shared memory -------------------------------------------------------------------------------
 
@@ -209,9 +209,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
   extern __shared__ __align__(1024) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int all_rows = group * n_new, row_blocks = (all_rows + ROWS - 1) / ROWS, kv_heads = n_heads / group;
-  const int owner = blockIdx.x / row_blocks, kv_head = owner % kv_heads, b = b0 + owner / kv_heads;
   const int row = blockIdx.x % row_blocks * ROWS, rows = min(ROWS, all_rows - row);
-  const int begin = blockIdx.y * split, end = min(begin + split, min(seqlens[b], keys));
+  const int parts = (keys + split - 1) / split, part = blockIdx.x / row_blocks % parts;
+  const int owner = blockIdx.x / (row_blocks * parts), kv_head = owner % kv_heads, b = b0 + owner / kv_heads;
+  const int begin = part * split, end = min(begin + split, min(seqlens[b], keys));
   v += b * v_stride_b + kv_head * v_stride_h;
 
   // A lane copies 8 shares of one row. Of each head, the last n_new rows count.
@@ -222,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
   constexpr int STEP = WARPS * KEYS;
   const int first = begin + warp * KEYS, blocks = max(0, end - first + STEP - 1) / STEP;
   const int operand = ((lane >> 3 & 1) * ROWS + (lane >> 4) * 8 + (lane & 7)) * CHUNK_BYTES;  // the lane's, of shares
-  const u32 ring = shared_address(shared) + warp * (STAGES * STAGE);
+  const u32 ring = shared_address(shared) + warp * (DEPTH * BLOCK);
   auto load = [&](int i, u32 to) {
     if (i < blocks) {
       const int key = first + i * STEP, missing = key + own_key + CHUNK - end;
@@ -233,14 +234,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
     copy_commit();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) load(i, ring + i * STAGE);
+  for (int i = 0; i < DEPTH - 1; ++i) load(i, ring + i * BLOCK);
 
   float c[DV / 16][1][8] = {};  // sums of values times shares, transposed: [DV x ROWS]
-  for (int i = 0, stage = 0; i < blocks; ++i, stage = stage + 1 < STAGES ? stage + 1 : 0) {
-    copy_wait<STAGES - 2>();
+  for (int i = 0, place = 0; i < blocks; ++i, place = place + 1 < DEPTH ? place + 1 : 0) {
+    copy_wait<DEPTH - 2>();
     __syncwarp();  // the block is there, and that before it has been read
-    load(i + STAGES - 1, ring + (stage ? stage - 1 : STAGES - 1) * STAGE);
-    const u32 block = ring + stage * STAGE;
+    load(i + DEPTH - 1, ring + (place ? place - 1 : DEPTH - 1) * BLOCK);
+    const u32 block = ring + place * BLOCK;
     const Blocks<KEYS, true> values(block, 0, 0, lane);
     multiply<true, false, 1>(
         c, [&](int m, int) { return values(0, m); }, [&](int, int) { return block + SHARES + operand; });
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
       shared[(warp * ROWS + r) * SUM_ROW + d] = c[m][0][e];
     }
   __syncthreads();
-  partial += ((static_cast<long long>(blockIdx.y) * batch + b) * n_heads * n_new + kv_head * all_rows + row) * DV;
+  partial += ((static_cast<long long>(part) * batch + b) * n_heads * n_new + kv_head * all_rows + row) * DV;
   for (int i = threadIdx.x; i < rows * DV; i += THREADS) {
     float sum = 0.f;
 #pragma unroll

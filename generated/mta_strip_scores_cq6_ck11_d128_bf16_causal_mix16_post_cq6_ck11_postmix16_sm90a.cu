@@ -3,7 +3,7 @@
 // Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],
 // for query first + r, which sits at position first + r + off; hidden results are zeros.
 //
-// mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 128) * (-(-keys // 1024)) * slots), 320, 114720>>>
+// mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 128) * (-(-keys // 512)) * slots), 320, 114720>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -247,7 +247,7 @@ using Element = bf16;
 using Result = fp16;
 constexpr int D = 128;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int ROWS = 128, KEYS = 128, WALK = 1024;
+constexpr int ROWS = 128, KEYS = 128, WALK = 512;
 // A row sees the keys up to SEEN_AHEAD after its own position.
 constexpr int SEEN_AHEAD = 0;
 constexpr int Y_TILE = 32768;  // bytes

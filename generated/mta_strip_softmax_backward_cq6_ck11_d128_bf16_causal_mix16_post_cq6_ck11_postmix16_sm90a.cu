@@ -6,7 +6,7 @@
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
-// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 256, 106496>>>
+// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 256, 204800>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -400,7 +400,7 @@ constexpr float LOG2_SHARE_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
-constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
+constexpr int DEPTH = 6, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
@@ -542,7 +542,7 @@ DEVICE void with_edge(bool edge, Work work) {
     work(false);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const Element* g, const float* __restrict__ lse, const float* __restrict__ grad_lse, Element* dx,
     const float* __restrict__ head_weight, float* __restrict__ mix_partial, int count, int keys, int off, int first,
     int skip, int pitch, int n_heads, int b0, int n_q, int valid) {
