@@ -21,6 +21,7 @@ from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PARTS, PlaneKernel
+from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import Shape, Table
 from mtagen.planner.targets import get_target
@@ -380,6 +381,40 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
 def test_which_kernels_are_cudas(spec: Spec, roles: set[str]) -> None:
     assert {*StripPass(spec, "sm_90a", "forward", "cuda").cuda} == roles
     assert {*StripPass(spec, "sm_90a", "forward").cuda} == set()
+
+
+@pytest.mark.parametrize(
+    ("spec", "roles"),
+    [
+        # An mma takes 16 columns of values.
+        (Spec((3, 3), 64, 24, mixed_heads=2), {"decode_scores", "decode_convolution", "decode_softmax"}),
+        (
+            Spec.from_dict(EVERYTHING.to_dict() | {"mask": "output"}),
+            {"decode_softmax", "decode_post_mix", "decode_values"},
+        ),
+        (
+            Spec((3, 3), 64, post_kernel=(2, 64)),  # a window is too wide
+            {"decode_scores", "decode_convolution", "decode_softmax", "decode_values"},
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Spec) else "+".join(sorted(value)),
+)
+def test_which_kernels_of_a_decode_step_are_cudas(spec: Spec, roles: set[str]) -> None:
+    assert {*StripPass(spec, "sm_90a", "decode", "cuda").cuda} == roles
+
+
+def test_a_decode_step_makes_rows_that_are_needed_only() -> None:
+    """Of 5 + 4 rows before the new tokens, the last 4 are context of the convolution after the softmax."""
+    grids = {
+        role: source.kernel.grid for role, source in StripPass(EVERYTHING, "sm_90a", "decode", "cuda").cuda.items()
+    }
+    sizes = {KEYS: 1, SLOTS: 1, B0: 0, B1: 1, N_HEADS: 16}
+    for n_new in (1, 8):
+        rows = {role: grid[0].subs(sizes | {COUNT: 9 + n_new}) for role, grid in grids.items()}
+        assert rows["decode_convolution"] == -(-(4 + n_new) // 6)
+        assert rows["decode_softmax"] == 4 + n_new
+        assert rows["decode_post_convolution"] == -(-n_new // 2)
+        assert rows["decode_post_mix"] == n_new
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
