@@ -164,6 +164,9 @@ SOURCES = {
     "post_mix": (
         "mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
+    "grad_shares": (
+        "mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
     "probabilities": (
         "mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
@@ -200,13 +203,16 @@ SOURCES = {
     "decode_post_mix": (
         "mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
+    "decode_values": (
+        "mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
+    ),
 }
 # Of each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
 KERNELS = {
     "scores": {
         "scores": (
             "mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 83968, "PPPqqqqqqiiiiiiiiif",
+            320, 114720, "PPPqqqqqqiiiiiiiiif",
         ),
     },
     "convolution": {
@@ -218,7 +224,7 @@ KERNELS = {
     "softmax": {
         "softmax": (
             "mta_strip_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 99328, "PPPPiiiiiiiiii",
+            256, 115712, "PPPPiiiiiiiiii",
         ),
     },
     "post_convolution": {
@@ -231,6 +237,12 @@ KERNELS = {
         "post_mix": (
             "mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
             256, 66560, "PPPiiiiiiii",
+        ),
+    },
+    "grad_shares": {
+        "grad_shares": (
+            "mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
+            320, 114720, "PPPqqqqqqiiiiiiiiif",
         ),
     },
     "probabilities": {
@@ -254,13 +266,13 @@ KERNELS = {
     "post_convolution_gradient": {
         "post_convolution_gradient": (
             "mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            128, 77376, "PPPiiiiiiii",
+            128, 43072, "PPPiiiiiiii",
         ),
     },
     "softmax_backward": {
         "softmax_backward": (
             "mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 106496, "PPPPPPPiiiiiiiiii",
+            256, 204800, "PPPPPPPiiiiiiiiii",
         ),
     },
     "convolution_adjoint": {
@@ -272,7 +284,7 @@ KERNELS = {
     "convolution_gradient": {
         "convolution_gradient": (
             "mta_strip_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            128, 77376, "PPPiiiiiiii",
+            128, 43072, "PPPiiiiiiii",
         ),
     },
     "decode_scores": {
@@ -284,25 +296,31 @@ KERNELS = {
     "decode_convolution": {
         "decode_convolution": (
             "mta_strip_decode_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            64, 27712, "PPPPiiiiiiii",
+            128, 38016, "PPPPiiiii",
         ),
     },
     "decode_post_convolution": {
         "decode_post_convolution": (
             "mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            64, 27712, "PPPPiiiiiiii",
+            128, 25344, "PPPPiiiii",
         ),
     },
     "decode_softmax": {
         "decode_softmax": (
             "mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            512, 198656, "PPPPiiiiiiiiiiP",
+            512, 231424, "PPPPiiiiiiiiiiP",
         ),
     },
     "decode_post_mix": {
         "decode_post_mix": (
             "mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            512, 198656, "PPPiiiiiiiiP",
+            256, 66560, "PPPiiiiiiiiP",
+        ),
+    },
+    "decode_values": {
+        "decode_values": (
+            "mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
+            128, 73728, "PPPPqqqiiiiiiiii",
         ),
     },
 }
@@ -362,6 +380,49 @@ def mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
         c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+        plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
+
+
+@triton.jit(do_not_specialize=["factor"])
+def mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    x, y, plane, x_stride_b, x_stride_h, x_stride_n, y_stride_b, y_stride_h, y_stride_n, count, keys, off, first, skip,
+    pitch, n_heads, group, b0,
+    factor,
+):
+    """Gradients of what multiplies v: plane[slot, r, j] = grad_out[first + r] . v[j].
+
+    Hidden products, and those of rows before `skip`, are zeros.
+    A program owns a block of rows and a chunk of keys.
+    """
+    blocks = tl.cdiv(count, BLOCK_M)
+    chunks = tl.cdiv(keys, CHUNK)
+    slot = tl.program_id(0) // (blocks * chunks)
+    chunk = tl.program_id(0) // blocks % chunks
+    r0 = tl.program_id(0) % blocks * BLOCK_M
+    b = b0 + slot // n_heads
+    h = slot % n_heads
+
+    r = r0 + tl.arange(0, BLOCK_M)
+    x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
+
+    begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, begin + CHUNK)
+    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
+    seen_by_all = tl.minimum(end, first + r0 + off + 1)
+    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    for j0 in tl.range(begin, interior_end, BLOCK_N):
+        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+        c = tl.dot(x, y.trans()) * factor
+        c = tl.where((r >= skip)[:, None], c, 0.0)
+        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    for j0 in tl.range(interior_end, end, BLOCK_N):
+        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+        c = tl.dot(x, y.trans()) * factor
+        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where((r >= skip)[:, None], c, 0.0)
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
     for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
@@ -469,7 +530,7 @@ def mta_strip_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix1
 def mta_strip_decode_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x,
     weight,
-    out, seqlens, count, keys, off, first, skip, pitch, n_heads, b0,
+    out, seqlens, count, keys, pitch, n_heads, b0,
 ):
     """The convolution before the softmax.
 
@@ -681,7 +742,7 @@ def mta_strip_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_pos
 def mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x,
     post_weight,
-    out, seqlens, count, keys, off, first, skip, pitch, n_heads, b0,
+    out, seqlens, count, keys, pitch, n_heads, b0,
 ):
     """The convolution after the softmax.
 
@@ -1168,21 +1229,19 @@ def mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_pos
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
 
 
-@triton.jit(do_not_specialize=[
-    "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "SPLIT",
-])
+@triton.jit(do_not_specialize=["partial"])
 def mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
-    plane_ptr, v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, seqlens_ptr, partial_ptr,
-    count, keys, pitch, n_heads, group, b0, n_new, batch, SPLIT,
-    BLOCK_R: tl.constexpr = 16, BLOCK_N: tl.constexpr = 64, DV: tl.constexpr = 128,
+    plane, v, seqlens,
+    partial,
+    v_stride_b, v_stride_h, v_stride_n, count, keys, pitch, n_heads, group, b0, n_new, batch, split,
 ):
-    """Outputs of a part of the keys: partial[split, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
+    """Outputs of a part of the keys: partial[part, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
 
-    A program owns a block of rows of the heads that share values, and a split of the keys.
+    A program owns a block of rows of the heads that share values, and a part of `split` keys.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    split = tl.program_id(1)
+    part = tl.program_id(1)
     kv_heads = n_heads // group
     owner = tl.program_id(0) // blocks
     b = b0 + owner // kv_heads
@@ -1196,13 +1255,13 @@ def mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmi
     d = tl.arange(0, DV)[None, :]
     v = v_ptr + b * v_b + kv_head * v_h + d
     acc = tl.zeros([BLOCK_R, DV], tl.float32)
-    for j0 in tl.range(split * SPLIT, tl.minimum(limit, (split + 1) * SPLIT), BLOCK_N):
+    for j0 in tl.range(part * split, tl.minimum(limit, (part + 1) * split), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
         shares = tl.load(plane + j[None, :], mask=exists & (j < limit)[None, :], other=0.0)
         rows = v + j[:, None].to(tl.int64) * (v_n // 8 * 8)
         values = tl.load(rows, mask=(j < limit)[:, None], other=0.0)
         acc = tl.dot(shares, values, acc)
-    place = ((split * batch + b) * n_heads + h) * n_new + n
+    place = ((part * batch + b) * n_heads + h) * n_new + n
     tl.store(partial_ptr + place[:, None].to(tl.int64) * 128 + d, acc, mask=exists)
 
 
@@ -1211,14 +1270,14 @@ def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
-        Of fewer rows, less of a strip is hidden; 128 rows are the fewest, whatever they take.
+        Of fewer rows, less of a strip is hidden. With their context they fill whole tiles of rows, 128 at least.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     plane_bytes = min(268435456, workspace_bytes // planes)
     rows = plane_bytes // (n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
-    fitting = (rows // sequences - 10) // 128 * 128
-    return sequences, min(n_q, max(128, fitting)), pitch
+    fitting = rows // sequences // 128 * 128
+    return sequences, min(n_q, max(128, fitting) - 10), pitch
 
 
 def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
@@ -1226,7 +1285,7 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
 
     Yields:
         b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
-        that some row sees; and the planes, (slots, rows, pitch) each.
+        that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * min(rows + 10, n_q) * pitch
@@ -1236,7 +1295,7 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
         for begin in range(0, n_q, rows):
             end = min(begin + rows, n_q)
             first = max(begin - 10, 0)
-            keys = min(n_k, end - 1 + n_k - n_q + 1)
+            keys = min(n_k, triton.cdiv(end - 1 + n_k - n_q + 1, 128) * 128)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
             yield b0, b1, begin, end, first, keys, [x[:length].view(shape) for x in memory]
@@ -1375,13 +1434,14 @@ def backward(
     mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
     bundles = batch * triton.cdiv(n_heads, 16)
     post_mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
-    all_chunks = triton.cdiv(n_k, 128)
+    all_chunks = triton.cdiv(n_k, 64)
     convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
     post_convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
     kernels = {}
     for name in (
-        "scores", "convolution", "probabilities", "post_mix_backward", "post_convolution", "post_convolution_adjoint",
-        "post_convolution_gradient", "softmax_backward", "convolution_adjoint", "convolution_gradient",
+        "scores", "convolution", "grad_shares", "probabilities", "post_mix_backward", "post_convolution",
+        "post_convolution_adjoint", "post_convolution_gradient", "softmax_backward", "convolution_adjoint",
+        "convolution_gradient",
     ):
         kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
     workspace_bytes = 1073741824
@@ -1405,10 +1465,11 @@ def backward(
             scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )
-        torch.bmm(
-            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
-            _by_heads(v[b0:b1, :, :keys]).mT,
-            out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
+        kernels["grad_shares"](
+            (-(-count // 128) * (-(-keys // 512)) * slots,),
+            grad_out.data_ptr(), v.data_ptr(), grad_shares.data_ptr(),
+            *grad_out.stride()[:3], *v.stride()[:3],
+            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
         )
         kernels["probabilities"](
             (count, -(-n_heads // 16) * (b1 - b0)),
@@ -1434,7 +1495,7 @@ def backward(
             _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
         )
         kernels["post_convolution_gradient"](
-            (-(-keys // 128) * slots,),
+            (-(-keys // 64) * slots,),
             probabilities.data_ptr(), grad_shares.data_ptr(), post_convolution_partial.data_ptr(),
             count, keys, off, first, pitch, n_heads, b0, all_chunks,
         )
@@ -1452,7 +1513,7 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )
         kernels["convolution_gradient"](
-            (-(-keys // 128) * slots,),
+            (-(-keys // 64) * slots,),
             scores.data_ptr(), dx.data_ptr(), convolution_partial.data_ptr(),
             count, keys, off, first, pitch, n_heads, b0, all_chunks,
         )
@@ -1519,6 +1580,7 @@ def decode(
     kernels = {}
     for name in (
         "decode_scores", "decode_convolution", "decode_post_convolution", "decode_softmax", "decode_post_mix",
+        "decode_values",
     ):
         kernels |= LOADED[name].get(q.device.index) or load(name, q.device)
     f32 = dict(dtype=torch.float32, device=q.device)
@@ -1540,34 +1602,34 @@ def decode(
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
         kernels["decode_convolution"](
-            (-(-count // 32) * (-(-keys // 512)) * slots,),
+            (-(-(count - 5) // 6) * (-(-keys // 2048)) * slots,),
             scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(), seqlens.data_ptr(),
-            count, keys, off, first, skip, pitch, n_heads, b0,
+            count, keys, pitch, n_heads, b0,
         )
         shares = convolved.view(torch.float16)
         kernels["decode_softmax"](
-            (count, -(-n_heads // 16) * (b1 - b0)),
+            (count - 5, -(-n_heads // 16) * (b1 - b0)),
             convolved.data_ptr(), lse.data_ptr(), shares.data_ptr(), head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens.data_ptr(),
         )
         unmixed, shares = shares, convolved_shares
         kernels["decode_post_convolution"](
-            (-(-count // 32) * (-(-keys // 512)) * slots,),
+            (-(-keys // 2048) * (-(-count // 2) - 5) * slots,),
             unmixed.data_ptr(), post_weight.data_ptr(), shares.data_ptr(), seqlens.data_ptr(),
-            count, keys, off, first, skip, pitch, n_heads, b0,
+            count, keys, pitch, n_heads, b0,
         )
         unmixed, shares = shares, shares.view(q.dtype)
         kernels["decode_post_mix"](
-            (count, -(-n_heads // 16) * (b1 - b0)),
+            (-(-keys // 2048) * (count - 10), -(-n_heads // 16) * (b1 - b0)),
             unmixed.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0,
             seqlens.data_ptr(),
         )
-        grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads, splits)
-        mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            shares, v, *v.stride()[:3], seqlens, partial,
+        kernels["decode_values"](
+            (-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits,),
+            shares.data_ptr(), v.data_ptr(), seqlens.data_ptr(), partial.data_ptr(),
+            *v.stride()[:3],
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
     return partial.sum(0).to(q.dtype), lse[:, :, 10:].contiguous()

@@ -63,6 +63,51 @@ def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90
 @triton.jit(do_not_specialize=[
     "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
 ])
+def mta_strip_grad_shares_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+    x_desc, y_desc, plane_desc,
+    count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
+    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, CHUNK: tl.constexpr = 512, D: tl.constexpr = 64,
+):
+    """Gradients of what multiplies v: plane[slot, r, j] = grad_out[first + r] . v[j].
+
+    Hidden products, and those of rows before `skip`, are zeros.
+    A program owns a block of rows and a chunk of keys.
+    """
+    blocks = tl.cdiv(count, BLOCK_M)
+    chunks = tl.cdiv(keys, CHUNK)
+    slot = tl.program_id(0) // (blocks * chunks)
+    chunk = tl.program_id(0) // blocks % chunks
+    r0 = tl.program_id(0) % blocks * BLOCK_M
+    b = b0 + slot // n_heads
+    h = slot % n_heads
+
+    r = r0 + tl.arange(0, BLOCK_M)
+    x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
+
+    begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, begin + CHUNK)
+    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
+    seen_by_all = tl.minimum(end, first + r0 + off + 1)
+    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    for j0 in tl.range(begin, interior_end, BLOCK_N):
+        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+        c = tl.dot(x, y.trans()) * factor
+        c = tl.where((r >= skip)[:, None], c, 0.0)
+        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    for j0 in tl.range(interior_end, end, BLOCK_N):
+        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+        c = tl.dot(x, y.trans()) * factor
+        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where((r >= skip)[:, None], c, 0.0)
+        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+        plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
+
+
+@triton.jit(do_not_specialize=[
+    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
+])
 def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     x_desc, y_desc, plane_desc, seqlens_ptr,
     count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
@@ -870,20 +915,20 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
 
 
 @triton.jit(do_not_specialize=[
-    "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "SPLIT",
+    "v_b", "v_h", "v_n", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split",
 ])
 def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     plane_ptr, v_ptr, v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, seqlens_ptr, partial_ptr,
-    count, keys, pitch, n_heads, group, b0, n_new, batch, SPLIT,
+    count, keys, pitch, n_heads, group, b0, n_new, batch, split,
     BLOCK_R: tl.constexpr = 16, BLOCK_N: tl.constexpr = 64, DV: tl.constexpr = 64,
 ):
-    """Outputs of a part of the keys: partial[split, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
+    """Outputs of a part of the keys: partial[part, b, h, n] = sum over j of plane[slot, skip + n, j] v[j].
 
-    A program owns a block of rows of the heads that share values, and a split of the keys.
+    A program owns a block of rows of the heads that share values, and a part of `split` keys.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    split = tl.program_id(1)
+    part = tl.program_id(1)
     kv_heads = n_heads // group
     owner = tl.program_id(0) // blocks
     b = b0 + owner // kv_heads
@@ -897,13 +942,13 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     d = tl.arange(0, DV)[None, :]
     v = v_ptr + b * v_b + kv_head * v_h + d
     acc = tl.zeros([BLOCK_R, DV], tl.float32)
-    for j0 in tl.range(split * SPLIT, tl.minimum(limit, (split + 1) * SPLIT), BLOCK_N):
+    for j0 in tl.range(part * split, tl.minimum(limit, (part + 1) * split), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
         shares = tl.load(plane + j[None, :], mask=exists & (j < limit)[None, :], other=0.0)
         rows = v + j[:, None].to(tl.int64) * (v_n // 8 * 8)
         values = tl.load(rows, mask=(j < limit)[:, None], other=0.0)
         acc = tl.dot(shares, values, acc)
-    place = ((split * batch + b) * n_heads + h) * n_new + n
+    place = ((part * batch + b) * n_heads + h) * n_new + n
     tl.store(partial_ptr + place[:, None].to(tl.int64) * 64 + d, acc, mask=exists)
 
 
@@ -912,14 +957,14 @@ def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
-        Of fewer rows, less of a strip is hidden; 128 rows are the fewest, whatever they take.
+        Of fewer rows, less of a strip is hidden. With their context they fill whole tiles of rows, 128 at least.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     plane_bytes = min(268435456, workspace_bytes // planes)
     rows = plane_bytes // (n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
-    fitting = (rows // sequences - 10) // 128 * 128
-    return sequences, min(n_q, max(128, fitting)), pitch
+    fitting = rows // sequences // 128 * 128
+    return sequences, min(n_q, max(128, fitting) - 10), pitch
 
 
 def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
@@ -927,7 +972,7 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
 
     Yields:
         b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
-        that some row sees; and the planes, (slots, rows, pitch) each.
+        that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * min(rows + 10, n_q) * pitch
@@ -937,7 +982,7 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
         for begin in range(0, n_q, rows):
             end = min(begin + rows, n_q)
             first = max(begin - 10, 0)
-            keys = min(n_k, end - 1 + n_k - n_q + 1)
+            keys = min(n_k, triton.cdiv(end - 1 + n_k - n_q + 1, 128) * 128)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
             yield b0, b1, begin, end, first, keys, [x[:length].view(shape) for x in memory]
@@ -1102,10 +1147,11 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
-        torch.bmm(
-            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
-            _by_heads(v[b0:b1, :, :keys]).mT,
-            out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
+        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
+        mta_strip_grad_shares_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
+            _tiles(grad_out, 128, 64), _tiles(v, 128, 64), _tiles(grad_shares, 128, 128),
+            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
+            num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
         mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](

@@ -6,7 +6,7 @@
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 // Each sequence has a length of its own, and its last row is at its end.
 //
-// mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(count, -(-n_heads // 16) * (b1 - b0)), 512, 198656>>>
+// mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 2048) * (count - 10), -(-n_heads // 16) * (b1 - b0)), 256, 66560>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -334,11 +334,11 @@ struct HeadProducts {
 
 using Element = bf16;
 using Score = fp16;
-constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of a CTA, which owns a row
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
 constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
-constexpr int DEPTH = 6, SLOT = 1 * BLOCK_BYTES, SUMS = 2048;
+constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
@@ -362,25 +362,32 @@ struct Place {
 };
 
 // Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
-// from key `key` on to a slot of the ring, work(key, slot) takes it from there, and may store results in its place.
-// A second pass over a row goes BACKWARDS: what the first has read last is the likeliest to be in L2.
-template <bool BACKWARDS, class Copy, class Work>
+// from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, which therefore must
+// have left them as they are, and those before them likeliest in L2. It may store results in a block's place.
+template <bool SECOND, class Copy, class Work>
 DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
   const int first = warp * BLOCK_KEYS, count = max(0, end - first + STEP - 1) / STEP;
-  auto key_of_block = [&](int i) { return first + (BACKWARDS ? count - 1 - i : i) * STEP; };
   auto fetch = [&](int i, int place) {
-    if (i < count) copy(key_of_block(i), ring + place * SLOT);
+    if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
   };
+  if (!SECOND)
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) fetch(i, i);
-  for (int i = 0, place = 0; i < count; ++i, place = place + 1 < DEPTH ? place + 1 : 0) {
+    for (int i = 0; i < DEPTH; ++i) fetch(i, i);
+  int place = SECOND ? max(count - 1, 0) % DEPTH : 0;
+  for (int n = 0; n < count; ++n) {
+    const int i = SECOND ? count - 1 - n : n;
     copy_wait<DEPTH - 1>();
     __syncwarp();
-    work(key_of_block(i), ring + place * SLOT);
+    work(first + i * STEP, ring + place * SLOT);
     __syncwarp();
-    fetch(i + DEPTH, place);
+    fetch(SECOND ? i - DEPTH : i + DEPTH, place);
+    if (SECOND)
+      place = place > 0 ? place - 1 : DEPTH - 1;
+    else
+      place = place + 1 < DEPTH ? place + 1 : 0;
   }
 }
 
@@ -390,22 +397,28 @@ DEVICE int end_of_row(int r, int first, int off, int keys) {
   return max(0, min(keys, first + r + off + 1));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+constexpr int WALK = 2048;  // keys of a CTA, one of several that share a row
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, Element* out, const float* __restrict__ post_head_weight, int count, int keys, int off, int first,
     int skip, int pitch, int n_heads, int b0, const int* __restrict__ seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place(b0, n_heads);
+  const int walks = (keys + WALK - 1) / WALK, begin = blockIdx.x % walks * WALK;
   const int limit = min(seqlens[place.b], keys);  // the last row is at the end of its sequence
   off = limit - count;
+  keys = min(limit - begin, WALK);
+  x += begin;
+  out += begin;
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
 
-  const int r = count - 1 - static_cast<int>(blockIdx.x);
+  const int r = count - 1 - static_cast<int>(blockIdx.x / walks);
   {
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(out, place.first_slot, count, r, pitch, lane);
-    const int end = r < skip ? 0 : end_of_row(r, first, off, limit);
+    const int end = max(0, min(end_of_row(r, first, off, limit) - begin, keys));
     auto copy = [&](int key, u32 slot) {
       copy_block_async(slot, row, key, place.heads, lane);
     };

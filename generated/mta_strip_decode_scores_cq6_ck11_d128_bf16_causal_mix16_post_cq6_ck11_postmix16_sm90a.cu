@@ -183,23 +183,24 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
+// A CTA has ROWS rows of x and walks over WALK keys, in tiles of KEYS. In shared memory there are two tiles of y, one of
+// which is loaded while the other is worked on.
 using Element = bf16;
 using Result = fp16;
 constexpr int D = 128;
-// A CTA has ROWS rows of x and walks over WALK keys, in tiles of KEYS. Its warps lie in a grid, ROW_WARPS of them below
-// one another; each has ROW_BLOCKS blocks of 16 rows by KEY_BLOCKS of 16 keys.
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROWS = 32, KEYS = 128, WALK = 512;
-constexpr int ROW_WARPS = 1, KEY_WARPS = WARPS / ROW_WARPS;
-constexpr int ROW_BLOCKS = ROWS / (16 * ROW_WARPS), KEY_BLOCKS = KEYS / (16 * KEY_WARPS);
 // A row sees the keys up to SEEN_AHEAD after its own position.
 constexpr int SEEN_AHEAD = 0;
-// Shared memory, in bytes. There are two tiles of y, one of which is loaded while the other is worked on. Results are
-// collected in rows of RESULT_ROW bytes, an odd number of chunks.
+constexpr int Y_TILE = 32768;  // bytes
 constexpr int SHARED_X = 0;
 constexpr int SHARED_Y = 8192;
 constexpr int SHARED_RESULTS = 73728;
-constexpr int Y_TILE = 32768, RESULT_ROW = 272;
+// The warps lie in a grid, ROW_WARPS of them below one another; each has ROW_BLOCKS blocks of 16 rows by KEY_BLOCKS of
+// 16 keys. Results are collected in rows of RESULT_ROW bytes, an odd number of chunks.
+constexpr int ROW_WARPS = 1, KEY_WARPS = WARPS / ROW_WARPS;
+constexpr int ROW_BLOCKS = ROWS / (16 * ROW_WARPS), KEY_BLOCKS = KEYS / (16 * KEY_WARPS);
+constexpr int RESULT_ROW = 272;
 
 // ---- Products out of shared memory -------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 // the gradient of W: partial[u, v] += 0.00390625 * sum over r, j of dy[r, j] x[r - 5 + u, j - 5 + v],
 // in a sum of its own for each slot and tile of keys.
 //
-// mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 128) * slots), 128, 77376>>>
+// mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 64) * slots), 128, 43072>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -135,16 +135,16 @@ using Element = bf16;
 constexpr int CQ = 6, CK = 11;
 // A CTA works on tiles of ROWS rows and KEYS keys of a plane, a warp on ROW_TILE of the rows.
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
-constexpr int ROWS = WARPS * ROW_TILE, KEYS = 128;
+constexpr int ROWS = WARPS * ROW_TILE, KEYS = 64;
 // A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
 // first column LEAD keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then odd
 // ones, in SLAB_ROW bytes each.
 constexpr int ROWS_ABOVE = 5, LEAD = 8, SPARE = 3;
-constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 18, SLAB_ROW = 304;
+constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 10, SLAB_ROW = 176;
 // Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
 constexpr int SHARED_SLAB = 0;
-constexpr int SHARED_TILE = 21280;
-constexpr int BUFFER = 38688;
+constexpr int SHARED_TILE = 12320;
+constexpr int BUFFER = 21536;
 
 // Address of a slab's row.
 DEVICE u32 row_of_slab(u32 base, int row) {
@@ -167,7 +167,7 @@ DEVICE void copy_tile(const Element* plane, int pitch, int row, int key, int cou
 // ---- The weight's gradient ----
 
 using Source = fp16;
-constexpr int ROW_HALO = ROWS_ABOVE, SHIFT = -SPARE, TILE_ROW = 272;
+constexpr int ROW_HALO = ROWS_ABOVE, SHIFT = -SPARE, TILE_ROW = 144;
 // A row sees the keys up to SEEN_AHEAD after its own position.
 constexpr int SEEN_AHEAD = 0;
 
@@ -201,7 +201,7 @@ constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3, WEIGHT_LOADS = 1;
 constexpr int WEIGHT_FIRST = 0, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
 // The columns of G that are owned, in its slab.
-constexpr int GRADIENT_BEGIN = 0, GRADIENT_END = 128;
+constexpr int GRADIENT_BEGIN = 0, GRADIENT_END = 64;
 
 // A product has the blocks (u, d) and (u2, d2), u counted from the set's first row shift; or the first only, u2 = -1.
 struct WeightProduct {

@@ -390,25 +390,32 @@ struct Place {
 };
 
 // Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
-// from key `key` on to a slot of the ring, work(key, slot) takes it from there, and may store results in its place.
-// A second pass over a row goes BACKWARDS: what the first has read last is the likeliest to be in L2.
-template <bool BACKWARDS, class Copy, class Work>
+// from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, which therefore must
+// have left them as they are, and those before them likeliest in L2. It may store results in a block's place.
+template <bool SECOND, class Copy, class Work>
 DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
   const int first = warp * BLOCK_KEYS, count = max(0, end - first + STEP - 1) / STEP;
-  auto key_of_block = [&](int i) { return first + (BACKWARDS ? count - 1 - i : i) * STEP; };
   auto fetch = [&](int i, int place) {
-    if (i < count) copy(key_of_block(i), ring + place * SLOT);
+    if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
   };
+  if (!SECOND)
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) fetch(i, i);
-  for (int i = 0, place = 0; i < count; ++i, place = place + 1 < DEPTH ? place + 1 : 0) {
+    for (int i = 0; i < DEPTH; ++i) fetch(i, i);
+  int place = SECOND ? max(count - 1, 0) % DEPTH : 0;
+  for (int n = 0; n < count; ++n) {
+    const int i = SECOND ? count - 1 - n : n;
     copy_wait<DEPTH - 1>();
     __syncwarp();
-    work(key_of_block(i), ring + place * SLOT);
+    work(first + i * STEP, ring + place * SLOT);
     __syncwarp();
-    fetch(i + DEPTH, place);
+    fetch(SECOND ? i - DEPTH : i + DEPTH, place);
+    if (SECOND)
+      place = place > 0 ? place - 1 : DEPTH - 1;
+    else
+      place = place + 1 < DEPTH ? place + 1 : 0;
   }
 }
 

@@ -3,7 +3,7 @@
 // Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],
 // for query first + r, which sits at position first + r + off; hidden results are zeros.
 //
-// mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 128) * (-(-keys // 512)) * slots), 256, 83968>>>
+// mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 128) * (-(-keys // 512)) * slots), 320, 114720>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,7 +22,6 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
-constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -72,45 +71,20 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
-DEVICE void load_matrices(u32 (&x)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(row)
+// Stores four 8 x 8 matrices, held and addressed as load_matrices gives them.
+DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
                : "memory");
-}
-
-DEVICE void load_matrices(u32 (&x)[2], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
-               : "=r"(x[0]), "=r"(x[1])
-               : "r"(row)
-               : "memory");
-}
-
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
-template <class Element>
-DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
-
-template <>
-DEVICE void mma<fp16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-      "{ %0, %1, %2, %3 };"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
-}
-
-template <>
-DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, "
-      "{ %0, %1, %2, %3 };"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 to = __shfl_sync(0xffffffffu, row, 8 * i + (lane >> 2));
+    store_shared(to + 4 * (lane & 3), x[i]);
+  }
+#endif
 }
 
 // Rounds two floats to 16-bit elements, the first in the low half.
@@ -131,22 +105,84 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
+// Waits at barrier `id` for the other threads, `threads` in all.
+DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
+DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
+
+template <int N>
+DEVICE void pin(u32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) pin(x[i]);
+}
+
+template <int N>
+DEVICE void pin(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
+}
+
 // ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
-// THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
-template <int THREADS, int ROWS, int KEYS, class Type>
-DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
-  constexpr int CHUNKS = KEYS / CHUNK;
-  for (int i = thread; i < ROWS * CHUNKS; i += THREADS)
-    if (i / CHUNKS < rows)
-      store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
+// ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
+
+constexpr int BARRIER = 8;  // bytes of an mbarrier in shared memory
+
+// Makes a barrier whose phases end after so many arrivals.
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+
+// Makes initialised barriers visible to the other threads, once they have met.
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, after what this thread did to memory before.
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of a phase of this parity: 0 for the first, 1 for the second, 0 for the third.
+DEVICE void barrier_wait(u32 barrier, int parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Makes ordinary writes to shared memory visible to wgmma.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Orders this thread's accesses to registers and shared memory before the products that follow.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// The products since the last commit are waited for together.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until those of all but the last PENDING commits are done.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
+// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
+DEVICE u64 operand(u32 address, int panel = 16) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
+         static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
+// along.
+DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
 // A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
 // row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
 
+constexpr int PANEL = 64;       // columns
 constexpr int PANEL_ROW = 128;  // bytes
 
 // Address of 16-byte column `column` in row `row` of a tile of ROWS rows.
@@ -180,46 +216,50 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
     }
 }
 
+// ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+
+// d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`.
+// a lies by rows, b lies by columns in shared memory.
+DEVICE void wgmma_product(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{ %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+      "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 }, "
+      "%64, %65, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
+// A CTA has ROWS rows of x, 16 for each warp that multiplies, and walks over WALK keys, in tiles of KEYS. Two warps more
+// load them, in turn. In shared memory there are two tiles of y, and for each warp a panel of results.
 using Element = bf16;
 using Result = fp16;
 constexpr int D = 128;
-// A CTA has ROWS rows of x and walks over WALK keys, in tiles of KEYS. Its warps lie in a grid, ROW_WARPS of them below
-// one another; each has ROW_BLOCKS blocks of 16 rows by KEY_BLOCKS of 16 keys.
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int ROWS = 128, KEYS = 64, WALK = 512;
-constexpr int ROW_WARPS = 4, KEY_WARPS = WARPS / ROW_WARPS;
-constexpr int ROW_BLOCKS = ROWS / (16 * ROW_WARPS), KEY_BLOCKS = KEYS / (16 * KEY_WARPS);
+constexpr int ROWS = 128, KEYS = 128, WALK = 512;
 // A row sees the keys up to SEEN_AHEAD after its own position.
 constexpr int SEEN_AHEAD = 0;
-// Shared memory, in bytes. There are two tiles of y, one of which is loaded while the other is worked on. Results are
-// collected in rows of RESULT_ROW bytes, an odd number of chunks.
+constexpr int Y_TILE = 32768;  // bytes
 constexpr int SHARED_X = 0;
 constexpr int SHARED_Y = 32768;
-constexpr int SHARED_RESULTS = 65536;
-constexpr int Y_TILE = 16384, RESULT_ROW = 144;
+constexpr int SHARED_RESULTS = 98304;
+constexpr int SHARED_BARRIERS = 114688;
 
-// ---- Products out of shared memory -------------------------------------------------------------------------------
+// Barriers of each tile in shared memory: it is full, or may be written again.
+constexpr int Y_FULL = 0, Y_EMPTY = Y_FULL + 2 * BARRIER;
 
-// The addresses that a lane gives ldmatrix, of a tile of TILE_ROWS in blocks of 16 rows by 16 columns. The four 8x8
-// matrices of a block go down first and then right; or, EXCHANGED, right first, for operands that memory does not hold
-// as the instruction takes them. Blocks are counted from the first one, whose column is below a power of two that
-// divides those of the others.
-template <int TILE_ROWS, bool EXCHANGED>
-struct Blocks {
-  u32 at;
-
-  DEVICE Blocks(u32 tile, int row, int column, int lane) {
-    const int below = EXCHANGED ? (lane & 7) + (lane >> 4) * 8 : lane & 15;
-    const int right = EXCHANGED ? lane >> 3 & 1 : lane >> 4;
-    at = tile_address<TILE_ROWS>(tile, row + below, 2 * column + right);
-  }
-
-  DEVICE u32 operator()(int row, int column) const { return tile_address_from<TILE_ROWS>(at, 16 * row, 2 * column); }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+extern "C" __global__ void __launch_bounds__(THREADS + 64, 2) mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Element* __restrict__ x, const Element* __restrict__ y, Result* __restrict__ plane, long long x_stride_b,
     long long x_stride_h, long long x_stride_n, long long y_stride_b, long long y_stride_h, long long y_stride_n,
     int count, int keys, int off, int first, int skip, int pitch, int n_heads, int group, int b0, float factor) {
@@ -235,76 +275,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_scores_cq6_ck
   y += b * y_stride_b + h / group * y_stride_h;
   plane += (static_cast<long long>(slot) * count + r0) * pitch;
   const int seen = min(end, position + ROWS + SEEN_AHEAD);  // some row sees the keys before
-  auto load = [&](int key, int buffer) {
-    load_tile<KEYS, D, THREADS>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, key, keys, threadIdx.x);
-    copy_commit();
-  };
-  if (begin < seen) {
-    load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, first + r0, first + count, threadIdx.x);
-    load(begin, 0);
+  const u32 barriers = base + SHARED_BARRIERS;
+  const int tiles = max(0, (seen - begin + KEYS - 1) / KEYS);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(barriers + Y_FULL + BARRIER * i, 32);
+      barrier_init(barriers + Y_EMPTY + BARRIER * i, WARPS);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= WARPS) {
+    const int buffer = warp - WARPS;
+    for (int t = buffer; t < tiles; t += 2) {
+      if (t >= 2) barrier_wait(barriers + Y_EMPTY + BARRIER * buffer, (t / 2 - 1) & 1);
+      load_tile<KEYS, D, 32>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, begin + t * KEYS, keys, lane);
+      copy_commit();
+      copy_wait<0>();
+      fence_async();
+      barrier_arrive(barriers + Y_FULL + BARRIER * buffer);
+    }
+    return;
   }
 
-  // The warp's first row and column of a tile.
-  const int row = warp % ROW_WARPS * (16 * ROW_BLOCKS), column = warp / ROW_WARPS * (16 * KEY_BLOCKS);
-  const Blocks<ROWS, false> x_at(base + SHARED_X, row, 0, lane);
-  u32 x_blocks[D / 16][ROW_BLOCKS][4];
-  for (int key = begin, buffer = 0; key < seen; key += KEYS, buffer ^= 1) {
-    copy_wait<0>();
-    __syncthreads();  // the tile is there; that before it has been read, and its results have been written
-    if (key + KEYS < seen) load(key + KEYS, buffer ^ 1);
-    if (key == begin)
+  const int row = 16 * warp;  // the warp's first
+  if (tiles > 0) load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, first + r0, first + count, threadIdx.x);
+  copy_commit();
+  copy_wait<0>();
+  fence_async();
+  named_barrier(1, THREADS);
+  const u64 x_operand = operand(base + SHARED_X + warp / 4 * 64 * PANEL_ROW);
+  // Where the lane puts results, and where it takes them from, a chunk of each fourth row, and writes them to.
+  u32 put = tile_address<ROWS>(base + SHARED_RESULTS, row + (lane & 15), lane >> 4);
+  u32 take = tile_address<ROWS>(base + SHARED_RESULTS, row + (lane >> 3), lane & 7);
+  pin(put), pin(take);
+  const int rows = count - r0 - row - (lane >> 3);  // that exist from there on
+  plane += static_cast<long long>(row + (lane >> 3)) * pitch + begin + (lane & 7) * CHUNK;
+
+  for (int t = 0; t < tiles; ++t) {
+    const int buffer = t & 1, key = begin + t * KEYS;
+    barrier_wait(barriers + Y_FULL + BARRIER * buffer, t / 2 & 1);
+    const u64 y_operand = operand(base + SHARED_Y + buffer * Y_TILE);
+    float c[KEYS / 2];
+    wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < D / 16; ++k)
+    for (int k = 0; k < D / 16; ++k)
+      wgmma_product(c, x_operand + inner_columns(k, ROWS), y_operand + inner_columns(k, KEYS), k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(barriers + Y_EMPTY + BARRIER * buffer);
+    if (key + KEYS - 1 > position + row) {
 #pragma unroll
-        for (int m = 0; m < ROW_BLOCKS; ++m) load_matrices(x_blocks[k][m], x_at(m, k));
-    const Blocks<KEYS, true> y_at(base + SHARED_Y + buffer * Y_TILE, column, 0, lane);
-    float c[ROW_BLOCKS][KEY_BLOCKS][8] = {};
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-#pragma unroll
-      for (int n = 0; n < KEY_BLOCKS; ++n) {
-        u32 y_block[4];  // keys 0..7 and 8..15, lower and upper half of k each
-        load_matrices(y_block, y_at(n, k));
-#pragma unroll
-        for (int m = 0; m < ROW_BLOCKS; ++m) {
-          mma<Element>(c[m][n], x_blocks[k][m], y_block[0], y_block[1]);
-          mma<Element>(c[m][n] + 4, x_blocks[k][m], y_block[2], y_block[3]);
-        }
+      for (int i = 0; i < KEYS / 2; ++i) {
+        const int r = row + (lane >> 2) + 8 * (i >> 1 & 1), j = (i >> 2) * CHUNK + 2 * (lane & 3) + (i & 1);
+        if (key + j > position + r) c[i] = 0.f;
       }
     }
 
-    // A pair of results at a time: of row r and of columns j and j + 1 of the tile.
-    auto collect = [&](bool edge) {
+    // A panel of results at a time is collected, and written in whole lines.
 #pragma unroll
-      for (int m = 0; m < ROW_BLOCKS; ++m)
+    for (int panel = 0; panel < KEYS / PANEL; ++panel) {
+      __syncwarp();  // what lay there has been read
 #pragma unroll
-        for (int n = 0; n < KEY_BLOCKS; ++n)
+      for (int n = 0; n < PANEL / CHUNK; n += 2) {
+        u32 block[4];
 #pragma unroll
-          for (int e = 0; e < 8; e += 2) {
-            const int r = row + 16 * m + 8 * (e >> 1 & 1) + (lane >> 2);
-            const int j = column + 16 * n + 8 * (e >> 2) + 2 * (lane & 3);
-            float lo = c[m][n][e] * factor, hi = c[m][n][e + 1] * factor;
-            if (edge && (key + j > position + r)) lo = 0.f;
-            if (edge && (key + j + 1 > position + r)) hi = 0.f;
-            store_shared(base + SHARED_RESULTS + r * RESULT_ROW + 2 * j, pack<Result>(lo, hi));
-          }
-    };
-    if (key + KEYS - 1 > position)
-      collect(true);
-    else
-      collect(false);
-    __syncthreads();  // the results are there
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (panel * (PANEL / CHUNK) + n) + 2 * i;
+          block[i] = pack<Result>(c[at] * factor, c[at + 1] * factor);
+        }
+        store_matrices(tile_address_from<ROWS>(put, 0, n), block);
+      }
+      __syncwarp();  // the results are there
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * (KEYS / CHUNK); i += THREADS) {
-      const int r = i / (KEYS / CHUNK), chunk = i % (KEYS / CHUNK);
-      u32 line[4];
-      load_shared(line, base + SHARED_RESULTS + r * RESULT_ROW + chunk * CHUNK_BYTES);
-      Result* to = plane + static_cast<long long>(r) * pitch + key + chunk * CHUNK;
-      if (r0 + r < count) store_global(to, line[0], line[1], line[2], line[3]);
+      for (int i = 0; i < 16; i += 4) {
+        u32 line[4];
+        load_shared(line, tile_address_from<ROWS>(take, i, 0));
+        if (i < rows) store_global(plane + i * pitch + panel * PANEL, line[0], line[1], line[2], line[3]);
+      }
     }
+    plane += KEYS;
   }
 
   // Keys that no row sees.
-  for (int key = max(begin, (seen + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS)
-    clear_tile<THREADS, ROWS, KEYS>(plane + key, pitch, count - r0, threadIdx.x);
+  for (int key = begin + tiles * KEYS; key < end; key += KEYS, plane += KEYS)
+#pragma unroll
+    for (int panel = 0; panel < KEYS / PANEL; ++panel)
+#pragma unroll
+      for (int i = 0; i < 16; i += 4)
+        if (i < rows) store_global(plane + i * pitch + panel * PANEL, 0, 0, 0, 0);
 }

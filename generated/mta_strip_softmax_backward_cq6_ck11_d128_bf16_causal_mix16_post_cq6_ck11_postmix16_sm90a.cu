@@ -6,7 +6,7 @@
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
-// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 256, 106496>>>
+// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 256, 204800>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -400,7 +400,7 @@ constexpr float LOG2_SHARE_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
-constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
+constexpr int DEPTH = 6, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.
@@ -424,25 +424,32 @@ struct Place {
 };
 
 // Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
-// from key `key` on to a slot of the ring, work(key, slot) takes it from there, and may store results in its place.
-// A second pass over a row goes BACKWARDS: what the first has read last is the likeliest to be in L2.
-template <bool BACKWARDS, class Copy, class Work>
+// from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, which therefore must
+// have left them as they are, and those before them likeliest in L2. It may store results in a block's place.
+template <bool SECOND, class Copy, class Work>
 DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
   const int first = warp * BLOCK_KEYS, count = max(0, end - first + STEP - 1) / STEP;
-  auto key_of_block = [&](int i) { return first + (BACKWARDS ? count - 1 - i : i) * STEP; };
   auto fetch = [&](int i, int place) {
-    if (i < count) copy(key_of_block(i), ring + place * SLOT);
+    if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
   };
+  if (!SECOND)
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) fetch(i, i);
-  for (int i = 0, place = 0; i < count; ++i, place = place + 1 < DEPTH ? place + 1 : 0) {
+    for (int i = 0; i < DEPTH; ++i) fetch(i, i);
+  int place = SECOND ? max(count - 1, 0) % DEPTH : 0;
+  for (int n = 0; n < count; ++n) {
+    const int i = SECOND ? count - 1 - n : n;
     copy_wait<DEPTH - 1>();
     __syncwarp();
-    work(key_of_block(i), ring + place * SLOT);
+    work(first + i * STEP, ring + place * SLOT);
     __syncwarp();
-    fetch(i + DEPTH, place);
+    fetch(SECOND ? i - DEPTH : i + DEPTH, place);
+    if (SECOND)
+      place = place > 0 ? place - 1 : DEPTH - 1;
+    else
+      place = place + 1 < DEPTH ? place + 1 : 0;
   }
 }
 
@@ -535,7 +542,7 @@ DEVICE void with_edge(bool edge, Work work) {
     work(false);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const Element* g, const float* __restrict__ lse, const float* __restrict__ grad_lse, Element* dx,
     const float* __restrict__ head_weight, float* __restrict__ mix_partial, int count, int keys, int off, int first,
     int skip, int pitch, int n_heads, int b0, int n_q, int valid) {
@@ -603,13 +610,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_softmax_backw
           Tile p, dp;
           load_tile(x, dy, p, dp, slot, i, edge, end - key);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) p[e] *= dp[e] * (1.f / SHARE_SCALE) - dots[head_of_element(e)];
+          for (int e = 0; e < 8; ++e) dp[e] = p[e] * (dp[e] * (1.f / SHARE_SCALE) - dots[head_of_element(e)]);
+          operand_of<Element>(dy, dp);
 #pragma unroll
           for (int n = 0; n < 4; ++n) x[n] = as_elements<Element>(x[n]);
-          operand_of<Element>(dy, p);
           products.add(dy, x);
-          adjoint(p, dy);
-          store_tile<Element>(slot, i, p, lane);
+          adjoint(dp, dy);
+          store_tile<Element>(slot, i, dp, lane);
         }
       });
       write_block(to, key, slot, place.heads, lane);

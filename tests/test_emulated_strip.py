@@ -6,6 +6,7 @@ mixtures give is exact but for the last rounding. Beyond their keys, planes hold
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +19,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtagen.dtypes import TORCH_DTYPES
+from mtagen.planner.kernel import GROUP, KV_HEADS
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
 from mtagen.planner.strip.products import ProductKernel
-from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
+from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.source import StripSource
 from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
+from mtagen.planner.strip.steps import StepKernel
+from mtagen.planner.strip.values import ValuesKernel
 from mtagen.spec import Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
@@ -66,6 +70,12 @@ class Strip(NamedTuple):
     def slots(self) -> int:
         """Planes, one for each head of each sequence."""
         return self.sequences * self.heads
+
+    @property
+    def used(self) -> Tensor:
+        """(slots, 1, keys): whether a sequence has a key."""
+        limits = torch.tensor(self.lengths or [self.keys] * self.sequences)[:, None, None]
+        return (torch.arange(self.keys) < limits).repeat_interleave(self.heads, 0)
 
     def seen(self, spec: Spec) -> Tensor:
         """(slots, rows, keys): whether a row sees a key."""
@@ -109,6 +119,10 @@ def run(
         B0: strip.b0,
         B1: strip.b0 + strip.sequences,
     }
+    if "split" in values:
+        group = values["group"]
+        sizes |= {GROUP: group, KV_HEADS: strip.heads // group, N_NEW: values["n_new"]}
+        sizes |= {SPLITS: -(-strip.keys // values["split"])}
     grid = tuple(int(size.subs(sizes)) for size in kernel.grid)
     named = strip._asdict() | {"n_heads": strip.heads, "pitch": pitch_of(source.spec, strip)} | values
     if strip.lengths:
@@ -117,9 +131,9 @@ def run(
     for argument, value in zip(kernel.arguments, given, strict=True):
         if argument.pointer:  # of the type that the kernel takes it for
             named_types = {"Element": source.spec.dtype, "Score": "fp16"}
-            if isinstance(source, PlaneKernel):
+            if isinstance(source, (PlaneKernel, StepKernel)):
                 named_types |= {"Source": source.source}
-            if isinstance(source, (PlaneKernel, ProductKernel)):
+            if isinstance(source, (PlaneKernel, StepKernel, ProductKernel)):
                 named_types |= {"Result": source.result}
             assert value.dtype == C_TYPES[named_types.get(argument.type, argument.type)], argument.name
     launched = emulated(source, folder, seed, checked=checked)[source.role]
@@ -199,14 +213,14 @@ SMALL = Strip(2, 150, 420, first=4, off=330)  # a CTA has more tiles than room f
 
 
 class Case:
-    """A convolution of the planes of a strip with a weight for each head, by autograd in fp64."""
+    """A convolution of the planes of a strip with a weight for each head, by autograd in fp64: the request's last."""
 
-    def __init__(self, spec: Spec, strip: Strip) -> None:
+    def __init__(self, spec: Spec, strip: Strip, stage: Convolution | None = None) -> None:
         self.spec, self.strip = spec, strip
-        (stage,) = Stages(spec).convolutions
-        self.stage: Convolution = stage
+        self.stage = stage = stage or Stages(spec).convolutions[-1]
         self.weight = eighths(strip.heads, stage.cq, stage.ck, seed=1, largest=8)
-        self.x = eighths(strip.slots, strip.count, strip.keys, seed=2)
+        self.used = strip.used
+        self.x = eighths(strip.slots, strip.count, strip.keys, seed=2) * self.used
         self.seen = strip.seen(spec)
         self.dy = eighths(strip.slots, strip.count, strip.keys, seed=3) * self.seen
         x, weights = self.x.clone().requires_grad_(), self.weight.repeat(strip.sequences, 1, 1).requires_grad_()
@@ -215,11 +229,11 @@ class Case:
         self.dx, self.dweights = torch.autograd.grad(y, (x, weights), self.dy)
         self.y = y.detach()
 
-    def source(self, part: str) -> PlaneKernel:
+    def source(self, part: str) -> PlaneKernel | StepKernel:
         """The kernel of a part."""
         decode = f"decode_{self.stage.name}"
         made = source_of(self.spec, decode if self.strip.lengths else f"{self.stage.name}{part and '_'}{part}")
-        assert isinstance(made, PlaneKernel)
+        assert isinstance(made, StepKernel if self.strip.lengths else PlaneKernel)
         return made
 
     def run(self, part: str, folder: Path, seed: int = 0, *, checked: bool = False, **values: Tensor) -> None:
@@ -234,7 +248,7 @@ class Case:
     def convolve(self, folder: Path, seed: int = 0, *, checked: bool = False) -> Tensor:
         """What the kernel makes of x."""
         out = empty(TORCH_DTYPES[self.source("").result], self.spec, self.strip)
-        self.run("", folder, seed, checked=checked, x=self.plane(self.x, "fp16"), out=out)
+        self.run("", folder, seed, checked=checked, x=self.plane(self.x.where(self.used, torch.nan), "fp16"), out=out)
         return out
 
     def adjoint(self, folder: Path, seed: int = 0, *, checked: bool = False) -> Tensor:
@@ -292,15 +306,23 @@ def steps(spec: Spec, heads: int, sizes: Iterable[tuple[int, int]] = ((1, 1), (2
         yield Strip(heads, skip + new_tokens, keys, 0, 0, skip, valid, len(lengths), 1, tuple(map(abs, lengths)))
 
 
-@every_convolution
+STEPS = CONVOLUTIONS | {
+    "both": Spec((6, 11), 64, post_kernel=(6, 11), post_mixed_heads=2),
+    "both, other sizes, full": Spec((2, 9), 64, mixed_heads=2, post_kernel=(16, 3), causal=False),
+    "both, rows after": Spec((1, 1), 64, post_kernel=(2, 17), key_padding="left", dtype="fp16"),
+}
+
+
+@pytest.mark.parametrize("spec", STEPS.values(), ids=STEPS)
 def test_convolution_of_a_decode_step(spec: Spec, folder: Path) -> None:
-    """Whatever results are past the end of a sequence, later kernels do not look at them."""
-    for seed, strip in enumerate(steps(spec, 2)):
-        case = Case(spec, strip)
+    """Later kernels look at no results past the end of a sequence, nor before the rows that they need."""
+    sizes = ((1, 1), (2, 300), (8, 650), (1, 2100))
+    for seed, (strip, stage) in enumerate(itertools.product(steps(spec, 2, sizes), Stages(spec).convolutions)):
+        case = Case(spec, strip, stage)
+        needed = torch.arange(strip.count)[:, None] >= (strip.skip if case.stage.final else strip.valid)
         expected = case.stage.factor * case.y * case.seen
-        if case.stage.final:
-            expected[:, : strip.skip] = 0
-        assert_planes(case.convolve(folder, seed), expected, strip, where=spec.causal | case.seen)
+        where = case.used & needed & (spec.causal | case.seen)  # rows before a sequence, too, are looked at by none
+        assert_planes(case.convolve(folder, seed), expected, strip, where)
 
 
 @pytest.mark.parametrize("spec", [CONVOLUTIONS["(6, 11)"], CONVOLUTIONS["(3, 3), left"]], ids=str)
@@ -317,6 +339,15 @@ def test_no_races_in_planes(spec: Spec, folder: Path) -> None:
     case = Case(spec, SMALL)
     for seed, part in enumerate((case.convolve, case.adjoint, case.gradient)):
         part(folder, seed, checked=True)
+
+
+@RACES
+def test_no_races_in_steps(spec: Spec, folder: Path) -> None:
+    """And the order of warps changes nothing. A CTA has more tiles than slabs."""
+    (step,) = steps(spec, 1, [(2, 2100)])
+    case = Case(spec, step)
+    first, *others = (case.convolve(folder, seed, checked=True).nan_to_num() for seed in range(3))
+    assert all(torch.equal(first, other) for other in others)
 
 
 # Products of rows.
@@ -344,7 +375,8 @@ def product(
     Hidden results count where a convolution reads them.
     """
     source = source_of(spec, role, target)
-    assert isinstance(source, ProductKernel) and source.hopper == (target == "sm_90a" and not source.decodes)
+    assert isinstance(source, ProductKernel)
+    assert source.hopper == (target == "sm_90a" and not source.decodes)
     group, batch = 2 if strip.heads % 2 == 0 else 1, strip.b0 + strip.sequences
     n_q, n_k = strip.first + strip.count + 3, strip.keys + 9
 
@@ -386,6 +418,74 @@ def test_no_races_in_products(name: str, target: str, folder: Path) -> None:
     for seed in range(2):
         (step,) = steps(spec, 2, [(2, 300)])
         product(role, spec, target, step if role.startswith("decode") else SMALL, folder, seed, checked=True)
+
+
+# Products of shares with values.
+
+VALUES = {
+    "of 64": (2, 1, Spec(None, 64, mixed_heads=2, post_mixed_heads=2)),
+    "of 128, grouped": (8, 2, after((3, 3), value_head_dim=128)),
+    "of 80, grouped": (3, 1, after((2, 5), value_head_dim=80, dtype="fp16")),
+    "of 16, full": (1, 1, after((1, 3), value_head_dim=16, causal=False)),
+    "of 256": (1, 1, after((2, 2), value_head_dim=256)),
+}
+
+
+def values(
+    heads: int,
+    kv_heads: int,
+    spec: Spec,
+    strip: Strip,
+    split: int,
+    folder: Path,
+    seed: int = 0,
+    target: str = "sm_90a",
+    *,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sums (parts, sequences of the call, heads, new tokens, dv) that the kernel makes, NaN at first, and its own ones
+    as they should be."""
+    source, dtype = source_of(spec, "decode_values", target), TORCH_DTYPES[spec.dtype]
+    n_new = strip.count - strip.skip
+    dv, batch, parts = spec.value_head_dim, strip.b0 + strip.sequences + 1, -(-strip.keys // split)
+    shares = eighths(strip.slots, strip.count, strip.keys, seed=1).where(strip.used, torch.nan)
+    shares[:, : strip.skip] = torch.nan  # whatever is before the new tokens
+    v = torch.full((batch, strip.keys, kv_heads, dv + 8), torch.nan, dtype=dtype).transpose(1, 2)[..., :dv]  # strided
+    own = v[strip.b0 : -1].copy_(eighths(strip.sequences, kv_heads, strip.keys, dv, seed=2))
+    for i, length in enumerate(strip.lengths):
+        own[i, :, length:] = torch.nan
+    partial = torch.full((parts, batch, heads, n_new, dv), torch.nan)
+    numbers = {"group": heads // kv_heads, "n_new": n_new, "batch": batch, "split": split}
+    numbers |= {f"v_stride_{axis}": v.stride(i) for i, axis in enumerate("bhn")}
+    plane = planes(shares, dtype, spec, strip)
+    run(source, strip, folder, seed, checked=checked, plane=plane, v=v, partial=partial, **numbers)
+    a = shares[:, strip.skip :].view(strip.sequences, heads, n_new, -1).nan_to_num()
+    b = own.double().nan_to_num().repeat_interleave(heads // kv_heads, 1)
+    pieces = zip(a.split(split, -1), b.split(split, -2), strict=True)
+    return partial, torch.stack([x @ y for x, y in pieces])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "spec"), VALUES.values(), ids=VALUES)
+def test_values(heads: int, kv_heads: int, spec: Spec, folder: Path) -> None:
+    """Sums of multiples of 1/64 are exact. Other sequences' are left alone."""
+    for seed, (strip, split) in enumerate(itertools.product(steps(spec, heads), (64, 320, 1024))):
+        partial, expected = values(heads, kv_heads, spec, strip, split, folder, seed)
+        assert torch.equal(partial[:, strip.b0 : -1].double(), expected)
+        assert partial[:, : strip.b0].isnan().all()
+        assert partial[:, -1].isnan().all()
+
+
+@pytest.mark.parametrize(("name", "target", "depth"), [("of 128, grouped", "sm_90a", 4), ("of 256", "sm_86", 2)])
+def test_no_races_in_values(name: str, target: str, depth: int, folder: Path) -> None:
+    """And the order of warps changes nothing. A warp has more blocks than its ring holds."""
+    heads, kv_heads, spec = VALUES[name]
+    source = source_of(spec, "decode_values", target)
+    assert isinstance(source, ValuesKernel)
+    assert source.depth == depth
+    (step,) = steps(spec, heads, [(3, 650)])
+    for seed in range(3):
+        partial, expected = values(heads, kv_heads, spec, step, 640, folder, seed, target, checked=True)
+        assert torch.equal(partial[:, step.b0 : -1].double(), expected)
 
 
 # Mixtures of heads and the softmax.
@@ -545,7 +645,9 @@ def assert_softmax(rows: Rows, folder: Path, seed: int = 0) -> None:
     out, lse = rows.softmax(folder, seed)
     p, name = rows.probabilities * (SHARE_SCALE if separate else 1), "" if separate else "post_head_weight"
     expected, terms = rows.mix(name, p), rows.mix(name, p, absolute=True)
-    assert_close(out[:, :, : strip.keys], expected, terms, "fp16" if separate else rows.spec.dtype)
+    needed = strip.valid if strip.lengths else 0  # the first row that is
+    kept, dtype = out[:, needed:, : strip.keys], "fp16" if separate else rows.spec.dtype
+    assert_close(kept, expected[:, needed:], terms[:, needed:], dtype)
     own = rows.own(lse).reshape(rows.lse.shape)
     torch.testing.assert_close(own[:, strip.skip :].double(), rows.lse[:, strip.skip :], atol=1e-5, rtol=1e-6)
     assert own[:, : strip.skip].isnan().all()  # a strip before has these
@@ -646,10 +748,12 @@ separate = [x for x in ROWS.values() if Stages(x[1]).separate_post_mix]
 
 @pytest.mark.parametrize(("heads", "spec"), separate, ids=str)
 def test_post_mix(heads: int, spec: Spec, folder: Path) -> None:
-    for seed, strip in enumerate((*row_strips(heads), *steps(spec, heads))):
+    walks = steps(spec, heads, [(2, 2500)])  # several CTAs share a row
+    for seed, strip in enumerate((*row_strips(heads), *steps(spec, heads), *walks)):
         rows = Mixed(spec, strip)
         expected = rows.mix("post_head_weight", rows.x) / SHARE_SCALE
-        assert_planes(rows.post_mix(folder, seed), expected, strip)
+        needed = not strip.lengths or (torch.arange(strip.count)[:, None] >= strip.skip) & strip.used
+        assert_planes(rows.post_mix(folder, seed), expected, strip, needed)
 
 
 @pytest.mark.parametrize(("heads", "spec"), separate, ids=str)

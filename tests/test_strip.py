@@ -22,6 +22,7 @@ from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PARTS, PlaneKernel
+from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import Shape, Table
 from mtagen.planner.targets import get_target
@@ -302,9 +303,6 @@ def test_round_trip(spec: Spec) -> None:
         assert set(again.strip) == {*PASSES}
 
 
-TRITONS = {"decode_values"}  # kernels that are Triton's alone
-
-
 @every_pipeline
 def test_auto_takes_cuda_and_says_why(spec: Spec) -> None:
     for target in ("sm_90a", "sm_80"):
@@ -354,7 +352,7 @@ def test_a_backend_that_is_not_installed(backend: str) -> None:
 
 @every_pipeline
 def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
-    """Those that mix too many heads, besides."""
+    """Those that mix too many heads."""
     for name in PASSES:
         made = StripPass(spec, "sm_90a", name, "cuda")
         roles = [kernel.role for kernel in made.kernels]
@@ -364,7 +362,7 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
         assert roles == [kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels]
         mixtures = {role for role in roles if spec == TOO_MANY and ("softmax" in role or "mix" in role)}
         mixtures |= {"probabilities"} & {*roles} if spec == TOO_MANY else set()
-        assert {*roles} - {*made.cuda} == TRITONS & {*roles} | mixtures
+        assert {*roles} - {*made.cuda} == mixtures
 
 
 @pytest.mark.parametrize(
@@ -416,13 +414,47 @@ def test_small_groups_have_their_values_side_by_side(spec: Spec, target: str, wi
         assert f"values of each head's group side by side, {width} columns, in one fused kernel; then mixed" in text
 
 
+@pytest.mark.parametrize(
+    ("spec", "roles"),
+    [
+        # An mma takes 16 columns of values.
+        (Spec((3, 3), 64, 24, mixed_heads=2), {"decode_scores", "decode_convolution", "decode_softmax"}),
+        (
+            Spec.from_dict(EVERYTHING.to_dict() | {"mask": "output"}),
+            {"decode_softmax", "decode_post_mix", "decode_values"},
+        ),
+        (
+            Spec((3, 3), 64, post_kernel=(2, 64)),  # a window is too wide
+            {"decode_scores", "decode_convolution", "decode_softmax", "decode_values"},
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Spec) else "+".join(sorted(value)),
+)
+def test_which_kernels_of_a_decode_step_are_cudas(spec: Spec, roles: set[str]) -> None:
+    assert {*StripPass(spec, "sm_90a", "decode", "cuda").cuda} == roles
+
+
+def test_a_decode_step_makes_rows_that_are_needed_only() -> None:
+    """Of 5 + 4 rows before the new tokens, the last 4 are context of the convolution after the softmax."""
+    grids = {
+        role: source.kernel.grid for role, source in StripPass(EVERYTHING, "sm_90a", "decode", "cuda").cuda.items()
+    }
+    sizes = {KEYS: 1, SLOTS: 1, B0: 0, B1: 1, N_HEADS: 16}
+    for n_new in (1, 8):
+        rows = {role: grid[0].subs(sizes | {COUNT: 9 + n_new}) for role, grid in grids.items()}
+        assert rows["decode_convolution"] == -(-(4 + n_new) // 6)
+        assert rows["decode_softmax"] == 4 + n_new
+        assert rows["decode_post_convolution"] == -(-n_new // 2)
+        assert rows["decode_post_mix"] == n_new
+
+
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize(
     ("spec", "target", "message"),
     [
         (Spec(None, 64, mixed_heads=2, dtype="fp32"), "sm_90a", "dtype: got 'fp32'; the cuda backend multiplies 16-b"),
         (Spec(None, 64, mixed_heads=2), "generic", "target: got 'generic'; the cuda backend's kernels are made of mma"),
-        (Spec((3, 3), 64, mixed_heads=32, mask="output"), "sm_90a", "stages: got .*; cuda mixes up to 16 heads, and t"),
+        (Spec((3, 3), 64, 24, mixed_heads=32, mask="output"), "sm_90a", "stages: got .*; cuda mixes up to 16 heads, "),
     ],
     ids=str,
 )
@@ -458,7 +490,7 @@ def test_the_table_of_a_plan_shows_which_kernels_are_cudas() -> None:
         "softmax CUDA, 8 warps, 16 heads of a row",
         "convolution CUDA, tiles of 64 rows and 128 keys, 4 warps, ",
         "post_convolution_gradient CUDA, tiles of 64 rows and 64 keys, 4 warps, ",
-        "decode_values BLOCK_R 16",
+        "decode_values CUDA, blocks of 16 rows and 16 keys, 4 warps, rings of 4 blocks",
     ):
         assert any(line.startswith(piece) for line in lines), piece
 

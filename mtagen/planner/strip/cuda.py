@@ -14,6 +14,8 @@ from .products import ProductKernel
 from .rows import RowKernel
 from .source import StripSource
 from .stages import Stages
+from .steps import StepKernel
+from .values import ValuesKernel
 
 
 def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
@@ -30,7 +32,10 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     found = {source.role: source for source in _candidates(spec, target, kernels) if source.fits}
     made = tuple(found[kernel.role] for kernel in kernels if kernel.role in found)
     if not made:
-        rule = f"cuda mixes up to {rows.MAX_HEADS} heads, and takes each score for all rows of results or for none"
+        rule = (
+            f"cuda mixes up to {rows.MAX_HEADS} heads, and takes each score for all rows of results or for none, "
+            "and values by 16 columns"
+        )
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
     return made
 
@@ -41,6 +46,8 @@ def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[
     for stage in stages.convolutions:
         # Shares that nothing mixes any more are multiplied with values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
-        results = {"": result, "decode": result, "adjoint": spec.dtype, "gradient": spec.dtype}
+        results = {"": result, "adjoint": spec.dtype, "gradient": spec.dtype}
         yield from (PlaneKernel(spec, target, stage, part, results[part]) for part in PARTS)
+        yield StepKernel(spec, target, stage, result)
+    yield ValuesKernel(spec, target)
     yield from (RowKernel(spec, target, kernel) for kernel in kernels if kernel.role in rows.ROLES)

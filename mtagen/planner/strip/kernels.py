@@ -81,7 +81,7 @@ class _Maker:
                 *pointers("plane"),
                 *strided("v"),
                 *pointers("seqlens", "partial"),
-                *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "SPLIT"),
+                *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
             ),
             ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS), SPLITS),
             {"BLOCK_R": VALUE_ROWS, "BLOCK_N": VALUE_KEYS, "DV": block_dim(spec.value_head_dim)},

@@ -21,9 +21,8 @@ from ..kernel import Kernel, numbers, reads, writes
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
-from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
-from .source import DECODE, StripSource
+from .source import StripSource
 from .stages import Convolution
 
 WARPS = 4  # of 16 rows each
@@ -31,7 +30,7 @@ TILE_KEYS, GRADIENT_TILE_KEYS = 128, 64  # of a tile of results, and of their gr
 WALK = 4  # tiles of a convolution that a CTA makes
 COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
 RESIDENT_WARPS = 16  # of a multiprocessor: of 128 registers a thread
-PARTS = ("", "adjoint", "gradient", "decode")
+PARTS = ("", "adjoint", "gradient")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class PlaneKernel(StripSource):
         spec: the request.
         target: name of the target.
         stage: the convolution.
-        part: one of ``PARTS``: the convolution itself, its adjoint, the gradient of its weight; or in a decode step.
+        part: one of ``PARTS``: the convolution itself, its adjoint, the gradient of its weight.
         result: type of the elements of the results, of a convolution ``fp16`` or that of q.
     """
 
@@ -54,8 +53,6 @@ class PlaneKernel(StripSource):
 
     @property
     def role(self) -> str:
-        if self.part == "decode":
-            return f"{DECODE}{self.stage.name}"
         return f"{self.stage.name}_{self.part}" if self.part else self.stage.name
 
     @property
@@ -186,7 +183,7 @@ class PlaneKernel(StripSource):
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
-        return decode_rows(self.spec) // 16 if self.decodes else WARPS
+        return WARPS
 
     @property
     def rows(self) -> int:
@@ -231,8 +228,6 @@ class PlaneKernel(StripSource):
             yield f"out[r, j] = {factor}sum over u, v of W[u, v] {x},"
         skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
         yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
-        if self.decodes:
-            yield "Each sequence has a length of its own, and its last row is at its end."
 
     @property
     def summary(self) -> str:
@@ -257,9 +252,7 @@ class PlaneKernel(StripSource):
                 *reads("Source", self.reads),
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
-                *(reads("int", "seqlens") if self.decodes else ()),
                 *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
-                *(numbers("int", "b0") if self.decodes else ()),
             )
             grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / (WALK * self.tile_keys)) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

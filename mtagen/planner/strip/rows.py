@@ -1,7 +1,9 @@
 """The CUDA kernels of the lowering "strip" that own rows: mixtures of heads by mma instructions, and the softmax.
 
 A CTA owns a row of the heads that mix with each other, up to 16 of them, and passes over its keys once or twice; each
-of its warps takes a block of keys at a time. Arguments and grids are those of Triton's kernels of the same roles.
+of its warps takes a block of keys at a time. Arguments and grids are those of Triton's kernels of the same roles, save
+in a decode step: it has few rows, of which only those are made that are needed, and several CTAs share a row that needs
+no sums over its keys.
 """
 
 from __future__ import annotations
@@ -11,15 +13,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sympy import ceiling
+
 from ...spec import Spec
+from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from .kernels import PROGRAMS
+from .sizes import KEYS
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
 _BLOCK_BYTES = 64 * MAX_HEADS * 2  # of a warp: 64 keys, as in rows.cuh
 _MAX_DEPTH = 8
+WALK = 2048  # keys of a CTA that mixes a row of a decode step
 
 
 class _Form(NamedTuple):
@@ -37,7 +44,7 @@ _FORMS: Mapping[str, _Form] = {
     "post_mix_backward": _Form("row_mix.cu.j2", 8, 2),
     "softmax_backward": _Form("row_softmax_backward.cu.j2", 8, 1),
     "decode_softmax": _Form("row_softmax.cu.j2", 16, 1),  # there are few rows
-    "decode_post_mix": _Form("row_mix.cu.j2", 16, 1),
+    "decode_post_mix": _Form("row_mix.cu.j2", 8, 3),
 }
 ROLES = tuple(_FORMS)
 
@@ -103,6 +110,29 @@ class RowKernel(StripSource):
     def log2_share_scale(self) -> float:
         """Its logarithm to base 2."""
         return math.log2(SHARE_SCALE)
+
+    @property
+    def first_row(self) -> int:
+        """The first row of a decode step that is needed."""
+        return self.stages.first_valid if self.reads_scores else self.spec.context
+
+    @property
+    def walks(self) -> bool:
+        """Whether several CTAs share a row."""
+        return self.decodes and not self.reads_scores
+
+    @property
+    def walk(self) -> int:
+        """Keys of a CTA then."""
+        return WALK
+
+    @property
+    def grid(self) -> tuple[Size, ...]:
+        """CTAs along rows, and bundles of heads."""
+        if not self.decodes:
+            return self.triton.grid
+        rows, bundles = self.triton.grid
+        return (rows - self.first_row) * (ceiling(KEYS / WALK) if self.walks else 1), bundles
 
     # ---- What the role asks for
 
@@ -178,7 +208,7 @@ class RowKernel(StripSource):
             self.role,
             self.name,
             arguments,
-            self.triton.grid,
+            self.grid,
             32 * form.warps,
             self.sums_bytes + self.depth * self.planes * _BLOCK_BYTES * form.warps,
             65536 // (32 * form.warps * form.ctas),

@@ -167,6 +167,11 @@ class Stages:
         return self.post_convolution.cq - 1 if self.post_convolution else 0
 
     @property
+    def first_valid(self) -> int:
+        """The first row of a decode step whose scores have all of their context. None before is needed."""
+        return self.spec.context - self.post_context
+
+    @property
     def forward_planes(self) -> tuple[str, ...]:
         """The planes of a strip."""
         convolved = ("convolved",) if self.convolution else ()

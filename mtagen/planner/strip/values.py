@@ -1,0 +1,115 @@
+"""The CUDA kernel of the lowering "strip" that multiplies a decode step's shares with values, by mma instructions.
+
+It reads all values once, and little else, so that its warps need no more than to keep copies under way: each has a ring
+of blocks of its own and waits for no other warp before the end, when their sums are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sympy import ceiling
+
+from ...spec import Spec
+from ..kernel import GROUP, KV_HEADS, Kernel, numbers, reads, strides, writes
+from .kernels import VALUE_ROWS
+from .sizes import B0, B1, N_NEW, SPLITS
+from .source import DECODE, StripSource
+
+WARPS = 4
+BLOCK_KEYS = 16  # of a warp at a time: the terms of an mma
+MAX_CTAS = 3  # of a multiprocessor
+MIN_DEPTH, MAX_DEPTH = 3, 4  # blocks of a ring; the fewest for which several CTAs share a multiprocessor, and the most
+_PANEL = 64  # columns that are swizzled together
+
+
+@dataclass(frozen=True)
+class ValuesKernel(StripSource):
+    """The product of shares with values.
+
+    Attributes:
+        spec: the request.
+        target: name of the target.
+    """
+
+    spec: Spec
+    target: str
+
+    template = "plane_values.cu.j2"
+
+    @property
+    def role(self) -> str:
+        return f"{DECODE}values"
+
+    @property
+    def fits(self) -> bool:
+        # Columns of values are rows of an mma, and one block is copied while another is worked on.
+        return self.spec.value_head_dim % 16 == 0 and self.depth >= 2
+
+    # ---- How the work is shared
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return WARPS
+
+    @property
+    def rows(self) -> int:
+        """Rows of shares of a CTA."""
+        return VALUE_ROWS
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return BLOCK_KEYS
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a multiprocessor: as many as have rings that are deep enough."""
+        return next(ctas for ctas in range(MAX_CTAS, 0, -1) if ctas == 1 or self._depth(ctas) >= MIN_DEPTH)
+
+    # ---- Shared memory
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a block of values."""
+        return -(-self.spec.value_head_dim // _PANEL) * _PANEL * 2 * BLOCK_KEYS
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in a ring: values, and the rows' shares."""
+        return self.value_bytes + 2 * BLOCK_KEYS * VALUE_ROWS
+
+    def _depth(self, ctas: int) -> int:
+        return min(MAX_DEPTH, self.shared_of(ctas) // (WARPS * self.block_bytes))
+
+    @property
+    def depth(self) -> int:
+        """Blocks of a ring: one is worked on while the others are copied."""
+        return self._depth(self.ctas)
+
+    @property
+    def kernel(self) -> Kernel:
+        arguments = (
+            *reads("Element", "plane", "v"),
+            *reads("int", "seqlens"),
+            *writes("float", "partial"),
+            *strides("v"),
+            *numbers("int", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
+        )
+        grid = ((B1 - B0) * KV_HEADS * SPLITS * ceiling(GROUP * N_NEW / VALUE_ROWS),)
+        shared = WARPS * self.depth * self.block_bytes
+        registers = min(255, 65536 // (32 * WARPS * self.ctas))
+        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, registers)
+
+    @property
+    def legend(self) -> Iterator[str]:
+        yield "Outputs of a decode step, each a sum over the keys of one part:"
+        yield "partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],"
+        yield "where a part has `split` of the keys that the sequence has, or as many as are left."
+
+    @property
+    def summary(self) -> str:
+        blocks = f"blocks of {VALUE_ROWS} rows and {BLOCK_KEYS} keys"
+        return f"CUDA, {blocks}, {WARPS} warps, rings of {self.depth} blocks"
