@@ -1270,7 +1270,8 @@ def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
 
     Returns:
         How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
-        Of fewer rows, less of a strip is hidden. With their context they fill whole tiles of rows, 128 at least.
+        Of fewer rows, less of a strip is hidden. With their context they fill whole tiles of rows, and are at least
+        128.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     plane_bytes = min(268435456, workspace_bytes // planes)

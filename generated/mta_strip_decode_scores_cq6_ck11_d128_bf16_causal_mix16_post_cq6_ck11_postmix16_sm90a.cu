@@ -183,8 +183,8 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
-// A CTA has ROWS rows of x and walks over WALK keys, in tiles of KEYS. In shared memory there are two tiles of y, one of
-// which is loaded while the other is worked on.
+// A CTA has ROWS rows of x and walks over WALK keys, in tiles of KEYS. In shared memory there are two tiles of y, one
+// of which is loaded while the other is worked on.
 using Element = bf16;
 using Result = fp16;
 constexpr int D = 128;

@@ -241,8 +241,8 @@ DEVICE void wgmma_product(float (&d)[64], u64 a, u64 b, bool accumulate) {
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
-// A CTA has ROWS rows of x, 16 for each warp that multiplies, and walks over WALK keys, in tiles of KEYS. Two warps more
-// load them, in turn. In shared memory there are two tiles of y, and for each warp a panel of results.
+// A CTA has ROWS rows of x, 16 for each warp that multiplies, and walks over WALK keys, in tiles of KEYS. Two warps
+// more load them, in turn. In shared memory there are two tiles of y, and for each warp a panel of results.
 using Element = bf16;
 using Result = bf16;
 constexpr int D = 128;
@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 2) mta_strip_grad_sha
   plane += static_cast<long long>(row + (lane >> 3)) * pitch + begin + (lane & 7) * CHUNK;
 
   for (int t = 0; t < tiles; ++t) {
-    const int buffer = t & 1, key = begin + t * KEYS;
+    const int buffer = t & 1;
     barrier_wait(barriers + Y_FULL + BARRIER * buffer, t / 2 & 1);
     const u64 y_operand = operand(base + SHARED_Y + buffer * Y_TILE);
     float c[KEYS / 2];

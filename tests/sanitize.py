@@ -4,38 +4,86 @@ The driver refuses entry points that the Python bindings look for but it does no
 
 compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
 compute-sanitizer --tool racecheck python tests/sanitize.py
+
+An argument, ``convolution`` or ``pipelines``, chooses operators of one convolution before the softmax, or others.
 """
 
 from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
 
 import torch
 
 import mtagen
 
-SHAPES = (
-    ((6, 11), 64, True, 1, 200),
-    ((6, 11), 128, True, 2, 133),
-    ((6, 11), 64, False, 1, 70),
-    ((1, 1), 64, True, 1, 130),
-    ((3, 3), 64, True, 1, 130),
-    ((11, 11), 64, True, 1, 130),
-    ((5, 17), 64, True, 1, 130),
-)
+
+class Case(NamedTuple):
+    """An operator and sizes.
+
+    Attributes:
+        kernel: of the convolution before the softmax.
+        head_dim: of queries, keys and values.
+        n: queries and keys.
+        causal: the mask.
+        heads: of queries.
+        group: of them for a head of keys.
+        stages: besides that convolution.
+    """
+
+    kernel: tuple[int, int] | None
+    head_dim: int
+    n: int
+    causal: bool = True
+    heads: int = 2
+    group: int = 1
+    stages: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+
+CASES = {
+    "convolution": (
+        Case((6, 11), 64, 200),
+        Case((6, 11), 128, 133, group=2),
+        Case((6, 11), 64, 70, causal=False),
+        Case((1, 1), 64, 130),
+        Case((3, 3), 64, 130),
+        Case((11, 11), 64, 130),
+        Case((5, 17), 64, 130),
+    ),
+    "pipelines": (
+        Case(
+            (6, 11),
+            64,
+            200,
+            heads=16,
+            group=2,
+            stages={"mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16},
+        ),
+        Case((3, 3), 128, 133, causal=False, heads=10, stages={"mixed_heads": 10, "post_mixed_heads": 2}),
+        Case((6, 11), 128, 150, heads=4, group=2, stages={"post_mixed_heads": 2}),
+        Case(None, 64, 130, stages={"post_kernel": (3, 5)}),
+    ),
+}
 
 
 def main() -> None:
-    for kernel, d, causal, group, n in SHAPES:
-        op = mtagen.build(kernel, d, causal=causal, backend="cuda")
+    for case in [case for name in sys.argv[1:] or CASES for case in CASES[name]]:
+        kernel, d, n = case.kernel, case.head_dim, case.n
+        op = mtagen.build(kernel, d, causal=case.causal, backend="cuda", **case.stages)
         torch.manual_seed(0)
-        q = torch.randn(1, 2, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        k, v = (torch.randn(1, 2 // group, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
-        weight = torch.randn(2, *kernel, device="cuda", requires_grad=True)
+        q = torch.randn(1, case.heads, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        kv_shape = (1, case.heads // case.group, n, d)
+        k, v = (torch.randn(kv_shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+        weights = {
+            name: torch.randn(shape, device="cuda", requires_grad=True)
+            for name, shape in op.plan.spec.weights(case.heads).items()
+        }
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            out = op(q, k, v, weight)
-            torch.autograd.grad(out.float().square().sum(), (q, k, v, weight))
+            out = op(q, k, v, **weights)
+            torch.autograd.grad(out.float().square().sum(), (q, k, v, *weights.values()))
         with torch.no_grad():
-            op.decode(q[:, :, -kernel[0] :], k, v, weight)
+            op.decode(q[:, :, -op.plan.spec.context - 1 :], k, v, **weights)
         torch.cuda.synchronize()
         print(op.plan.name, flush=True)
 
