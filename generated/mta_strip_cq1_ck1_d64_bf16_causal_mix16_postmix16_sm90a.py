@@ -329,7 +329,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         stats = (b * n_heads + h) * n_q + first + r
         log_sum = tl.load(lse_ptr + stats, mask=exists, other=0.0) * 1.4426950408889634
-        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0)
+        dot = tl.zeros([BLOCK_H], tl.float32)
         for j0 in tl.range(0, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             inside = exists[:, None] & (j < end)
@@ -340,7 +340,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             shares = tl.dot(post_mix, scaled) * 0.00390625
             tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
             post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
-            minus_d -= tl.sum(p * tl.dot(post_mix_t, g), 1)
+            dot += tl.sum(p * tl.dot(post_mix_t, g), 1)
+        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0) - dot
         for j0 in tl.range(0, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             inside = exists[:, None] & (j < end)

@@ -1202,14 +1202,15 @@ def mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_pos
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         stats = (b * n_heads + h) * n_q + first + r
         log_sum = tl.load(lse_ptr + stats, mask=exists, other=0.0) * 1.4426950408889634
-        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0)
+        dot = tl.zeros([BLOCK_H], tl.float32)
         for j0 in tl.range(0, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             inside = exists[:, None] & (j < end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
-            minus_d -= tl.sum(p * g.to(tl.float32), 1)
+            dot += tl.sum(p * g.to(tl.float32), 1)
+        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0) - dot
         for j0 in tl.range(0, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             inside = exists[:, None] & (j < end)

@@ -54,10 +54,14 @@ def build(folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30) ->
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
 def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
-    """Two sequences with grouped keys; more keys; more queries. Gradients come through the log-sum-exp, too."""
+    """Two sequences with grouped keys; more keys; more queries; one of each, where softmax has no gradient.
+
+    Gradients come through the log-sum-exp, too.
+    """
     op = build(folder, stages)
     for sizes in (Sizes(2, heads, heads // 2, 17, 17), Sizes(1, heads, 1, 13, 140), Sizes(1, heads, heads, 75, 13)):
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+    assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(8, heads, heads, 1, 1)))
 
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)

@@ -798,6 +798,14 @@ EMULATED_STRIPS = (
         (f"{EMULATED_STRIP}::test_long_rows",),
     ),
     Mutant(
+        "cuda-rows-forward-sums-taken-for-exact",
+        f"{CUDA}/row_softmax_backward.cu.j2",
+        "        log_sums[n] += log2f(totals[n]);\n",
+        "",
+        "Of a row of one key, the gradient of scores is what the forward and the backward kernel round differently.",
+        (f"{EMULATED_STRIP}::test_softmax_backward_after_another_rounding",),
+    ),
+    Mutant(
         "cuda-rows-gradient-of-lse-of-context",
         f"{CUDA}/row_softmax_backward.cu.j2",
         " && r >= skip)",

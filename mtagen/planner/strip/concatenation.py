@@ -23,8 +23,9 @@ _ROW_PASSES = 5  # times that planes are read or written between scores and outp
 def concatenated(spec: Spec, target: str) -> TileForward | None:
     """The fused forward kernel for values side by side, if there is one and the cost models expect it to be faster."""
     stages = Stages(spec)
-    if stages.mix or stages.post_convolution or not stages.post_mix:
+    if not stages.mixes_after_alone:
         return None
+    assert stages.post_mix
     width = spec.value_head_dim * stages.post_mix.heads
     try:
         fused = candidates("forward", replace(spec, value_head_dim=width, post_mixed_heads=None), get_target(target))[0]

@@ -142,6 +142,15 @@ class Stages:
         return self.post_convolution is not None and self.post_mix is None
 
     @property
+    def mixes_after_alone(self) -> bool:
+        """Whether heads are mixed after the softmax and nothing else is done around it but a convolution before.
+
+        Then outputs may be mixed instead of shares (:mod:`.concatenation`), by a forward kernel that rounds scores
+        otherwise than the backward pass: that must not take the sums of its probabilities for 1.
+        """
+        return self.post_mix is not None and self.mix is None and self.post_convolution is None
+
+    @property
     def fused_post_mix(self) -> bool:
         """Whether the softmax's kernel mixes the heads after it."""
         return self.post_mix is not None and not self.post_is_separate
