@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mtagen.bench import summary
 from mtagen.bench.columns import NOTHING
@@ -30,6 +31,8 @@ What `mtagen bench` measured, as [`render.py`](render.py) writes it from the run
 takes a case, with all of its contenders, from one run; "{NOTHING}" is not measured.\
 """
 
+MIXING: dict[str, Any] = {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}
+EVERYTHING: dict[str, Any] = {**MIXING, "kernel": (6, 11), "post_kernel": (6, 11)}
 GOALS = (
     Goal("mtagen cuda", "forward", 128, 1.9),
     Goal("mtagen cuda", "forward", 64, 2.2),
@@ -56,12 +59,27 @@ GOALS = (
         for batch, n in ((8, 32768), (1, 131072))
         for d in (128, 64)
     ),
+    # Pipelines: 16 heads mixed before and after the softmax, the same with convolutions, and the best small model's.
+    Goal("mtagen cuda", "forward", 128, 3.6, **MIXING),
+    Goal("mtagen cuda", "forward", 64, 4.8, **MIXING),
+    Goal("mtagen cuda", "backward", 128, 3.8, **MIXING),
+    Goal("mtagen cuda", "backward", 64, 5.0, **MIXING),
+    Goal("mtagen cuda", "forward+backward", 64, 1 / 4, 4, 2048, peer="authors compiled", **MIXING),
+    Goal("mtagen cuda", "forward+backward", 64, 1 / 18, 4, 2048, peer="authors", **MIXING),
+    Goal("mtagen cuda", "forward", 128, 9.0, **EVERYTHING),
+    Goal("mtagen cuda", "forward", 64, 13.0, **EVERYTHING),
+    Goal("mtagen cuda", "forward+backward", 128, 1 / 40, peer="authors", **EVERYTHING),
+    Goal("mtagen cuda", "forward+backward", 64, 1 / 15, 4, 2048, peer="authors compiled", **EVERYTHING),
+    Goal("mtagen cuda", "forward+backward", 64, 1 / 15, 4, 2048, peer="authors", **EVERYTHING),
+    Goal("mtagen cuda", "forward+backward", 128, 4.5, post_mixed_heads=2),
+    Goal("mtagen cuda", "decode", 128, 1.5, 8, 32768, peer="sdpa flash", **EVERYTHING),
 )
 
 HEADLINES = (  # those in the README
     Part(summary.paper_table, names=(*OURS, *SDPA)),
     Part(summary.peers_table, names=PEERS),
     Part(summary.slow_cases, names=SAME_MATH),
+    Part(summary.layers_table, names=(*OURS, *SAME_MATH, *SDPA), suite="layers"),
 )
 PARTS = (
     *HEADLINES,

@@ -32,6 +32,8 @@ FACTORS = {
     "mtagen triton": 4.0,
     "eager": 90.0,
     "torch.compile": 40.0,
+    "authors": 100.0,
+    "authors compiled": 50.0,
     "liger (post-softmax)": 120.0,
     "sdpa flash": 1.9,
     "sdpa cudnn": 1.0,
@@ -63,6 +65,8 @@ def make_run(cases: list[Case], command: str = "mtagen bench --suite full") -> d
                 rows.append({**case.to_dict(), "contender": contender, "skipped": NO_LIGER})
             elif contender == "eager" and case.sizes.nk > 16384:
                 rows.append({**case.to_dict(), "contender": contender, "skipped": f"needs {case.sizes.nk} GiB"})
+            elif contender.startswith("authors") and (case.spec.convolves_only or case.decodes):
+                continue
             elif not (case.decodes and contender == "torch.compile"):
                 rows.append(measurement(case, contender))
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sm_count": 132, "memory": 150109880320}
@@ -204,7 +208,7 @@ def test_panels_show_what_was_measured() -> None:
     assert all("not causal" not in title for title in titles)
     time = sections[0][0]
     assert time.title.startswith("6,11: forward, causal, d = 64")
-    assert set(time.lines) == set(FACTORS) - {"liger (post-softmax)"}
+    assert set(time.lines) == {name for name in FACTORS if not name.startswith(("liger", "authors"))}
     assert list(time.lines["eager"]) == [512, 1024, 2048, 4096, 8192, 16384]
     ratios = sections[-1][0]
     assert ratios.lines["mtagen triton"] == pytest.approx(
@@ -519,11 +523,37 @@ def test_decode_table_shows_both_backends() -> None:
 
 def test_goals_are_judged() -> None:
     text = rendered(make_run([ONE, altered(ONE, head_dim=64)]))
-    cuda = "| mtagen cuda / sdpa cudnn | (6, 11) | forward"
+    cuda = "| mtagen cuda / sdpa cudnn | 6,11 | forward"
     assert f"{cuda} | 128 | 1 | 8192 | 1.9 | 2.00 | **no** |" in text
     assert f"{cuda} | 64 | 1 | 8192 | 2.2 | 2.00 | yes |" in text
     assert f"{cuda}, not causal | 128 | 1 | 8192 | 2.4 | not measured | – |" in text
-    assert len(lines(text, "| mtagen ")) == len(render.GOALS) == 28
+    assert len(lines(text, "| mtagen ")) == len(render.GOALS) == 41
+
+
+def test_goals_of_layers_are_judged() -> None:
+    """Against plain attention, and against the authors' order of operations, as shares of its time."""
+    mixing = {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}
+    step = altered(ONE, head_dim=64, batch=4, nq=2048, nk=2048, pass_name="forward+backward", **mixing)
+    run = make_run([altered(ONE, **mixing), step])
+    text = rendered(run)
+    assert r"| mtagen cuda / sdpa cudnn | mix 16 \| mix 16 | forward | 128 | 1 | 8192 | 3.6 | 2.00 | yes |" in text
+    eager = r"| mtagen cuda / authors | mix 16 \| mix 16 | forward+backward | 64 | 4 | 2048 | 1/18 | "
+    assert f"{eager}0.0200 | yes |" in text
+    for row in run["results"]:
+        row["ms"] *= 4 if row["contender"] == "mtagen cuda" else 1
+    assert f"{eager}0.0800 | **no** |" in rendered(run)
+
+
+def test_layers_table_compares_with_all_who_compute_the_same() -> None:
+    step = altered(ONE, pass_name="forward+backward", post_mixed_heads=2)
+    text = summary.layers_table(runs.merge([make_run([step, altered(step, causal=False), ONE]) | {"name": "layers"}]))
+    header, _, line = (row for row in text.splitlines() if row.startswith("|"))
+    assert header == (
+        "| stages | d | N | B | pass | mtagen, ms | / sdpa cudnn | eager, ms | torch.compile, ms | authors, ms "
+        "| authors compiled, ms | speed-up over the best of them | mtagen, peak MiB |"
+    )
+    assert line.startswith(r"| 6,11 \| mix 2 | 128 | 8192 | 1 | forward+backward | ")
+    assert line.endswith(" | 20.0 | 20 |")
 
 
 def test_slower_steps_are_listed() -> None:

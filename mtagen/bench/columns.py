@@ -32,6 +32,7 @@ def table_of_cases(title: str, columns: Sequence[Column], cases: Mapping[Case, R
 
 
 KERNEL = Column("kernel", lambda case, rows: name_kernel(case))
+STAGES = KERNEL._replace(name="stages")
 HEAD_DIM = Column("d", lambda case, rows: str(case.spec.head_dim))
 BATCH = Column("B", lambda case, rows: str(case.sizes.batch))
 LENGTH = Column("N", lambda case, rows: str(case.sizes.nk))

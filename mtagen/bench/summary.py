@@ -13,7 +13,7 @@ from ..measure.cases import LENGTH, PAPER, SCALES, Case, Sizes
 from ..spec import Spec
 from . import columns
 from .columns import NOTHING, Column, figure, figures_of, number, ratio, table_of_cases
-from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, name_mask, name_size, short_name
+from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, name_kernel, name_mask, name_size, short_name
 from .runs import Results, Row, Rows, Run, fastest, merge, skipped, smallest_batches, source, typical_length
 from .tables import Table, to_markdown
 
@@ -72,6 +72,31 @@ def peers_table(results: Results) -> str:
     title = f"Forward + backward against PyTorch, (6, 11), causal, {_common(cases)}"
     title += ". Liger-Kernel's op is another, its convolution follows the softmax" if PEERS[-1] in peers else ""
     return _write_cases(title, shown, cases, PEERS)
+
+
+def layers_table(results: Results) -> str:
+    """Operators with other stages than a convolution before the softmax, which are the layers of the paper's models."""
+    cases = _select(results, lambda case: not case.spec.convolves_only and case.causal)
+    plain = _present(cases, ("sdpa cudnn", "sdpa"))[:1]
+    peers = _present(cases, SAME_MATH)
+    has_memory = any(_ours(rows).get("peak_MiB") is not None for rows, _ in cases.values())
+    memory = Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))
+    best = Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, SAME_MATH), _ours(rows), 1))
+    shown = [
+        columns.STAGES,
+        columns.HEAD_DIM,
+        columns.LENGTH,
+        columns.BATCH,
+        columns.PASS,
+        Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
+        *(_ours_over(name) for name in plain),
+        *(figures_of(name, f"{name}, ms") for name in peers),
+        *([best] if peers else []),
+        *([memory] if has_memory else []),
+    ]
+    title = f"Stages before | after the softmax, causal, {_common(cases)}"
+    title += '; "authors" is the order of operations of the authors\' code' if "authors" in peers else ""
+    return _write_cases(title, shown, cases, (*OURS, *SAME_MATH))
 
 
 def slow_cases(results: Results) -> str:
@@ -187,15 +212,27 @@ class Goal(NamedTuple):
     batch: int = 1
     n: int = LENGTH
     causal: bool = True
-    kernel: tuple[int, int] = PAPER
+    kernel: tuple[int, int] | None = PAPER
     peer: str = "sdpa cudnn"
+    mixed_heads: int | None = None
+    post_kernel: tuple[int, int] | None = None
+    post_mixed_heads: int | None = None
 
     @property
     def case(self) -> Case:
         """Where both are timed; decode of one new token."""
         scale, rows = SCALES["cuda"], 1 if self.step == "decode" else self.n
         sizes = Sizes(self.batch, scale.heads, scale.heads, rows, self.n)
-        return Case(Spec(self.kernel, self.head_dim, causal=self.causal, dtype=scale.dtype), sizes, self.step)
+        spec = Spec(
+            self.kernel,
+            self.head_dim,
+            causal=self.causal,
+            dtype=scale.dtype,
+            mixed_heads=self.mixed_heads,
+            post_kernel=self.post_kernel,
+            post_mixed_heads=self.post_mixed_heads,
+        )
+        return Case(spec, sizes, self.step)
 
 
 def goals_table(results: Results, goals: Iterable[Goal]) -> str:
@@ -208,14 +245,15 @@ def goals_table(results: Results, goals: Iterable[Goal]) -> str:
         measured, verdict = "not measured", NOTHING
         if found and ours and peer:
             cases[goal.case] = found
-            measured = ratio(ours, peer)
+            measured = ratio(ours, peer, 2 if goal.limit >= 1 else 4)
             verdict = "yes" if ours["ms"] <= goal.limit * peer["ms"] else "**no**"
         step = goal.step if goal.causal else f"{goal.step}, not causal"
         sizes = [str(size) for size in (goal.head_dim, goal.batch, goal.n)]
         what = f"{goal.contender} / {goal.peer}"
-        lines.append([what, str(goal.kernel), step, *sizes, f"{goal.limit:g}", measured, verdict])
-    header = ["times", "kernel", "pass", "d", "B", "N", "at most", "measured", "met"]
-    return _write(Table("Goals, as multiples of plain attention's time; causal, bf16", header, lines), cases, ())
+        limit = f"{goal.limit:g}" if goal.limit >= 1 else f"1/{1 / goal.limit:g}"
+        lines.append([what, name_kernel(goal.case), step, *sizes, limit, measured, verdict])
+    header = ["times", "kernel, or stages", "pass", "d", "B", "N", "at most", "measured", "met"]
+    return _write(Table("Goals, as multiples of a peer's time; causal, bf16", header, lines), cases, ())
 
 
 def runs_table(runs: Mapping[Path, Run], link: Callable[[Path], str]) -> str:

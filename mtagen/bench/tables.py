@@ -33,7 +33,8 @@ class Table(NamedTuple):
 
 def to_markdown(table: Table) -> str:
     """The table in Markdown."""
-    first, *rest = ("| " + " | ".join(line) + " |" for line in (table.header, *table.lines))
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (table.header, *table.lines)]
+    first, *rest = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([f"{table.title}:", "", first, "|" + "---|" * len(table.header), *rest, "", *table.notes])
 
 
