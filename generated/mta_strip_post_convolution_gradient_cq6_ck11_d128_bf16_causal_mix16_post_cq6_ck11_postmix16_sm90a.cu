@@ -151,17 +151,24 @@ DEVICE u32 row_of_slab(u32 base, int row) {
   return base + SHARED_SLAB + ((row & 1) * (SLAB_ROWS / 2) + (row >> 1)) * SLAB_ROW;
 }
 
-// The threads copy chunks of rows of a plane, from row `row` and key `key` on; what is not among the plane's `count`
-// rows and `keys` keys becomes zeros. to(r, chunk) is the address of a chunk.
-template <int COPIED_ROWS, int CHUNKS, class Element, class To>
-DEVICE void copy_tile(const Element* plane, int pitch, int row, int key, int count, int keys, To to) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < COPIED_ROWS * CHUNKS; i += THREADS) {
-    const int r = i / CHUNKS, chunk = i % CHUNKS, first = key + CHUNK * chunk;
-    const bool exists = static_cast<unsigned>(row + r) < static_cast<unsigned>(count) && first >= 0;
-    const int bytes = exists ? min(max(keys - first, 0), CHUNK) * 2 : 0;
-    copy_part_async(to(r, chunk), plane + (exists ? static_cast<long long>(row + r) * pitch + first : 0), bytes);
-  }
+// The threads copy chunks of rows of a plane, from row `row` and key `key` on, to rows of ROW_BYTES, the even ones
+// first; what is not among the plane's `count` rows and `keys` keys becomes zeros. A thread copies one chunk of every
+// SWEEP-th row.
+template <int COPIED_ROWS, int CHUNKS, int ROW_BYTES, class Type>
+DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, int count, int keys) {
+  constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : 8, SWEEP = THREADS / LANES;  // threads that share a row
+  static_assert(CHUNKS <= LANES && SWEEP % 2 == 0, "a thread's rows are all even, or all odd");
+  const int r = threadIdx.x / LANES, chunk = threadIdx.x % LANES, first = key + CHUNK * chunk;
+  if (chunk >= CHUNKS) return;
+  const int bytes = first >= 0 ? min(max(keys - first, 0), CHUNK) * 2 : 0;
+  to += ((r & 1) * (COPIED_ROWS / 2) + (r >> 1)) * ROW_BYTES + chunk * CHUNK_BYTES;
+  plane += static_cast<long long>(row + r) * pitch + first;
+#pragma unroll
+  for (int x = 0; x < COPIED_ROWS; x += SWEEP, plane += static_cast<long long>(SWEEP) * pitch)
+    if (COPIED_ROWS % SWEEP == 0 || r + x < COPIED_ROWS) {
+      const bool exists = static_cast<unsigned>(row + r + x) < static_cast<unsigned>(count);
+      copy_part_async(to + x / 2 * ROW_BYTES, plane, exists ? bytes : 0);
+    }
 }
 
 // ---- The weight's gradient ----
@@ -323,12 +330,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
   const int begin = max(0, key - SEEN_AHEAD - off - first) / ROWS * ROWS;  // some row from here on sees a key
   auto load = [&](int row, int buffer) {
     const u32 to = base + buffer * BUFFER;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS>(x, pitch, row - ROWS_ABOVE, key - LEAD, count, keys, [&](int r, int chunk) {
-      return row_of_slab(to, r) + chunk * CHUNK_BYTES;
-    });
-    copy_tile<ROWS, KEYS / CHUNK>(dy, pitch, row, key, count, keys, [&](int r, int chunk) {
-      return slab_row<Gradients>(to, 0, r >> 1, r & 1) + chunk * CHUNK_BYTES;
-    });
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x, pitch, row - ROWS_ABOVE, key - LEAD, count, keys);
+    copy_tile<ROWS, KEYS / CHUNK, TILE_ROW>(to + SHARED_TILE, dy, pitch, row, key, count, keys);
     copy_commit();
   };
 
