@@ -63,49 +63,6 @@ def mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
 @triton.jit(do_not_specialize=[
     "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
 ])
-def mta_strip_grad_shares_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
-    x_desc, y_desc, plane_desc,
-    count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
-    BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, CHUNK: tl.constexpr = 512, D: tl.constexpr = 64,
-):
-    """Gradients of what multiplies v: plane[slot, r, j] = grad_out[first + r] . v[j].
-
-    Hidden products are zeros.
-    A program owns a block of rows and a chunk of keys.
-    """
-    blocks = tl.cdiv(count, BLOCK_M)
-    chunks = tl.cdiv(keys, CHUNK)
-    slot = tl.program_id(0) // (blocks * chunks)
-    chunk = tl.program_id(0) // blocks % chunks
-    r0 = tl.program_id(0) % blocks * BLOCK_M
-    b = b0 + slot // n_heads
-    h = slot % n_heads
-
-    r = r0 + tl.arange(0, BLOCK_M)
-    x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
-
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    seen_by_all = tl.minimum(end, first + r0 + off + 1)
-    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    for j0 in tl.range(begin, interior_end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
-        c = tl.dot(x, y.trans()) * factor
-        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(interior_end, end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
-        c = tl.dot(x, y.trans()) * factor
-        j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
-        plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
-        plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
-
-
-@triton.jit(do_not_specialize=[
-    "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
-])
 def mta_strip_decode_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     x_desc, y_desc, plane_desc, seqlens_ptr,
     count, keys, off, first, skip, pitch, n_heads, group, b0, factor,
@@ -336,10 +293,6 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
-            scaled = (p * 256.0).to(tl.float16)
-            shares = tl.dot(post_mix, scaled) * 0.00390625
-            tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
-            post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
             dot += tl.sum(p * tl.dot(post_mix_t, g), 1)
         minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0) - dot
         for j0 in tl.range(0, end, BLOCK_N):
@@ -348,6 +301,10 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            scaled = (p * 256.0).to(tl.float16)
+            shares = tl.dot(post_mix, scaled) * 0.00390625
+            tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
+            post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
             dc = (p * (tl.dot(post_mix_t, g) + minus_d[:, None])).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
@@ -406,16 +363,15 @@ def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
     """How the work is cut, such that `planes` planes fit the workspace, and none is larger than planned.
 
     Returns:
-        How many sequences a strip has, how many rows of outputs, and the elements from one row of a plane to the next.
-        Of fewer rows, less of a strip is hidden. With their context they fill whole tiles of rows, and are at least
-        128.
+        How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
+        next. Of fewer rows, less of a strip is hidden. They fill whole tiles, and are at least 128.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     plane_bytes = min(268435456, workspace_bytes // planes)
     rows = plane_bytes // (n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 0)))
     fitting = rows // sequences // 128 * 128
-    return sequences, min(n_q, max(128, fitting) - 0), pitch
+    return sequences, min(n_q, max(128, fitting)), pitch
 
 
 def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
@@ -426,13 +382,13 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
         that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
-    size = sequences * n_heads * min(rows + 0, n_q) * pitch
+    size = sequences * n_heads * rows * pitch
     memory = [torch.empty(size, dtype=torch.float16, device=device) for _ in range(count)]
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
         for begin in range(0, n_q, rows):
-            end = min(begin + rows, n_q)
-            first = max(begin - 0, 0)
+            first = begin
+            end = min(first + rows, n_q)
             keys = min(n_k, triton.cdiv(end - 1 + n_k - n_q + 1, 128) * 128)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
@@ -569,11 +525,10 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
-        grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
-        mta_strip_grad_shares_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
-            _tiles(grad_out, 128, 64), _tiles(v, 128, 64), _tiles(grad_shares, 128, 128),
-            count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
-            num_warps=8, num_stages=3, enable_fp_fusion=True,
+        torch.bmm(
+            _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
+            _by_heads(v[b0:b1, :, :keys]).mT,
+            out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
         )
         shares = shares.view(q.dtype)
         dx = scores.view(q.dtype)

@@ -3,8 +3,8 @@
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = softmax(M x), over keys; and lse of rows from `skip` on.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` count as unseen.
-// Each sequence has a length of its own, and its last row is at its end.
+// Rows before row 5 are not made. Query r sits at position r + off; each sequence has
+// a length of its own, and its last row is at its end.
 //
 // mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(count - 5, -(-n_heads // 16) * (b1 - b0)), 512, 231424>>>
 
@@ -491,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
   off = limit - count;
   const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
   const Row<Score> to(out, place.first_slot, count, r, pitch, lane);
-  const int end = r < valid ? 0 : end_of_row(r, first, off, limit);
+  const int end = end_of_row(r, first, off, limit);
   const Mixture<Score, 16, false> mix(head_weight, place.first_head, place.heads, lane);
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;

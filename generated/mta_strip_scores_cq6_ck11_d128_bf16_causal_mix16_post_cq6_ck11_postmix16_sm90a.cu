@@ -241,8 +241,9 @@ DEVICE void wgmma_product(float (&d)[64], u64 a, u64 b, bool accumulate) {
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
-// A CTA has ROWS rows of x, 16 for each warp that multiplies, and walks over WALK keys, in tiles of KEYS. Two warps
-// more load them, in turn. In shared memory there are two tiles of y, and for each warp a panel of results.
+// A CTA has ROWS rows of x, 16 for each of WARPS warps that multiply, and walks over WALK keys, in tiles of KEYS. There
+// are TILES of y in shared memory, each of which a warp of its own loads, and for each warp a panel of results.
+constexpr int TILES = 2;
 using Element = bf16;
 using Result = fp16;
 constexpr int D = 128;
@@ -257,9 +258,9 @@ constexpr int SHARED_RESULTS = 98304;
 constexpr int SHARED_BARRIERS = 114688;
 
 // Barriers of each tile in shared memory: it is full, or may be written again.
-constexpr int Y_FULL = 0, Y_EMPTY = Y_FULL + 2 * BARRIER;
+constexpr int Y_FULL = 0, Y_EMPTY = Y_FULL + TILES * BARRIER;
 
-extern "C" __global__ void __launch_bounds__(THREADS + 64, 2) mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
+extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Element* __restrict__ x, const Element* __restrict__ y, Result* __restrict__ plane, long long x_stride_b,
     long long x_stride_h, long long x_stride_n, long long y_stride_b, long long y_stride_h, long long y_stride_n,
     int count, int keys, int off, int first, int skip, int pitch, int n_heads, int group, int b0, float factor) {
@@ -278,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 2) mta_strip_scores_c
   const u32 barriers = base + SHARED_BARRIERS;
   const int tiles = max(0, (seen - begin + KEYS - 1) / KEYS);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < TILES; ++i) {
       barrier_init(barriers + Y_FULL + BARRIER * i, 32);
       barrier_init(barriers + Y_EMPTY + BARRIER * i, WARPS);
     }
@@ -288,8 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 2) mta_strip_scores_c
 
   if (warp >= WARPS) {
     const int buffer = warp - WARPS;
-    for (int t = buffer; t < tiles; t += 2) {
-      if (t >= 2) barrier_wait(barriers + Y_EMPTY + BARRIER * buffer, (t / 2 - 1) & 1);
+    for (int t = buffer; t < tiles; t += TILES) {
+      if (t >= TILES) barrier_wait(barriers + Y_EMPTY + BARRIER * buffer, (t / TILES - 1) & 1);
       load_tile<KEYS, D, 32>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, begin + t * KEYS, keys, lane);
       copy_commit();
       copy_wait<0>();
@@ -314,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 2) mta_strip_scores_c
   plane += static_cast<long long>(row + (lane >> 3)) * pitch + begin + (lane & 7) * CHUNK;
 
   for (int t = 0; t < tiles; ++t) {
-    const int buffer = t & 1;
-    barrier_wait(barriers + Y_FULL + BARRIER * buffer, t / 2 & 1);
+    const int buffer = t % TILES;
+    barrier_wait(barriers + Y_FULL + BARRIER * buffer, t / TILES & 1);
     const u64 y_operand = operand(base + SHARED_Y + buffer * Y_TILE);
     float c[KEYS / 2];
     wgmma_fence();

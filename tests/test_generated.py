@@ -96,7 +96,7 @@ def test_cuda_sources_have_no_function_that_nothing_calls() -> None:
     for path in FOLDER.glob("*.cu"):
         source = path.read_text()
         names = set(re.findall(r"^DEVICE .*?(\w+)(?:<\w+>)?\(", source, re.MULTILINE))
-        assert len(names) > 5
+        assert names
         for name in names:
             definitions = len(re.findall(rf"^DEVICE [^(]*?\b{name}(?:<\w+>)?\(", source, re.MULTILINE))
             assert len(re.findall(rf"\b{name}\b", source)) > definitions, name

@@ -257,9 +257,9 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
             assert n_k <= pitch < n_k + 256
             taken = sum(x.numel() * x.element_size() for x in planes)
             assert taken <= count * 2**28
-            shortest = (b1, end) == (b0 + 1, min(n_q, begin + 128 - spec.context))
+            shortest = (b1, end) == (b0 + 1, min(n_q, first + 128))
             assert taken <= workspace or shortest
-            assert n_q in (end, end - first) or (end - first) % 128 in (0, 128 - spec.context)
+            assert end == n_q or (end - first) % 128 == 0
         assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]
         assert len(owned) > 0
 
@@ -360,7 +360,8 @@ def test_cuda_makes_all_kernels_but_a_few(spec: Spec) -> None:
         if made.fused:
             assert (roles, [*made.cuda]) == (["forward", "mixed_outputs"], ["forward"])
             continue
-        assert roles == [kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels]
+        others = {"grad_shares"} & {*roles}  # which is cuBLAS's beside Triton's, where hidden ones need not be zeros
+        assert {*roles} == {kernel.role for kernel in StripPass(spec, "sm_90a", name).kernels} | others
         mixtures = {role for role in roles if spec == TOO_MANY and ("softmax" in role or "mix" in role)}
         mixtures |= {"probabilities"} & {*roles} if spec == TOO_MANY else set()
         assert {*roles} - {*made.cuda} == mixtures
@@ -487,7 +488,7 @@ def test_the_table_of_a_plan_shows_stages_planes_and_kernels() -> None:
 def test_the_table_of_a_plan_shows_which_kernels_are_cudas() -> None:
     lines = [" ".join(line.split()) for line in str(plan(EVERYTHING, "sm_90a")).splitlines()]
     for piece in (
-        "scores CUDA, tiles of 128 rows and 128 keys, 8 warps",
+        "scores CUDA, tiles of 128 rows and 128 keys, 10 warps",
         "softmax CUDA, 8 warps, 16 heads of a row",
         "convolution CUDA, tiles of 64 rows and 128 keys, 4 warps, ",
         "post_convolution_gradient CUDA, tiles of 64 rows and 64 keys, 4 warps, ",

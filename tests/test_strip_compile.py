@@ -127,14 +127,32 @@ def test_heads_too_wide_for_shared_memory_are_refused() -> None:
         plan(Spec(None, 256, mixed_heads=4, dtype="fp32"), "generic", "triton")
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("kernel", [(6, 11), None])
+def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: Callable[[], str]) -> None:
+    """The fused kernel with values of four heads in a row, and Triton's that mixes what it makes."""
+    spec = Spec(kernel, 64, post_mixed_heads=4)
+    fused = StripPass(spec, target, "forward", "cuda").fused
+    assert fused
+    ((_, used),) = usage_of_cubin(compile_cubin(cuda.render(fused), target, fused.name)).items()
+    assert not log()
+    assert used.stack <= 32
+    assert used.registers <= fused.kernels[0].registers
+    made = plan(spec, target)
+    module = load_triton(made, render(made))
+    for name in module.LOADED:  # as if they were compiled
+        kernels = dict.fromkeys((kernel.role for kernel in made.cuda[name].kernels), lambda *arguments: None)
+        module.LOADED[name] = {index: kernels for index in (None, 0)}
+    ((_, mixes),) = compile_offline(made, module, "mixed_outputs").items()
+    assert (mixes.stack, mixes.shared) == (0, 0)
+
+
 @pytest.mark.parametrize(("target", "stages"), CUDA_CASES, ids=str)
 def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
     """CUDA's kernels, each a source of its own, keep to what they are launched with, and use the tensor cores."""
     spec = Spec(head_dim=64, **stages)
     for name in PASSES:
         made = StripPass(spec, target, name, "cuda")
-        if made.fused:  # compiled with those of the lowering "tile"
-            continue
         assert {*made.cuda} == {kernel.role for kernel in made.kernels}
         for role, source in made.cuda.items():
             cubin = compile_cubin(cuda.render(source), target, source.name)

@@ -92,7 +92,7 @@ def test_accuracy(case: Case, backend: str) -> None:
 
 @every_case
 def test_accuracy_of_many_strips(case: Case, backend: str) -> None:
-    """Each of 128 rows of one sequence, the fewest there are."""
+    """Each of the fewest rows there are, of one sequence."""
     op, heads = build(case, backend), case[0]
     plan = op.plan
     for one in plan.strip.values():

@@ -50,7 +50,7 @@ def render(module: LiftModule) -> str:
 
 def tidied(text: str) -> str:
     """A rendered module without what it does not use, with blank lines as a formatter leaves them."""
-    return _tidy(_without_unused(text))
+    return _tidy(_without_unused(_without_unused_functions(text)))
 
 
 def _signature(kernel: Kernel) -> str:
@@ -182,6 +182,35 @@ def environment_of() -> jinja2.Environment:
         "ln2": repr(math.log(2.0)),
     }
     return templates
+
+
+def _without_unused_functions(source: str) -> str:
+    """Drop kernels that nothing launches, as CUDA makes those of some roles, then what only they needed.
+
+    So are helpers, whose names begin with an underscore, and imports.
+    """
+    nodes = ast.parse(source).body
+    named = [{part.id for part in ast.walk(node) if isinstance(part, ast.Name)} for node in nodes]
+    unused: set[int] = set()  # lines
+    for node, own in zip(nodes, named, strict=True):
+        first = node.lineno
+        match node:
+            case ast.FunctionDef(name=name, decorator_list=decorators):
+                jitted = any(ast.unparse(decorator).startswith("triton.jit") for decorator in decorators)
+                if not (jitted or name.startswith("_")):
+                    continue
+                defined = {name}
+                first = min([first, *(decorator.lineno for decorator in decorators)])
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                defined = {alias.asname or alias.name.partition(".")[0] for alias in names}
+            case _:
+                continue
+        if not any(defined & others for others in named if others is not own):
+            unused |= {*range(first, (node.end_lineno or first) + 1)}
+    if not unused:
+        return source
+    lines = source.splitlines(keepends=True)
+    return _without_unused_functions("".join(line for i, line in enumerate(lines, 1) if i not in unused))
 
 
 def _without_unused(source: str) -> str:

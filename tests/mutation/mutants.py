@@ -586,8 +586,8 @@ STRIPS = (
     Mutant(
         "strip-context-too-short",
         f"{TRITON}/strip_host.j2",
-        "first = max(begin - {{ spec.context }}, 0)",
-        "first = max(begin - {{ stages.post_context }}, 0)",
+        "begin = first + {{ spec.context }} if first else 0",
+        "begin = first + {{ stages.post_context }} if first else 0",
         "The first rows of a strip lack the context of the convolution before the softmax.",
         (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
     ),
@@ -669,7 +669,7 @@ EMULATED_STRIPS = (
     Mutant(
         "cuda-product-sm90-tile-replaced-while-read",
         f"{CUDA}/plane_product_sm90.cu.j2",
-        "      if (t >= 2) barrier_wait(barriers + Y_EMPTY + BARRIER * buffer, (t / 2 - 1) & 1);\n",
+        "      if (t >= TILES) barrier_wait(barriers + Y_EMPTY + BARRIER * buffer, (t / TILES - 1) & 1);\n",
         "",
         "The tile after the next replaces the one that warpgroups still multiply.",
         (f"{EMULATED_STRIP}::test_no_races_in_products",),

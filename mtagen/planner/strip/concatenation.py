@@ -2,7 +2,8 @@
 
 To mix shares of a group's heads and multiply them by values is to multiply each head's shares by the values of all
 heads of its group, laid side by side, and to mix these products: sum over g of N[h, g] (P_g V_h). So the forward pass
-writes no scores. Its cost grows with the group, that of strips does not.
+writes no scores. Its cost grows with the group, that of strips does not; and so does its memory, of m times the values
+and the outputs for groups of m heads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from ..tile.candidates import candidates
 from ..tile.forward import TileForward
 from .stages import Stages
 
-_ROW_PASSES = 5  # times that planes are read or written between scores and outputs, and twice more to convolve them
+# Passes over planes of the forward pass by strips: products write one, the softmax reads it twice and writes one,
+# which values read; a convolution reads one and writes another.
+_PASSES, _PASSES_OF_CONVOLUTION = 5, 2
 
 
 def concatenated(spec: Spec, target: str) -> TileForward | None:
@@ -29,15 +32,15 @@ def concatenated(spec: Spec, target: str) -> TileForward | None:
     width = spec.value_head_dim * stages.post_mix.heads
     try:
         fused = candidates("forward", replace(spec, value_head_dim=width, post_mixed_heads=None), get_target(target))[0]
-    except (SpecError, PlanError):  # too wide, or not of 16-bit elements
+    except (SpecError, PlanError):  # there is no such kernel
         return None
     assert isinstance(fused, TileForward)
     return fused if fused.cost < _cost_of_planes(stages, target) else None
 
 
 def _cost_of_planes(stages: Stages, target: str) -> float:
-    """Multiprocessor cycles per score of the forward pass by strips: memory moves 2 bytes of it at a time."""
-    passes = _ROW_PASSES + (2 if stages.convolution else 0)
+    """Multiprocessor cycles per score of the forward pass by strips, whose passes over planes memory bounds."""
+    passes = _PASSES + (_PASSES_OF_CONVOLUTION if stages.convolution else 0)
     return passes * stages.spec.itemsize / get_target(target).dram_bytes_per_cycle
 
 

@@ -19,7 +19,7 @@ from .values import ValuesKernel
 
 
 def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
-    """Those of Triton's kernels of a pass that CUDA has, too.
+    """Those of Triton's kernels of a pass that CUDA has, too, and a product that is cuBLAS's beside Triton's.
 
     Raises:
         PlanError: there are none; the message says why.
@@ -30,7 +30,10 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
         legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
         raise PlanError(explain("target", target, "the cuda backend's kernels are made of mma instructions", legal))
     found = {source.role: source for source in _candidates(spec, target, kernels) if source.fits}
-    made = tuple(found[kernel.role] for kernel in kernels if kernel.role in found)
+    roles = [kernel.role for kernel in kernels]
+    if "softmax_backward" in roles and "grad_shares" not in roles:
+        roles.append("grad_shares")  # which cuBLAS makes otherwise
+    made = tuple(found[role] for role in roles if role in found)
     if not made:
         rule = (
             f"cuda mixes up to {rows.MAX_HEADS} heads, and takes each score for all rows of results or for none, "

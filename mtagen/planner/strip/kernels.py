@@ -40,10 +40,14 @@ _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 
 
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
-    """The kernels of a pass, or what mixes outputs where a fused kernel makes them (``mixed_outputs``)."""
+    """The kernels of a pass."""
     maker = _Maker(spec, target)
-    made = {"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}
-    return tuple((made | {"mixed_outputs": maker.mixed_outputs})[pass_name]())
+    return tuple({"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}[pass_name]())
+
+
+def mixed_outputs(spec: Spec, target: str) -> Kernel:
+    """The kernel that mixes what a fused kernel has made of shares that are not mixed yet."""
+    return _Maker(spec, target).mixed_outputs()
 
 
 class _Maker:
@@ -87,11 +91,10 @@ class _Maker:
             {"BLOCK_R": VALUE_ROWS, "BLOCK_N": VALUE_KEYS, "DV": block_dim(spec.value_head_dim)},
         )
 
-    def mixed_outputs(self) -> Iterator[Kernel]:
-        """The one kernel that mixes outputs of shares that are not mixed yet."""
+    def mixed_outputs(self) -> Kernel:
         assert self._stages.post_mix
         mixed = self._stages.post_mix.heads
-        yield self._make(
+        return self._make(
             "mixed_outputs",
             (*pointers("x", "post_head_weight", "out"), *numbers("int32", "n_q", "n_heads")),
             (ceiling(N_Q / OUTPUT_ROWS) * BATCH * ceiling(HEADS / mixed),),
@@ -103,7 +106,8 @@ class _Maker:
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
-        yield self._product("grad_shares", spec.value_head_dim)
+        if stages.masks_grad_shares:
+            yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid")
         if stages.post_is_separate:
             yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)

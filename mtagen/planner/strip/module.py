@@ -138,12 +138,12 @@ class StripModule:
 
     @property
     def strip_rows(self) -> int:
-        """Rows of a strip, its context among them, are a multiple of this."""
+        """Rows of a strip, its context among them, are a multiple of this, but for the last one's."""
         return CONVOLUTION_ROWS
 
     @property
     def fewest_rows(self) -> int:
-        """The least multiple of which at least half are rows of outputs."""
+        """The fewest rows of a strip: whole tiles, of which at most half are context."""
         return -(-2 * max(self.spec.context, 1) // CONVOLUTION_ROWS) * CONVOLUTION_ROWS
 
     @property

@@ -15,7 +15,7 @@ from ..targets import Target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
 from .cuda import cuda_sources
-from .kernels import strip_kernels
+from .kernels import mixed_outputs, strip_kernels
 from .rows import MAX_HEADS
 from .source import StripSource
 from .stages import Stages
@@ -57,13 +57,16 @@ class StripPass(SettledPass):
     @cached_property
     def fused(self) -> TileForward | None:
         """The fused kernel that takes the values of small groups side by side, instead of kernels of strips."""
-        trains = self.pass_name == "forward" and self.backend == "cuda"
-        return concatenated(self.spec, self.target) if trains else None
+        if (self.pass_name, self.backend) != ("forward", "cuda"):
+            return None
+        return concatenated(self.spec, self.target)
 
     @cached_property
     def _of_triton(self) -> tuple[Kernel, ...]:
         """What Triton's kernels would be, which can do all of it; or the one that mixes what the fused kernel makes."""
-        return strip_kernels("mixed_outputs" if self.fused else self.pass_name, self.spec, self.target)
+        if self.fused:
+            return (mixed_outputs(self.spec, self.target),)
+        return strip_kernels(self.pass_name, self.spec, self.target)
 
     @cached_property
     def cuda(self) -> Mapping[str, StripSource | TileForward]:
@@ -90,6 +93,7 @@ class StripPass(SettledPass):
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         if self.fused:
             yield from rows_of_table(self.fused)
+            yield self.pass_name, "mixed_outputs", _of_triton(*self._of_triton)
             return
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
@@ -98,8 +102,13 @@ class StripPass(SettledPass):
             if isinstance(source, StripSource):
                 yield self.pass_name, kernel.role, source.summary
             else:
-                constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
-                yield self.pass_name, kernel.role, f"{constants}, {kernel.threads // 32} warps"
+                yield self.pass_name, kernel.role, _of_triton(kernel)
+
+
+def _of_triton(kernel: Kernel) -> str:
+    """One of Triton's kernels in the plan's table."""
+    constants = ", ".join(f"{name} {value}" for name, value in kernel.constants)
+    return f"{constants}, {kernel.threads // 32} warps"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
 from .source import StripSource
 
-WARPS = 8
+WARPS = 8  # that multiply
+TILES = 2  # of keys in shared memory
 ROWS, ROW_WARPS, TILE_KEYS = 128, 4, 64  # a tile, and the warps that share its rows
 WARPGROUP_KEYS = 128  # of a tile that warpgroups multiply
 DECODE_KEYS = 128  # of a tile of a decode step, which has few rows
@@ -84,6 +85,8 @@ class ProductKernel(StripSource):
     def fits(self) -> bool:
         # Rows fall into whole steps of an mma, and no scores are asked for but those that rows see.
         whole = self.width % 16 == 0 and not self.mask.zeroes_terms
+        if self.role == "grad_shares" and not self.zeroes and not self.hopper:
+            return False  # cuBLAS is faster than mma instructions
         return whole and self.shared.size <= self.shared_of(1)
 
     # ---- How the work is shared
@@ -131,7 +134,12 @@ class ProductKernel(StripSource):
     @property
     def threads(self) -> int:
         """Threads of a CTA, on Hopper with those that load."""
-        return 32 * WARPS + (64 if self.hopper else 0)
+        return 32 * (WARPS + (self.tiles if self.hopper else 0))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys in shared memory, each of which one warp loads on Hopper."""
+        return TILES
 
     @property
     def registers(self) -> int:
@@ -157,8 +165,9 @@ class ProductKernel(StripSource):
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
         results = self.rows * (2 * _PANEL if self.hopper else self.result_row)
-        regions = (("X", self._tile(self.rows), 1024), ("Y", 2 * self.y_tile, 1024), ("RESULTS", results, 1024))
-        return SharedMap.of((*regions, ("BARRIERS", 32 * self.hopper, 8)))
+        tiles = TILES * self.y_tile
+        regions = (("X", self._tile(self.rows), 1024), ("Y", tiles, 1024), ("RESULTS", results, 1024))
+        return SharedMap.of((*regions, ("BARRIERS", 2 * 8 * TILES * self.hopper, 8)))
 
     @property
     def kernel(self) -> Kernel:
@@ -183,4 +192,4 @@ class ProductKernel(StripSource):
 
     @property
     def summary(self) -> str:
-        return f"CUDA, tiles of {self.rows} rows and {self.keys} keys, {WARPS} warps"
+        return f"CUDA, tiles of {self.rows} rows and {self.keys} keys, {self.threads // 32} warps"

@@ -241,8 +241,10 @@ class RowKernel(StripSource):
                 yield f"out = {shares}, over keys; and lse of rows from `skip` on."
             case "probabilities":
                 yield f"out = exp({mixed} - lse)."
-            case "post_mix" | "decode_post_mix":
+            case "post_mix":
                 yield "out = N x; zeros in rows before `skip`."
+            case "decode_post_mix":
+                yield "out = N x."
             case "post_mix_backward":
                 yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
             case _:
@@ -251,9 +253,11 @@ class RowKernel(StripSource):
             yield "Each CTA has sums of its own of a matrix's gradient."
         scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]
         yield f"Planes of fp16 hold {', and '.join(scales)}."
-        yield "Query first + r sits at position first + r + off; rows before `valid` count as unseen."
         if self.decodes:
-            yield "Each sequence has a length of its own, and its last row is at its end."
+            yield f"Rows before row {self.first_row} are not made. Query r sits at position r + off; each sequence has"
+            yield "a length of its own, and its last row is at its end."
+        else:
+            yield "Query first + r sits at position first + r + off; rows before `valid` count as unseen."
 
     @property
     def summary(self) -> str:
