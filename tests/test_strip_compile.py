@@ -142,7 +142,7 @@ def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: C
     module = load_triton(made, render(made))
     for name in module.LOADED:  # as if they were compiled
         kernels = dict.fromkeys((kernel.role for kernel in made.cuda[name].kernels), lambda *arguments: None)
-        module.LOADED[name] = {index: kernels for index in (None, 0)}
+        module.LOADED[name] = dict.fromkeys((None, 0), kernels)
     ((_, mixes),) = compile_offline(made, module, "mixed_outputs").items()
     assert (mixes.stack, mixes.shared) == (0, 0)
 
