@@ -26,7 +26,7 @@ from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
-from mtagen.planner.strip.products import ProductKernel
+from mtagen.planner.strip.products import ProductKernel, WarpgroupProduct
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.source import StripSource
 from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
@@ -386,7 +386,7 @@ def product(
     """
     source = source_of(spec, role, target)
     assert isinstance(source, ProductKernel)
-    assert source.hopper == (target == "sm_90a" and not source.decodes)
+    assert isinstance(source, WarpgroupProduct) == (target == "sm_90a" and not source.decodes)
     group, batch = 2 if strip.heads % 2 == 0 else 1, strip.b0 + strip.sequences
     n_q, n_k = strip.first + strip.count + 3, strip.keys + 9
 

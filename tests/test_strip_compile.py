@@ -14,7 +14,7 @@ from mtagen.errors import PlanError
 from mtagen.planner import TARGETS, get_target, plan
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.passes import StripPass
-from mtagen.planner.strip.products import ProductKernel
+from mtagen.planner.strip.products import WarpgroupProduct
 from mtagen.planner.strip.rows import RowKernel
 from mtagen.runtime.load import load_triton
 from mtagen.runtime.nvrtc import compile_cubin
@@ -163,5 +163,5 @@ def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> No
             assert used.registers <= source.kernel.registers, role
             assert source.kernel.shared + used.shared <= get_target(target).shared_per_block + 1024, role
             multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
-            warpgroups = isinstance(source, ProductKernel) and source.hopper
-            assert bool(re.search(r"\bHGMMA" if warpgroups else r"\bHMMA", used.assembly)) == multiplies, role
+            instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
+            assert bool(re.search(instruction, used.assembly)) == multiplies, role

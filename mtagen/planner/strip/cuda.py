@@ -10,7 +10,7 @@ from ..kernel import Kernel
 from ..targets import TARGETS, get_target
 from . import products, rows
 from .planes import PARTS, PlaneKernel
-from .products import ProductKernel
+from .products import product_kernel
 from .rows import RowKernel
 from .source import StripSource
 from .stages import Stages
@@ -45,7 +45,7 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
 
 def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[StripSource]:
     stages = Stages(spec)
-    yield from (ProductKernel(spec, target, role) for role in products.ROLES)
+    yield from (product_kernel(spec, target, role) for role in products.ROLES)
     for stage in stages.convolutions:
         # Shares that nothing mixes any more are multiplied with values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"

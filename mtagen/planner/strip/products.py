@@ -6,6 +6,7 @@ so that it writes whole lines. Where the target has products of warpgroups, thos
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +16,12 @@ from sympy import ceiling
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..targets import get_target
-from ..tile.memory import SharedMap
+from ..tile.memory import PANEL, SharedMap, swizzled_bytes
 from ..tile.toeplitz import CHUNK
 from ..tile.wgmma import Wgmma
 from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
-from .source import StripSource
+from .source import DECODE, StripSource
 
 WARPS = 8  # that multiply
 TILES = 2  # of keys in shared memory
@@ -28,9 +29,15 @@ ROWS, ROW_WARPS, TILE_KEYS = 128, 4, 64  # a tile, and the warps that share its 
 WARPGROUP_KEYS = 128  # of a tile that warpgroups multiply
 DECODE_KEYS = 128  # of a tile of a decode step, which has few rows
 WALK = 512  # keys of a CTA
-_PANEL = 64  # columns that are swizzled together
 _HELD_WIDTH = 128  # rows of so many columns fit registers
-ROLES = ("scores", "grad_shares", "decode_scores")
+_SCORES, _GRAD_SHARES = "scores", "grad_shares"
+ROLES = (_SCORES, _GRAD_SHARES, f"{DECODE}{_SCORES}")
+
+
+def product_kernel(spec: Spec, target: str, role: str) -> ProductKernel:
+    """The kernel of one of ``ROLES``."""
+    warpgroups = "wgmma" in get_target(target).matrix and not role.startswith(DECODE)
+    return (WarpgroupProduct if warpgroups else MmaProduct)(spec, target, role)
 
 
 @dataclass(frozen=True)
@@ -48,68 +55,56 @@ class ProductKernel(StripSource):
     product: str
 
     @property
-    def template(self) -> str:  # type: ignore[override]
-        """The kernel's template."""
-        return "plane_product_sm90.cu.j2" if self.hopper else "plane_product.cu.j2"
-
-    @property
-    def hopper(self) -> bool:
-        """Whether warpgroups multiply (sm_90a)."""
-        return "wgmma" in get_target(self.target).matrix and not self.decodes
-
-    @property
     def role(self) -> str:
         return self.product
 
     @property
     def width(self) -> int:
         """Elements of a row."""
-        return self.spec.value_head_dim if self.role == "grad_shares" else self.spec.head_dim
+        return self.spec.value_head_dim if self.role == _GRAD_SHARES else self.spec.head_dim
 
     @property
     def result(self) -> str:
         """Type of the elements of the plane."""
-        return self.spec.dtype if self.role == "grad_shares" else "fp16"
+        return self.spec.dtype if self.role == _GRAD_SHARES else "fp16"
 
     @property
     def skips(self) -> bool:
         """Whether results of rows before ``skip`` are zeros."""
-        return self.role == "grad_shares" and self.spec.context > 0
+        return self.role == _GRAD_SHARES and self.spec.context > 0
 
     @property
     def zeroes(self) -> bool:
         """Whether hidden results are zeros: a convolution reads them. Nothing else looks at them."""
-        return self.stages.masks_grad_shares if self.role == "grad_shares" else self.stages.convolution is not None
+        return self.stages.masks_grad_shares if self.role == _GRAD_SHARES else self.stages.convolution is not None
 
     @property
     def fits(self) -> bool:
         # Rows fall into whole steps of an mma, and no scores are asked for but those that rows see.
         whole = self.width % 16 == 0 and not self.mask.zeroes_terms
-        if self.role == "grad_shares" and not self.zeroes and not self.hopper:
-            return False  # cuBLAS is faster than mma instructions
         return whole and self.shared.size <= self.shared_of(1)
 
     # ---- How the work is shared
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA."""
+        """Warps of a CTA that multiply."""
         return WARPS
-
-    @property
-    def row_warps(self) -> int:
-        """Warps that share the rows."""
-        return 1 if self.decodes else ROW_WARPS
 
     @property
     def rows(self) -> int:
         """Rows of a CTA."""
-        return decode_rows(self.spec) if self.decodes else ROWS
+        return ROWS
 
     @property
+    @abstractmethod
     def keys(self) -> int:
         """Keys of a tile."""
-        return DECODE_KEYS if self.decodes else WARPGROUP_KEYS if self.hopper else TILE_KEYS
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Threads of a CTA."""
 
     @property
     def walk(self) -> int:
@@ -117,57 +112,25 @@ class ProductKernel(StripSource):
         return WALK
 
     @property
-    def wgmmas(self) -> tuple[Wgmma, ...]:
-        """The products of warpgroups."""
-        return (Wgmma("wgmma_product", self.keys, self.spec.dtype),) if self.hopper else ()
-
-    @property
-    def holds_x(self) -> bool:
-        """Whether a warp's rows stay in registers."""
-        return self.width <= _HELD_WIDTH
-
-    @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor."""
         return 2 if self.shared.size <= self.shared_of(2) else 1
 
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA, on Hopper with those that load."""
-        return 32 * (WARPS + (self.tiles if self.hopper else 0))
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of keys in shared memory, each of which one warp loads on Hopper."""
-        return TILES
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread."""
-        return min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
-
     # ---- Shared memory
-
-    def _tile(self, rows: int) -> int:
-        return -(-self.width // _PANEL) * _PANEL * 2 * rows
 
     @property
     def y_tile(self) -> int:
         """Bytes of a tile of keys."""
-        return self._tile(self.keys)
+        return swizzled_bytes(self.keys, self.width)
 
     @property
-    def result_row(self) -> int:
-        """Bytes from a row of results to the next."""
-        return 2 * (self.keys + CHUNK)
-
-    @cached_property
+    @abstractmethod
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
-        results = self.rows * (2 * _PANEL if self.hopper else self.result_row)
-        tiles = TILES * self.y_tile
-        regions = (("X", self._tile(self.rows), 1024), ("Y", tiles, 1024), ("RESULTS", results, 1024))
-        return SharedMap.of((*regions, ("BARRIERS", 2 * 8 * TILES * self.hopper, 8)))
+
+    def _shared(self, *others: tuple[str, int, int]) -> SharedMap:
+        operands = (("X", swizzled_bytes(self.rows, self.width), 1024), ("Y", TILES * self.y_tile, 1024))
+        return SharedMap.of((*operands, *others))
 
     @property
     def kernel(self) -> Kernel:
@@ -179,17 +142,89 @@ class ProductKernel(StripSource):
             *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
             *numbers("float", "factor"),
         )
-        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.walk) * SLOTS,)
-        return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, self.registers)
+        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / WALK) * SLOTS,)
+        registers = min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
+        return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, registers)
 
     @property
     def legend(self) -> Iterator[str]:
-        skipped = "; so are those of rows before `skip`" if self.skips else ""
+        zeros = ["hidden results"] * self.zeroes + ["those of rows before `skip`"] * self.skips
         yield "Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],"
-        yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+        made = f"; {' and '.join(zeros)} are zeros" if zeros else ""
+        yield f"for query first + r, which sits at position first + r + off{made}."
         if self.decodes:
             yield "Each sequence has a length of its own, and its last row is at its end."
 
     @property
     def summary(self) -> str:
         return f"CUDA, tiles of {self.rows} rows and {self.keys} keys, {self.threads // 32} warps"
+
+
+class MmaProduct(ProductKernel):
+    """The product by mma instructions. Its warps lie in a grid, and all of them load tiles."""
+
+    template = "plane_product.cu.j2"
+
+    @property
+    def fits(self) -> bool:
+        # Where no zeros are asked for, cuBLAS makes gradients of shares, faster than mma instructions.
+        return super().fits and (self.role != _GRAD_SHARES or self.zeroes)
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that share the rows."""
+        return 1 if self.decodes else ROW_WARPS
+
+    @property
+    def rows(self) -> int:
+        return decode_rows(self.spec) if self.decodes else ROWS
+
+    @property
+    def keys(self) -> int:
+        return DECODE_KEYS if self.decodes else TILE_KEYS
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS
+
+    @property
+    def holds_x(self) -> bool:
+        """Whether a warp's rows stay in registers."""
+        return self.width <= _HELD_WIDTH
+
+    @property
+    def result_row(self) -> int:
+        """Bytes from a row of results to the next."""
+        return 2 * (self.keys + CHUNK)
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        return self._shared(("RESULTS", self.rows * self.result_row, 16))
+
+
+class WarpgroupProduct(ProductKernel):
+    """The product by warpgroups (sm_90a). A warp more for each tile in shared memory loads it."""
+
+    template = "plane_product_sm90.cu.j2"
+
+    @property
+    def keys(self) -> int:
+        return WARPGROUP_KEYS
+
+    @property
+    def threads(self) -> int:
+        return 32 * (WARPS + TILES)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys in shared memory."""
+        return TILES
+
+    @property
+    def wgmmas(self) -> tuple[Wgmma, ...]:
+        """The products of warpgroups."""
+        return (Wgmma("wgmma_product", self.keys, self.spec.dtype),)
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        return self._shared(("RESULTS", swizzled_bytes(self.rows, PANEL), 1024), ("BARRIERS", 2 * 8 * TILES, 8))

@@ -13,6 +13,7 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..kernel import GROUP, KV_HEADS, Kernel, numbers, reads, strides, writes
+from ..tile.memory import swizzled_bytes
 from .kernels import VALUE_ROWS
 from .sizes import B0, B1, N_NEW, SPLITS
 from .source import DECODE, StripSource
@@ -21,7 +22,6 @@ WARPS = 4
 BLOCK_KEYS = 16  # of a warp at a time: the terms of an mma
 MAX_CTAS = 3  # of a multiprocessor
 MIN_DEPTH, MAX_DEPTH = 3, 4  # blocks of a ring; the fewest for which several CTAs share a multiprocessor, and the most
-_PANEL = 64  # columns that are swizzled together
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ValuesKernel(StripSource):
     @property
     def value_bytes(self) -> int:
         """Bytes of a block of values."""
-        return -(-self.spec.value_head_dim // _PANEL) * _PANEL * 2 * BLOCK_KEYS
+        return swizzled_bytes(BLOCK_KEYS, self.spec.value_head_dim)
 
     @property
     def block_bytes(self) -> int:

@@ -30,7 +30,7 @@ from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
-from .memory import SharedMap
+from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
@@ -38,7 +38,6 @@ from .weight import WeightGradient, weight_gradient
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
-PANEL = 64  # columns of 16 bits in a row of 128 bytes
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
 # The cost model; fitted to benchmarks/results/h200_tune_*.json.

@@ -6,6 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+PANEL = 64  # columns of 16 bits that are swizzled together, 128 bytes a row
+
+
+def swizzled_bytes(rows: int, columns: int) -> int:
+    """Bytes of a tile of 16-bit elements in whole panels, as in swizzle.cuh."""
+    return -(-columns // PANEL) * PANEL * 2 * rows
+
 
 class Region(NamedTuple):
     """A part of a CTA's shared memory."""
