@@ -347,7 +347,7 @@ def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
 
     Returns:
         How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
-        next. Of fewer rows, less of a strip is hidden. They fill whole tiles, and are at least 128.
+        next. Rows fill whole tiles, 128 at least. Of fewer rows, less of a strip is hidden.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     plane_bytes = min(268435456, workspace_bytes // planes)
