@@ -39,16 +39,6 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
-
-DEVICE void store_shared(u32 to, u32 x, u32 y) {
-  asm volatile("st.shared.v2.b32 [%0], { %1, %2 };" ::"r"(to), "r"(x), "r"(y) : "memory");
-}
-
-DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
 DEVICE u32 load_shared(u32 from) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
@@ -69,22 +59,6 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(from)
                : "memory");
-}
-
-// Stores four 8 x 8 matrices, held and addressed as load_matrices gives them.
-DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3])
-               : "memory");
-#else
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 to = __shfl_sync(0xffffffffu, row, 8 * i + (lane >> 2));
-    store_shared(to + 4 * (lane & 3), x[i]);
-  }
-#endif
 }
 
 // Rounds two floats to 16-bit elements, the first in the low half.
@@ -153,6 +127,13 @@ DEVICE void barrier_wait(u32 barrier, int parity) {
 
 // Makes ordinary writes to shared memory visible to wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Stores four 8 x 8 matrices, held and addressed as load_matrices gives them.
+DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
 
 // Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

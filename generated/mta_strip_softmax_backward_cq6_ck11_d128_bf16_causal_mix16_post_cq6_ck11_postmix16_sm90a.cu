@@ -590,7 +590,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
           Tile p, dp;
           load_tile(x, dy, p, dp, slot, i, edge, end - key);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) dots[head_of_element(e)] += p[e] * dp[e];
+          for (int e = 0; e < 8; ++e) {
+            dots[head_of_element(e)] += p[e] * dp[e];
+          }
         }
       });
     });

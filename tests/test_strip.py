@@ -229,7 +229,7 @@ def test_at_least_half_of_a_strip_is_no_context(cq: int, post_cq: int) -> None:
     spec = Spec((cq, 2), 64, post_kernel=(post_cq, 3))
     module = StripModule.of([StripPass(spec, "sm_90a", "forward")])
     assert module.fewest_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
-    assert module.fewest_rows % module.strip_rows == 0
+    assert module.fewest_rows % module.row_multiple == 0
     assert decode_rows(spec) >= spec.context + MAX_NEW_TOKENS
 
 

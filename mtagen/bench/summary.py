@@ -79,8 +79,6 @@ def layers_table(results: Results) -> str:
     cases = _select(results, lambda case: not case.spec.convolves_only and case.causal)
     plain = _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     peers = _present(cases, SAME_MATH)
-    has_memory = any(_ours(rows).get("peak_MiB") is not None for rows, _ in cases.values())
-    memory = Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))
     best = Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, SAME_MATH), _ours(rows), 1))
     shown = [
         columns.STAGES,
@@ -92,7 +90,7 @@ def layers_table(results: Results) -> str:
         *(_ours_over(name) for name in plain),
         *(figures_of(name, f"{name}, ms") for name in peers),
         *([best] if peers else []),
-        *([memory] if has_memory else []),
+        *_our_memory(cases),
     ]
     title = f"Stages before | after the softmax, causal, {_common(cases)}"
     title += '; "authors" is the order of operations of the authors\' code' if "authors" in peers else ""
@@ -145,14 +143,12 @@ def lengths_table(results: Results) -> str:
     d = max((case.spec.head_dim for case in cases), default=0)
     cases = _select(cases, lambda case: case.spec.head_dim == d)
     plain = _present(cases, ("sdpa cudnn", "sdpa"))
-    has_memory = any(_ours(rows).get("peak_MiB") is not None for rows, _ in cases.values())  # on a GPU
-    memory = Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))
     shown = [
         columns.LENGTH,
         columns.BATCH,
         Column("mtagen, ms", lambda case, rows: figure(_ours(rows))),
         *(figures_of(name, f"{name}, ms") for name in plain),
-        *([memory] if has_memory else []),
+        *_our_memory(cases),
     ]
     title = f"Forward + backward over N, (6, 11), causal, d = {d}, {_common(cases)}"
     return _write_cases(title, shown, cases, plain)
@@ -294,6 +290,12 @@ def _ours(rows: Rows) -> Row:
     ours = fastest(rows, OURS)
     assert ours is not None
     return ours
+
+
+def _our_memory(results: Results) -> list[Column]:
+    """The column of mtagen's peak memory, if it was measured, which it is on a GPU."""
+    measured = any(_ours(rows).get("peak_MiB") is not None for rows, _ in results.values())
+    return [Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))] if measured else []
 
 
 def _ours_over(peer: str) -> Column:

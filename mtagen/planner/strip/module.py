@@ -13,7 +13,7 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
-from .passes import ENOUGH_ROWS, PLANE_BYTES, StripPass
+from .passes import ENOUGH_ROWS, KEY_MULTIPLE, PLANE_BYTES, StripPass
 from .planes import GRADIENT_TILE_KEYS
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
@@ -137,9 +137,14 @@ class StripModule:
         return SPLIT
 
     @property
-    def strip_rows(self) -> int:
+    def row_multiple(self) -> int:
         """Rows of a strip, its context among them, are a multiple of this, but for the last one's."""
         return CONVOLUTION_ROWS
+
+    @property
+    def key_multiple(self) -> int:
+        """Keys of a strip are a multiple of this, or all there are."""
+        return KEY_MULTIPLE
 
     @property
     def fewest_rows(self) -> int:

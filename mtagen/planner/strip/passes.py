@@ -27,6 +27,7 @@ PLANE_BYTES = 2**28
 # CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
+KEY_MULTIPLE = 128  # of the keys of a strip: cuBLAS is slow where they are odd in number
 
 
 @dataclass(frozen=True)

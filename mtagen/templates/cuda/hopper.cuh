@@ -36,6 +36,13 @@ DEVICE void barrier_wait(u32 barrier, int parity) {
 // Makes ordinary writes to shared memory visible to wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Stores four 8 x 8 matrices, held and addressed as load_matrices gives them.
+DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // Changes how many registers each thread of the warpgroup has.
 template <int REGISTERS>
 DEVICE void registers_up_to() {

@@ -133,22 +133,6 @@ DEVICE u32 transposed(u32 x) {
   return y;
 }
 
-// Stores four 8 x 8 matrices, held and addressed as load_matrices gives them.
-DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3])
-               : "memory");
-#else
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 to = __shfl_sync(0xffffffffu, row, 8 * i + (lane >> 2));
-    store_shared(to + 4 * (lane & 3), x[i]);
-  }
-#endif
-}
-
 // Stores four 8 x 8 matrices transposed, held and addressed as load_matrices_transposed gives them.
 DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
