@@ -613,7 +613,9 @@ def backward(
 def _matrices(partial, n_heads, mixed, heads):
     """Gradients (H/m, m, m) of matrices from partial sums (B * bundles, programs, heads, heads) of bundles of heads."""
     bundles, groups = triton.cdiv(n_heads, heads), heads // mixed
-    sums = partial.sum(1).view(-1, bundles, *partial.shape[2:]).sum(0)[:, :heads, :heads]
+    sums = partial.unflatten(0, (-1, bundles)).sum((0, 2))[:, :heads, :heads]
+    if groups == 1:
+        return sums.contiguous()
     blocks = sums.reshape(bundles, groups, mixed, groups, mixed).diagonal(dim1=1, dim2=3)  # (bundles, m, m, groups)
     return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed]
 
