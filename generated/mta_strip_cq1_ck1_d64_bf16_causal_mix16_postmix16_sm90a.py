@@ -360,15 +360,14 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
 
 
 def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
-    """How the work is cut, such that `planes` planes fit the workspace, and none is larger than planned.
+    """How the work is cut, such that `planes` planes fit the workspace.
 
     Returns:
         How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
         next. Rows fill whole tiles, 128 at least. Of fewer rows, less of a strip is hidden.
     """
     pitch = triton.cdiv(n_k, 256) * 256
-    plane_bytes = min(268435456, workspace_bytes // planes)
-    rows = plane_bytes // (n_heads * pitch * 2)
+    rows = workspace_bytes // (planes * n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 0)))
     fitting = rows // sequences // 128 * 128
     return sequences, min(n_q, max(128, fitting)), pitch
@@ -448,7 +447,7 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
     out = torch.empty((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
 
-    workspace_bytes = 1073741824
+    workspace_bytes = 536870912
     strips = _planes(batch, n_heads, n_q, n_k, 1, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
         if keys <= 0:
@@ -509,7 +508,7 @@ def backward(
     bundles = batch * triton.cdiv(n_heads, 16)
     post_mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
 
-    workspace_bytes = 1073741824
+    workspace_bytes = 805306368
     strips = _planes(batch, n_heads, n_q, n_k, 3, workspace_bytes, q.device)
     for b0, b1, begin, end, first, keys, planes in strips:
         if keys <= 0:

@@ -343,15 +343,14 @@ def load(name, device, cubin=None):
 
 
 def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
-    """How the work is cut, such that `planes` planes fit the workspace, and none is larger than planned.
+    """How the work is cut, such that `planes` planes fit the workspace.
 
     Returns:
         How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
         next. Rows fill whole tiles, 128 at least. Of fewer rows, less of a strip is hidden.
     """
     pitch = triton.cdiv(n_k, 256) * 256
-    plane_bytes = min(268435456, workspace_bytes // planes)
-    rows = plane_bytes // (n_heads * pitch * 2)
+    rows = workspace_bytes // (planes * n_heads * pitch * 2)
     sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
     fitting = rows // sequences // 128 * 128
     return sequences, min(n_q, max(128, fitting)), pitch

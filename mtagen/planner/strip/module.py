@@ -13,7 +13,7 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
-from .passes import ENOUGH_ROWS, KEY_MULTIPLE, PLANE_BYTES, StripPass
+from .passes import ENOUGH_ROWS, KEY_MULTIPLE, StripPass
 from .planes import GRADIENT_TILE_KEYS
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
@@ -95,11 +95,6 @@ class StripModule:
     def __getitem__(self, pass_name: str) -> StripPass:
         """How it computes a pass."""
         return next(one for one in self.passes if one.pass_name == pass_name)
-
-    @property
-    def plane_bytes(self) -> int:
-        """What one plane takes at most."""
-        return PLANE_BYTES
 
     @property
     def enough_rows(self) -> int:

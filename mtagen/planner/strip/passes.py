@@ -21,9 +21,9 @@ from .source import StripSource
 from .stages import Stages
 
 WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
-# What one of them takes at most: 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden by the mask
-# and yet multiplied; fewer rows need more launches.
-PLANE_BYTES = 2**28
+# What one of them takes at most; 2**28 are 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden by
+# the mask and yet multiplied; fewer rows need more launches. The forward pass has fewer planes than the backward.
+PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode": WORKSPACE_BYTES}
 # CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
@@ -39,7 +39,7 @@ class StripPass(SettledPass):
         target: name of the target.
         pass_name: ``forward``, ``backward`` or ``decode``.
         backend: ``triton``: all kernels are Triton's; ``cuda``: CUDA's where it has them, beside Triton's.
-        workspace_bytes: what the planes may take, or those of one short strip of one sequence if that is more.
+        workspace_bytes: what the planes may take.
     """
 
     spec: Spec
@@ -91,13 +91,18 @@ class StripPass(SettledPass):
         """The planes of a strip."""
         return self.stages.backward_planes if self.pass_name == "backward" else self.stages.forward_planes
 
+    @property
+    def planes_bytes(self) -> int:
+        """What the planes take at most, or those of one short strip of one sequence if that is more."""
+        return min(self.workspace_bytes, len(self.planes) * PLANE_BYTES[self.pass_name])
+
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         if self.fused:
             yield from rows_of_table(self.fused)
             yield self.pass_name, "mixed_outputs", _of_triton(*self._of_triton)
             return
         yield self.pass_name, "planes", ", ".join(self.planes)
-        yield self.pass_name, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
+        yield self.pass_name, "workspace", f"at most about {self.planes_bytes // 2**20} MiB, sums besides"
         for kernel in self.kernels:
             source = self.cuda.get(kernel.role)
             if isinstance(source, StripSource):
