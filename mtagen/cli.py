@@ -65,6 +65,9 @@ def _spec(
         str, typer.Option(help="Extents of the convolution after the softmax.", metavar="CQ,CK|none")
     ] = "none",
     post_mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed after the softmax.")] = None,
+    window: Annotated[
+        tuple[int, int], typer.Option(help="Keys that a query sees before and after its own; -1: all.")
+    ] = (-1, -1),
 ) -> Spec:
     return Spec(
         _extents("kernel", kernel),
@@ -77,6 +80,7 @@ def _spec(
         mixed_heads,
         _extents("post_kernel", post_kernel),
         post_mixed_heads,
+        window,
     )
 
 

@@ -17,6 +17,7 @@ def reference(
     post_weight: Tensor | None = None,
     post_head_weight: Tensor | None = None,
     causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
     key_padding: str = "both",
     mask: str = "source",
     scale: float | None = None,
@@ -41,9 +42,11 @@ def reference(
         post_weight: kernels of the convolution after the softmax, as ``weight``; its extents may differ.
         post_head_weight: matrices that mix the heads after the softmax, as ``head_weight``; its m may differ.
         causal: query i sees keys ``j <= i + Nk - Nq`` only.
+        window: ``(left, right)``: query i sees keys ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only, as
+            FlashAttention defines it; -1 is no limit.
         key_padding: of both convolutions: ``both``: centred on key j, at tap (ck-1)//2; ``left``: it ends there;
             ``right``: it begins there.
-        mask: of both convolutions: ``source`` or ``output``; without effect unless ``causal``.
+        mask: of both convolutions: ``source`` or ``output``; without effect where every query sees every key.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
         return_lse: also return the log-sum-exp of each row of masked scores, as the softmax takes them.
 
@@ -60,7 +63,9 @@ def reference(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     nq, nk = scores.shape[-2:]
-    forbidden = torch.ones(nq, nk, dtype=torch.bool, device=q.device).triu(nk - nq + 1) & causal
+    after = torch.arange(nk, device=q.device) - torch.arange(nk - nq, nk, device=q.device).unsqueeze(1)
+    left, right = window[0], 0 if causal else window[1]
+    forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
     scores = _mix(_convolve(scores, weight, forbidden, key_padding, mask), head_weight)
     scores = scores.masked_fill(forbidden, -torch.inf)
     shares = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key

@@ -26,6 +26,7 @@ def build(
     mixed_heads: int | None = None,
     post_kernel: tuple[int, int] | None = None,
     post_mixed_heads: int | None = None,
+    window: tuple[int, int] = (-1, -1),
     value_head_dim: int | None = None,
     causal: bool = True,
     key_padding: str = "both",
@@ -50,8 +51,9 @@ def build(
         mixed_heads: m: scores are mixed in groups of m heads before the softmax, 1..64; default not at all.
         post_kernel: extent of the convolution after the softmax, default none.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
+        window: ``(left, right)``: query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right; -1 is no limit.
         value_head_dim: DV, default D.
-        causal: query i sees keys j <= i + Nk - Nq.
+        causal: query i sees keys j <= i + Nk - Nq: ``right`` of the window is 0.
         key_padding: ``both``, ``left`` or ``right``.
         mask: ``source`` or ``output``, see :class:`mtagen.Spec`.
         backend: ``auto`` (on the GPU generated kernels, of CUDA C++ or Triton pass by pass, whichever is expected to be
@@ -96,6 +98,7 @@ def build(
         mixed_heads=mixed_heads,
         post_kernel=post_kernel,
         post_mixed_heads=post_mixed_heads,
+        window=window,
     )
     if tune and backend == "torch":
         raise BackendError(explain("tune", tune, "there are no candidates of the torch backend", GENERATED))

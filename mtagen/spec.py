@@ -34,13 +34,16 @@ class Spec:
         value_head_dim: size DV of a value vector; ``None`` means ``head_dim``.
         causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only.
         key_padding: where the key axis is padded: ``both`` (pL = (ck-1)//2), ``left`` (pL = ck-1), ``right`` (pL = 0).
-        mask: which scores the causal rule zeroes before the convolution: ``source`` (terms with j' > i' + off, as in
-            the MTA authors' code) or ``output`` (terms with j' > i + off, as in the paper's formula).
+        mask: which scores are zeroed before a convolution where not every query sees every key: ``source``, those whose
+            own query i' does not see their key j' (when causal j' > i' + off, as in the MTA authors' code), or
+            ``output``, those whose key the result's query i does not see (j' > i + off, as in the paper's formula).
         dtype: element type of q, k, v and out: ``bf16``, ``fp16``, ``fp32`` (and ``fp64`` for the torch backend).
         mixed_heads: m: before the softmax, scores are mixed in groups of m consecutive heads, 1..64; ``None``: not at
             all.
         post_kernel: extent of the convolution after the softmax; ``None`` for no convolution.
         post_mixed_heads: the same as ``mixed_heads``, after the softmax.
+        window: ``(left, right)``, as FlashAttention defines it: query i sees keys
+            ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0.
 
     Raises:
         SpecError: a field is out of range.
@@ -56,6 +59,7 @@ class Spec:
     mixed_heads: int | None = None
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
+    window: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:
         for name in ("kernel", "post_kernel"):
@@ -74,6 +78,7 @@ class Spec:
             raise SpecError(explain("causal", self.causal, "must be a bool", (True, False)))
         for name, legal in (("key_padding", KEY_PADDINGS), ("mask", MASKS), ("dtype", tuple(DTYPES))):
             check_choice(name, getattr(self, name), legal)
+        object.__setattr__(self, "window", _window(self.window))
 
     @property
     def cq(self) -> int:
@@ -139,9 +144,26 @@ class Spec:
         return heads // mixed, mixed, mixed
 
     @property
+    def left(self) -> int | None:
+        """Keys before its own position that a query sees; None: all."""
+        return self.window[0] if self.window[0] >= 0 else None
+
+    @property
+    def right(self) -> int | None:
+        """Keys after its own position that a query sees; None: all."""
+        if self.causal:
+            return 0
+        return self.window[1] if self.window[1] >= 0 else None
+
+    @property
+    def hides(self) -> bool:
+        """Whether some key is hidden from some query."""
+        return (self.left, self.right) != (None, None)
+
+    @property
     def masks_by_output(self) -> bool:
         """Whether a score counts for some rows of outputs and not for others: with one row both masks agree."""
-        return self.causal and self.mask == "output" and self.cq > 1
+        return self.hides and self.mask == "output" and self.cq > 1
 
     @property
     def itemsize(self) -> int:
@@ -168,6 +190,14 @@ def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
     if not all(1 <= c <= MAX_KERNEL for c in kernel):
         raise SpecError(explain(name, kernel, "cq and ck are out of range", f"1..{MAX_KERNEL} each"))
     return kernel[0], kernel[1]
+
+
+def _window(window: Any) -> tuple[int, int]:
+    """A window, checked."""
+    if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(_is_int(n) and n >= -1 for n in window)):
+        legal = "keys before and after a query's own, >= 0 each, or -1 for all"
+        raise SpecError(explain("window", window, "must be a pair of ints (left, right)", legal))
+    return window[0], window[1]
 
 
 def _is_int(value: object) -> bool:

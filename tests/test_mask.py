@@ -85,7 +85,7 @@ def test_ends_of_what_is_seen(mask):
 
 
 def test_names_tell_masks_apart():
-    assert (FULL.name, CAUSAL.name, Mask(4, 0).name) == ("full", "causal", "left4_right0")
+    assert (FULL.name, CAUSAL.name, Mask(4, 0).name) == ("full", "causal", "left4_causal")
     assert len({mask.name for mask in LIMITED}) == len(LIMITED)
     assert all(mask.name.isidentifier() for mask in LIMITED)
     assert len({*LIMITED, Mask(3, 6), Mask(3, 6, "output")}) == len(LIMITED) + 1

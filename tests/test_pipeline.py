@@ -43,6 +43,7 @@ PIPELINES = {
     for before, after in itertools.product(BEFORE, AFTER)
 }
 EVERYTHING = PIPELINES["both before, both after"]
+WINDOWS = [(0, -1), (3, -1), (-1, 2), (5, 4), (40, 0)]
 WIDE = {"kernel": (6, 11), "mixed_heads": 4, "post_kernel": (5, 8), "post_mixed_heads": 2}  # halos of 9 and 17
 
 every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
@@ -92,7 +93,7 @@ def make_grads(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def call_reference(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
     """Out and lse by the specification."""
     named = dict(zip(spec.weight_names, weights, strict=True))
-    options = {"causal": spec.causal, "key_padding": spec.key_padding, "mask": spec.mask}
+    options = {"causal": spec.causal, "window": spec.window, "key_padding": spec.key_padding, "mask": spec.mask}
     return reference(q, k, v, **named, **options, scale=SCALE, return_lse=True)
 
 
@@ -140,6 +141,28 @@ def test_equals_reference(options: dict[str, Any]) -> None:
 def test_shorter_than_a_halo(causal: bool, lengths: tuple[int, int], mask: str) -> None:
     spec = make_spec(WIDE, causal=causal, mask=mask)
     assert_equals_reference(spec, make_inputs(spec, *lengths))
+
+
+@pytest.mark.parametrize("mask", ["source", "output"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("stages", [EVERYTHING, {"kernel": (3, 4)}, {"kernel": None}], ids=str)
+@pytest.mark.usefixtures("small_strips")
+def test_windows(stages: dict[str, Any], window: tuple[int, int], causal: bool, mask: str) -> None:
+    spec = make_spec(stages, window=window, causal=causal, mask=mask)
+    for nq, nk in ((1, 1), (17, 17), (9, 30), (30, 9)):
+        assert_equals_reference(spec, make_inputs(spec, nq, nk))
+
+
+def test_strips_read_the_keys_of_their_windows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that time and memory grow with the number of rows times the window."""
+    monkeypatch.setattr(pipeline, "STRIP_SCORES", HEADS * 300)
+    spec = make_spec(EVERYTHING, window=(8, -1))
+    q, k, *_ = make_inputs(spec, 400, 400)
+    strips = [strip for _, strip in pipeline._strips(spec, q, k)]
+    assert all(strip.end - strip.first + 8 >= strip.keys.stop - strip.keys.start for strip in strips)
+    assert max((strip.end - strip.first) * (strip.keys.stop - strip.keys.start) for strip in strips) < 500
+    assert len(strips) < 50
 
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(2, 1), (3, 2), (2, 4)])
@@ -414,7 +437,10 @@ def test_gradients_are_reproducible() -> None:
         assert all(torch.equal(a, b) for a, b in zip(train(op, op.plan.spec, tensors), first, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": "output"}, {"key_padding": "left"}], ids=str)
+DECODED = [{}, {"causal": False}, {"mask": "output"}, {"key_padding": "left"}, {"window": (6, -1)}]
+
+
+@pytest.mark.parametrize("options", DECODED, ids=str)
 @pytest.mark.parametrize("n_new", [1, 3, 8])
 def test_decode_is_the_last_rows_of_the_op(n_new: int, options: dict[str, Any]) -> None:
     op = build(EVERYTHING, **options)

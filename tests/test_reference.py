@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 F64 = torch.float64
 KERNELS = [(1, 1), (1, 4), (2, 1), (3, 3), (4, 6)]
+WINDOWS = [(0, -1), (1, -1), (-1, 1), (2, 3), (9, 0)]
 LENGTHS = [(5, 5), (3, 6), (6, 3), (1, 1)]
 
 
@@ -35,6 +36,7 @@ def brute_force(
     post_head_weight=None,
     *,
     causal=True,
+    window=(-1, -1),
     key_padding="both",
     mask="source",
 ):
@@ -47,7 +49,10 @@ def brute_force(
     )
 
     def allowed(i, j):
-        return not causal or j <= i + nk - nq
+        position, (left, right) = i + nk - nq, window
+        if causal and j > position:
+            return False
+        return (left < 0 or j >= position - left) and (right < 0 or j <= position + right)
 
     def dot(x, y):
         return sum(map(operator.mul, x, y))
@@ -101,6 +106,22 @@ def test_equals_brute_force(kernel, causal, key_padding, mask):
         args = inputs(kernel, nq, nk)
         torch.testing.assert_close(
             reference(*args, **options, return_lse=True), brute_force(*args, **options), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("mask", ["source", "output"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows_equal_brute_force(window, causal, mask):
+    options = {"causal": causal, "window": window, "mask": mask}
+    for nq, nk in LENGTHS:
+        args = inputs((3, 4), nq, nk)
+        post = torch.randn(args[0].shape[1], 2, 3, dtype=F64)
+        torch.testing.assert_close(
+            reference(*args, post_weight=post, **options, return_lse=True),
+            brute_force(*args, post_weight=post, **options),
+            rtol=0,
+            atol=1e-12,
         )
 
 

@@ -30,10 +30,13 @@ def authors_attention(spec: Spec) -> Callable[..., Tensor]:
         by name, as :func:`mtagen.reference` takes them; it returns out ``[B, H, Nq, DV]`` in the dtype of q.
 
     Raises:
-        BackendError: the convolution's mask follows the output, which the layer cannot do.
+        BackendError: the convolution's mask follows the output, or queries see a window, which the layer cannot do.
     """
     if spec.masks_by_output:
         raise BackendError(explain("mask", spec.mask, "is not what the authors' code masks by", ("source",)))
+
+    if spec.window != (-1, -1):
+        raise BackendError(explain("window", spec.window, "is not what the authors' code masks by", (-1, -1)))
 
     def attend(
         q: Tensor,

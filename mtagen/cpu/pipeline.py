@@ -8,6 +8,7 @@ Computed in fp32, or in fp64 for fp64 inputs. Arguments are taken as valid: the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -76,8 +77,8 @@ def backward(
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
         dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses)
         dq[b, :, strip.first : strip.end] += dqueries
-        dk[b, :, : strip.keys] += dkeys
-        dv[b, :, : strip.keys] += dvalues
+        dk[b, :, strip.keys] += dkeys
+        dv[b, :, strip.keys] += dvalues
     dweights = (stages.gradients[name] for name in spec.weights(q.shape[1]))
     return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, *dweights), (q, k, v, *weights), strict=True))
 
@@ -118,22 +119,24 @@ def decode(
     for b, length in enumerate(lengths):
         rows = min(tail, length)  # those that exist
         if new := min(n_new, rows):
+            first = length - rows
+            keys = _keys(spec, first, length - 1, length)
             out[b, :, -new:], lse[b, :, -new:] = stages.forward(
-                q_tail[b, :, tail - rows :], k_cache[b, :, :length], v_cache[b, :, :length], length - rows, rows - new
+                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], first - keys.start, rows - new
             )
     return out, lse
 
 
 class _Strip(NamedTuple):
-    """Rows ``[begin, end)`` of outputs, made from rows ``[first, end)`` of queries and the first ``keys`` keys.
+    """Rows ``[begin, end)`` of outputs, made from rows ``[first, end)`` of queries and some keys.
 
-    ``position`` is that of the first row among the keys.
+    ``position`` is that of the first row, counted from the first of the keys.
     """
 
     first: int
     begin: int
     end: int
-    keys: int
+    keys: slice
     position: int
 
     @property
@@ -147,18 +150,32 @@ def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
     (batch, heads, nq, _), nk = q.shape, k.shape[2]
     if not (heads and nk):
         return
-    size = max(1, STRIP_SCORES // (heads * nk), 2 * spec.context)  # or most of a strip would be context
+    size = max(1, _rows(spec, STRIP_SCORES // heads, nk), 2 * spec.context)  # or most of a strip would be context
     for b in range(batch):
         for begin in range(0, nq, size):
             end = min(begin + size, nq)
-            keys = min(nk, max(0, end + nk - nq)) if spec.causal else nk
             first = max(0, begin - spec.context)
-            if keys:
-                yield b, _Strip(first, begin, end, keys, first + nk - nq)
+            keys = _keys(spec, first + nk - nq, end - 1 + nk - nq, nk)
+            if keys.start < keys.stop:
+                yield b, _Strip(first, begin, end, keys, first + nk - nq - keys.start)
+
+
+def _rows(spec: Spec, scores: int, nk: int) -> int:
+    """How many rows have so many scores of keys that one of them sees."""
+    if spec.left is None or spec.right is None:
+        return scores // nk
+    window = spec.left + spec.right
+    return max(scores // nk, (math.isqrt(window * window + 4 * scores) - window) // 2)
+
+
+def _keys(spec: Spec, first: int, last: int, nk: int) -> slice:
+    """The keys that one of the rows at positions ``first`` to ``last`` sees."""
+    begin = 0 if spec.left is None else max(0, first - spec.left)
+    return slice(begin, nk if spec.right is None else min(nk, max(0, last + spec.right + 1)))
 
 
 def _operands(strip: _Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, strip.first : strip.end], k[:, : strip.keys], v[:, : strip.keys]
+    return q[:, strip.first : strip.end], k[:, strip.keys], v[:, strip.keys]
 
 
 def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,8 +229,12 @@ class _Stages:
         return (dscores @ k.to(self.dtype)).view_as(q), dscores.mT @ _shared(q.to(self.dtype), k), dv
 
     def _forbidden(self, q: Tensor, k: Tensor, position: int) -> Tensor:
-        forbidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-        return forbidden.triu(position + 1) & self.spec.causal
+        forbidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        if self.spec.right is not None:
+            forbidden |= torch.ones_like(forbidden).triu(position + self.spec.right + 1)
+        if self.spec.left is not None:
+            forbidden |= torch.ones_like(forbidden).tril(position - self.spec.left - 1)
+        return forbidden
 
     def _logits(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores as the convolution takes them, as the mixture takes them, and as the softmax does."""

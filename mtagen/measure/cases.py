@@ -103,10 +103,10 @@ class Case:
     def seen_scores(self) -> int:
         """(row, key) pairs over all heads and sequences whose key the row sees."""
         batch, heads, _, nq, nk = self.sizes
-        if not self.causal:
-            return batch * heads * nq * nk
-        rows = min(nq, nk)  # earlier rows see no key
-        return batch * heads * (rows * (nk - rows) + rows * (rows + 1) // 2)
+        left, right = self.spec.left, self.spec.right
+        left, right = nk if left is None else left, nk if right is None else right
+        positions = range(nk - nq, nk)
+        return batch * heads * sum(max(0, min(nk, p + right + 1) - max(0, p - left)) for p in positions)
 
     @property
     def score_bytes(self) -> int:

@@ -17,7 +17,8 @@ from .inputs import Inputs
 
 def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
     """An operator in plain PyTorch, :func:`mtagen.reference`: (q, k, v, weights by name) -> out, or (out, lse)."""
-    return partial(reference, causal=spec.causal, key_padding=spec.key_padding, mask=spec.mask, return_lse=return_lse)
+    rules = {name: getattr(spec, name) for name in ("causal", "window", "key_padding", "mask")}
+    return partial(reference, **rules, return_lse=return_lse)
 
 
 def judge(

@@ -39,14 +39,14 @@ class Mask:
     @classmethod
     def of(cls, spec: Spec) -> Mask:
         """The mask of a request. In a convolution over a single row both kinds of terms are the same: ``source``."""
-        return cls(left=None, right=0 if spec.causal else None, terms=spec.mask if spec.cq > 1 else "source")
+        return cls(left=spec.left, right=spec.right, terms=spec.mask if spec.cq > 1 else "source")
 
     @property
     def name(self) -> str:
         """In names of kernels and in tables."""
-        if not self.hides:
-            return "full"
-        return "causal" if (self.left, self.right) == (None, 0) else f"left{self.left}_right{self.right}"
+        before = f"left{self.left}" if self.hides_earlier else ""
+        after = {None: "", 0: "causal"}.get(self.right, f"right{self.right}")
+        return "_".join(filter(None, (before, after))) or "full"
 
     @property
     def hides_later(self) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, check_convolves_only, describe
+from ..passes import Fields, PassPlan, check_convolves_only, check_window, describe
 from ..splits import SplitRule, split_rule
 from ..targets import Target, get_target
 from .decode import DECODE_ROLES, Decode, decode_geometry
@@ -153,6 +153,7 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
         PlanError: one does not fit; the message names the limit.
     """
     check_convolves_only(spec, "triton")
+    check_window(spec, "triton")
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
     geometry = lift(spec)

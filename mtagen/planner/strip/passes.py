@@ -10,7 +10,7 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
-from ..passes import Fields, SettledPass
+from ..passes import Fields, SettledPass, check_window
 from ..targets import Target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
@@ -21,8 +21,8 @@ from .source import StripSource
 from .stages import Stages
 
 WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
-# What one of them takes at most; 2**28 are 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden by
-# the mask and yet multiplied; fewer rows need more launches. The forward pass has fewer planes than the backward.
+# What one of them takes at most; 2**28 are 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden
+# and yet multiplied; fewer rows need more launches. The forward pass has fewer planes than the backward.
 PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode": WORKSPACE_BYTES}
 # CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
@@ -133,6 +133,7 @@ class StripLowering:
         Raises:
             PlanError: there is none; the message says why.
         """
+        check_window(spec, self.backend)
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
         made = StripPass(spec, target.name, pass_name, self.backend)
