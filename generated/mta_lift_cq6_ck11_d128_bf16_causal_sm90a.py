@@ -32,10 +32,10 @@ Symbols
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
     x                   a vector of the operand that is lifted, or of any gradient; there are n_x of them
     t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
-    interior, edge      tiles: interior if no score is hidden or on the band, else edge
-    delta, f            diagonal of a score, i + off - j; f = -delta counts the diagonals that are hidden
-    band, BAND          the diagonals 0 <= delta < 10, next to the mask's edge
-    REACH               dropped terms are scores on the hidden diagonals 1 <= f <= 10
+    interior, edge      tiles: interior if no score is hidden or on a band, else edge
+    delta, f            diagonal of a score, counted inwards and outwards from an edge of the mask
+    band                the diagonals 0 <= delta < 10 from the last key that a row sees, BAND of them;
+                        dropped terms are scores on the diagonals 1 <= f <= 10, REACH of them
     p, dp, g            of a tile: softmax and its gradient, and the gradient of C
     strip               the rows strip_begin <= i < strip_end, whose g is in the workspace at once
     kept rows           the last 5 rows of the strip before; in the workspace before a strip's own
@@ -110,7 +110,7 @@ def mta_lift_band_scores_cq6_ck11_d128_bf16_causal_sm90a(
     n_heads, group, n_q, n_k,
     BLOCK: tl.constexpr = 64, WINDOW: tl.constexpr = 128, D: tl.constexpr = 128, REACH: tl.constexpr = 10,
 ):
-    """Unscaled scores on the hidden diagonals that dropped terms are on: scores[i, f - 1] = q[i] . k[i + off + f].
+    """Unscaled scores on the diagonals that dropped terms are on: scores[i, f - 1] = q[i] . k[f + i + off].
 
     Writes scores (all heads, n_q, REACH) fp32.
     A program multiplies BLOCK rows with the WINDOW keys that their diagonals meet, and keeps the diagonals.
@@ -127,7 +127,8 @@ def mta_lift_band_scores_cq6_ck11_d128_bf16_causal_sm90a(
     product = tl.dot(q, k.trans())
 
     row = tl.arange(0, BLOCK)[:, None]
-    f = 1 + tl.arange(0, WINDOW)[None, :] - row
+    column = tl.arange(0, WINDOW)[None, :]
+    f = 1 + column - row
     scores = scores_ptr + (head.to(tl.int64) * n_q + i0) * REACH
     tl.store(scores + row * REACH + f - 1, product, mask=(i0 + row < n_q) & (f >= 1) & (f <= REACH))
 
@@ -222,7 +223,7 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
         for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
             correction = correction_ptr + (head * BAND + delta) * n_q + rows
             dropped = tl.load(correction, mask=rows < n_q, other=0.0)
-            c -= tl.where(cols[None, :] == (rows + off - delta)[:, None], dropped[:, None], 0.0)
+            c -= tl.where(cols[None, :] == (off + rows - delta)[:, None], dropped[:, None], 0.0)
         c = tl.where(allowed, c, -float("inf"))
 
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -323,7 +324,7 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
         for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
             correction = correction_ptr + (head * BAND + delta) * n_q + rows
             dropped = tl.load(correction, mask=rows < n_q, other=0.0)
-            c -= tl.where(cols[None, :] == (rows + off - delta)[:, None], dropped[:, None], 0.0)
+            c -= tl.where(cols[None, :] == (off + rows - delta)[:, None], dropped[:, None], 0.0)
 
         row0 = head * n_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
@@ -488,9 +489,9 @@ def mta_lift_bwd_band_gather_cq6_ck11_d128_bf16_causal_sm90a(
     head0, n_q, n_k, strip_begin, strip_end,
     BLOCK: tl.constexpr = 16, BAND: tl.constexpr = 10, BAND_POW2: tl.constexpr = 16,
 ):
-    """g on the band, for the rows of a strip: band[i, delta] = g[i, i + off - delta], 0 where there is no such key.
+    """g on the band, for the rows of a strip: band[i, delta] = g[i, i + off - delta].
 
-    Writes rows strip_begin..strip_end of band (all heads, n_q, BAND) fp32.
+    It is 0 where there is no such key. Writes rows strip_begin..strip_end of band (all heads, n_q, BAND) fp32.
     """
     n_blocks = tl.cdiv(strip_end - strip_begin, BLOCK)
     row = (strip_begin + tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -498,7 +499,7 @@ def mta_lift_bwd_band_gather_cq6_ck11_d128_bf16_causal_sm90a(
     off = n_k - n_q
 
     delta = tl.arange(0, BAND_POW2)[None, :]
-    key = row + off - delta
+    key = off + row - delta
     inside = (row < strip_end) & (key >= 0) & (delta < BAND)
     strip_row = row - strip_begin + 5
     g = tl.load(g_ptr + slot * g_slot + strip_row * g_row + key * g_key, mask=inside, other=0.0)
@@ -514,7 +515,7 @@ def mta_lift_bwd_band_cq6_ck11_d128_bf16_causal_sm90a(
 ):
     """What the correction hands on: the gradients of the scores that it was made of, and its share of dW.
 
-    Writes band_grad (all heads, n_q, REACH) fp32; [i, f - 1] is the gradient of q[i] . k[i + off + f].
+    Writes band_grad (all heads, n_q, REACH) fp32; [i, f - 1] is the gradient of q[i] . k[f + i + off].
     Writes partial (blocks of rows, all heads, 6 * 11) fp32, what each block adds to dW.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
@@ -571,13 +572,14 @@ def mta_lift_bwd_dq_cq6_ck11_d128_bf16_causal_sm90a(
     grad = tl.load(grad_ptr + (slot * n_x + x) * 128 + d, mask=inside, other=0.0)
     out += 0.6931471805599453 * grad  # lifted keys are in units of log2
 
-    # The correction is made of the scores q[row] . k[row + off + f]; x is the row of one.
     other = other_ptr + (b * other_b + h // group * other_h) // 8 * 8 + d
+    # The correction is made of scores q[row] . k[f + off + row], x being the row.
     for f in range(1, REACH + 1):
         row = x
         met = (row >= 0) & (row < n_q)
-        band_grad = tl.load(band_grad_ptr + (head * n_q + row) * REACH + f - 1, mask=met, other=0.0)
-        key = row + off + f
+        band_grad = band_grad_ptr + (head * n_q + row) * REACH + f - 1
+        band_grad = tl.load(band_grad, mask=met, other=0.0)
+        key = f + off + row
         met = met & (key >= 0) & (key < n_k)
         partner = tl.load(other + key * other_n, mask=met, other=0.0)
         out += band_grad * partner.to(tl.float32)
@@ -635,12 +637,13 @@ def mta_lift_bwd_dk_cq6_ck11_d128_bf16_causal_sm90a(
                 partial = partial_ptr + (block * all_heads + head) * (6 * 11)
                 tl.store(partial + entry, scale * tl.sum(grad * operand))
 
-        # The correction is made of the scores q[row] . k[row + off + f]; x is the key of one.
         other = other_ptr + (b * other_b + h * other_h) // 8 * 8 + d
+        # The correction is made of scores q[row] . k[f + off + row], x being the key.
         for f in range(1, REACH + 1):
-            row = x - off - f
+            row = x - f - off
             met = (row >= 0) & (row < n_q)
-            band_grad = tl.load(band_grad_ptr + (head * n_q + row) * REACH + f - 1, mask=met, other=0.0)
+            band_grad = band_grad_ptr + (head * n_q + row) * REACH + f - 1
+            band_grad = tl.load(band_grad, mask=met, other=0.0)
             partner = tl.load(other + row * other_n, mask=met, other=0.0)
             out += band_grad * partner.to(tl.float32)
 
@@ -680,7 +683,7 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
 
 
 def _band_scores(q, k):
-    """Unscaled scores on the hidden diagonals next to the mask's edge: (B * H, Nq, 10) fp32."""
+    """Unscaled scores next to the last key that is seen: (B * H, Nq, 10) fp32."""
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     scores = torch.empty((batch * n_heads, n_q, 10), dtype=torch.float32, device=q.device)
@@ -913,7 +916,7 @@ def mta_lift_decode_cq6_ck11_d128_bf16_causal_sm90a(
     begin = split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    first_edge = length - n_new - 4  # the first key that some query must not see
+    seen_to = length - n_new - 4  # the first key after it that some query must not see
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -962,11 +965,12 @@ def mta_lift_decode_cq6_ck11_d128_bf16_causal_sm90a(
         k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
-        if j0 + BLOCK_N > first_edge:  # a key that some query must not see is in the tile: sum u by u
-            product = tl.where((key < first_edge)[None, :], product, 0.0)
+        if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
+            by_all = (key < seen_to)
+            product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
-                seen = (key >= first_edge)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
+                seen = (by_all == 0)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
                 product += tl.where(seen, tl.dot(term, k.trans()), 0.0)
         sheared = tl.gather(tl.where(is_current, product, previous), source, 1)
         previous = product
@@ -1027,7 +1031,7 @@ def mta_lift_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
     begin = split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    first_edge = length - n_new - 4  # the first key that some query must not see
+    seen_to = length - n_new - 4  # the first key after it that some query must not see
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -1076,11 +1080,12 @@ def mta_lift_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
         k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
-        if j0 + BLOCK_N > first_edge:  # a key that some query must not see is in the tile: sum u by u
-            product = tl.where((key < first_edge)[None, :], product, 0.0)
+        if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
+            by_all = (key < seen_to)
+            product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
-                seen = (key >= first_edge)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
+                seen = (by_all == 0)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
                 product += tl.where(seen, tl.dot(term, k.trans()), 0.0)
         sheared = tl.gather(tl.where(is_current, product, previous), source, 1)
         previous = product

@@ -533,6 +533,7 @@ WRONG_VALUES = {
     "post_mixed_heads": NO_GROUP,
     "head_dim": (*NOT_A_SIZE, None),
     "value_head_dim": NOT_A_SIZE,
+    "window": (*NO_KERNEL, None, (-2, 0)),
     "causal": (*NOT_A_BOOL, None),
     "key_padding": (*NOT_TEXT, None, "", "Both"),
     "mask": (*NOT_TEXT, None, "none"),

@@ -213,7 +213,7 @@ def test_fits_the_target_or_says_what_does_not(
             assert all(is_power_of_2(size) for size in (tile.block_m, tile.block_n or 1, tile.num_warps))
             if role in TENSOR_ROLES:
                 assert strip_multiple % tile.block_m == 0
-    band = {"band_scores", "band"} if made.lift["forward"].lift.band.width else set()
+    band = {"band_scores", "band"} if made.lift["forward"].lift.bands else set()
     assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_scores", "band"} | band
 
 
@@ -250,6 +250,11 @@ GEOMETRIES = [
     for kernel in ((1, 1), (1, 3), (3, 1), (2, 5), (5, 2), (4, 3), (3, 4))
     for key_padding in ("both", "left", "right")
     for causal, mask in ((True, "source"), (True, "output"), (False, "source"))
+]
+WINDOWED = [
+    Spec(kernel, 16, causal=causal, window=window)
+    for kernel in ((1, 1), (2, 5), (5, 2))
+    for causal, window in ((True, (4, -1)), (False, (3, -1)), (False, (-1, 2)), (False, (2, 3)), (False, (0, 0)))
 ]
 
 
@@ -314,8 +319,13 @@ def blocks(n_owned: int, size: int, aligned: bool) -> Iterator[tuple[int, range]
         yield start, range(start, min(start + size, n_owned))
 
 
+def spec_sees(spec: Spec, position: int, key: int) -> bool:
+    after = key - position
+    return (spec.left is None or after >= -spec.left) and (spec.right is None or after <= spec.right)
+
+
 @pytest.mark.parametrize("index", [0, 1], ids=["lifted", "shifted"])
-@pytest.mark.parametrize("spec", GEOMETRIES, ids=name_of)
+@pytest.mark.parametrize("spec", [*GEOMETRIES, *WINDOWED], ids=name_of)
 def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
     """Every allowed score whose gradient is read lies in a visited tile; interior tiles read no others.
 
@@ -342,7 +352,8 @@ def test_contractions_visit_what_they_need(spec: Spec, index: int) -> None:
                     for row, key in itertools.product((i + s for s in row_shifts), (j + s for s in key_shifts)):
                         if not (0 <= row < n_q and 0 <= key < n_k):
                             continue  # reads as zero
-                        if key <= row + off or not spec.causal:
+                        if spec_sees(spec, row + off, key):
                             assert begin <= tile < end
                         else:
                             assert not interior_begin <= tile < interior_end
+                assert begin <= max(begin, interior_begin) <= max(begin, interior_end) <= max(begin, end)

@@ -8,7 +8,7 @@ import sympy
 
 from mtagen.errors import PlanError
 from mtagen.planner.geometry.stencil import Stencil, pipeline_stencil
-from mtagen.planner.lift.band import DELTA, U, V, band
+from mtagen.planner.lift.band import DELTA, U, V, bands
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
 KERNELS = [(1, 1), (1, 4), (3, 1), (2, 2), (3, 5), (6, 11), (4, 2)]
@@ -99,56 +99,81 @@ def test_tile_smaller_than_its_halo_is_refused():
         forward.then(forward.adjoint()).effective(16, 16)
 
 
+WINDOWED = [
+    Spec(kernel, 64, key_padding=padding, mask=mask, causal=causal, window=window)
+    for kernel, padding in (((1, 4), "both"), ((3, 1), "both"), ((3, 4), "left"), ((4, 3), "right"), ((2, 5), "both"))
+    for mask in MASKS
+    for causal, window in ((True, (6, -1)), (False, (7, -1)), (False, (-1, 3)), (False, (5, 4)), (False, (1, 0)))
+]
+MASKED = [*(spec for spec in SPECS if spec.causal), *WINDOWED]
+
+
+def sees(spec, i, j, off):
+    after = j - i - off
+    return (spec.left is None or after >= -spec.left) and (spec.right is None or after <= spec.right)
+
+
 def dropped(spec, i, j, ii, jj, off):
-    """The lifted sum keeps this term of C[i, j]; the causal rule does not."""
-    return spec.causal and jj > off + {"source": ii, "output": i}[spec.mask]
+    """The lifted sum keeps this term of C[i, j]; the mask does not."""
+    return not sees(spec, {"source": ii, "output": i}[spec.mask], jj, off)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_band_covers_exactly_the_dropped_terms(spec):
+def beyond(spec, later, i, j, off):
+    """How far a key lies past the last key that a row sees, or before the first."""
+    after = j - i - off
+    return after - spec.right if later else -spec.left - after
+
+
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("spec", [*SPECS, *WINDOWED], ids=spec_id)
+def test_band_covers_exactly_the_dropped_terms(spec, later):
     n, off = 24, 2
     deltas, diagonals = set(), set()
-    for i, j in itertools.product(range(n), range(n + off)):
-        if j > i + off:
-            continue
-        for ii, jj in reads(spec, i, j):
-            if ii >= 0 and 0 <= jj < n + off and dropped(spec, i, j, ii, jj, off):
-                deltas.add(i + off - j)
-                diagonals.add(jj - ii - off)
-    geometry = band(spec)
-    assert deltas == set(range(geometry.width))
-    assert diagonals <= set(range(1, geometry.reach + 1))
-    assert max(diagonals, default=0) == geometry.reach
+    if (spec.right if later else spec.left) is not None:
+        for i, j in itertools.product(range(n), range(n + off)):
+            if not sees(spec, i, j, off):
+                continue
+            for ii, jj in reads(spec, i, j):
+                masked_by = {"source": ii, "output": i}[spec.mask]
+                if ii >= 0 and 0 <= jj < n + off and beyond(spec, later, masked_by, jj, off) > 0:
+                    deltas.add(-beyond(spec, later, i, j, off))
+                    diagonals.add(beyond(spec, later, ii, jj, off))
+    found = [band for band in bands(spec) if band.later == later]
+    assert len(found) == bool(deltas)
+    for band in found:
+        assert deltas == set(range(band.width))
+        assert diagonals <= set(range(1 - band.inside, band.reach - band.inside + 1))
+        if spec.left is None or spec.right is None:  # in a narrow window some of the taps meet no diagonal of the band
+            assert (min(diagonals), max(diagonals)) == (1 - band.inside, band.reach - band.inside)
 
 
 def test_band_of_the_paper_setting():
     def sizes(**options):
-        made = band(Spec((6, 11), 128, **options))
-        return made.width, made.reach
+        return [(band.width, band.reach) for band in bands(Spec((6, 11), 128, **options))]
 
-    assert sizes() == (10, 10)
-    assert sizes(mask="output") == (5, 10)
-    assert sizes(mask="output", key_padding="left") == (0, 0)
-    assert sizes(causal=False) == (0, 0)
-    assert band(Spec((6, 11), 128)).ahead == V - U
+    assert sizes() == [(10, 10)]
+    assert sizes(mask="output") == [(5, 10)]
+    assert sizes(mask="output", key_padding="left") == []
+    assert sizes(causal=False) == []
+    assert sizes(window=(100, -1)) == [(10, 10), (5, 5)]
+    assert bands(Spec((6, 11), 128))[0].ahead == V - U
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(9, 9), (5, 13), (13, 8)])
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.causal], ids=spec_id)
-def test_lifted_score_less_band_is_the_convolved_score(spec, n_q, n_k):
-    """C = Ct - E with E built from the band's ``reach`` diagonals of scores, on ``width`` diagonals."""
+@pytest.mark.parametrize("spec", MASKED, ids=spec_id)
+def test_lifted_score_less_bands_is_the_convolved_score(spec, n_q, n_k):
+    """C = Ct - E with E built from the scores on each band's diagonals f <= ``reach``, on ``width`` diagonals."""
     rng, off = np.random.default_rng(0), n_k - n_q
     scores, weight = rng.standard_normal((n_q, n_k)), rng.standard_normal(spec.kernel)
-    geometry = band(spec)
-    assert all(comparison.operator == ">" for comparison in geometry.dropped)
+    assert all(comparison.operator == ">" for band in bands(spec) for comparison in band.dropped)
 
-    def diagonal(i, f):
-        inside = 0 <= i < n_q and 0 <= i + off + f < n_k
-        return scores[i, i + off + f] if inside and 1 <= f <= geometry.reach else 0.0
+    def scored(band, i, f):
+        key = int(band.key(i + off, band.inside - f))
+        assert int(band.position(key, band.inside - f)) == i + off
+        return scores[i, key] if 0 <= i < n_q and 0 <= key < n_k and 1 <= f <= band.reach else 0.0
 
     for i, j in itertools.product(range(n_q), range(n_k)):
-        delta = i + off - j
-        if delta < 0:
+        if not sees(spec, i, j, off):
             continue
         exact = lifted = correction = 0.0
         for u, v in itertools.product(range(spec.cq), range(spec.ck)):
@@ -156,8 +181,10 @@ def test_lifted_score_less_band_is_the_convolved_score(spec, n_q, n_k):
             if 0 <= ii < n_q and 0 <= jj < n_k:
                 lifted += weight[u, v] * scores[ii, jj]
                 exact += 0.0 if dropped(spec, i, j, ii, jj, off) else weight[u, v] * scores[ii, jj]
-            tap = {U: u, V: v, DELTA: delta}
-            drops = all(left.subs(tap) > right.subs(tap) for left, _, right in geometry.dropped)
-            if delta < geometry.width and drops:
-                correction += weight[u, v] * diagonal(ii, int(geometry.ahead.subs(tap)) - delta)
+            for band in bands(spec):
+                delta = int(band.diagonal(i + off, j))
+                tap = {U: u, V: v, DELTA: delta}
+                drops = all(left.subs(tap) > right.subs(tap) for left, _, right in band.dropped)
+                if delta < band.width and drops:
+                    correction += weight[u, v] * scored(band, ii, int(band.ahead.subs(tap)) - delta)
         assert exact == pytest.approx(lifted - correction, abs=1e-12)

@@ -183,7 +183,7 @@ def finish(module: LiftModule, owner: str) -> Finish:
     lifted = rows != lift.lifts_keys
     out = f"d{own.operand}"
     tensors = {"x": own.operand} if lifted else {}
-    tensors |= {"other": other.operand} if lift.band.width else {}
+    tensors |= {"other": other.operand} if lift.bands else {}
     unlifted = f"scale * sum_(t, s) {weight_entry(lift)} * grad[t, {shifted('x - s', lift.pad)}]"
     formula = f"{out}[x] = {unlifted if lifted else 'ln(2) * grad[x]'}"
     return Finish(
@@ -195,6 +195,6 @@ def finish(module: LiftModule, owner: str) -> Finish:
         grad=next(one.role for one in lift.contractions if one.owner == owner),
         out=out,
         shape=f"B, {'H' if rows else 'Hkv'}, {own.length}, {module.spec.head_dim}",
-        formula=f"{formula}{', plus the share of the correction' if lift.band.width else ''}.",
+        formula=f"{formula}{', plus the share of the correction' if lift.bands else ''}.",
         tensors=tensors,
     )

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import sympy
-from sympy import Expr
+from sympy import Expr, Symbol
 
 from ..planner.geometry.affine import N_K, N_Q, Size
-from ..planner.geometry.loops import Loop
+from ..planner.geometry.loops import OFF, Loop
 from ..planner.geometry.mask import Mask
+from ..planner.lift.band import DELTA, Band
 from ..planner.lift.module import LiftModule
 from ..planner.lift.operands import Lift, T
 from ..planner.strip.module import StripModule
 from ..planner.targets import get_target
 from ..spec import Spec
 from .printers import Source, triton_code
+
+
+_F, _I0, _REACH = sympy.symbols("f i0 REACH", integer=True)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ def last_key(mask: Mask, position: str) -> str:
     return triton_code(mask.last_key(Source(position)))
 
 
+def first_key(mask: Mask, position: str) -> str:
+    """The first key that the query at a position sees; the mask hides earlier ones."""
+    return triton_code(mask.first_key(Source(position)))
+
+
 def sees(mask: Mask, position: str, key: str) -> str:
     """The condition that the query at a position sees a key; the mask hides some."""
     first, last = mask.first_key(Source(position)), mask.last_key(Source(position))
@@ -95,6 +104,39 @@ def sees(mask: Mask, position: str, key: str) -> str:
         return f"{key} <= {triton_code(last)}"
     seen = f"{key} >= {triton_code(first)}"
     return seen if last is None else f"({seen}) & ({key} <= {triton_code(last)})"
+
+
+def diagonal_key(band: Band, row: str) -> str:
+    """The key on diagonal ``delta`` of a row."""
+    return triton_code(band.key(Symbol(row, integer=True) + OFF, DELTA))
+
+
+def scored_key(band: Band, row: str) -> str:
+    """The key on diagonal ``f`` of a row."""
+    return triton_code(band.key(Symbol(row, integer=True) + OFF, band.inside - _F))
+
+
+def window_start(band: Band) -> str:
+    """The first key on the diagonals 1 <= f <= REACH of the rows from ``i0`` on."""
+    return triton_code(band.key(_I0 + OFF, band.inside - (1 if band.later else _REACH)))
+
+
+def scored_row(band: Band, key: str) -> str:
+    """The row on whose diagonal ``f`` a key is."""
+    return triton_code(band.position(Symbol(key, integer=True), band.inside - _F) - OFF)
+
+
+def dropped_mask(band: Band) -> str:
+    """What else than its place on a hidden diagonal a term needs in order to be dropped."""
+    return "".join(
+        f" & ({triton_code(left)} {operator} {triton_code(right)})" for left, operator, right in band.dropped
+    )
+
+
+def correction_entry(band: Band) -> str:
+    """Where the correction of C[i, j] stands, in formulas."""
+    i, j = sympy.symbols("i j", integer=True)
+    return f"correction{band.suffix}[{triton_code(band.diagonal(i + OFF, j))}, i]"
 
 
 def weight_entry(lift: Lift) -> str:

@@ -22,10 +22,16 @@ from .pieces import (
     KEYS,
     QUERIES,
     aligned,
+    correction_entry,
+    diagonal_key,
     dot_options,
+    dropped_mask,
+    first_key,
     last_key,
     loop_source,
     operands,
+    scored_key,
+    scored_row,
     sees,
     shifted,
     tiles,
@@ -33,6 +39,7 @@ from .pieces import (
     weight_entry,
     weight_index,
     width_mask,
+    window_start,
 )
 from .printers import triton_code, triton_host_code
 from .templates import environment
@@ -115,9 +122,6 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
     """What templates ask."""
     spec, lift = module.spec, module.lift
     row_tensor, key_tensor = operands(lift)
-    dropped = "".join(
-        f" & ({triton_code(left)} {operator} {triton_code(right)})" for left, operator, right in lift.band.dropped
-    )
     d_mask = width_mask("d", spec.head_dim, module.block_d)
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
@@ -125,7 +129,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "module": module,
         "spec": spec,
         "lift": lift,
-        "band": lift.band,
+        "bands": lift.bands,
         "mask": lift.mask,
         "sequence": SEQUENCE,
         # Numbers of the request
@@ -147,7 +151,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "u_shift": _U - (spec.cq - 1),
         "v_shift": _V - spec.pad_left,
         "s_shift": _S - lift.pad,
-        "minus_correction": " - correction[i + off - j, i]" if lift.band.width else "",
+        "minus_correction": "".join(f" - {correction_entry(band)}" for band in lift.bands),
         # What is loaded and what is seen
         "aligned": partial(aligned, module.vector),
         "d_mask": d_mask,
@@ -155,9 +159,14 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "within": lambda condition: f"({condition}){d_mask}" if d_mask else condition,
         "dot_options": dot_options(module),
         "sees": partial(sees, lift.mask),
+        "first_key": partial(first_key, lift.mask),
         "last_key": partial(last_key, lift.mask),
         "starts_first": lambda why: f"  # the longest first: {why}" if lift.mask.favours_later_rows else "",
-        "dropped_mask": dropped,
+        "dropped_mask": dropped_mask,
+        "diagonal_key": diagonal_key,
+        "scored_key": scored_key,
+        "scored_row": scored_row,
+        "window_start": window_start,
         # Of the backward pass
         "g_layout": GradientLayout(lift.lifts_keys, lift.kept_rows),
         "contractions": [product(module, one) for one in lift.contractions] if module.has("backward") else [],

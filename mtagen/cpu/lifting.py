@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..planner.lift.band import band
+from ..planner.lift.band import bands
 from ..spec import Spec
 
 
@@ -61,7 +61,7 @@ def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
 
     As matrices: windows of A, the scores ahead of the diagonal, times a rearranged kernel.
     """
-    if not band(spec).width:
+    if not _width(spec):
         return q.new_empty(*q.shape[:2], 0)
     return _ahead_windows(spec, q, k) @ _band_kernel(spec, kernel)
 
@@ -100,7 +100,7 @@ def _band_kernel(spec: Spec, kernel: Tensor) -> Tensor:
     entries, taps = _band_terms(spec, kernel.device)
     matrix = kernel.new_zeros(kernel.shape[0], entries.numel())
     matrix[:, entries] = kernel.flatten(1)[:, taps]
-    return torch.unflatten(matrix, 1, (-1, band(spec).width))
+    return torch.unflatten(matrix, 1, (-1, _width(spec)))
 
 
 def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
     u, f, delta = torch.meshgrid(
         torch.arange(spec.cq, device=device),
         torch.arange(1, spec.cq + spec.pad_right, device=device),
-        torch.arange(band(spec).width, device=device),
+        torch.arange(_width(spec), device=device),
         indexing="ij",
     )
     v = f + spec.pad_left - (spec.cq - 1) + u + delta
@@ -116,6 +116,11 @@ def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
     if spec.mask == "output":
         entries &= v - spec.pad_left > delta
     return entries.flatten(), (u * spec.ck + v)[entries]
+
+
+def _width(spec: Spec) -> int:
+    """Diagonals that need correction: next to the causal one, if any."""
+    return sum(band.width for band in bands(spec))
 
 
 def _padded(x: Tensor, n: int, before: int) -> Tensor:

@@ -48,10 +48,13 @@ class Case:
     mask: str = "source"
     dtype: str = "fp32"
     layout: str = "plain"
+    window: tuple[int, int] = (-1, -1)
 
     @property
     def spec(self) -> Spec:
-        return Spec(self.kernel, DIM, VALUE_DIM, self.causal, self.key_padding, self.mask, self.dtype)
+        return Spec(
+            self.kernel, DIM, VALUE_DIM, self.causal, self.key_padding, self.mask, self.dtype, window=self.window
+        )
 
 
 KERNELS = ((1, 1), (6, 11), (3, 3), (5, 2), (2, 9))
@@ -72,6 +75,11 @@ CASES = [
     *(Case(layout=layout, n_new=2, heads=4) for layout in ("tokens first", "packed")),
     *(Case(kernel, n_new=n_new, dtype="fp16") for kernel in ((6, 11), (3, 3)) for n_new in (1, 8)),
     *(Case(heads=4, kv_heads=1, dtype="fp16", causal=causal) for causal in (True, False)),
+    *(
+        Case(kernel, n_new=n_new, causal=causal, mask=mask, window=window)
+        for kernel, mask in (((6, 11), "source"), ((5, 2), "output"), ((3, 3), "source"), ((1, 1), "source"))
+        for n_new, causal, window in ((1, True, (9, -1)), (3, True, (0, -1)), (2, False, (12, 2)), (8, False, (30, 0)))
+    ),
 ]
 
 
@@ -124,6 +132,7 @@ def _expected(
             result = reference(
                 *(x.to(dtype) for x in (queries, keys, values, weight)),
                 causal=case.causal,
+                window=case.window,
                 key_padding=case.key_padding,
                 mask=case.mask,
                 scale=SCALE,

@@ -61,6 +61,29 @@ def test_as_planned(
     assert_accurate(op, (*TINY, *RAGGED))
 
 
+WINDOWS = [
+    ((6, 11), (20, -1), True, "both", "source"),
+    ((6, 11), (20, 9), False, "both", "source"),
+    ((6, 11), (7, -1), False, "left", "output"),
+    ((5, 2), (0, -1), True, "both", "source"),
+    ((5, 2), (12, 3), False, "both", "output"),
+    ((2, 9), (-1, 4), False, "right", "source"),
+    ((2, 9), (1, 1), False, "both", "source"),  # narrower than the bands at its edges
+    (None, (30, -1), True, "both", "source"),
+    (None, (0, 0), False, "both", "source"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "window", "causal", "key_padding", "mask"), WINDOWS)
+def test_windows(
+    kernel: tuple[int, int] | None, window: tuple[int, int], causal: bool, key_padding: str, mask: str
+) -> None:
+    options = {"dtype": "fp32", "causal": causal, "key_padding": key_padding, "mask": mask}
+    op = mtagen.build(kernel, 16, window=window, backend="triton", **options)
+    assert_accurate(op, (*TINY, *RAGGED))
+    assert_accurate(retiled(op, Tile(16, 32), workspace_bytes=2**10), (Sizes(1, 2, 1, 150, 161),))
+
+
 @pytest.mark.parametrize("kernel", [(6, 11), (5, 2)])
 @pytest.mark.parametrize("pipeline", ["tiles", "terms"])
 def test_many_tiles_and_strips(kernel: tuple[int, int], pipeline: str) -> None:

@@ -1,8 +1,8 @@
 """Split-K decode: the convolution folded into the queries, the keys shared out among many CTAs.
 
 With the query axis folded, C[j] = sum_v Qhat_v . k[j - pL + v], Qhat_v = scale * sum_u W[u, v] q[u]: one
-product of ck rows per key tile, whose diagonals are summed. Only near the end of the keys does causality
-drop terms. Besides keys, what a CTA owns is pairs (query head, new query) that share their key head.
+product of ck rows per key tile, whose diagonals are summed. Only next to the mask's edges are terms
+dropped. Besides keys, what a CTA owns is pairs (query head, new query) that share their key head.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ class Decode:
     Attributes:
         mask: which keys a query sees.
         taps: ck padded to a power of two: rows of the product per pair.
-        masks_terms: whether the causal rule drops some query rows' terms at a key and keeps others'.
-        first_edge: the first key that some query must not see.
+        masks_terms: whether the mask drops some query rows' terms at a key and keeps others'.
+        first_key: the first key that some new query sees.
+        seen_from, seen_to: every query whose terms are masked sees the keys from the one to before the other.
         narrow, wide: pairs per CTA of the two kernels; the same if one kernel does.
     """
 
     mask: Mask
     taps: int
     masks_terms: bool
-    first_edge: Expr
+    first_key: Expr
+    seen_from: Expr
+    seen_to: Expr
     narrow: int
     wide: int
 
@@ -51,10 +54,14 @@ def decode_geometry(spec: Spec) -> Decode:
     taps = 1 << (spec.ck - 1).bit_length()
     mask = Mask.of(spec)
     masks_terms = mask.zeroes_scores and spec.cq > 1
-    first_position = LENGTH - N_NEW - (spec.cq - 1 if masks_terms else 0)
-    first_edge = LENGTH
-    if (last := mask.last_key(first_position)) is not None:
-        first_edge = last + 1
-    return Decode(
-        mask, taps, masks_terms, first_edge, narrow=1, wide=max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps))
-    )
+    new = LENGTH - N_NEW  # position of the first new query
+    rows = new - (spec.cq - 1 if masks_terms else 0), LENGTH - 1
+    seen_from, seen_to = sympy.S.Zero, LENGTH
+    if (first := mask.first_key(rows[1])) is not None:
+        seen_from = first
+    if (last := mask.last_key(rows[0])) is not None:
+        seen_to = last + 1
+    first_key = mask.first_key(new)
+    narrow, wide = 1, max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps))
+    first_key = sympy.S.Zero if first_key is None else sympy.Max(0, first_key)
+    return Decode(mask, taps, masks_terms, first_key, seen_from, seen_to, narrow, wide)

@@ -14,6 +14,7 @@ from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
 from ..kernel import BATCH, GROUP, Argument, Kernel, numbers
 from ..names import kernel_name
+from .band import Band
 from .decode import decode_geometry
 from .operands import Contraction, Lift
 from .tiling import Tile, block_dim, resources
@@ -50,17 +51,18 @@ def pass_kernels(
     make = _Maker(spec, target, geometry, tiles)
     if pass_name == "decode":
         return (*(make.decode(role) for role in decode_geometry(spec).roles), make.combine())
-    band = geometry.band.width > 0
-    operands = (make.lifting(), *((make.band_scores(), make.band_correction()) if band else ()))
+    bands = geometry.bands
+    corrections = (made(band) for made in (make.band_scores, make.band_correction) for band in bands)
+    operands = (make.lifting(), *corrections)
     if pass_name == "forward":
         return (*operands, make.forward(heads_per_wave))
     return (
         make.rows(),
         *operands,
         make.scores(),
-        *((make.band_gather(),) if band else ()),
+        *map(make.band_gather, bands),
         *(make.contraction(contraction) for contraction in geometry.contractions),
-        *((make.band_gradient(),) if band else ()),
+        *map(make.band_gradient, bands),
         *(make.finish(owner) for owner in ("rows", "keys")),
     )
 
@@ -75,8 +77,8 @@ class _Maker:
         self._tiles = tiles
         self._d = {"D": block_dim(spec.head_dim)}
         self._dv = {"DV": block_dim(spec.value_head_dim)}
-        self._band = {"BAND": geometry.band.width} if geometry.band.width else {}
-        self._reach = {"REACH": geometry.band.reach} if geometry.band.width else {}
+        self._corrected = {f"BAND{band.suffix.upper()}": band.width for band in geometry.bands}
+        self._corrections = pointers(*(f"correction{band.suffix}" for band in geometry.bands))
 
     def lifting(self) -> Kernel:
         own = (*strided("src"), *pointers("weight", "lifted"))
@@ -84,37 +86,38 @@ class _Maker:
         block = self._tiles["lift"].block_m
         return self._make("operand", "lift", own + sizes, ceiling(N_X / block) * HEADS, {"BLOCK": block, **self._d})
 
-    def band_scores(self) -> Kernel:
+    def band_scores(self, band: Band) -> Kernel:
         tile = self._tiles["band_scores"]
         arguments = (
             *descriptors("q", "k"),
             *pointers("scores"),
             *numbers("int32", "n_heads", "group", "n_q", "n_k"),
         )
-        constants = {"BLOCK": tile.block_m, "WINDOW": tile.block_n, **self._d, **self._reach}
+        constants = {"BLOCK": tile.block_m, "WINDOW": tile.block_n, **self._d, "REACH": band.reach}
         grid = ceiling(N_Q / tile.block_m) * BATCH * N_HEADS
-        return self._make("band_scores", "band_scores", arguments, grid, constants)
+        return self._make(f"band_scores{band.suffix}", "band_scores", arguments, grid, constants)
 
-    def band_correction(self) -> Kernel:
+    def band_correction(self, band: Band) -> Kernel:
         arguments = (
             *pointers("scores", "weight", "correction"),
             *numbers("int32", "n_heads", "n_q"),
             *numbers("float", "factor"),
         )
-        padded = {"BAND_POW2": _power_of_2(self._lift.band.width)}
-        constants = {"BLOCK": self._tiles["band"].block_m, **self._band, **padded, **self._reach}
-        return self._make("band_correction", "band", arguments, self._row_blocks("band") * HEADS, constants)
+        sizes = {"BAND": band.width, "BAND_POW2": _power_of_2(band.width), "REACH": band.reach}
+        constants = {"BLOCK": self._tiles["band"].block_m, **sizes}
+        grid = self._row_blocks("band") * HEADS
+        return self._make(f"band_correction{band.suffix}", "band", arguments, grid, constants)
 
     def forward(self, heads_per_wave: int) -> Kernel:
         tile = self._tiles["forward"]
         arguments = (
             *descriptors("q", "k", "v"),
-            *(pointers("correction") if self._band else ()),
+            *self._corrections,
             *descriptors("out"),
             *pointers("lse"),
             *numbers("int32", "n_heads", "group", "n_q", "n_k"),
         )
-        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._band}
+        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._corrected}
         return self._make("fwd", "forward", arguments, self._row_blocks("forward") * BATCH * N_HEADS, constants)
 
     def rows(self) -> Kernel:
@@ -131,14 +134,14 @@ class _Maker:
         tile = self._tiles["scores"]
         arguments = (
             *descriptors("q", "k", "v", "grad", "g"),
-            *(pointers("correction") if self._band else ()),
+            *self._corrections,
             *pointers("row_lse", "row_dot", "dv"),
             *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"),
         )
-        constants = {**_blocks(tile), **self._d, **self._dv, **self._band}
+        constants = {**_blocks(tile), **self._d, **self._dv, **self._corrected}
         return self._make("bwd_scores", "scores", arguments, ceiling(N_K / tile.block_n) * HEADS, constants)
 
-    def band_gather(self) -> Kernel:
+    def band_gather(self, band: Band) -> Kernel:
         arguments = (
             *pointers("g"),
             *(Argument(f"g_{axis}", "int64") for axis in ("slot", "row", "key")),
@@ -146,9 +149,9 @@ class _Maker:
             *numbers("int32", "head0", "n_q", "n_k", "strip_begin", "strip_end"),
         )
         block = self._tiles["band"].block_m
-        constants = {"BLOCK": block, **self._band, "BAND_POW2": _power_of_2(self._lift.band.width)}
+        constants = {"BLOCK": block, "BAND": band.width, "BAND_POW2": _power_of_2(band.width)}
         grid = ceiling((END - BEGIN) / block) * HEADS
-        return self._make("bwd_band_gather", "band", arguments, grid, constants)
+        return self._make(f"bwd_band_gather{band.suffix}", "band", arguments, grid, constants)
 
     def contraction(self, contraction: Contraction) -> Kernel:
         tile, rows = self._tiles[contraction.role], contraction.owner == "rows"
@@ -164,15 +167,15 @@ class _Maker:
         role = contraction.role
         return self._make(f"bwd_{role}", role, arguments, blocks * HEADS * grid_terms, constants)
 
-    def band_gradient(self) -> Kernel:
+    def band_gradient(self, band: Band) -> Kernel:
         arguments = (
             *pointers("scores", "band", "weight", "band_grad", "partial"),
             *numbers("int32", "head0", "all_heads", "n_heads", "n_q"),
             *numbers("float", "scale"),
         )
-        padded = {"REACH_POW2": _power_of_2(self._lift.band.reach)}
-        constants = {"BLOCK": self._tiles["band"].block_m, **self._band, **self._reach, **padded}
-        return self._make("bwd_band", "band", arguments, self._row_blocks("band") * HEADS, constants)
+        sizes = {"BAND": band.width, "REACH": band.reach, "REACH_POW2": _power_of_2(band.reach)}
+        constants = {"BLOCK": self._tiles["band"].block_m, **sizes}
+        return self._make(f"bwd_band{band.suffix}", "band", arguments, self._row_blocks("band") * HEADS, constants)
 
     def finish(self, owner: str) -> Kernel:
         rows = owner == "rows"
@@ -180,13 +183,15 @@ class _Maker:
         arguments = (
             *pointers("grad"),
             *((*pointers("weight", "partial"), *strided("x")) if lifted else ()),
-            *((*pointers("band_grad"), *strided("other")) if self._band else ()),
+            *pointers(*(f"band_grad{band.suffix}" for band in self._lift.bands)),
+            *(strided("other") if self._lift.bands else ()),
             *pointers("out"),
             *numbers("int32", "head0", "all_heads", "n_heads", "group", "n_q", "n_k"),
             *numbers("float", "scale"),
         )
         block = self._tiles["finish"].block_m
-        constants = {"BLOCK": block, **self._d, **self._reach}
+        reach = {f"REACH{band.suffix.upper()}": band.reach for band in self._lift.bands}
+        constants = {"BLOCK": block, **self._d, **reach}
         grid = ceiling(N_Q / block) * HEADS if rows else ceiling(N_K / block) * sympy.floor(HEADS / GROUP)
         return self._make("bwd_dq" if rows else "bwd_dk", "finish", arguments, grid, constants)
 

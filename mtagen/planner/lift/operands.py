@@ -3,7 +3,7 @@
 With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j],
 Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
 with queries lifted, the same with the axes exchanged: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL],
-Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Only the causal band needs a correction (see :mod:`.band`).
+Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Only bands at the mask's edges need a correction (see :mod:`.band`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 
 import sympy
-from sympy import Expr
+from sympy import Expr, Max, Min
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.loops import I0, J0, Loop, key_loop, row_loop
 from ..geometry.mask import Mask
 from ..geometry.stencil import Stencil
-from .band import Band, band
+from .band import Band, bands
 
 T = sympy.Symbol("t", integer=True, nonnegative=True)  # a term of the lifted score
 
@@ -56,7 +56,7 @@ class Lift:
         row_shift, key_shift: term t pairs row i + row_shift with key j + key_shift.
         kept_rows: rows of g that a strip of rows needs from the strip before it.
         mask: which keys a query sees.
-        band: where the lifted score must be corrected.
+        bands: where the lifted score must be corrected.
         forward, scores: loops of the kernels of these names.
         contractions: the gradients of both operands.
     """
@@ -69,7 +69,7 @@ class Lift:
     key_shift: Expr
     kept_rows: int
     mask: Mask
-    band: Band
+    bands: tuple[Band, ...]
     forward: Loop
     scores: Loop
     contractions: tuple[Contraction, Contraction]
@@ -81,7 +81,7 @@ def lift(spec: Spec) -> Lift:
     lifts_keys = spec.cq <= spec.ck
     stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
     above, _, left, right = (int(extent) for extent in stencil.halo)
-    mask, width = Mask.of(spec), band(spec).width
+    mask, width = Mask.of(spec), max((band.width for band in bands(spec)), default=0)
     row_shift = T - above if lifts_keys else sympy.S.Zero
     key_shift = sympy.S.Zero if lifts_keys else T - left
     shifted = (0, above) if lifts_keys else (-right, left)  # where the shifted operand's gradient reads g
@@ -109,7 +109,7 @@ def lift(spec: Spec) -> Lift:
         key_shift=key_shift,
         kept_rows=above if lifts_keys else 0,
         mask=mask,
-        band=band(spec),
+        bands=bands(spec),
         forward=key_loop(mask, band=width),
         scores=row_loop(mask, band=width),
         contractions=(lifted_gradient, shifted_gradient),
@@ -126,9 +126,10 @@ def _contraction_loop(mask: Mask, owner: str, reads: tuple[int, int]) -> Loop:
         return Loop(sympy.S.Zero, sympy.S.Zero, length, length)
     first, last = reads
     own, loop = (I0, key_loop(mask)) if owner == "rows" else (J0, row_loop(mask))
-    return Loop(
-        begin=loop.begin.subs(own, own + first),
-        interior_begin=loop.interior_begin.subs(own, own + last),
-        interior_end=loop.interior_end.subs(own, own + first),
-        end=loop.end.subs(own, own + last),
-    )
+    begin, end = loop.begin.subs(own, own + first), loop.end.subs(own, own + last)
+    interior_begin = loop.interior_begin.subs(own, own + last)
+    interior_end = loop.interior_end.subs(own, own + first)
+    if mask.hides_earlier:  # in a narrow window the extreme blocks' interiors need not meet
+        interior_end = Max(begin, interior_end)
+        interior_begin = Max(begin, Min(interior_begin, interior_end))
+    return Loop(begin, interior_begin, interior_end, end)

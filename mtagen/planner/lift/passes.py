@@ -9,7 +9,7 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, check_convolves_only, check_window, describe
+from ..passes import Fields, PassPlan, check_convolves_only, describe
 from ..splits import SplitRule, split_rule
 from ..targets import Target, get_target
 from .decode import DECODE_ROLES, Decode, decode_geometry
@@ -127,7 +127,10 @@ class LiftPass(PassPlan):
         operand = "keys" if geometry.lifts_keys else "queries"
         if section != "decode":
             yield section, "lifted", f"{operand}, {geometry.terms} terms of {geometry.taps} taps"
-            yield section, "band", f"{geometry.band.width} diagonals corrected, {geometry.band.reach} needed"
+            for band in geometry.bands:
+                yield section, f"band{band.suffix}", f"{band.width} diagonals corrected, {band.reach} needed"
+            if not geometry.bands:
+                yield section, "band", "0 diagonals corrected, 0 needed"
         if section == "backward":
             yield section, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
         loops = {"forward": geometry.forward, "scores": geometry.scores}
@@ -153,7 +156,6 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
         PlanError: one does not fit; the message names the limit.
     """
     check_convolves_only(spec, "triton")
-    check_window(spec, "triton")
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
     geometry = lift(spec)
@@ -185,7 +187,7 @@ def flop_per_score(pass_name: str, spec: Spec) -> int:
 
 def _roles(pass_name: str, spec: Spec, geometry: Lift) -> tuple[str, ...]:
     """The kernels of a pass that have a tile of their own."""
-    operands = ("lift", *(("band_scores", "band") if geometry.band.width else ()))
+    operands = ("lift", *(("band_scores", "band") if geometry.bands else ()))
     if pass_name == "forward":
         return (*operands, "forward")
     if pass_name == "backward":

@@ -350,7 +350,8 @@ def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
         return Tile(block_m=16, num_warps=1)
     if role == "band_scores":
         rows = 64 if spec.itemsize == 2 else 16
-        return Tile(block_m=rows, block_n=1 << (rows + lift.band.reach - 1).bit_length())
+        reach = max(band.reach for band in lift.bands)
+        return Tile(block_m=rows, block_n=1 << (rows + reach - 1).bit_length())
     if role == "finish":
         return Tile(block_m=max(1, 1024 // d), num_warps=1)
     held = lift.terms if role == "lift" else 2
