@@ -26,7 +26,8 @@ from .source import Form, StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
-_BLOCK_BYTES = 64 * MAX_HEADS * 2  # of a warp: 64 keys, as in rows.cuh
+_BLOCK_KEYS = 64  # of a warp, as in rows.cuh
+_BLOCK_BYTES = _BLOCK_KEYS * MAX_HEADS * 2
 _MAX_DEPTH = 8
 WALK = 2048  # keys of a CTA that mixes a row of a decode step
 
@@ -99,8 +100,7 @@ class RowKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        # One block is copied while another is worked on.
-        return self.heads <= MAX_HEADS and self.depth >= 2
+        return self.heads <= MAX_HEADS and self.depth > 0
 
     @property
     def forms(self) -> Sequence[Form]:
@@ -121,7 +121,10 @@ class RowKernel(StripSource):
     def cost(self) -> float:
         passes = 2 if self.reads_scores and not self.again else 1
         results = 2 if self.backward and (self.stores_shares or not self.reads_scores) else 1
-        kept = min(1.0, 64 * self.depth * self.warps / LONGEST_ROW)
+        kept = min(1.0, _BLOCK_KEYS * self.depth * self.warps / LONGEST_ROW)
+        waits = passes - 1
+        if self.depth == 1:  # a warp has no room for the next block while it works on one
+            waits += passes * MEAN_ROW // (_BLOCK_KEYS * self.warps)
         again = (passes - 1) * (1 - kept) ** 2  # of all rows, what a second pass does not find in shared memory
         matrices = (self.stages.mix is not None) + self.mixes_results if self.reads_scores else 1
         work = Work(
@@ -133,7 +136,7 @@ class RowKernel(StripSource):
             ctas=self.ctas,
             registers=_ROLES[self.role].registers,
             scores=self.heads * MEAN_ROW,
-            gap=(passes - 1) * DRAIN + (0 if self.backward else START),
+            gap=waits * DRAIN + (0 if self.backward else START),
             even=True,
         )
         return work.cycles(get_target(self.target))
