@@ -33,22 +33,22 @@ class Work:
     Attributes:
         traffic: bytes that are read and written for a score.
         moved: elements that are moved between shared memory and registers for a score.
+        warps, ctas: warps of a CTA that do the work, and CTAs that a multiprocessor holds.
+        scores: scores that a CTA makes, or those of one row if it owns several.
         tensor: cycles of the tensor cores for a score.
         head_products: products of heads with heads, sums over keys.
-        warps, ctas: warps of a CTA that do the work, and CTAs that a multiprocessor holds.
-        registers: of a thread, that the compiler asks for.
-        scores: that a CTA makes, or a row of it if it owns several.
-        gap: cycles without loads under way meanwhile.
+        registers: registers of a thread that the compiler asks for.
+        gap: cycles meanwhile in which the CTA has no loads under way.
         setup: cycles of work of a CTA before its first score.
         even: whether the CTAs of a launch end together, because it begins with the longest.
     """
 
     traffic: float
     moved: float
-    tensor: float
     warps: int
     ctas: int
     scores: float
+    tensor: float = 0
     head_products: int = 0
     registers: int = 0
     gap: float = 0

@@ -130,7 +130,6 @@ class RowKernel(StripSource):
         work = Work(
             traffic=2 * (self.planes * (1 + again) + results),
             moved=(self.planes * passes + results) * MAX_HEADS / self.heads,
-            tensor=0,
             head_products=matrices if self.backward else 0,
             warps=self.warps,
             ctas=self.ctas,
