@@ -228,6 +228,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "mixed_heads": 4,
         "post_kernel": (2, 3),
         "post_mixed_heads": 2,
+        "window": (8, 0),
     }
     assert set(others) == {field.name for field in fields(Spec)}
     for name, value in others.items():
