@@ -184,6 +184,25 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(tuning.to_dict(found)))["device"] == "NVIDIA H200"
 
 
+@pytest.mark.usefixtures("gpu")
+def test_what_is_tuned_of_strips_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all passes that have the kernel; the slowest by the cost model is the fastest here, too."""
+    monkeypatch.setattr(tuning, "_time", lambda one: 1 / one.cost)
+    monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: None)
+    found = tuning.tune([LAYER], TARGET, backends=["cuda"], limit=20)
+    assert not found.failed
+    made, planned = plan(LAYER, TARGET, tables=(found.table,)), plan(LAYER, TARGET, tables=())
+    assert Plan.from_json(made.to_json()) == made
+    for name in ("forward", "backward"):
+        decisions = made[name].decisions()
+        assert decisions == {key: found.table.decisions[key] for key in decisions}
+        for key, first in planned[name].decisions().items():
+            costs = [one.decision_cost(key) for one in planned[name].alternatives(key)]
+            apart = costs[-1] > costs[0] * (1 + tuning._ALIKE_MS)  # or what was planned stays
+            assert made[name].decision_cost(key) == (costs[-1] if apart else costs[0])
+            assert (decisions[key] != first) == apart
+
+
 def test_what_is_planned_stays_unless_beaten() -> None:
     planned, other = Timed("key", {"keys": 64}, 2.0, 1.0), Timed("key", {"keys": 128}, 1.0, 0.995)
     assert tuning._winner([planned, other]) == planned
