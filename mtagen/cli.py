@@ -363,10 +363,18 @@ def _present(device: str | None) -> str:
 @app.command()
 def tune(
     *,
-    kernel: Annotated[list[str], typer.Option(help="Extents of the convolution; repeatable.", metavar="CQ,CK")],
+    kernel: Annotated[
+        list[str],
+        typer.Option(help="Extents of the convolution before the softmax, or none; repeatable.", metavar="CQ,CK|none"),
+    ],
     head_dim: Annotated[list[int], typer.Option(help="Size of a query, key and value vector; repeatable.")],
     causal: Annotated[bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")] = True,
     dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
+    mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed before the softmax.")] = None,
+    post_kernel: Annotated[
+        str, typer.Option(help="Extents of the convolution after the softmax.", metavar="CQ,CK|none")
+    ] = "none",
+    post_mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed after the softmax.")] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="Whose candidates; repeatable.", metavar="cuda|triton", show_default="both")
     ] = None,
@@ -393,7 +401,12 @@ def tune(
     _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):
         raise SpecError(explain("backend", unknown.pop(), "has no candidates", GENERATED))
-    specs = [_spec(one, dim, causal=causal, dtype=dtype) for one in kernel for dim in head_dim]
+    others: dict[str, Any] = {
+        "mixed_heads": mixed_heads,
+        "post_kernel": post_kernel,
+        "post_mixed_heads": post_mixed_heads,
+    }
+    specs = [_spec(one, dim, causal=causal, dtype=dtype, **others) for one in kernel for dim in head_dim]
     target = local_target()
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("timing candidates", total=None)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +32,14 @@ from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
 from .planner.lift.passes import LiftPass
 from .planner.passes import PASSES, Fields, PassPlan, describe
+from .planner.strip.passes import StripPass
 from .planner.tables import TUNED, Shape, Table, shipped
 from .runtime.load import available_backends, load, load_triton
 from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
 
+_CALLS = 10  # in which a kernel of strips is timed
 _ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of times that mean nothing
 
 _SCALE = SCALES["cuda"]
@@ -142,7 +145,7 @@ def tune(
     plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
     every = [one for base in plans for one in candidates_of(base, limit)]
     candidates = {(one.key, describe(one.fields)): one for one in every}.values()
-    precompile([(base, name) for base in plans for name in base.lift], jobs)
+    precompile([(base, name) for base in plans for name in base.triton], jobs)
     precompile([(one.plan, one.pass_name) for one in candidates if one.pass_name in one.plan.triton], jobs)
     timings, failed = [], []
     for done, one in enumerate(candidates):
@@ -193,11 +196,13 @@ def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Ta
 
 
 def candidates_of(base: Plan, limit: int) -> Iterator[Candidate]:
-    """Each decision of a plan, and the cheapest alternatives to it."""
+    """Each decision of a plan, and the cheapest alternatives to it, in the first pass that has the decision."""
+    passes: dict[str, PassPlan] = {}
     for one in base.passes:
-        for key in one.plan.decisions():
-            for made in dict.fromkeys([one.plan, *one.plan.alternatives(key)[:limit]]):
-                yield Candidate(key, base.replaced(made), made.pass_name)
+        passes |= {key: one.plan for key in one.plan.decisions() if key not in passes}
+    for key, planned in passes.items():
+        for made in dict.fromkeys([planned, *planned.alternatives(key)[:limit]]):
+            yield Candidate(key, base.decided(key, made.decisions()[key]), made.pass_name)
 
 
 def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:
@@ -268,7 +273,10 @@ def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
 def _time(one: Candidate) -> float:
     """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
     made, spec = one.pass_plan, one.plan.spec
-    if not isinstance(made, LiftPass):  # all of a CUDA pass is one decision
+    if isinstance(made, StripPass):
+        module = load_triton(one.plan, render(one.plan))
+        return _kernel_ms(module, made.role(one.key), _call(module, one.pass_name, spec, _LONG))
+    if not isinstance(made, LiftPass):  # all of a fused CUDA pass is one decision
         return _pass_ms(load(one.plan, render(one.plan)), one.pass_name, spec, CANDIDATE_SIZES)
     module, role = load_triton(one.plan, render(one.plan)), made.role(one.key)
     if role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
@@ -291,6 +299,33 @@ def _kernel_name(made: LiftPass, role: str) -> str:
     """The kernel of a training pass that has the tile of ``role``."""
     wanted = "fwd" if role == "forward" else f"bwd_{role}"
     return next(kernel.name for kernel in made.kernels if kernel.role == wanted)
+
+
+def _kernel_ms(module: ModuleType, role: str, call: Callable[[], object]) -> float:
+    """Median ms, over some calls, of all launches of one CUDA kernel in strips."""
+    call()  # which loads it
+    (kernels,) = module.LOADED[role].values()
+    kernel, event = kernels[role], partial(torch.cuda.Event, enable_timing=True)
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def launch(*arguments: Any) -> None:
+        begin, end = event(), event()
+        begin.record()
+        kernel(*arguments)
+        end.record()
+        marks.append((begin, end))
+
+    def launches_ms() -> float:
+        marks.clear()
+        call()
+        torch.cuda.synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in marks))
+
+    kernels[role] = launch
+    try:
+        return statistics.median(launches_ms() for _ in range(_CALLS))
+    finally:
+        kernels[role] = kernel
 
 
 def _ms(call: Callable[[], object]) -> float:

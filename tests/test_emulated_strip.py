@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
 from mtagen.planner.strip.products import ProductKernel, WarpgroupProduct
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
-from mtagen.planner.strip.source import StripSource
+from mtagen.planner.strip.source import Form, StripSource
 from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
 from mtagen.planner.strip.steps import StepKernel
 from mtagen.planner.strip.values import ValuesKernel
@@ -96,6 +97,22 @@ def source_of(spec: Spec, role: str, target: str = "sm_90a") -> StripSource:
         if role in (made := StripPass(spec, target, name, "cuda").cuda):
             return made[role]
     raise KeyError(role)
+
+
+def in_form(form: Form, patch: pytest.MonkeyPatch) -> list[str]:
+    """From here on, kernels that may have this form have it; their roles."""
+    planned, roles = source_of, []
+
+    def formed(spec: Spec, role: str, target: str = "sm_90a") -> StripSource:
+        source = planned(spec, role, target)
+        if form not in source.forms:
+            return source
+        assert source.form != form
+        roles.append(role)
+        return replace(source, form=form)
+
+    patch.setitem(globals(), "source_of", formed)
+    return roles
 
 
 def run(
@@ -342,6 +359,22 @@ def test_no_races_in_planes(spec: Spec, folder: Path) -> None:
         part(folder, seed, checked=True)
 
 
+@pytest.mark.parametrize("form", [Form(8, keys=64, walk=256), Form(4, keys=64, walk=512), Form(8, keys=128, walk=1024)])
+def test_convolutions_of_other_forms(form: Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    roles, spec = in_form(form, monkeypatch), CONVOLUTIONS["(6, 11)"]
+    test_convolution(spec, tmp_path)
+    test_adjoint(spec, tmp_path)
+    test_no_races_in_planes(spec, tmp_path)
+    assert {*roles} == {"convolution", "convolution_adjoint"}
+
+
+def test_gradients_of_weights_of_another_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    roles, spec = in_form(Form(4, keys=128), monkeypatch), CONVOLUTIONS["(6, 11)"]
+    test_gradient_of_the_weight(spec, tmp_path)
+    test_no_races_in_planes(spec, tmp_path)
+    assert {*roles} == {"convolution_gradient"}
+
+
 @RACES
 def test_no_races_in_steps(spec: Spec, folder: Path) -> None:
     """And the order of warps changes nothing. A CTA has more tiles than slabs."""
@@ -418,6 +451,17 @@ def test_product(role: str, spec: Spec, target: str, folder: Path) -> None:
     for seed, strip in enumerate(steps(spec, 2) if role.startswith("decode") else STRIPS):
         plane, expected, counts = product(role, spec, target, strip, folder, seed)
         assert_planes(plane, expected, strip, counts)
+
+
+@pytest.mark.parametrize("target", PRODUCT_TARGETS)
+def test_products_of_other_forms(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    role, spec = PRODUCTS["scores of 64"]
+    for n, other in enumerate(source_of(spec, role, target).variants[1:]):
+        with monkeypatch.context() as patch:
+            roles, folder = in_form(other.form, patch), tmp_path / str(n)
+            folder.mkdir()
+            test_product(role, spec, target, folder)
+            assert {*roles} == {role}
 
 
 @pytest.mark.parametrize("target", PRODUCT_TARGETS)
@@ -810,3 +854,17 @@ def test_no_races_in_rows(name: str, folder: Path) -> None:
     heads, spec = ROWS[name]
     for seed in range(2):
         everything(heads, spec, folder, seed, checked=True)
+
+
+@pytest.mark.parametrize("form", [Form(4, 3), Form(12, 1), Form(16, 1)])
+@pytest.mark.parametrize("name", ["16 heads mix, before and after", "all stages"])
+def test_rows_of_other_forms(name: str, form: Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    roles, (heads, spec) = in_form(form, monkeypatch), ROWS[name]
+    test_softmax(heads, spec, tmp_path)
+    test_softmax_backward(heads, spec, tmp_path)
+    if Stages(spec).separate_post_mix:
+        test_probabilities(heads, spec, tmp_path)
+        test_post_mix(heads, spec, tmp_path)
+        test_post_mix_backward(heads, spec, tmp_path)
+    test_no_races_in_rows(name, tmp_path)
+    assert {*roles} >= {"softmax", "softmax_backward"}

@@ -23,8 +23,9 @@ from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PARTS, PlaneKernel
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
+from mtagen.planner.strip.source import Form
 from mtagen.planner.strip.stages import Stages, block_of
-from mtagen.planner.tables import Shape, Table
+from mtagen.planner.tables import TUNED, Shape, Table
 from mtagen.planner.targets import get_target
 from mtagen.runtime.load import load_triton
 from mtagen.spec import KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
@@ -154,10 +155,10 @@ SLABS = [*itertools.product((1, 2, 3, 6, 16), (1, 2, 3, 8, 9, 10, 11, 12, 16), K
 
 
 def slabs(cq: int, ck: int, padding: str) -> list[PlaneKernel]:
-    """The kernels of a convolution that fit, of each part."""
+    """The kernels of a convolution that fit, of each part and in each form."""
     spec = Spec((cq, ck), 64, key_padding=padding, mixed_heads=2)
     (stage,) = Stages(spec).convolutions
-    return [made for part in PARTS if (made := PlaneKernel(spec, "sm_90a", stage, part, "fp16")).fits]
+    return [made for part in PARTS for made in PlaneKernel(spec, "sm_90a", stage, part, "fp16").variants]
 
 
 @pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
@@ -504,8 +505,132 @@ def test_fp64_is_refused(target: str) -> None:
             plan(Spec(None, 64, dtype="fp64", mixed_heads=2), target, backend)
 
 
-def test_a_plan_has_nothing_to_decide() -> None:
+# Forms of kernels.
+
+MIXED = Spec(None, 128, mixed_heads=16, post_mixed_heads=16)
+LAYER = Spec((6, 11), 128, mixed_heads=16, post_kernel=(6, 11), post_mixed_heads=16)
+PAIRS = Spec((6, 11), 128, post_mixed_heads=2)
+# Microseconds on an H200, 16 heads, N = 8192, causal, of kernels in some forms (benchmarks/NOTES.md, "CUDA in strips").
+MEASURED = {
+    (MIXED, "forward", "softmax"): {
+        Form(8, 2): 806,
+        Form(6, 2): 813,
+        Form(5, 3): 836,
+        Form(12, 1): 1036,
+        Form(16, 1): 1061,
+        Form(8, 1): 1062,
+    },
+    (MIXED, "backward", "softmax_backward"): {Form(8, 1): 1726, Form(4, 4): 1813},
+    (PAIRS, "backward", "softmax_backward"): {Form(8, 1): 1738, Form(4, 4): 1790},
+    (LAYER, "backward", "probabilities"): {Form(8, 3): 659},
+    (LAYER, "backward", "post_mix_backward"): {Form(8, 2): 1317},
+    (LAYER, "forward", "post_mix"): {Form(8, 3): 635},
+    (MIXED, "forward", "scores"): {
+        Form(keys=128, walk=512): 443,
+        Form(keys=128, walk=1024): 457,
+        Form(keys=128, walk=256): 482,
+    },
+    (MIXED, "backward", "grad_shares"): {Form(keys=128, walk=512): 455},
+    (LAYER, "forward", "convolution"): {Form(4, keys=128, walk=512): 766},
+    (LAYER, "backward", "convolution_adjoint"): {Form(4, keys=128, walk=512): 738},
+    (LAYER, "backward", "convolution_gradient"): {Form(4, keys=64): 926},
+}
+# Forms of kernels of which not all of a pass was timed, the fastest first.
+ORDERS = {
+    "convolution": (Form(4, keys=128, walk=512), Form(8, keys=128, walk=512), Form(4, keys=64, walk=512)),
+    "convolution_adjoint": (Form(4, keys=128, walk=512), Form(4, keys=128, walk=2048)),
+    "convolution_gradient": (Form(4, keys=64), Form(4, keys=128)),
+}
+
+
+@pytest.mark.parametrize(("spec", "name", "role"), MEASURED, ids=lambda value: "" if isinstance(value, Spec) else value)
+def test_the_cost_model_knows_what_was_measured(spec: Spec, name: str, role: str) -> None:
+    """Within a fifth; and it prefers the form that was the fastest to all others."""
+    source, times = StripPass(spec, "sm_90a", name, "cuda").cuda[role], MEASURED[spec, name, role]
+    fastest = min(times, key=times.__getitem__)
+    assert source.form == fastest
+    costs = {form: replace(source, form=form).cost for form in times}
+    assert min(costs, key=costs.__getitem__) == fastest
+    target = get_target("sm_90a")
+    cycles_per_us = 1e3 * target.dram_gbps / target.dram_bytes_per_cycle  # of all multiprocessors
+    for form, cost in costs.items():
+        assert cost * 16 * 8192**2 / 2 / cycles_per_us == pytest.approx(times[form], rel=0.21), form
+
+
+@pytest.mark.parametrize(("role", "forms"), ORDERS.items(), ids=ORDERS)
+def test_the_cost_model_orders_forms_as_measured(role: str, forms: tuple[Form, ...]) -> None:
+    source = StripPass(LAYER, "sm_90a", "backward", "cuda").cuda[role]
+    costs = [replace(source, form=form).cost for form in forms]
+    assert costs == sorted(costs)
+
+
+def test_rows_of_one_cta_leave_gaps() -> None:
+    """As measured: those that wait for each other between two passes take a fifth longer alone."""
+    source = StripPass(MIXED, "sm_90a", "forward", "cuda").cuda["softmax"]
+    costs = [(one.form.ctas == 1, one.cost) for one in source.variants]
+    assert min(cost for alone, cost in costs if alone) > 1.1 * max(cost for alone, cost in costs if not alone)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80", "sm_86"])
+def test_forms_are_decided_one_by_one(target: str) -> None:
+    for one in plan(LAYER, target, "cuda", tables=()).passes:
+        made, decisions = one.plan, one.plan.decisions()
+        assert bool(decisions) == (made.pass_name != "decode")
+        for key, fields in decisions.items():
+            rivals = made.alternatives(key)
+            assert rivals[0] == made
+            assert len({*rivals}) == len(rivals) > 1
+            costs = [rival.decision_cost(key) for rival in rivals]
+            assert costs[0] > 0
+            assert costs == sorted(costs)
+            for rival, cost in zip(rivals, costs, strict=True):
+                assert {**rival.decisions(), key: fields} == decisions
+                assert made.decided(key, rival.decisions()[key]) == rival
+                assert rival.decided(key, fields) == made
+                assert rival.cost - made.cost == pytest.approx(cost - costs[0])
+            for wrong in ({**fields, "colour": 3}, {}):
+                with pytest.raises(PlanError, match=f"{key}: got .* is no form of this kernel on {target}; legal: "):
+                    made.decided(key, wrong)
+
+
+def test_passes_share_the_form_of_a_kernel_that_both_have() -> None:
+    base = plan(LAYER, "sm_90a", tables=())
+    key = "strip convolution cq6 ck11 bf16"
+    other = base["forward"].alternatives(key)[-1].decisions()[key]
+    made = base.decided(key, other)
+    assert made["forward"].decisions()[key] == made["backward"].decisions()[key] == other != base["forward"].decisions()
+    assert Plan.from_json(made.to_json()) == made != base
+    module = StripModule.of(made.strip.values())
+    forward, backward = (made.strip[name].cuda["convolution"] for name in ("forward", "backward"))
+    assert forward == backward == module.cuda["convolution"] != base.strip["forward"].cuda["convolution"]
+    table = Table(TUNED, {key: other})
+    assert plan(LAYER, "sm_90a", tables=(table,)).to_dict()["passes"]["backward"]["decisions"][key] == {
+        "fields": other,
+        "source": TUNED,
+    }
+
+
+def test_sums_of_gradients_have_room_for_the_smallest_tile() -> None:
+    """Both convolutions may have tiles of their own."""
+    base = StripPass(LAYER, "sm_90a", "backward", "cuda")
+    assert StripModule.of([base]).gradient_chunk == 64
+    for chunk, *names in ((64, "convolution"), (128, "convolution", "post_convolution")):
+        made = base
+        for name in names:
+            made = made.decided(f"strip {name}_gradient cq6 ck11 bf16", {"warps": 4, "keys": 128})
+        assert StripModule.of([made]).gradient_chunk == chunk
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_memory_bounds_the_cost(name: str) -> None:
+    """Of Triton's kernels and products, that is all of the model."""
+    costs = [StripPass(LAYER, "sm_90a", name, backend).cost for backend in GENERATED]
+    assert costs[0] > costs[1] > 0
+
+
+def test_triton_has_nothing_to_decide() -> None:
     made = StripPass(EVERYTHING, "sm_90a", "forward")
+    assert not made.decisions()
     for ask in (made.alternatives, made.decision_cost, lambda key: made.decided(key, {})):
         with pytest.raises(PlanError, match="decision: got 'colour'; is no decision of the forward pass by triton"):
             ask("colour")

@@ -16,6 +16,7 @@ from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.products import WarpgroupProduct
 from mtagen.planner.strip.rows import RowKernel
+from mtagen.planner.strip.source import StripSource
 from mtagen.runtime.load import load_triton
 from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubin
@@ -147,21 +148,38 @@ def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: C
     assert (mixes.stack, mixes.shared) == (0, 0)
 
 
+def assert_compiles(source: StripSource, log: Callable[[], str]) -> Usage:
+    """A CUDA kernel keeps to what it is launched with."""
+    ((entry, used),) = usage_of_cubin(compile_cubin(cuda.render(source), source.target, source.name)).items()
+    assert not log(), source.role
+    assert entry == source.kernel.name
+    assert used.stack <= CUDA_STACK, f"{source.role} keeps {used.stack} bytes on the stack"
+    assert used.registers <= source.kernel.registers, source.role
+    assert source.kernel.shared + used.shared <= get_target(source.target).shared_per_block + 1024, source.role
+    return used
+
+
 @pytest.mark.parametrize(("target", "stages"), CUDA_CASES, ids=str)
 def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
-    """CUDA's kernels, each a source of its own, keep to what they are launched with, and use the tensor cores."""
+    """CUDA's kernels, each a source of its own, use the tensor cores."""
     spec = Spec(head_dim=64, **stages)
     for name in PASSES:
         made = StripPass(spec, target, name, "cuda")
         assert {*made.cuda} == {kernel.role for kernel in made.kernels}
         for role, source in made.cuda.items():
-            cubin = compile_cubin(cuda.render(source), target, source.name)
-            assert not log(), role
-            ((entry, used),) = usage_of_cubin(cubin).items()
-            assert entry == source.kernel.name
-            assert used.stack <= CUDA_STACK, f"{role} keeps {used.stack} bytes on the stack"
-            assert used.registers <= source.kernel.registers, role
-            assert source.kernel.shared + used.shared <= get_target(target).shared_per_block + 1024, role
+            assert isinstance(source, StripSource)
+            used = assert_compiles(source, log)
             multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
             instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
             assert bool(re.search(instruction, used.assembly)) == multiplies, role
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    "role", ["scores", "convolution", "convolution_gradient", "softmax_backward", "post_mix_backward"]
+)
+def test_cuda_in_all_forms(role: str, target: str, log: Callable[[], str]) -> None:
+    source = StripPass(Spec(head_dim=128, **EVERYTHING), target, "backward", "cuda").cuda[role]
+    assert isinstance(source, StripSource)
+    for other in source.variants[1:]:
+        assert_compiles(other, log)

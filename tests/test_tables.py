@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_plan import assert_fits
@@ -21,6 +23,11 @@ from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped
 HOPPER = TARGETS["sm_90a"]
 PATHS = sorted((Path(mtagen.__file__).parent / "planner/tables").iterdir())
 LIFT = re.compile(r"lift (\w+) d(\d+) dv(\d+) (terms|taps)(\d+) bytes(\d)")
+LAYERS: tuple[dict[str, Any], ...] = (
+    {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16},
+    {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16},
+    {"kernel": (6, 11), "post_mixed_heads": 2},
+)
 TILE = re.compile(r"tile (\w+) cq(\d+) ck(\d+) d(\d+) dv(\d+) (\w+)")
 
 
@@ -41,10 +48,10 @@ def test_a_shipped_table_says_what_it_was_measured_on(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
-def test_shipped_decisions_are_of_both_lowerings(path: Path) -> None:
+def test_shipped_decisions_are_of_known_lowerings(path: Path) -> None:
     keys = shipped(path.stem).decisions
-    assert all(LIFT.fullmatch(key) or TILE.fullmatch(key) for key in keys)
-    assert {key.split()[0] for key in keys} == {"lift", "tile"}
+    assert all(LIFT.fullmatch(key) or TILE.fullmatch(key) or key.startswith("strip ") for key in keys)
+    assert {key.split()[0] for key in keys} >= {"lift", "tile"}
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
@@ -73,6 +80,16 @@ def test_shipped_decisions_of_tile(path: Path) -> None:
         made = plan(Spec((int(cq), int(ck)), int(d), int(dv), dtype=dtype), path.stem, "cuda")
         assert decided(made)[key] == (fields, SHIPPED)
         assert made.tile[name].decisions() == {key: fields}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
+def test_shipped_decisions_of_strip(path: Path) -> None:
+    """Every one is that of a form, and planned for a layer of the paper's models."""
+    table, planned = shipped(path.stem), {}
+    for layer, d in itertools.product(LAYERS, (64, 128)):
+        planned |= decided(plan(Spec(head_dim=d, **layer), path.stem, "cuda"))
+    for key in (key for key in table.decisions if key.startswith("strip ")):
+        assert planned[key] == (table.decisions[key], SHIPPED)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])

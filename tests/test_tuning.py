@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from mtagen.runtime import tuned
 from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation
 
 SPEC, TARGET = Spec((6, 11), 64), "sm_90a"
+LAYER = Spec((6, 11), 64, mixed_heads=16, post_kernel=(6, 11), post_mixed_heads=16)
 
 
 @pytest.fixture
@@ -55,6 +56,62 @@ def test_candidates_differ_from_the_plan_in_one_decision(backend: str) -> None:
             planned, decided = (made[one.pass_name].decisions() for made in (base, one.plan))
             assert {**decided, key: planned[key]} == planned
             assert one.cost > 0
+
+
+def test_candidates_of_strips() -> None:
+    """A kernel that forward and backward share is timed once, in the forward pass, and varied in both."""
+    base = plan(LAYER, TARGET, "cuda")
+    by_key: dict[str, list[Candidate]] = {}
+    for one in candidates_of(base, 3):
+        by_key.setdefault(one.key, []).append(one)
+    assert by_key.keys() == {key for name in PASSES for key in base[name].decisions()}
+    for key, group in by_key.items():
+        having = [name for name in PASSES if key in base[name].decisions()]
+        assert {one.pass_name for one in group} == {having[0]}
+        assert group[0].plan == base
+        assert len({describe(one.fields) for one in group}) == len(group) > 1
+        for one in group:
+            for name in PASSES:
+                planned, decided = base[name].decisions(), one.plan[name].decisions()
+                assert decided == (planned | {key: one.fields} if name in having else planned)
+    assert sum(
+        one.pass_name == "forward" and "backward" in one.plan.strip for group in by_key.values() for one in group
+    )
+
+
+def test_the_time_of_a_kernel_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches of a call count, and no other kernel's; the module is left as it was."""
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def kernel(ms: float) -> Callable[..., None]:
+        def launch(grid: tuple[int, ...]) -> None:
+            clock[0] += ms * grid[0]
+
+        return launch
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    softmax, other = kernel(1.0), kernel(100.0)
+    module = SimpleNamespace(LOADED={"softmax": {}, "other": {0: {"other": other}}})
+
+    def call() -> None:
+        module.LOADED["softmax"].setdefault(0, {"softmax": softmax})
+        for rows in (2, 3):
+            module.LOADED["other"][0]["other"]((1,))
+            module.LOADED["softmax"][0]["softmax"]((rows,))
+
+    assert tuning._kernel_ms(module, "softmax", call) == 5.0
+    assert module.LOADED["softmax"] == {0: {"softmax": softmax}}
 
 
 def test_every_tile_of_training_has_its_kernel() -> None:
@@ -127,6 +184,25 @@ def test_the_fastest_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(tuning.to_dict(found)))["device"] == "NVIDIA H200"
 
 
+@pytest.mark.usefixtures("gpu")
+def test_what_is_tuned_of_strips_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all passes that have the kernel; the slowest by the cost model is the fastest here, too."""
+    monkeypatch.setattr(tuning, "_time", lambda one: 1 / one.cost)
+    monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: None)
+    found = tuning.tune([LAYER], TARGET, backends=["cuda"], limit=20)
+    assert not found.failed
+    made, planned = plan(LAYER, TARGET, tables=(found.table,)), plan(LAYER, TARGET, tables=())
+    assert Plan.from_json(made.to_json()) == made
+    for name in ("forward", "backward"):
+        decisions = made[name].decisions()
+        assert decisions == {key: found.table.decisions[key] for key in decisions}
+        for key, first in planned[name].decisions().items():
+            costs = [one.decision_cost(key) for one in planned[name].alternatives(key)]
+            apart = costs[-1] > costs[0] * (1 + tuning._ALIKE_MS)  # or what was planned stays
+            assert made[name].decision_cost(key) == (costs[-1] if apart else costs[0])
+            assert (decisions[key] != first) == apart
+
+
 def test_what_is_planned_stays_unless_beaten() -> None:
     planned, other = Timed("key", {"keys": 64}, 2.0, 1.0), Timed("key", {"keys": 128}, 1.0, 0.995)
     assert tuning._winner([planned, other]) == planned
@@ -171,6 +247,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "mixed_heads": 4,
         "post_kernel": (2, 3),
         "post_mixed_heads": 2,
+        "window": (8, 0),
     }
     assert set(others) == {field.name for field in fields(Spec)}
     for name, value in others.items():
@@ -231,9 +308,10 @@ def test_build_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tuning_needs_a_gpu() -> None:
     with pytest.raises(BackendError, match="device: got 'cpu'; candidates are timed on a GPU"):
         mtagen.build((2, 3), 16, tune=True)
-    result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16"])
-    assert result.exit_code == 2
-    assert "candidates are timed on a GPU" in result.stderr
+    for options in (["--kernel", "2,3"], ["--kernel", "none", "--post-kernel", "2,3", "--post-mixed-heads", "2"]):
+        result = CliRunner().invoke(app, ["tune", "--head-dim", "16", *options])
+        assert result.exit_code == 2
+        assert "candidates are timed on a GPU" in result.stderr
 
 
 def test_torch_has_nothing_to_tune() -> None:

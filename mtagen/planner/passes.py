@@ -87,29 +87,6 @@ class PassPlan(ABC):
         """Facts for the plan's table, as (section, name, value)."""
 
 
-class SettledPass(PassPlan):
-    """A plan that spec and target settle: it leaves nothing to decide, so that no cost tells candidates apart."""
-
-    @property
-    def cost(self) -> float:
-        return 0.0
-
-    def decisions(self) -> Mapping[str, Fields]:
-        return {}
-
-    def alternatives(self, key: str) -> Sequence[SettledPass]:
-        self.check_key(key)
-        return [self]
-
-    def decided(self, key: str, fields: Fields) -> SettledPass:
-        self.check_key(key)
-        return self
-
-    def decision_cost(self, key: str) -> float:
-        self.check_key(key)
-        return 0.0
-
-
 def check_convolves_only(spec: Spec, backend: str) -> None:
     """Check that a lowering that convolves scores before the softmax, and nothing else, can make a spec.
 

@@ -15,7 +15,7 @@ from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
 from .names import suffix
-from .passes import PASSES, PassPlan, describe
+from .passes import PASSES, Fields, PassPlan, describe
 from .strip.passes import StripPass
 from .strip.source import StripSource
 from .tables import Table, shipped
@@ -101,6 +101,14 @@ class Plan:
             for one in self.passes
         )
         return Plan(self.spec, self.target, tuple(passes))
+
+    def decided(self, key: str, fields: Fields) -> Plan:
+        """The plan with a decision taken so, by all passes that have it: they may share a kernel."""
+        made = self
+        for one in self.passes:
+            if key in one.plan.decisions():
+                made = made.replaced(one.plan.decided(key, fields))
+        return made
 
     def flops_per_score(self) -> dict[str, int]:
         """Multiply-add flop per (row, key) pair of each training pass, and of attention without convolution."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from ..spec import Spec
 from .kernel import Kernel
 from .lift import passes as lift
-from .passes import Fields, SettledPass
+from .passes import Fields, PassPlan
 from .strip import passes as strip
 from .targets import Target
 
 
 @dataclass(frozen=True)
-class TorchPass(SettledPass):
-    """One pass made of tiled PyTorch ops, on any device."""
+class TorchPass(PassPlan):
+    """One pass made of tiled PyTorch ops, on any device. It leaves nothing to decide, so that no cost is asked for."""
 
     spec: Spec
     target: str
@@ -25,8 +25,27 @@ class TorchPass(SettledPass):
     backend = "torch"
 
     @property
+    def cost(self) -> float:
+        return 0.0
+
+    @property
     def kernels(self) -> tuple[Kernel, ...]:
         return ()
+
+    def decisions(self) -> Mapping[str, Fields]:
+        return {}
+
+    def alternatives(self, key: str) -> Sequence[TorchPass]:
+        self.check_key(key)
+        return [self]
+
+    def decided(self, key: str, fields: Fields) -> TorchPass:
+        self.check_key(key)
+        return self
+
+    def decision_cost(self, key: str) -> float:
+        self.check_key(key)
+        return 0.0
 
     def rows_of_table(self) -> Iterable[tuple[str, str, str]]:
         return ()

@@ -18,13 +18,9 @@ from ..tile.candidates import candidates
 from ..tile.forward import TileForward
 from .stages import Stages
 
-# Passes over planes of the forward pass by strips: products write one, the softmax reads it twice and writes one,
-# which values read; a convolution reads one and writes another.
-_PASSES, _PASSES_OF_CONVOLUTION = 5, 2
-
 
 def concatenated(spec: Spec, target: str) -> TileForward | None:
-    """The fused forward kernel for values side by side, if there is one and the cost models expect it to be faster."""
+    """The fused forward kernel for values side by side, if there is one."""
     stages = Stages(spec)
     if not stages.mixes_after_alone:
         return None
@@ -35,13 +31,7 @@ def concatenated(spec: Spec, target: str) -> TileForward | None:
     except (SpecError, PlanError):  # there is no such kernel
         return None
     assert isinstance(fused, TileForward)
-    return fused if fused.cost < _cost_of_planes(stages, target) else None
-
-
-def _cost_of_planes(stages: Stages, target: str) -> float:
-    """Multiprocessor cycles per score of the forward pass by strips, whose passes over planes memory bounds."""
-    passes = _PASSES + (_PASSES_OF_CONVOLUTION if stages.convolution else 0)
-    return passes * stages.spec.itemsize / get_target(target).dram_bytes_per_cycle
+    return fused
 
 
 def rows_of_table(fused: TileForward) -> Iterator[tuple[str, str, str]]:

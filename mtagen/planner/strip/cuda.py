@@ -21,6 +21,8 @@ from .values import ValuesKernel
 def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
     """Those of Triton's kernels of a pass that CUDA has, too, and a product that is cuBLAS's beside Triton's.
 
+    Each is in the form that the cost model expects to be the fastest.
+
     Raises:
         PlanError: there are none; the message says why.
     """
@@ -29,7 +31,7 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     if "mma" not in get_target(target).matrix:
         legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
         raise PlanError(explain("target", target, "the cuda backend's kernels are made of mma instructions", legal))
-    found = {source.role: source for source in _candidates(spec, target, kernels) if source.fits}
+    found = {source.role: made[0] for source in _candidates(spec, target, kernels) if (made := source.variants)}
     roles = [kernel.role for kernel in kernels]
     if "softmax_backward" in roles and "grad_shares" not in roles:
         roles.append("grad_shares")  # which cuBLAS makes otherwise

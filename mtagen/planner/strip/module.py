@@ -14,7 +14,7 @@ from ..names import suffix
 from ..tile.forward import TileForward
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
 from .passes import ENOUGH_ROWS, KEY_MULTIPLE, StripPass
-from .planes import GRADIENT_TILE_KEYS
+from .planes import PlaneKernel
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
@@ -154,7 +154,8 @@ class StripModule:
     @property
     def gradient_chunk(self) -> int:
         """Keys of a partial sum of the gradient of a convolution's weight."""
-        return GRADIENT_TILE_KEYS if any(role.endswith("_gradient") for role in self.cuda) else GRADIENT_CHUNK
+        sources = (one for one in self.cuda.values() if isinstance(one, PlaneKernel) and one.part == "gradient")
+        return min((one.tile_keys for one in sources), default=GRADIENT_CHUNK)
 
     @property
     def score_scale(self) -> float:

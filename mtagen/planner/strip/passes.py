@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
-from ..passes import Fields, SettledPass, check_window
-from ..targets import Target
+from ..passes import Fields, PassPlan, check_window, describe
+from ..targets import Target, get_target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
+from .cost import streamed
 from .cuda import cuda_sources
 from .kernels import mixed_outputs, strip_kernels
 from .rows import MAX_HEADS
-from .source import StripSource
+from .source import Form, StripSource
 from .stages import Stages
 
 WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
@@ -31,7 +32,7 @@ KEY_MULTIPLE = 128  # of the keys of a strip: cuBLAS is slow where they are odd 
 
 
 @dataclass(frozen=True)
-class StripPass(SettledPass):
+class StripPass(PassPlan):
     """One pass made of kernels that stream over planes of scores.
 
     Attributes:
@@ -40,6 +41,7 @@ class StripPass(SettledPass):
         pass_name: ``forward``, ``backward`` or ``decode``.
         backend: ``triton``: all kernels are Triton's; ``cuda``: CUDA's where it has them, beside Triton's.
         workspace_bytes: what the planes may take.
+        forms: (role, form) of the kernels whose form is not the first by the cost model.
     """
 
     spec: Spec
@@ -47,6 +49,7 @@ class StripPass(SettledPass):
     pass_name: str
     backend: str = "triton"
     workspace_bytes: int = WORKSPACE_BYTES
+    forms: tuple[tuple[str, Form], ...] = ()
 
     lowering = "strip"
 
@@ -60,13 +63,13 @@ class StripPass(SettledPass):
         """The fused kernel that takes the values of small groups side by side, instead of kernels of strips."""
         if (self.pass_name, self.backend) != ("forward", "cuda"):
             return None
-        return concatenated(self.spec, self.target)
+        fused = concatenated(self.spec, self.target)
+        # Two models are compared, so the fused kernel has to be faster than strips are by what memory alone takes.
+        return fused if fused and fused.cost < StripPass(self.spec, self.target, self.pass_name).cost else None
 
     @cached_property
     def _of_triton(self) -> tuple[Kernel, ...]:
-        """What Triton's kernels would be, which can do all of it; or the one that mixes what the fused kernel makes."""
-        if self.fused:
-            return (mixed_outputs(self.spec, self.target),)
+        """What Triton's kernels would be, which can do all of it."""
         return strip_kernels(self.pass_name, self.spec, self.target)
 
     @cached_property
@@ -76,13 +79,13 @@ class StripPass(SettledPass):
             return {}
         if self.fused:
             return {"forward": self.fused}
-        sources = cuda_sources(self.spec, self.target, self._of_triton)
-        return {source.role: source for source in sources}
+        sources = {source.role: source for source in cuda_sources(self.spec, self.target, self._of_triton)}
+        return sources | {role: replace(sources[role], form=form) for role, form in self.forms}
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         if self.fused:
-            return (*self.fused.kernels, *self._of_triton)
+            return (*self.fused.kernels, mixed_outputs(self.spec, self.target))
         made = {kernel.role: kernel for kernel in self._of_triton}
         return tuple((made | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
 
@@ -96,10 +99,69 @@ class StripPass(SettledPass):
         """What the planes take at most, or those of one short strip of one sequence if that is more."""
         return min(self.workspace_bytes, len(self.planes) * PLANE_BYTES[self.pass_name])
 
+    # ---- What it costs: of Triton's kernels and cuBLAS's products what memory alone takes.
+
+    @property
+    def cost(self) -> float:
+        if self.fused:
+            return self.fused.cost
+        spec, target = self.spec, get_target(self.target)
+        kernels = {kernel.role: streamed(kernel.role, spec.itemsize, target) for kernel in self._of_triton}
+        kernels |= {role: source.cost for role, source in self.cuda.items()}
+        scores = sum(kernels.values())
+        if self.pass_name == "decode":  # the rows of one new token; keys and values are read besides
+            read = (spec.head_dim + spec.value_head_dim) * spec.itemsize / target.dram_bytes_per_cycle
+            return (spec.context + 1) * scores + read
+        products = 1 if self.pass_name == "forward" else 3 + ("grad_shares" not in kernels)
+        return scores + products * streamed("values", spec.itemsize, target)
+
+    # ---- Decisions: the forms of CUDA's kernels, one by one. A kernel of one form is none.
+
+    @cached_property
+    def _deciding(self) -> Mapping[str, StripSource]:
+        """Kernels by the key of their decision."""
+        sources = (source for source in self.cuda.values() if isinstance(source, StripSource))
+        return {source.key: source for source in sources if len(source.forms) > 1}
+
+    def decisions(self) -> Mapping[str, Fields]:
+        return {key: source.form.fields for key, source in self._deciding.items()}
+
+    def role(self, key: str) -> str:
+        """The kernel that a decision is about.
+
+        Raises:
+            PlanError: it is none of this pass.
+        """
+        self.check_key(key)
+        return self._deciding[key].role
+
+    def _formed(self, key: str) -> Mapping[Form, StripPass]:
+        """The plans that differ in a kernel's form only, the cheapest first."""
+        role, others = self.role(key), dict(self.forms)
+        others.pop(role, None)
+        first, *rest = (source.form for source in self._deciding[key].variants)
+        made = {first: others} | {form: others | {role: form} for form in rest}
+        return {form: replace(self, forms=tuple(sorted(forms.items()))) for form, forms in made.items()}
+
+    def alternatives(self, key: str) -> Sequence[StripPass]:
+        return [*self._formed(key).values()]
+
+    def decided(self, key: str, fields: Fields) -> StripPass:
+        made = self._formed(key)
+        for form, one in made.items():
+            if form.fields == fields:
+                return one
+        legal = [describe(form.fields) for form in made]
+        raise PlanError(explain(key, describe(fields), f"is no form of this kernel on {self.target}", legal))
+
+    def decision_cost(self, key: str) -> float:
+        self.check_key(key)
+        return self._deciding[key].cost
+
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         if self.fused:
             yield from rows_of_table(self.fused)
-            yield self.pass_name, "mixed_outputs", _of_triton(*self._of_triton)
+            yield self.pass_name, "mixed_outputs", _of_triton(self.kernels[-1])
             return
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.planes_bytes // 2**20} MiB, sums besides"
@@ -128,7 +190,7 @@ class StripLowering:
     backend: str
 
     def candidates(self, pass_name: str, spec: Spec, target: Target) -> Sequence[StripPass]:
-        """The one plan there is.
+        """The plan of a pass with the cheapest form of each kernel; others follow from it by ``alternatives``.
 
         Raises:
             PlanError: there is none; the message says why.
@@ -141,8 +203,15 @@ class StripLowering:
         return [made]
 
     def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:
-        """The plan with these decisions."""
-        return StripPass(spec, target, pass_name, self.backend)
+        """The plan with these decisions.
+
+        Raises:
+            PlanError: one is not legal here.
+        """
+        made = StripPass(spec, target, pass_name, self.backend)
+        for key, form in decisions.items():
+            made = made.decided(key, form)
+        return made
 
     def flop_per_score(self, pass_name: str, spec: Spec) -> int:
         """Flop per (row, key) pair of a training pass, 2 per multiply-add.

@@ -9,7 +9,7 @@ and right. The gradient of the weight multiplies the transposed slab with a tile
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,19 +18,22 @@ from sympy import ceiling
 from ...errors import PlanError
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, writes
+from ..targets import RESERVED_SHARED, get_target
 from ..tile.memory import SharedMap
-from ..tile.toeplitz import CHUNK, Toeplitz, toeplitz
+from ..tile.toeplitz import CHUNK, FLOP_OF_MMA, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
+from .cost import DRAIN, START, STRIP_ROWS, Work
 from .sizes import COUNT, KEYS, SLOTS
-from .source import StripSource
+from .source import Form, StripSource
 from .stages import Convolution
 
-WARPS = 4  # of 16 rows each
-TILE_KEYS, GRADIENT_TILE_KEYS = 128, 64  # of a tile of results, and of their gradient where it makes the weight's
-WALK = 4  # tiles of a convolution that a CTA makes
 COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
 RESIDENT_WARPS = 16  # of a multiprocessor: of 128 registers a thread
+_SETUP = 20  # instructions for a register of taps
 PARTS = ("", "adjoint", "gradient")
+# Each warp has 16 rows. A CTA that makes the gradient of a weight owns a tile's keys, and walks along all rows.
+_FORMS = tuple(Form(warps, keys=keys, walk=walk) for warps in (4, 8) for keys in (128, 64) for walk in (512, 256, 1024))
+_GRADIENT_FORMS = tuple(Form(4, keys=keys) for keys in (64, 128))
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,35 @@ class PlaneKernel(StripSource):
             return False
         return self.shared_bytes <= self.shared_of(1)
 
+    # ---- What is decided of it
+
+    @property
+    def forms(self) -> Sequence[Form]:
+        return _GRADIENT_FORMS if self.part == "gradient" else _FORMS
+
+    @property
+    def depends(self) -> str:
+        return f"cq{self.stage.cq} ck{self.stage.ck}"
+
+    @property
+    def cost(self) -> float:
+        target = get_target(self.target)
+        window = self.slab_rows * self.slab_chunks * CHUNK / (self.rows * self.tile_keys)
+        tiles, setup = self.walk, _SETUP / 4 * self.warps * 2 * self.mma
+        if self.part == "gradient":
+            tiles, setup = STRIP_ROWS // self.rows, 0
+        work = Work(
+            traffic=2 * 2,
+            moved=window + 1,
+            tensor=FLOP_OF_MMA * self.mma / target.mma_flop_per_cycle,
+            warps=self.warps,
+            ctas=min(self.ctas, target.shared_per_multiprocessor // (self.shared_bytes + RESERVED_SHARED)),
+            scores=self.rows * self.tile_keys * tiles,
+            gap=START + DRAIN * tiles,
+            setup=setup,
+        )
+        return work.cycles(target)
+
     # ---- Gradient of the weight
 
     @property
@@ -183,7 +215,7 @@ class PlaneKernel(StripSource):
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
-        return WARPS
+        return self.form.warps
 
     @property
     def rows(self) -> int:
@@ -198,17 +230,24 @@ class PlaneKernel(StripSource):
     @property
     def tile_keys(self) -> int:
         """Keys of a tile."""
-        return GRADIENT_TILE_KEYS if self.part == "gradient" else TILE_KEYS
+        return self.form.keys
 
     @property
     def walk(self) -> int:
         """Tiles of a convolution that a CTA makes."""
-        return WALK
+        return self.form.walk // self.form.keys
 
     @property
     def collected(self) -> int:
         """Columns of results that a warp collects."""
         return COLLECTED
+
+    @property
+    def mma(self) -> int:
+        """mma.m16n8k16 for 16 x 8 scores."""
+        if self.part == "gradient":
+            return len(self.weight_gradient.products) * self.weight_gradient.sets
+        return self.toeplitz.mma_per_tile
 
     @property
     def legend(self) -> Iterator[str]:
@@ -233,8 +272,7 @@ class PlaneKernel(StripSource):
     def summary(self) -> str:
         """In the plan's table."""
         made = f"tiles of {self.rows} rows and {self.tile_keys} keys, {self.warps} warps"
-        mma = len(self.weight_gradient.products) * self.weight_gradient.sets if self.part == "gradient" else 0
-        return f"CUDA, {made}, {mma or self.toeplitz.mma_per_tile} mma.m16n8k16 for 16 x 8 scores"
+        return f"CUDA, {made}, {self.mma} mma.m16n8k16 for 16 x 8 scores"
 
     @property
     def kernel(self) -> Kernel:
@@ -254,5 +292,5 @@ class PlaneKernel(StripSource):
                 *writes("Result", self.writes),
                 *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
             )
-            grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / (WALK * self.tile_keys)) * SLOTS,)
+            grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.form.walk) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

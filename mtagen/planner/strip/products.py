@@ -7,7 +7,7 @@ so that it writes whole lines. Where the target has products of warpgroups, thos
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,16 +19,18 @@ from ..targets import get_target
 from ..tile.memory import PANEL, SharedMap, swizzled_bytes
 from ..tile.toeplitz import CHUNK
 from ..tile.wgmma import Wgmma
+from .cost import DRAIN, START, Work
 from .kernels import decode_rows
 from .sizes import COUNT, KEYS, SLOTS
-from .source import DECODE, StripSource
+from .source import DECODE, Form, StripSource
 
 WARPS = 8  # that multiply
 TILES = 2  # of keys in shared memory
-ROWS, ROW_WARPS, TILE_KEYS = 128, 4, 64  # a tile, and the warps that share its rows
-WARPGROUP_KEYS = 128  # of a tile that warpgroups multiply
-DECODE_KEYS = 128  # of a tile of a decode step, which has few rows
-WALK = 512  # keys of a CTA
+ROWS, ROW_WARPS = 128, 4  # of a tile, and the warps that share its rows
+_WALKS = (512, 256, 1024)
+_FORMS = tuple(Form(keys=64, walk=walk) for walk in _WALKS)
+_WARPGROUP_FORMS = tuple(Form(keys=128, walk=walk) for walk in _WALKS)
+_DECODE_FORMS = (Form(keys=128, walk=512),)  # a decode step has few rows
 _HELD_WIDTH = 128  # rows of so many columns fit registers
 _SCORES, _GRAD_SHARES = "scores", "grad_shares"
 ROLES = (_SCORES, _GRAD_SHARES, f"{DECODE}{_SCORES}")
@@ -84,6 +86,35 @@ class ProductKernel(StripSource):
         whole = self.width % 16 == 0 and not self.mask.zeroes_terms
         return whole and self.shared.size <= self.shared_of(1)
 
+    # ---- What is decided of it
+
+    @property
+    def depends(self) -> str:
+        return f"d{self.width}{' zeroes' if self.zeroes else ''}"
+
+    @property
+    @abstractmethod
+    def flop_per_cycle(self) -> float:
+        """Rate of its products."""
+
+    @property
+    @abstractmethod
+    def gap(self) -> int:
+        """Cycles of a CTA without loads under way."""
+
+    @property
+    def cost(self) -> float:
+        work = Work(
+            traffic=2,
+            moved=1,
+            tensor=2 * self.width / self.flop_per_cycle,
+            warps=self.warps,
+            ctas=self.ctas,
+            scores=self.rows * self.walk,
+            gap=self.gap,
+        )
+        return work.cycles(get_target(self.target))
+
     # ---- How the work is shared
 
     @property
@@ -97,9 +128,9 @@ class ProductKernel(StripSource):
         return ROWS
 
     @property
-    @abstractmethod
     def keys(self) -> int:
         """Keys of a tile."""
+        return self.form.keys
 
     @property
     @abstractmethod
@@ -109,7 +140,7 @@ class ProductKernel(StripSource):
     @property
     def walk(self) -> int:
         """Keys of a CTA."""
-        return WALK
+        return self.form.walk
 
     @property
     def ctas(self) -> int:
@@ -142,7 +173,7 @@ class ProductKernel(StripSource):
             *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
             *numbers("float", "factor"),
         )
-        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / WALK) * SLOTS,)
+        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.walk) * SLOTS,)
         registers = min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
         return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, registers)
 
@@ -180,8 +211,16 @@ class MmaProduct(ProductKernel):
         return decode_rows(self.spec) if self.decodes else ROWS
 
     @property
-    def keys(self) -> int:
-        return DECODE_KEYS if self.decodes else TILE_KEYS
+    def forms(self) -> Sequence[Form]:
+        return _DECODE_FORMS if self.decodes else _FORMS
+
+    @property
+    def flop_per_cycle(self) -> float:
+        return get_target(self.target).mma_flop_per_cycle
+
+    @property
+    def gap(self) -> int:
+        return START + DRAIN * self.walk // self.keys
 
     @property
     def threads(self) -> int:
@@ -208,8 +247,16 @@ class WarpgroupProduct(ProductKernel):
     template = "plane_product_sm90.cu.j2"
 
     @property
-    def keys(self) -> int:
-        return WARPGROUP_KEYS
+    def forms(self) -> Sequence[Form]:
+        return _WARPGROUP_FORMS
+
+    @property
+    def flop_per_cycle(self) -> float:
+        return get_target(self.target).tensor_flop_per_cycle
+
+    @property
+    def gap(self) -> int:
+        return START
 
     @property
     def threads(self) -> int:

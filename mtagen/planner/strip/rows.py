@@ -9,7 +9,7 @@ no sums over its keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,35 +18,46 @@ from sympy import ceiling
 from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers, reads, writes
+from ..targets import get_target
+from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
 from .kernels import PROGRAMS
 from .sizes import KEYS
-from .source import StripSource
+from .source import Form, StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
-_BLOCK_BYTES = 64 * MAX_HEADS * 2  # of a warp: 64 keys, as in rows.cuh
+_BLOCK_KEYS = 64  # of a warp, as in rows.cuh
+_BLOCK_BYTES = _BLOCK_KEYS * MAX_HEADS * 2
 _MAX_DEPTH = 8
 WALK = 2048  # keys of a CTA that mixes a row of a decode step
 
 
-class _Form(NamedTuple):
-    """What depends on the role: the template, warps of a CTA and CTAs of a multiprocessor."""
+_MIN_WARPS, _MAX_WARPS = 8, 24  # of a multiprocessor
+_LEAST_HELD = 0.6  # of the registers that the compiler asks for: it keeps few values on the stack then
+# With more warps or CTAs of a multiprocessor, more loads are under way; with fewer, more of a row stays on chip.
+_FORMS = tuple(
+    Form(warps, ctas) for ctas in (3, 2, 1) for warps in (16, 12, 8, 4) if _MIN_WARPS <= warps * ctas <= _MAX_WARPS
+)
+
+
+class _Role(NamedTuple):
+    """What depends on the role: the template, registers that the compiler asks for, and forms."""
 
     template: str
-    warps: int
-    ctas: int
+    registers: int
+    forms: Sequence[Form] = _FORMS
 
 
-_FORMS: Mapping[str, _Form] = {
-    "softmax": _Form("row_softmax.cu.j2", 8, 2),
-    "probabilities": _Form("row_softmax.cu.j2", 8, 3),
-    "post_mix": _Form("row_mix.cu.j2", 8, 3),
-    "post_mix_backward": _Form("row_mix.cu.j2", 8, 2),
-    "softmax_backward": _Form("row_softmax_backward.cu.j2", 8, 1),
-    "decode_softmax": _Form("row_softmax.cu.j2", 16, 1),  # there are few rows
-    "decode_post_mix": _Form("row_mix.cu.j2", 8, 3),
+_ROLES: Mapping[str, _Role] = {
+    "softmax": _Role("row_softmax.cu.j2", 124),
+    "probabilities": _Role("row_softmax.cu.j2", 80),
+    "post_mix": _Role("row_mix.cu.j2", 76),
+    "post_mix_backward": _Role("row_mix.cu.j2", 128),
+    "softmax_backward": _Role("row_softmax_backward.cu.j2", 200),
+    "decode_softmax": _Role("row_softmax.cu.j2", 124, (Form(16, 1),)),  # there are few rows
+    "decode_post_mix": _Role("row_mix.cu.j2", 76, (Form(8, 3),)),
 }
-ROLES = tuple(_FORMS)
+ROLES = tuple(_ROLES)
 
 
 @dataclass(frozen=True)
@@ -70,17 +81,17 @@ class RowKernel(StripSource):
     @property
     def template(self) -> str:  # type: ignore[override]
         """The kernel's template."""
-        return _FORMS[self.role].template
+        return _ROLES[self.role].template
 
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
-        return _FORMS[self.role].warps
+        return self.form.warps
 
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor."""
-        return _FORMS[self.role].ctas
+        return self.form.ctas
 
     @property
     def heads(self) -> int:
@@ -90,6 +101,44 @@ class RowKernel(StripSource):
     @property
     def fits(self) -> bool:
         return self.heads <= MAX_HEADS and self.depth > 0
+
+    @property
+    def forms(self) -> Sequence[Form]:
+        needed = _LEAST_HELD * _ROLES[self.role].registers
+        return [form for form in _ROLES[self.role].forms if 65536 // (32 * form.warps * form.ctas) >= needed]
+
+    @property
+    def depends(self) -> str:
+        stages = (
+            ("mix", self.stages.mix),
+            ("shares", self.backward and self.stores_shares),
+            ("post_mix", self.mixes_results),
+        )
+        kept = (name for name, there in stages if there and self.reads_scores)
+        return "_".join((f"heads{self.heads}", *kept))
+
+    @property
+    def cost(self) -> float:
+        passes = 2 if self.reads_scores and not self.again else 1
+        results = 2 if self.backward and (self.stores_shares or not self.reads_scores) else 1
+        kept = min(1.0, _BLOCK_KEYS * self.depth * self.warps / LONGEST_ROW)
+        waits = passes - 1
+        if self.depth == 1:  # a warp has no room for the next block while it works on one
+            waits += passes * MEAN_ROW // (_BLOCK_KEYS * self.warps)
+        again = (passes - 1) * (1 - kept) ** 2  # of all rows, what a second pass does not find in shared memory
+        matrices = (self.stages.mix is not None) + self.mixes_results if self.reads_scores else 1
+        work = Work(
+            traffic=2 * (self.planes * (1 + again) + results),
+            moved=(self.planes * passes + results) * MAX_HEADS / self.heads,
+            head_products=matrices if self.backward else 0,
+            warps=self.warps,
+            ctas=self.ctas,
+            registers=_ROLES[self.role].registers,
+            scores=self.heads * MEAN_ROW,
+            gap=waits * DRAIN + (0 if self.backward else START),
+            even=True,
+        )
+        return work.cycles(get_target(self.target))
 
     @property
     def programs(self) -> int:
@@ -202,16 +251,15 @@ class RowKernel(StripSource):
 
     @property
     def kernel(self) -> Kernel:
-        form = _FORMS[self.role]
         arguments = tuple(self._argument(argument) for argument in self.triton.arguments)
         return Kernel(
             self.role,
             self.name,
             arguments,
             self.grid,
-            32 * form.warps,
-            self.sums_bytes + self.depth * self.planes * _BLOCK_BYTES * form.warps,
-            65536 // (32 * form.warps * form.ctas),
+            32 * self.warps,
+            self.sums_bytes + self.depth * self.planes * _BLOCK_BYTES * self.warps,
+            65536 // (32 * self.warps * self.ctas),
         )
 
     def _argument(self, triton: Argument) -> Argument:

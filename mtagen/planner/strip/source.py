@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import ClassVar
 
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
 from ..names import kernel_name
+from ..passes import Fields
 from ..targets import get_target
+from .cost import streamed
 from .stages import Stages
 
 DECODE = "decode_"  # what roles of a decode step begin with
 _RESERVED = 1024  # bytes of shared memory that each CTA takes besides its own
 
 
+@dataclass(frozen=True)
+class Form:
+    """What request and target leave open of a kernel; 0 is what it does not choose.
+
+    Attributes:
+        warps: warps of a CTA.
+        ctas: CTAs of a multiprocessor.
+        keys: keys of a tile.
+        walk: keys that a CTA walks along, in whole tiles.
+    """
+
+    warps: int = 0
+    ctas: int = 0
+    keys: int = 0
+    walk: int = 0
+
+    @property
+    def fields(self) -> Fields:
+        """What is chosen, JSON-ready."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+@dataclass(frozen=True)
 class StripSource(ABC):
     """One kernel. Implementations are frozen dataclasses.
 
     Attributes:
         spec: the request.
         target: name of the target.
+        form: one of ``forms``.
         template: the template that prints the source.
     """
 
     spec: Spec
     target: str
-    template: str
+    form: Form = field(default=Form(), kw_only=True)
+    template: ClassVar[str]
 
     @property
     @abstractmethod
@@ -68,6 +97,34 @@ class StripSource(ABC):
     @abstractmethod
     def summary(self) -> str:
         """In the plan's table."""
+
+    # ---- What is decided of it
+
+    @property
+    def forms(self) -> Sequence[Form]:
+        """What it may look like, on some target; one that is preferred to others of the same cost comes first."""
+        return (Form(),)
+
+    @property
+    def variants(self) -> Sequence[StripSource]:
+        """The kernel in each form that fits, the cheapest by the cost model first."""
+        made = (replace(self, form=form) for form in self.forms)
+        return sorted((one for one in made if one.fits), key=lambda one: one.cost)
+
+    @property
+    def depends(self) -> str:
+        """What the best form depends on, besides the role and the type of elements."""
+        return ""
+
+    @property
+    def key(self) -> str:
+        """Key of the decision about its form."""
+        return f"strip {self.role} {self.depends} {self.spec.dtype}"
+
+    @property
+    def cost(self) -> float:
+        """Modelled multiprocessor cycles per score."""
+        return streamed(self.role, self.spec.itemsize, get_target(self.target))
 
     @property
     def stages(self) -> Stages:
