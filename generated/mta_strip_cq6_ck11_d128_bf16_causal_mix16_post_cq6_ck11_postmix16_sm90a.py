@@ -264,7 +264,7 @@ KERNELS = {
     "softmax_backward": {
         "softmax_backward": (
             "mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a",
-            256, 204800, "PPPPPPPiiiiiiiiii",
+            384, 208896, "PPPPPPPiiiiiiiiii",
         ),
     },
     "convolution_adjoint": {
@@ -444,7 +444,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
         kernels["convolution"](
-            (-(-count // 64) * (-(-keys // 512)) * slots,),
+            (-(-count // 64) * (-(-keys // 256)) * slots,),
             scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )
@@ -456,7 +456,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         )
         unmixed, shares = shares, convolved_shares
         kernels["post_convolution"](
-            (-(-count // 64) * (-(-keys // 512)) * slots,),
+            (-(-count // 64) * (-(-keys // 256)) * slots,),
             unmixed.data_ptr(), post_weight.data_ptr(), shares.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )
@@ -529,7 +529,7 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
         )
         kernels["convolution"](
-            (-(-count // 64) * (-(-keys // 512)) * slots,),
+            (-(-count // 64) * (-(-keys // 256)) * slots,),
             scores.data_ptr(), weight.data_ptr(), convolved.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )
@@ -546,7 +546,7 @@ def backward(
         )
         unmixed = shares
         kernels["post_convolution"](
-            (-(-count // 64) * (-(-keys // 512)) * slots,),
+            (-(-count // 64) * (-(-keys // 256)) * slots,),
             probabilities.data_ptr(), post_weight.data_ptr(), unmixed.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )
@@ -569,7 +569,7 @@ def backward(
         )
         grad_probabilities = shares
         kernels["post_convolution_adjoint"](
-            (-(-count // 64) * (-(-keys // 512)) * slots,),
+            (-(-count // 64) * (-(-keys // 256)) * slots,),
             grad_shares.data_ptr(), post_weight.data_ptr(), grad_probabilities.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )
@@ -587,7 +587,7 @@ def backward(
         )
         ds = scores.view(q.dtype)
         kernels["convolution_adjoint"](
-            (-(-count // 64) * (-(-keys // 512)) * slots,),
+            (-(-count // 64) * (-(-keys // 256)) * slots,),
             dx.data_ptr(), weight.data_ptr(), ds.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads,
         )

@@ -5,7 +5,7 @@
 // out[r, j] = sum over u, v of W[u, v] x[r - 5 + u, j - 5 + v],
 // for query first + r, which sits at position first + r + off; hidden results are zeros; so are those of rows before `skip`.
 //
-// mta_strip_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 64) * (-(-keys // 512)) * slots), 128, 51776>>>
+// mta_strip_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-count // 64) * (-(-keys // 256)) * slots), 128, 51776>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -315,7 +315,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 
 using Source = fp16;
 using Result = fp16;
-constexpr int WALK = 4;  // tiles of a CTA
+constexpr int WALK = 2;  // tiles of a CTA
 // A row sees the keys up to SEEN_AHEAD after its own position.
 constexpr int SEEN_AHEAD = 0;
 // A warp collects its results of COLLECTED keys, even rows first, in STAGED_ROW bytes each, and writes whole lines.

@@ -6,7 +6,7 @@
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
-// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 256, 204800>>>
+// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 384, 208896>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -393,14 +393,14 @@ DEVICE void sum_over_keys(float (&x)[4], float* shared, int warp, int lane) {
 
 using Element = bf16;
 using Score = fp16;
-constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
+constexpr int WARPS = 12, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
 constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
 constexpr float LOG2_SHARE_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
-constexpr int DEPTH = 6, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
+constexpr int DEPTH = 4, SLOT = 2 * BLOCK_BYTES, SUMS = 12288;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
 // The row of a CTA.

@@ -774,7 +774,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const int block = gridDim.y - 1 - blockIdx.y;  // those with the most keys first
 
   // The CTA's first row; query i is at position i + offset; no row of the CTA sees keys from key_end on.
-  const int first = block * OWNED - HALO, offset = n_k - n_q;
+  const int first = block * OWNED - HALO;
+  const int offset = n_k - n_q;
   const int key_end = min(n_k, first + offset + ROWS);
   const int steps = max(0, (key_end + LAG + KEYS - 1) / KEYS);
   k += b * k_stride_b + h / group * k_stride_h;

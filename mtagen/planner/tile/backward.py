@@ -29,6 +29,7 @@ from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
+from ..passes import check_window
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .memory import PANEL, SharedMap
 from .passes import TilePass
@@ -436,6 +437,7 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
         PlanError: none does; the message names the limit.
     """
     check_supported(spec, target)
+    check_window(spec, "cuda's backward pass")
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel has one head dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))

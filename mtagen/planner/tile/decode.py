@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
-from sympy import ceiling
+from sympy import Expr, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
@@ -35,6 +35,7 @@ from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT
 
+_FIRST_POSITION = sympy.Symbol("first_position", integer=True)  # of the first new token, in the template
 # Of each kernel: query heads and pairs (query head, new token) of a CTA, at most, and its warps.
 _KERNELS = ((1, 8, 4), (4, 8, 4), (8, 16, 8))
 _HEAD_ROWS = 6  # query rows a head, where a CTA takes several: one new token of cq = 6
@@ -214,6 +215,12 @@ class TileDecode(TilePass):
     def mask(self) -> Mask:
         """Which keys a query sees."""
         return Mask.of(self.spec)
+
+    @property
+    def key_begin(self) -> Expr:
+        """The first key that some new token sees, in the template's names."""
+        first = self.mask.first_key(_FIRST_POSITION)
+        return sympy.S.Zero if first is None else sympy.Max(0, first)
 
     @property
     def masks_windows(self) -> bool:

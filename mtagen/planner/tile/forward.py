@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from sympy import Expr, Min, ceiling, symbols
+import sympy
+from sympy import Expr, Max, Min, ceiling, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -104,6 +105,12 @@ class TileForward(TilePass):
         """Where the keys end that some row of a CTA sees, in the templates' names."""
         last = self.mask.last_key(FIRST + ROWS - 1 + OFFSET)
         return N_K if last is None else Min(N_K, last + 1)
+
+    @property
+    def key_begin(self) -> Expr:
+        """Where the keys begin that outputs of a CTA are made of, in the templates' names; 0 if the mask hides none."""
+        first = self.mask.first_key(FIRST + self.halo + N_K - N_Q)
+        return sympy.S.Zero if first is None else Max(0, first - self.spec.pad_left)
 
     @property
     def score_exponent(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..passes import check_convolves_only, check_window
+from ..passes import check_convolves_only
 from ..targets import TARGETS, Target
 from .toeplitz import toeplitz
 
@@ -16,7 +16,6 @@ def check_supported(spec: Spec, target: Target) -> None:
         PlanError: the dtype, the head dims or the target is out of range.
     """
     check_convolves_only(spec, "cuda")
-    check_window(spec, "cuda")
     if spec.dtype not in ("bf16", "fp16"):
         raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
     for name in ("head_dim", "value_head_dim"):
