@@ -50,6 +50,15 @@ SPECS = [
     SM80_FULL,
     ("sm_89", Spec((11, 4), 32, key_padding="left", mask="output")),
 ]
+WINDOWED = [
+    ("sm_90a", Spec((6, 11), 64, window=(40, -1))),
+    ("sm_90a", Spec((3, 3), 32, causal=False, window=(20, 7), mask="output")),
+    ("sm_90a", Spec((1, 1), 64, window=(30, -1))),
+    ("sm_90a", Spec((5, 4), 32, causal=False, window=(-1, 5))),
+    ("sm_80", Spec((6, 11), 64, causal=False, window=(30, -1), mask="output", key_padding="left")),
+    ("sm_80", Spec((1, 1), 32, window=(0, -1))),
+    ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
+]
 RACES = [
     *((name, target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a") for name in ("forward", "decode")),
     ("forward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
@@ -64,7 +73,8 @@ def case_id(value: object) -> str:
     if not isinstance(value, Spec):
         return str(value)
     kernel = f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{value.key_padding}"
-    return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}"
+    window = "-left{}-right{}".format(*value.window) if value.window != (-1, -1) else ""
+    return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}{window}"
 
 
 @pytest.fixture(scope="session")
@@ -112,6 +122,12 @@ def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int
 def test_accurate(target: str, spec: Spec, folder: Path) -> None:
     for seed, sizes in enumerate((SIZES, SIZES[-2:])):  # copies and products come early, then late
         assert not failures(op_of(spec, target, folder, seed), spec, torch.device("cpu"), sizes)
+
+
+@pytest.mark.parametrize(("target", "spec"), WINDOWED, ids=case_id)
+def test_windows(target: str, spec: Spec, folder: Path) -> None:
+    sizes = (*SIZES[:2], Sizes(1, 2, 1, 9, 240), *SIZES[-2:])  # the first keys of 240 are seen by no query
+    assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), sizes)
 
 
 @pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)

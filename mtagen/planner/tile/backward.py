@@ -29,7 +29,6 @@ from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
-from ..passes import check_window
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .memory import PANEL, SharedMap
 from .passes import TilePass
@@ -114,6 +113,12 @@ class TileBackward(TilePass):
         if position is None:
             return sympy.S.Zero
         return sympy.Max(0, position - _OFFSET - (_ROW_HALO if self.mask.zeroes_terms else 0))
+
+    @property
+    def end_row(self) -> Expr:
+        """Rows from here on have no scores with the CTA's keys."""
+        position = self.mask.last_position(_C0 + self.keys - 1)
+        return N_Q if position is None else sympy.Min(N_Q, position - _OFFSET + 1)
 
     # ---- Rows
 
@@ -437,7 +442,6 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
         PlanError: none does; the message names the limit.
     """
     check_supported(spec, target)
-    check_window(spec, "cuda's backward pass")
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel has one head dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
