@@ -823,6 +823,49 @@ EMULATED_STRIPS = (
     ),
 )
 
+WINDOWS = (
+    Mutant(
+        "lift-earlier-band-one-short",
+        "mtagen/planner/lift/band.py",
+        "width = -int(interval_over(tested, box)[0])",
+        "width = -int(interval_over(tested, box)[0]) - (not later)",
+        "A diagonal next to the first key that is seen keeps terms that the mask drops.",
+        ("tests/test_stencil.py",),
+    ),
+    Mutant(
+        "lift-interiors-overlap",
+        "mtagen/planner/lift/operands.py",
+        "interior_begin = Max(begin, Min(interior_begin, interior_end))",
+        "interior_begin = Max(begin, interior_begin)",
+        "In a narrow window tiles are contracted twice, as edge tiles of both ends.",
+        ("tests/test_plan.py::test_contractions_visit_what_they_need",),
+    ),
+    Mutant(
+        "tile-window-without-its-halo",
+        "mtagen/planner/tile/forward.py",
+        "Max(0, first - self.spec.pad_left)",
+        "Max(0, first + 8)",
+        "Keys are skipped that the first rows of a CTA see.",
+        (f"{EMULATED}::test_windows",),
+    ),
+    Mutant(
+        "backward-window-ends-early",
+        "mtagen/planner/tile/backward.py",
+        "sympy.Min(N_Q, position - _OFFSET + 1)",
+        "sympy.Min(N_Q, position - _OFFSET - 31)",
+        "The last rows that see a key add nothing to its gradient.",
+        (f"{EMULATED}::test_windows",),
+    ),
+    Mutant(
+        "decode-window-one-key-late",
+        "mtagen/planner/tile/decode.py",
+        "sympy.S.Zero if first is None else sympy.Max(0, first)",
+        "sympy.S.Zero if first is None else sympy.Max(0, first + 1)",
+        "The first new token misses the first key of its window.",
+        (f"{EMULATED}::test_windows",),
+    ),
+)
+
 PIPELINE = "mtagen/cpu/pipeline.py"
 STAGES = (
     Mutant(
@@ -836,7 +879,7 @@ STAGES = (
     Mutant(
         "strip-of-all-rows",
         PIPELINE,
-        "size = max(1, STRIP_SCORES // (heads * nk), 2 * spec.context)",
+        "size = max(1, _rows(spec, STRIP_SCORES // heads, nk), 2 * spec.context)",
         "size = max(1, nq)",
         "Memory grows with the square of the length.",
         ("tests/test_pipeline.py::test_no_tensor_grows_with_the_square_of_the_length",),
@@ -844,8 +887,8 @@ STAGES = (
     Mutant(
         "strip-without-its-own-keys",
         PIPELINE,
-        "max(0, end + nk - nq)",
-        "max(0, begin + nk - nq)",
+        "_keys(spec, first + nk - nq, end - 1 + nk - nq, nk)",
+        "_keys(spec, first + nk - nq, begin - 1 + nk - nq, nk)",
         "The rows of a strip do not see the keys beside them.",
         ("tests/test_pipeline.py::test_equals_reference",),
     ),
@@ -932,8 +975,8 @@ STAGES = (
     Mutant(
         "decode-one-key-late",
         PIPELINE,
-        "length - rows, rows - new",
-        "length - rows + 1, rows - new",
+        "first - keys.start, rows - new",
+        "first - keys.start + 1, rows - new",
         "A new token sees the next one's key.",
         ("tests/test_pipeline.py::test_decode_equals_reference",),
     ),
@@ -971,4 +1014,4 @@ STAGES = (
     ),
 )
 
-MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *STRIPS, *EMULATED_STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)
+MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *WINDOWS, *STRIPS, *EMULATED_STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)
