@@ -9,6 +9,7 @@ import pytest
 from single_pass import cheapest
 
 from mtagen.codegen.cuda import render
+from mtagen.planner.geometry.mask import Mask
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.passes import PASSES
 from mtagen.planner.targets import TARGETS
@@ -51,13 +52,15 @@ CASES = [
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
     *((name, target, Spec((6, 11), d)) for target in ("sm_86", "sm_120") for name in PASSES for d in (64, 128)),
+    *((name, target, Spec((6, 11), 128, window=(1024, -1))) for target in ("sm_80", "sm_90a") for name in PASSES),
+    *((name, "sm_90a", Spec((3, 3), 64, causal=False, mask="output", window=(40, 30))) for name in PASSES),
 ]
 
 
 def case_id(value: object) -> str:
     if not isinstance(value, Spec):
         return str(value)
-    mask = "causal" if value.causal else "full"
+    mask = Mask.of(value).name
     return f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{mask}-{value.key_padding}"
 
 

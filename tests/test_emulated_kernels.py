@@ -66,6 +66,7 @@ RACES = [
     ("backward", "sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("backward", "sm_90a", Spec((1, 1), 64)),
+    *((name, "sm_90a", Spec((6, 11), 64, window=(40, -1))) for name in PASSES),
 ]
 
 

@@ -115,6 +115,25 @@ def test_accuracy_of_cuda(
     assert_accurate(op)
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "paper": {"kernel": (6, 11), "head_dim": 128, "window": (100, -1)},
+    "narrow": {"kernel": (6, 11), "head_dim": 64, "window": (3, 2), "causal": False},
+    "by output": {"kernel": (4, 3), "head_dim": 64, "window": (40, 30), "causal": False, "mask": "output"},
+    "earlier keys only": {"kernel": (5, 2), "head_dim": 64, "window": (64, -1), "causal": False},
+    "plain": {"kernel": None, "head_dim": 128, "window": (256, -1)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.usefixtures("prefers_cuda", "poisoned")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("options", WINDOWS.values(), ids=WINDOWS)
+def test_windows(options: dict[str, Any], backend: str) -> None:
+    op = mtagen.build(**options, backend=backend)
+    assert bool(op.plan.tile) == (backend == "auto")
+    assert_accurate(op)
+
+
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.usefixtures("prefers_cuda", "poisoned")
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -67,6 +67,13 @@ def test_other_targets(target: str, kernel: tuple[int, int], head_dim: int) -> N
         assert re.search(r"\bHMMA|v_mfma", used.assembly), planned_kernel.role
 
 
+def test_windows() -> None:
+    """Their edge tiles and second band cost no registers where tiles are interior."""
+    planned = plan(Spec((6, 11), 128, window=(1024, -1)), "sm_90a", "triton")
+    for planned_kernel, used in main_kernels(planned, compiled(planned)):
+        assert used.stack <= 512, planned_kernel.role
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:

@@ -19,7 +19,6 @@ from ..planner.targets import get_target
 from ..spec import Spec
 from .printers import Source, triton_code
 
-
 _F, _I0, _REACH = sympy.symbols("f i0 REACH", integer=True)
 
 

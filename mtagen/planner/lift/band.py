@@ -88,7 +88,7 @@ def _bands(spec: Spec, mask: Mask) -> Iterator[Band]:
             width = min(width, mask.left + mask.right + 1)  # past the other edge nothing is seen
         if not width:
             continue
-        # A dropped term lies -(delta + term) diagonals past the edge: most at delta = 0, and 1 + tested - term at least.
+        # A dropped term lies -(delta + term) diagonals past the edge: most at delta = 0, at least 1 + tested - term.
         inside = max(0, -int(interval_over(sympy.expand(tested - term), box)[0]))
         reach = inside - int(interval_over(term, box)[0])
         dropped = (Comparison((-tested).subs(taps), ">", DELTA),) if mask.zeroes_terms else ()
