@@ -10,7 +10,7 @@ from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Argument, Kernel, numbers
-from ..lift.kernels import descriptors, pointers, strided
+from ..lift.kernels import pointers, strided, tiled
 from ..lift.tiling import block_dim
 from ..names import kernel_name
 from ..targets import get_target
@@ -134,7 +134,7 @@ class _Maker:
         sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "WINDOW": stage.window(GRADIENT_KEYS)}
         yield self._make(
             f"{stage.name}_adjoint",
-            (*descriptors("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (self._windows("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
             {**blocks, "CHUNK": CONVOLUTION_CHUNK},
             warps=8,
@@ -143,7 +143,8 @@ class _Maker:
         yield self._make(
             f"{stage.name}_gradient",
             (
-                *descriptors("x", "dy"),
+                self._windows("x"),
+                tiled(self._target, "dy", ("BLOCK_M", "BLOCK_N"), 3),
                 *pointers("partial"),
                 *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
             ),
@@ -160,7 +161,9 @@ class _Maker:
         return self._make(
             role,
             (
-                *descriptors("x", "y", "plane"),
+                tiled(self._target, "x", ("BLOCK_M", "D")),
+                tiled(self._target, "y", ("BLOCK_N", "D")),
+                tiled(self._target, "plane", ("BLOCK_M", "BLOCK_N"), 3),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
@@ -170,6 +173,10 @@ class _Maker:
             warps=warps,
             stages=stages,
         )
+
+    def _windows(self, plane: str) -> Argument:
+        """A plane that is read in windows."""
+        return tiled(self._target, plane, ("BLOCK_M", "WINDOW"), 3)
 
     def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
         """The first tile whose operands and products fit shared memory.
@@ -192,7 +199,7 @@ class _Maker:
         return self._make(
             f"{prefix}{stage.name}",
             (
-                *descriptors("x"),
+                self._windows("x"),
                 *pointers(stage.weight, "out"),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads"),
