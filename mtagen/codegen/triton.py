@@ -76,7 +76,7 @@ def _parameters(argument: Argument) -> list[str]:
     match argument.type:
         case "descriptor":
             return [f"{name}_desc"]
-        case "matrices":
+        case "tiles":
             return [f"{name}_ptr", *(f"{name}_{axis}: tl.int64" for axis in argument.axes), *_extents(name)]
         case "int64":
             return [f"{name}: tl.int64"]
@@ -85,13 +85,13 @@ def _parameters(argument: Argument) -> list[str]:
 
 def _varying(argument: Argument) -> list[str]:
     """Those of its parameters that calls change."""
-    if argument.type == "matrices":
+    if argument.type == "tiles":
         return [*(f"{argument.name}_{axis}" for axis in argument.axes), *_extents(argument.name)]
     return [argument.name] if argument.optional or argument.type in (*_NUMBERS, "int64") else []
 
 
 def _extents(name: str) -> tuple[str, str]:
-    """What the extents of matrices are called."""
+    """What the extents of a tensor that is read by tiles are called."""
     return f"{name}_rows", f"{name}_width"
 
 
@@ -132,8 +132,8 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
             assert argument.block
             rows, width = (constants[extent] for extent in argument.block)
             texts.append((_kind(argument), f"_tiles({text}, {rows}, {width})"))
-        elif argument.type == "matrices":
-            texts.append((_kind(argument), f"*_matrices({text})"))
+        elif argument.type == "tiles":
+            texts.append((_kind(argument), f"*_tiles({text})"))
         elif argument.type == "int64" and name == tensor:  # one of three strides
             if part == "b":
                 texts.append((_kind(argument), f"*{text}.stride()[:3]"))

@@ -40,7 +40,7 @@ def tiled(target: str, name: str, block: tuple[str, str], axes: int = 4) -> Argu
     """
     if get_target(target).tensor_descriptors:
         return Argument(name, "descriptor", block=block)
-    return Argument(name, "matrices", axes=AXES[axes])
+    return Argument(name, "tiles", axes=AXES[axes])
 
 
 def pointers(*names: str) -> tuple[Argument, ...]:
@@ -252,7 +252,7 @@ class _Maker:
     ) -> Kernel:
         """A kernel of which ``tile_role`` says what tile it has."""
         tile = self._tiles[tile_role]
-        need = resources(tile_role, tile, self._spec, self._lift)
+        need = resources(tile_role, tile, self._spec, self._lift, get_target(self._target))
         return Kernel(
             role=name,
             name=kernel_name("lift", name, self._spec, self._target),
