@@ -106,7 +106,9 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
         # cheap; but registers are allocated for all of a kernel.
         started = own * d // 2 if role.startswith("dk") else 0
         edges = 32 + (own * d + started + m * n * size // 2) // threads
-        return Resources(shared=shared, registers=max(loop, min(255, edges)))
+        if target.tensor_descriptors:
+            edges = min(edges, 255)
+        return Resources(shared=shared, registers=max(loop, edges))
     own, streamed = (m, n) if role == "forward" else (n, m)
     # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
     kept = n * dv * size if role == "scores" else 0
