@@ -111,6 +111,14 @@ def test_shared_memory_of_large_kernels_in_decode(spec: Spec) -> None:
         assert usage.shared <= get_target("sm_90a").shared_per_block, role
 
 
+@pytest.mark.parametrize("target", ["sm_89", "sm_120"])
+def test_100_kb_are_enough_for_convolutions_in_fp32(target: str) -> None:
+    used = compiled(Spec(head_dim=64, **CONVOLVED, dtype="fp32"), target, "convolution")
+    assert len(used) == 8
+    for role, usage in used.items():
+        assert usage.shared <= get_target(target).shared_per_block, role
+
+
 def test_shared_memory_of_wide_heads_in_fp32() -> None:
     used = compiled(Spec(None, 256, post_kernel=(1, 2), dtype="fp32"), "sm_90a", *PRODUCTS)
     assert used.keys() == {*PRODUCTS}
