@@ -34,8 +34,8 @@ Symbols
     t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
     interior, edge      tiles: interior if no score is hidden or on a band, else edge
     delta, f            diagonal of a score, counted inwards and outwards from an edge of the mask
-    band                the diagonals 0 <= delta < 10 from the last key that a row sees, BAND of them;
-                        dropped terms are scores on the diagonals 1 <= f <= 10, REACH of them
+    band                the 10 diagonals delta, BAND of them, from the last key that a row sees on;
+                        dropped terms are scores on the 10 diagonals 1 <= f <= REACH
     p, dp, g            of a tile: softmax and its gradient, and the gradient of C
     strip               the rows strip_begin <= i < strip_end, whose g is in the workspace at once
     kept rows           the last 5 rows of the strip before; in the workspace before a strip's own
@@ -110,7 +110,7 @@ def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
     n_heads, group, n_q, n_k,
     BLOCK: tl.constexpr = 64, WINDOW: tl.constexpr = 128, D: tl.constexpr = 64, REACH: tl.constexpr = 10,
 ):
-    """Unscaled scores on the diagonals that dropped terms are on: scores[i, f - 1] = q[i] . k[f + i + off].
+    """Unscaled scores on diagonals of dropped terms: scores[i, f - 1] = q[i] . k[f + i + off].
 
     Writes scores (all heads, n_q, REACH) fp32.
     A program multiplies BLOCK rows with the WINDOW keys that their diagonals meet, and keeps the diagonals.
@@ -141,7 +141,7 @@ def mta_lift_band_correction_cq6_ck11_d64_bf16_causal_sm90a(
 ):
     """What the mask drops of lifted scores: correction[delta, i] = factor * sum of W[u, v] * score, of dropped terms.
 
-    Writes correction (heads, BAND, n_q) fp32; [delta, i] belongs to the score of row i and key i + off - delta.
+    Writes correction (heads, BAND, n_q) fp32; [delta, i] is that of row i and key i + off - delta.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     rows = (tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -573,7 +573,8 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
     out += 0.6931471805599453 * grad  # lifted keys are in units of log2
 
     other = other_ptr + (b * other_b + h // group * other_h) // 8 * 8 + d
-    # The correction is made of scores q[row] . k[f + off + row], x being the row.
+    # The correction is made of scores q[row] . k[f + off + row];
+    # x is the row.
     for f in range(1, REACH + 1):
         row = x
         met = (row >= 0) & (row < n_q)
@@ -638,7 +639,8 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
                 tl.store(partial + entry, scale * tl.sum(grad * operand))
 
         other = other_ptr + (b * other_b + h * other_h) // 8 * 8 + d
-        # The correction is made of scores q[row] . k[f + off + row], x being the key.
+        # The correction is made of scores q[row] . k[f + off + row];
+        # x is the key.
         for f in range(1, REACH + 1):
             row = x - f - off
             met = (row >= 0) & (row < n_q)
@@ -683,7 +685,7 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
 
 
 def _band_scores(q, k):
-    """Unscaled scores next to the last key that is seen: (B * H, Nq, 10) fp32."""
+    """Unscaled scores next to the last key that a row sees: (B * H, Nq, 10) fp32."""
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     scores = torch.empty((batch * n_heads, n_q, 10), dtype=torch.float32, device=q.device)

@@ -495,8 +495,6 @@ constexpr int DS_COLUMNS = 174, LAG = 8, SHIFT = 2;
 constexpr int DS_CHUNKS = 8;
 // A warp makes DQ_COLUMNS columns of dQ, in DQ_STEPS steps of 16 keys.
 constexpr int DQ_COLUMNS = 32, DQ_STEPS = 11;
-// A row sees the keys up to SEEN_AHEAD after its own position.
-constexpr int SEEN_AHEAD = 0;
 // The slabs of S and of G keep so many row tiles, in rows of SLAB_ROW bytes.
 constexpr int SCORE_RING = 8, GRADIENT_RING = 5;
 constexpr int SLAB_ROW = 400;
@@ -835,11 +833,16 @@ struct Cta {
   }
 
   // Whether the mask hides some key from some row of a step, of which this is the first, counted from `first`.
-  DEVICE bool hides(int row) const { return ahead - row + KEYS - 1 > SEEN_AHEAD; }
+  DEVICE bool hides(int row) const {
+    return ahead + KEYS - 1 > row;
+  }
 
   // The row of a key in dK and dV.
   DEVICE long long key_row(int j) const { return (static_cast<long long>(b) * kv_heads + kv_head) * n_k + j; }
 };
+
+// Whether a row does not see the key that is so many keys ahead of its position.
+DEVICE bool is_hidden(int ahead) { return ahead > 0; }
 
 DEVICE unsigned warp_index() { return static_cast<unsigned>(thread_index()) / 32; }
 DEVICE int lane_index() { return thread_index() & 31; }
@@ -867,7 +870,7 @@ DEVICE void store_scores(float (&s)[PART / 2], const Cta& cta, const Place& at, 
     const int ahead = cta.ahead - step * ROWS + at.column - at.row;
 #pragma unroll
     for (int i = 0; i < PART / 2; ++i)
-      if (ahead + i / 4 * CHUNK + (i & 1) - (i >> 1 & 1) > SEEN_AHEAD) s[i] = 0.f;
+      if (is_hidden(ahead + i / 4 * CHUNK + (i & 1) - (i >> 1 & 1))) s[i] = 0.f;
   }
   const u32 even = slab_row<Scores>(cta.base, row_tile, at.lane_row, 0) + 2 * at.column;
 #pragma unroll
@@ -911,7 +914,7 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
       float& x = p[4 * n + e];
       x = exp2_fast(fmaf(x, cta.exponent, -lse[row]));
       const bool exists = key + column >= 0;
-      if (edge && (!exists || ahead + column - row > SEEN_AHEAD)) x = 0.f;
+      if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f;
       if (CHUNK * (n + 1) > OUTPUT_COLUMNS - PART * (PARTS - 1) && at.column + column >= OUTPUT_COLUMNS) x = 0.f;
     }
     at.store(cta.base + SHARED_P, PART / CHUNK * at.part + n, p + 4 * n);
@@ -944,9 +947,8 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
     for (int e = 0; e < 4; ++e) {
       const int column = first_column + CHUNK * n + (e & 1);
       float& x = ds[4 * n + e];
-      const int row = e >> 1;
-      const int past = ahead + CHUNK * n + (e & 1) - row - SEEN_AHEAD;
-      if (edge && past > 0) x = 0.f;
+      const int row = e >> 1, own_ahead = ahead + CHUNK * n + (e & 1) - row;
+      if (edge && is_hidden(own_ahead)) x = 0.f;
       if (CHUNK * n < SHIFT && column < SHIFT) x = 0.f;
       if (CHUNK * (n + 1) > DS_COLUMNS - CHUNK * DS_CHUNKS * (PARTS - 1) && column >= DS_COLUMNS) x = 0.f;
     }

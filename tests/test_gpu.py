@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from mtagen.measure.cases import Sizes
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
-from mtagen.planner import choice
+from mtagen.planner import choice, get_target
 from mtagen.runtime import nvrtc
 from mtagen.runtime.load import load, load_triton, plan_key
 from mtagen.runtime.offline import launches
@@ -27,7 +28,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-BACKENDS = ("cuda", "triton")
+BACKENDS = {  # and targets: Triton's kernels of sm_80 take pointers instead of descriptors
+    "cuda": {"backend": "cuda"},
+    "triton": {"backend": "triton"},
+    "triton by pointers": {"backend": "triton", "target": "sm_80"},
+}
 DTYPES = ("bf16", "fp16", "fp32")
 SIZES = (
     Sizes(8, 8, 4, 1, 1),  # enough rows that eager is not exact by luck
@@ -146,6 +151,28 @@ def test_lengths_around_the_edges_of_tiles(causal: bool, deterministic: bool) ->
     assert_accurate(op, tuple(Sizes(1, 2, 1, rows, n) for n in lengths[::4]))
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "options"),
+    [
+        *itertools.product([(6, 11), (3, 3), (1, 1)], [64, 128], [{}]),
+        ((6, 11), 80, {"dtype": "fp16"}),
+        ((5, 2), 64, {"causal": False}),
+        ((4, 3), 40, {"mask": "output", "key_padding": "right", "dtype": "fp32"}),
+    ],
+    ids=str,
+)
+def test_triton_for_targets_without_tma(
+    kernel: tuple[int, int], head_dim: int, options: dict[str, Any], target: str
+) -> None:
+    """What is planned for another GPU runs on this one: tiles are loaded by pointers."""
+    op = mtagen.build(kernel, head_dim, **options, backend="triton", target=target)
+    assert not get_target(op.plan.target).tensor_descriptors
+    assert_accurate(op)
+
+
 @pytest.mark.usefixtures("prefers_cuda")
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_value_head_dim_of_its_own(backend: str) -> None:
@@ -174,9 +201,9 @@ def inputs(n: int = 300, heads: int = 4, kv_heads: int = 2, dim: int = 64, devic
     return [q, k, v, torch.randn(heads, 6, 11, device=device) / 8]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=BACKENDS.values(), ids=BACKENDS)
 def op(request: pytest.FixtureRequest) -> MultiTokenAttention:
-    return mtagen.build((6, 11), 64, backend=request.param, deterministic=True)
+    return mtagen.build((6, 11), 64, **request.param, deterministic=True)
 
 
 def gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -330,10 +357,10 @@ def test_memory_does_not_grow_with_the_square(op: MultiTokenAttention) -> None:
 
 
 @pytest.mark.usefixtures("prefers_cuda")
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_long_offsets_are_64_bit(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "target"), [("auto", None), ("triton", None), ("triton", "sm_80")])
+def test_long_offsets_are_64_bit(backend: str, target: str | None) -> None:
     """More than 2^31 elements in q: the last head's result must equal that head computed alone."""
-    op = mtagen.build((2, 3), 256, backend=backend)
+    op = mtagen.build((2, 3), 256, backend=backend, target=target)
     heads, n = 2**31 // (256 * 16384) + 2, 16384
     q = torch.randn(1, heads, n, 256, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, n, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))

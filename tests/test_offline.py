@@ -18,7 +18,11 @@ from mtagen.spec import Spec
 HOPPER = [((6, 11), 64), ((6, 11), 128), ((1, 1), 128), ((5, 2), 64)]
 OTHERS = [
     *((target, (6, 11), 64) for target in ("sm_80", "sm_120", "gfx942")),
-    *((target, (5, 2), 64) for target in ("sm_86", "sm_89")),
+    ("sm_86", (5, 2), 64),
+]
+BY_POINTERS = [  # targets without TMA
+    *(("sm_80", kernel, head_dim) for kernel, head_dim in (((6, 11), 64), ((6, 11), 128), ((1, 1), 128))),
+    *(("sm_89", kernel, head_dim) for kernel, head_dim in (((3, 3), 64), ((3, 3), 128), ((1, 1), 64))),
 ]
 
 
@@ -72,6 +76,22 @@ def test_windows() -> None:
     planned = plan(Spec((6, 11), 128, window=(1024, -1)), "sm_90a", "triton")
     for planned_kernel, used in main_kernels(planned, compiled(planned)):
         assert used.stack <= 512, planned_kernel.role
+
+
+@pytest.mark.parametrize(("target", "kernel", "head_dim"), BY_POINTERS)
+def test_tiles_by_pointers(target: str, kernel: tuple[int, int], head_dim: int) -> None:
+    """Loads are of 16 bytes, those of main loops asynchronous, and what does not fit registers is little."""
+    planned = plan(Spec(kernel, head_dim), target, "triton")
+    usage = {}
+    for part in ("_fwd_", "_bwd_scores_", "_bwd_dq_", "_bwd_dk_"):
+        usage |= compile_offline(planned, load_triton(planned, render(planned)), part)
+    for planned_kernel, used in main_kernels(planned, usage):
+        role = planned_kernel.role
+        assert used.shared <= min(1.05 * planned_kernel.shared, get_target(target).shared_per_block), role
+        assert used.stack <= 256, f"{role} keeps {used.stack} bytes on the stack"
+        assert re.search(r"\bHMMA", used.assembly), role
+        assert re.search(r"\bLDGSTS\S*\.128", used.assembly), role
+        assert not re.search(r"\bLDG(STS)?\S*\.[US](8|16)\b", used.assembly), role
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -231,7 +231,8 @@ def source_of(one: PlannedPass, role: str) -> str:
 
 
 def assert_fits(made: LiftPass, role: str, source: str) -> None:
-    target, need = TARGETS[made.target], resources(role, made.tile(role), made.spec, made.lift)
+    target = TARGETS[made.target]
+    need = resources(role, made.tile(role), made.spec, made.lift, target)
     assert need.shared <= target.shared_per_block
     # The register model estimates what a compiler will do: it rules on candidates, not on what was compiled
     # and timed, nor on the kernels that move vectors, whose tiles follow a rule.

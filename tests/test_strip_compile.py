@@ -28,20 +28,6 @@ TEN_HEADS = {"kernel": None, "mixed_heads": 10, "post_mixed_heads": 10}
 # Bytes of stack of a thread, by role: what does not fit registers. All other kernels keep to theirs.
 HOPPER_STACK: dict[str, int] = {}
 TEN_HEADS_STACK = {"softmax_backward": 240}
-# Without TMA a window is loaded through pointers of its own, which the convolutions keep on the stack.
-AMPERE_STACK = {
-    "scores": 416,
-    "grad_shares": 448,
-    "decode_scores": 80,
-    "convolution": 1152,
-    "post_convolution": 1152,
-    "convolution_adjoint": 1560,
-    "post_convolution_adjoint": 1560,
-    "convolution_gradient": 152,
-    "post_convolution_gradient": 152,
-    "decode_convolution": 80,
-    "decode_post_convolution": 80,
-}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
 CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, EVERYTHING) for name, target in TARGETS.items() if "mma" in target.matrix),
@@ -102,8 +88,17 @@ def test_heads_that_are_no_power_of_two(head_dim: int, dtype: str) -> None:
     assert_fits(used, "sm_90a", TEN_HEADS_STACK)
 
 
-def test_ampere() -> None:
-    assert_fits(compiled(Spec(head_dim=128, **EVERYTHING), "sm_80"), "sm_80", AMPERE_STACK)
+@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+def test_targets_without_tma(target: str) -> None:
+    """Tiles are loaded by pointers, 16 bytes at a time, and those of loops over products asynchronously."""
+    used = compiled(Spec(head_dim=128, **EVERYTHING), target)
+    used |= compiled(Spec(head_dim=128, **CONVOLVED), target, "grad_shares")
+    assert_fits(used, target, {})
+    for role in PRODUCTS:
+        assert re.search(r"\bLDGSTS\S*\.128", used[role].assembly), role
+    for role in (*PRODUCTS, "convolution", "post_convolution_adjoint", "convolution_gradient"):
+        assert re.search(r"\bLDG(STS)?\S*\.128", used[role].assembly), role
+        assert not re.search(r"\bLDG(STS)?\S*\.[US](8|16)\b", used[role].assembly), role
 
 
 @pytest.mark.parametrize(
@@ -114,6 +109,14 @@ def test_ampere() -> None:
 def test_shared_memory_of_large_kernels_in_decode(spec: Spec) -> None:
     for role, usage in compiled(spec, "sm_90a", "decode_convolution").items():
         assert usage.shared <= get_target("sm_90a").shared_per_block, role
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_120"])
+def test_100_kb_are_enough_for_convolutions_in_fp32(target: str) -> None:
+    used = compiled(Spec(head_dim=64, **CONVOLVED, dtype="fp32"), target, "convolution")
+    assert len(used) == 8
+    for role, usage in used.items():
+        assert usage.shared <= get_target(target).shared_per_block, role
 
 
 def test_shared_memory_of_wide_heads_in_fp32() -> None:

@@ -1,5 +1,6 @@
 """The table of targets."""
 
+import itertools
 from dataclasses import replace
 
 import cuda.core
@@ -54,6 +55,35 @@ COPIES = {
 def test_what_one_architecture_alone_has_stays_there(changed, message):
     with pytest.raises(SpecError, match=message):
         replace(TARGETS["sm_90a"], **changed)
+
+
+STAGES = list(itertools.product((False, True), repeat=4))
+
+
+@pytest.mark.parametrize("stages", STAGES, ids=str)
+@pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_120"])
+def test_100_kb_of_shared_memory_are_enough(target, stages):
+    """For every pass of every pipeline, on each backend."""
+    before, mixed, after, mixed_after = stages
+    for kernel, head_dim, causal in itertools.product([(6, 11), (3, 3)], [64, 128], [True, False]):
+        spec = Spec(
+            kernel if before else None,
+            head_dim,
+            mixed_heads=16 if mixed else None,
+            post_kernel=kernel if after else None,
+            post_mixed_heads=16 if mixed_after else None,
+            causal=causal,
+        )
+        for backend in ("triton", "cuda", "auto"):
+            made = plan(spec, target, backend)
+            for name in PASSES:
+                shared = [kernel.shared for kernel in made[name].kernels]
+                assert shared
+                assert max(shared) <= get_target(target).shared_per_block <= 100 * 1024
+
+
+def test_which_targets_have_tensor_descriptors():
+    assert {name for name, target in TARGETS.items() if target.tensor_descriptors} == {"sm_90a", "sm_120"}
 
 
 def test_a_row_without_it_is_planned_without_it(monkeypatch):

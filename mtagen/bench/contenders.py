@@ -420,6 +420,8 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
         Built("mtagen triton", device, backend="triton"),
         Auto("mtagen auto", device, backend="auto"),
         Built("mtagen cuda sm_80", device, only=_is_the_papers, backend="cuda", target="sm_80"),
+        Built("mtagen triton sm_80", device, only=_is_the_papers, backend="triton", target="sm_80"),
+        Built("mtagen triton sm_89", device, only=_is_the_papers, backend="triton", target="sm_89"),
         Built("mtagen cuda deterministic", device, only=_is_the_papers, backend="cuda", deterministic=True),
         *plain,
         Liger("liger (post-softmax)", device, max_materialised),

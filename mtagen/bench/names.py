@@ -21,6 +21,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "mtagen cuda sm_80": {"color": "#0072B2", "marker": "^"},
     "mtagen cuda deterministic": {"color": "#0072B2", "marker": "x"},
     "mtagen triton": {"color": "#009E73", "marker": "s"},
+    "mtagen triton sm_80": {"color": "#009E73", "marker": "^"},
+    "mtagen triton sm_89": {"color": "#009E73", "marker": "v"},
     "mtagen auto": {"color": "#56B4E9", "marker": "*"},
     "mtagen torch": {"color": "#0072B2", "marker": "o"},
     "eager": {"color": "#000000", "marker": "."},

@@ -11,7 +11,7 @@ from ..planner.kernel import Kernel
 from ..planner.lift.module import LiftModule
 from ..planner.lift.operands import Contraction
 from ..planner.lift.tiling import Tile
-from .pieces import KEYS, QUERIES, Axis, LoopSource, loop_source, operands, shifted, tiles, weight_entry
+from .pieces import KEYS, QUERIES, Axis, LoopSource, loop_source, operands, shifted, weight_entry
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,22 @@ class GradientLayout:
         return {f"g_{name}": f"g_strip.stride({axis})" for name, axis in axes.items()}
 
     @property
-    def block(self) -> str:
+    def block(self) -> tuple[str, str]:
         """Shape of a tile as it lies there, in a kernel."""
-        return "BLOCK_M, BLOCK_N" if self.rows_first else "BLOCK_N, BLOCK_M"
+        return ("BLOCK_M", "BLOCK_N") if self.rows_first else ("BLOCK_N", "BLOCK_M")
 
     @property
     def transposed(self) -> str:
         """From a tile as it lies there to one of (rows, keys), or back."""
         return "" if self.rows_first else ".trans()"
 
-    def tile(self, tile: Tile) -> tuple[int, int]:
-        """Shape of a tile as it lies there, in numbers."""
-        return (tile.block_m, tile.block_n) if self.rows_first else (tile.block_n, tile.block_m)
-
     def row(self, row: str) -> str:
         """Where a row of the problem lies in a strip."""
         return f"{row} - strip_begin" + (f" + {self.kept_rows}" if self.kept_rows else "")
 
-    def position(self, row: str, key: str) -> str:
-        """Where (row, key) of the problem lies in a strip."""
-        return f"[slot, {self.row(row)}, {key}]" if self.rows_first else f"[slot, {key}, {self.row(row)}]"
+    def position(self, row: str, key: str) -> tuple[str, str, str]:
+        """Where (row, key) of the problem lies in the workspace."""
+        return ("slot", self.row(row), key) if self.rows_first else ("slot", key, self.row(row))
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Product:
         g_row_shift, g_key_shift: where g is read, from the tile's first row and key.
         sums_terms: whether the terms are summed into one gradient.
         keeps_rows: whether it needs rows of g from the strip before.
-        operand_tiles: the descriptor of the streamed operand, by argument.
+        operands: what the host calls the streamed operand, by argument.
     """
 
     kernel: Kernel
@@ -104,7 +100,7 @@ class Product:
     g_key_shift: Expr
     sums_terms: bool
     keeps_rows: bool
-    operand_tiles: Mapping[str, str]
+    operands: Mapping[str, str]
 
     def steps(self, position: str) -> str:
         """Steps of the loop, each a term of a tile, before a position of the streamed axis."""
@@ -128,7 +124,6 @@ def product(module: LiftModule, contraction: Contraction) -> Product:
     kernel = module.kernel(f"bwd_{role}")
     grid_terms = dict(kernel.constants)["GRID_TERMS"]
     row_tensor, key_tensor = operands(lift)
-    size = tile.block_n if rows else tile.block_m
     return Product(
         kernel=kernel,
         tile=tile,
@@ -144,7 +139,7 @@ def product(module: LiftModule, contraction: Contraction) -> Product:
         g_key_shift=contraction.g_key_shift,
         sums_terms=contraction.sums_terms,
         keeps_rows=rows and contraction.sums_terms and lift.kept_rows > 0,
-        operand_tiles={f"{streamed.operand}_desc": tiles(key_tensor if rows else row_tensor, size, module.block_d)},
+        operands={streamed.operand: key_tensor if rows else row_tensor},
     )
 
 

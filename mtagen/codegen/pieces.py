@@ -76,11 +76,6 @@ def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
     return LoopSource(assignments + clipped, segments)
 
 
-def tiles(tensor: str, rows: int, width: int) -> str:
-    """The descriptor that a launch passes, of tiles (rows, width) of a tensor."""
-    return f"_tiles({tensor}, {rows}, {width})"
-
-
 def operands(lift: Lift) -> tuple[str, str]:
     """The tensors whose products are scores: that of the rows, that of the keys."""
     return ("q", "lifted") if lift.lifts_keys else ("lifted", "k")

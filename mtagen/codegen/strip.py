@@ -13,6 +13,7 @@ from typing import Any
 from ..planner.kernel import Kernel
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
+from ..planner.targets import get_target
 from ..version import __version__
 from . import host, triton
 from .pieces import aligned, dot_options, last_key, sees
@@ -37,8 +38,8 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "mask": module.mask,
         "pitch_multiple": module.pitch_multiple,
         "block_of": block_of,
-        "product_tiles": partial(_product_tiles, module),
         "target": module.target,
+        "by_descriptor": get_target(module.target).tensor_descriptors,
         "cuda": module.cuda,
         "launch": partial(_launch, module),
         "quoted": _quoted,
@@ -62,32 +63,12 @@ def _context(module: StripModule) -> Mapping[str, Any]:
     }
 
 
-def _product_tiles(module: StripModule, role: str, x: str, y: str, plane: str) -> Mapping[str, str]:
-    """The tensors of a product of rows: CUDA takes them as they are, Triton descriptors of tiles."""
-    if role in module.cuda:
-        return {"x": x, "y": y, "plane": plane}
-    tile = dict(module.kernel(role).constants)
-    rows, keys, width = tile["BLOCK_M"], tile["BLOCK_N"], tile["D"]
-    return {
-        "x_desc": f"_tiles({x}, {rows}, {width})",
-        "y_desc": f"_tiles({y}, {keys}, {width})",
-        "plane_desc": f"_tiles({plane}, {rows}, {keys})",
-    }
-
-
 def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:
     """Planes as the kernel of a convolution takes them, by the names of its arguments.
 
-    CUDA takes pointers. Triton takes tiles of planes, of whose rows only the first keys exist: windows of the first of
-    these planes, and tiles of results of the second.
+    CUDA takes pointers. Triton takes tiles of planes, of whose rows only the first keys exist.
     """
-    if role in module.cuda:
-        return planes
-    tile = dict(module.kernel(role).constants)
-    return {
-        f"{name}_desc": f"_tiles({plane}[:, :, :keys], {tile['BLOCK_M']}, {tile[width]})"
-        for (name, plane), width in zip(planes.items(), ("WINDOW", "BLOCK_N"), strict=False)
-    }
+    return planes if role in module.cuda else {name: f"{plane}[:, :, :keys]" for name, plane in planes.items()}
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -14,7 +14,9 @@ import sympy
 
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
+from ..planner.lift.kernels import AXES
 from ..planner.lift.module import LiftModule
+from ..planner.targets import get_target
 from ..version import __version__
 from .backward import GradientLayout, finish, product
 from .host import WIDTH, codes, filled, grouped
@@ -34,7 +36,6 @@ from .pieces import (
     scored_row,
     sees,
     shifted,
-    tiles,
     unrolled,
     weight_entry,
     weight_index,
@@ -62,12 +63,36 @@ def tidied(text: str) -> str:
 
 def _signature(kernel: Kernel) -> str:
     """A kernel's decorator and first lines. Numbers that calls change, or a pointer's address, compile nothing anew."""
-    varying = [x.name for x in kernel.arguments if x.optional or x.type in (*_NUMBERS, "int64")]
+    varying = [name for x in kernel.arguments for name in _varying(x)]
     decorator = f"@triton.jit(do_not_specialize={_names(varying)})" if varying else "@triton.jit"
-    annotation = {"int64": ": tl.int64"}
-    parameters = [(_kind(x), x.name + annotation.get(x.type, "")) for x in kernel.arguments]
+    parameters = [(_kind(x), text) for x in kernel.arguments for text in _parameters(x)]
     parameters += [("constant", f"{name}: tl.constexpr = {value}") for name, value in kernel.constants]
     return "\n".join([decorator, f"def {kernel.name}(", *grouped(parameters, 4), "):"])
+
+
+def _parameters(argument: Argument) -> list[str]:
+    """An argument among a kernel's parameters."""
+    name = argument.name
+    match argument.type:
+        case "descriptor":
+            return [f"{name}_desc"]
+        case "tiles":
+            return [f"{name}_ptr", *(f"{name}_{axis}: tl.int64" for axis in argument.axes), *_extents(name)]
+        case "int64":
+            return [f"{name}: tl.int64"]
+    return [name]
+
+
+def _varying(argument: Argument) -> list[str]:
+    """Those of its parameters that calls change."""
+    if argument.type == "tiles":
+        return [*(f"{argument.name}_{axis}" for axis in argument.axes), *_extents(argument.name)]
+    return [argument.name] if argument.optional or argument.type in (*_NUMBERS, "int64") else []
+
+
+def _extents(name: str) -> tuple[str, str]:
+    """What the extents of a tensor that is read by tiles are called."""
+    return f"{name}_rows", f"{name}_width"
 
 
 def _kind(argument: Argument) -> str:
@@ -95,15 +120,21 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
         ValueError: a value is for no argument of the kernel.
     """
     texts: list[tuple[str, str]] = []
-    known = set()
+    known, constants = set(), dict(kernel.constants)
     for argument in kernel.arguments:
         tensor, _, part = argument.name.rpartition("_")
         name = argument.name
-        if name not in values and (part in ("ptr", "desc") or argument.type == "int64"):
+        if name not in values and (part == "ptr" or argument.type == "int64"):
             name = tensor
         known.add(name)
         text = values.get(name, name)
-        if argument.type == "int64" and name == tensor:  # one of three strides
+        if argument.type == "descriptor":
+            assert argument.block
+            rows, width = (constants[extent] for extent in argument.block)
+            texts.append((_kind(argument), f"_tiles({text}, {rows}, {width})"))
+        elif argument.type == "tiles":
+            texts.append((_kind(argument), f"*_tiles({text})"))
+        elif argument.type == "int64" and name == tensor:  # one of three strides
             if part == "b":
                 texts.append((_kind(argument), f"*{text}.stride()[:3]"))
         else:
@@ -153,6 +184,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "s_shift": _S - lift.pad,
         "minus_correction": "".join(f" - {correction_entry(band)}" for band in lift.bands),
         # What is loaded and what is seen
+        "by_descriptor": get_target(module.target).tensor_descriptors,
         "aligned": partial(aligned, module.vector),
         "d_mask": d_mask,
         "e_mask": width_mask("e", spec.value_head_dim, module.block_dv),
@@ -185,8 +217,8 @@ def environment_of() -> jinja2.Environment:
         "unrolled": unrolled,
         "signature": _signature,
         "launch": launch,
+        "axes": AXES,
         "loop_source": loop_source,
-        "tiles": tiles,
         "log2e": repr(math.log2(math.e)),
         "ln2": repr(math.log(2.0)),
     }

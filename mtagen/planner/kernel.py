@@ -22,11 +22,14 @@ class Argument:
     Attributes:
         name: its name in the kernel, and of what the host passes.
         type: C type of the value, or of what it points to; ``Element`` is that of q, k and v.
-            In Triton ``descriptor``, ``memory``, ``int64``, ``int32`` or ``float``.
+            In Triton ``memory``, ``int64``, ``int32`` or ``float``; or ``descriptor`` or ``tiles``: a tensor that is
+            read or written by tiles of its last two axes.
         pointer: whether it points to memory of the device.
         written: whether the kernel writes there.
         restrict: whether the kernel is promised that nothing else leads to what it points to.
         optional: whether it may be null.
+        block: of a descriptor, the constants that are the extents of its tiles.
+        axes: of tiles by pointers, what the strides of all axes but the last are called.
     """
 
     name: str
@@ -35,6 +38,8 @@ class Argument:
     written: bool = False
     restrict: bool = True
     optional: bool = False
+    block: tuple[str, str] | None = None
+    axes: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:

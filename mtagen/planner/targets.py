@@ -86,6 +86,15 @@ class Target:
         return f"sm_{self.arch}{'a' if self.is_specific else ''}"
 
     @property
+    def tensor_descriptors(self) -> bool:
+        """Whether it loads and stores tiles by descriptors of tensors (TMA). Elsewhere Triton's kernels take pointers.
+
+        Triton compiles descriptors for any target, but where there is no TMA it knows nothing of their alignment, and
+        makes narrow loads that are not pipelined.
+        """
+        return isinstance(self.arch, int) and self.arch >= 90
+
+    @property
     def tensor_flop_per_cycle(self) -> float:
         """Dense bf16 flop per cycle of one multiprocessor."""
         return self._per_cycle(1e3 * self.tensor_tflops)

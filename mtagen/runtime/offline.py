@@ -75,7 +75,8 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 
             return launch
 
-    kernels = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    jitted = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # which call the others
     vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
     try:
         yield launches

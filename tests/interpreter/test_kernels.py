@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import problems
 import pytest
@@ -90,6 +91,26 @@ def test_many_tiles_and_strips(kernel: tuple[int, int], pipeline: str) -> None:
     op = mtagen.build(kernel, 16, dtype="fp32", value_head_dim=32, backend="triton")
     op = retiled(op, Tile(16, 32, pipeline=pipeline), workspace_bytes=2**10)
     assert_accurate(op, (Sizes(1, 2, 1, 150, 161),))
+
+
+@pytest.mark.usefixtures("memory_starts_as_nan")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ((6, 11), {"head_dim": 24, "value_head_dim": 40}),
+        ((5, 2), {"head_dim": 16, "causal": False}),
+        ((3, 4), {"head_dim": 40, "mask": "output", "key_padding": "right", "dtype": "fp32"}),
+    ],
+    ids=str,
+)
+def test_tiles_by_pointer_and_by_descriptor(kernel: tuple[int, int], options: dict[str, Any], target: str) -> None:
+    """Both ways read zeros outside of a tensor, wherever a tile begins and ends, and of rows that are no power of 2."""
+    op = mtagen.build(kernel, **{"dtype": "fp16"} | options, backend="triton", target=target)
+    read_as = {argument.type for one in op.plan.lift.values() for made in one.kernels for argument in made.arguments}
+    assert read_as & {"tiles", "descriptor"} == {"tiles" if target == "sm_80" else "descriptor"}
+    op = retiled(op, Tile(16, 32), workspace_bytes=2**10)
+    assert_accurate(op, (Sizes(1, 2, 1, 1, 1), Sizes(1, 2, 1, 37, 45), Sizes(1, 1, 1, 50, 35)))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,20 @@ def test_shorter_than_a_halo(mask: dict[str, Any]) -> None:
     assert_accurate(build(WIDE, **mask), *(Sizes(1, 4, 2, *both) for both in lengths))
 
 
+@pytest.mark.usefixtures("memory_starts_as_nan")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("stages", "mask"),
+    [(WIDE, MASKS[0]), (EVERYTHING, MASKS[2]), ({"kernel": (3, 4), "post_kernel": (2, 5)}, MASKS[1])],
+    ids=str,
+)
+def test_tiles_by_pointer_and_by_descriptor(stages: dict[str, Any], mask: dict[str, Any], target: str) -> None:
+    """Both ways read zeros outside of a plane, wherever a tile begins and ends, and of rows that are no power of 2."""
+    op = build(stages | mask, target=target, head_dim=40, dtype="fp16")
+    assert_accurate(op, *(Sizes(1, 4, 2, *lengths) for lengths in ((1, 1), (13, 29), (37, 5))))
+    assert_decodes(op, Sizes(3, 4, 2, 1, 29), (2, (29, 0, 13), 2))
+
+
 @pytest.mark.parametrize("stages", [{"kernel": (3, 4), "post_kernel": (2, 5)}, {"kernel": None}], ids=str)
 def test_strips_of_some_rows(stages: dict[str, Any]) -> None:
     """The second strip has rows of the first as context, or has none."""

@@ -248,6 +248,22 @@ BACKWARD = (
         "The first rows of a strip take the last of the one before from memory that holds something else.",
         (f"{INTERPRETED}::test_many_tiles_and_strips",),
     ),
+    Mutant(
+        "triton-tile-a-row-too-many",
+        f"{TRITON}/tiles.j2",
+        "(i < rows)",
+        "(i <= rows)",
+        "Without TMA, what follows the last key counts as one more.",
+        (f"{INTERPRETED}::test_tiles_by_pointer_and_by_descriptor",),
+    ),
+    Mutant(
+        "triton-tile-as-wide-as-its-block",
+        f"{TRITON}/tiles.j2",
+        "tl.cdiv(width, VECTOR) * VECTOR",
+        "COLUMNS",
+        "Without TMA, vectors of a length that is no power of 2 go on with those that follow them.",
+        (f"{INTERPRETED}::test_tiles_by_pointer_and_by_descriptor",),
+    ),
 )
 
 DECODE = (

@@ -14,6 +14,7 @@ from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
 from ..kernel import BATCH, GROUP, Argument, Kernel, numbers
 from ..names import kernel_name
+from ..targets import get_target
 from .band import Band
 from .decode import decode_geometry
 from .operands import Contraction, Lift
@@ -25,9 +26,21 @@ BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, no
 N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 
 
-def descriptors(*names: str) -> tuple[Argument, ...]:
-    """Descriptors of tiles of tensors."""
-    return tuple(Argument(f"{name}_desc", "descriptor") for name in names)
+AXES = {4: ("b", "h", "n"), 3: ("slot", "row")}  # of tensors that are read by tiles, less the last, by their number
+
+
+def tiled(target: str, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
+    """A tensor that is read or written by tiles of its last two axes, by descriptor where the target has them.
+
+    Args:
+        target: name of the target.
+        name: of the tensor.
+        block: the constants that are the extents of a tile.
+        axes: how many the tensor has, 4 or 3.
+    """
+    if get_target(target).tensor_descriptors:
+        return Argument(name, "descriptor", block=block)
+    return Argument(name, "tiles", axes=AXES[axes])
 
 
 def pointers(*names: str) -> tuple[Argument, ...]:
@@ -89,7 +102,8 @@ class _Maker:
     def band_scores(self, band: Band) -> Kernel:
         tile = self._tiles["band_scores"]
         arguments = (
-            *descriptors("q", "k"),
+            tiled(self._target, "q", ("BLOCK", "D")),
+            tiled(self._target, "k", ("WINDOW", "D")),
             *pointers("scores"),
             *numbers("int32", "n_heads", "group", "n_q", "n_k"),
         )
@@ -111,9 +125,10 @@ class _Maker:
     def forward(self, heads_per_wave: int) -> Kernel:
         tile = self._tiles["forward"]
         arguments = (
-            *descriptors("q", "k", "v"),
+            *self._operands(),
+            tiled(self._target, "v", ("BLOCK_N", "DV")),
             *self._corrections,
-            *descriptors("out"),
+            tiled(self._target, "out", ("BLOCK_M", "DV")),
             *pointers("lse"),
             *numbers("int32", "n_heads", "group", "n_q", "n_k"),
         )
@@ -133,7 +148,10 @@ class _Maker:
     def scores(self) -> Kernel:
         tile = self._tiles["scores"]
         arguments = (
-            *descriptors("q", "k", "v", "grad", "g"),
+            *self._operands(),
+            tiled(self._target, "v", ("BLOCK_N", "DV")),
+            tiled(self._target, "grad", ("BLOCK_M", "DV")),
+            self._g(),
             *self._corrections,
             *pointers("row_lse", "row_dot", "dv"),
             *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"),
@@ -156,7 +174,8 @@ class _Maker:
     def contraction(self, contraction: Contraction) -> Kernel:
         tile, rows = self._tiles[contraction.role], contraction.owner == "rows"
         arguments = (
-            *descriptors("g", "k" if rows else "q"),
+            self._g(),
+            self._operands()[rows],
             *pointers("grad"),
             *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "row_begin", "row_end"),
         )
@@ -215,6 +234,16 @@ class _Maker:
         constants = {"BLOCK": self._tiles["combine"].block_m, **self._dv}
         return self._make("decode_combine", "combine", arguments, BATCH * N_HEADS * N_NEW, constants)
 
+    def _operands(self) -> tuple[Argument, Argument]:
+        """The operands of scores, q and k. That which is lifted has an axis of slots and terms."""
+        lifts_keys = self._lift.lifts_keys
+        q = tiled(self._target, "q", ("BLOCK_M", "D"), 4 if lifts_keys else 3)
+        return q, tiled(self._target, "k", ("BLOCK_N", "D"), 3 if lifts_keys else 4)
+
+    def _g(self) -> Argument:
+        """The gradient of the scores, as it lies in the workspace."""
+        return tiled(self._target, "g", ("BLOCK_M", "BLOCK_N") if self._lift.lifts_keys else ("BLOCK_N", "BLOCK_M"), 3)
+
     def _row_blocks(self, role: str) -> Size:
         return ceiling(N_Q / self._tiles[role].block_m)
 
@@ -223,7 +252,7 @@ class _Maker:
     ) -> Kernel:
         """A kernel of which ``tile_role`` says what tile it has."""
         tile = self._tiles[tile_role]
-        need = resources(tile_role, tile, self._spec, self._lift)
+        need = resources(tile_role, tile, self._spec, self._lift, get_target(self._target))
         return Kernel(
             role=name,
             name=kernel_name("lift", name, self._spec, self._target),

@@ -119,7 +119,7 @@ class LiftPass(PassPlan):
     def split_rule(self, role: str) -> SplitRule:
         """How many splits a decode kernel makes."""
         tile, target = self.tile(role), get_target(self.target)
-        resident = resident_ctas(resources(role, tile, self.spec, self.lift), tile, target)
+        resident = resident_ctas(resources(role, tile, self.spec, self.lift, target), tile, target)
         return split_rule(resident, tile.block_n, target.multiprocessors)
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
@@ -143,7 +143,7 @@ class LiftPass(PassPlan):
             shape = f"{tile.block_m} x {tile.block_n}" if tile.block_n else f"{tile.block_m} vectors"
             text = f"{shape}, {tile.num_warps} warps"
             if role in TENSOR_ROLES + DECODE_ROLES:
-                need = resources(role, tile, spec, geometry)
+                need = resources(role, tile, spec, geometry, get_target(self.target))
                 text += f", {tile.num_stages} stages of {tile.pipeline}"
                 text += f", {need.shared // 1024} KiB shared, ~{need.registers} registers"
             yield section, f"{role} tile", text

@@ -79,14 +79,19 @@ def block_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
+def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> Resources:
     """What one CTA of ``role`` needs.
 
     Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and
     score tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
+
+    Where tiles are read by pointers, a product reads its operands from shared memory before it begins, so that one
+    stage less is buffered; and loads that are not pipelined go through registers.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
+    buffers = tile.num_stages if target.tensor_descriptors else max(1, tile.num_stages - 1)
+    is_staged = not target.tensor_descriptors and tile.num_stages == 1  # what is streamed goes through registers
     if role in VECTOR_ROLES:
         vectors = lift.terms + 2 if role == "lift" else 3
         return Resources(shared=0, registers=40 + m * d * vectors // threads)
@@ -94,27 +99,33 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift) -> Resources:
         return _decode_resources(tile, spec)
     if role not in ("forward", "scores"):
         own, streamed = (m, n) if role.startswith("dq") else (n, m)
-        shared = tile.num_stages * (m * n + streamed * d) * size
-        loop = 50 + (own * d + m * n * size // 8) // threads
+        shared = buffers * (m * n + streamed * d) * size
+        staged = (m * n + streamed * d) * size // 4 if is_staged else 0
+        loop = 50 + (own * d + m * n * size // 8 + staged) // threads
         # Masks, and gradients of keys that start from the strips before, take more outside the loop, where spills are
         # cheap; but registers are allocated for all of a kernel.
         started = own * d // 2 if role.startswith("dk") else 0
         edges = 32 + (own * d + started + m * n * size // 2) // threads
-        return Resources(shared=shared, registers=max(loop, min(255, edges)))
+        if target.tensor_descriptors:
+            edges = min(edges, 255)
+        return Resources(shared=shared, registers=max(loop, edges))
     own, streamed = (m, n) if role == "forward" else (n, m)
     # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
     kept = n * dv * size if role == "scores" else 0
     passed = (2 * m * n if size == 2 else 4 * m * n + m * dv) * size if role == "scores" else n * dv * size
     if tile.pipeline == "terms":
-        pipelined = tile.num_stages * tile.unroll * (m + n) * d * size
+        pipelined = buffers * tile.unroll * (m + n) * d * size
         shared = kept + (max(pipelined, passed) if size == 2 else pipelined + passed)
         shared += _UNROLLED_SCRATCH if tile.unroll > 1 else 0
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
-        shared = own * d * lift.terms * size + tile.num_stages * stage + kept
-        shared += passed if role == "scores" else 0
+        shared = own * d * lift.terms * size + buffers * stage + kept
+        shared += passed if role == "scores" else 0 if target.tensor_descriptors else m * n * size
     tiles = 1 if role == "forward" else 2  # s; dP as well
-    registers = 90 + (tiles * m * n + own * dv + m * n * size // 4) // threads
+    # A loop over terms pipelines what scores are made of, and not values or gradients of outputs.
+    staged = streamed * dv if tile.pipeline == "terms" and not target.tensor_descriptors else 0
+    staged += streamed * d if is_staged else 0
+    registers = 90 + (tiles * m * n + own * dv + m * n * size // 4 + staged * size // 4) // threads
     return Resources(shared=shared, registers=registers)
 
 
@@ -149,7 +160,7 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
     repeats = max(1.0, 16 * tile.num_warps / m) if chained else 1.0
     tensor = terms * repeats * _product_cycles(m, n, d, tile, size, target, splits=not chained)
     moved = terms * (m + n if by_terms else n if role == "forward" else m) * d
-    need = resources(role, tile, spec, lift)
+    need = resources(role, tile, spec, lift, target)
     registers = need.registers + (_TERM_REGISTERS if by_terms else _UNROLLED_REGISTERS * max(0, terms - 3))
     if role == "forward":
         tensor += _product_cycles(m, dv, n, tile, size, target, a_in_registers=True)
@@ -176,7 +187,7 @@ def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Tar
     tensor = _product_cycles(own, d, streamed, tile, size, target)
     moved = (m * n + streamed * d) * size
     bounds = _Bounds(tensor, moved, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1, _edges(tile, lift))
-    resident = resident_ctas(resources(role, tile, spec, lift), tile, target)
+    resident = resident_ctas(resources(role, tile, spec, lift, target), tile, target)
     memory = _STRIP_READ * m * n * size / target.dram_bytes_per_cycle
     return _combined(lift.terms * bounds.cycles(tile, resident, target), memory) / (m * n)
 
@@ -278,7 +289,7 @@ def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
     fitting = []
     nearest: tuple[float, str] = (float("inf"), "")
     for tile in candidates(role, spec, lift, target):
-        need = resources(role, tile, spec, lift)
+        need = resources(role, tile, spec, lift, target)
         over = max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
         if over > 1:
             nearest = min(nearest, (over, _shortfall(role, tile, need, target)))

@@ -10,7 +10,7 @@ from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Argument, Kernel, numbers
-from ..lift.kernels import descriptors, pointers, strided
+from ..lift.kernels import pointers, strided, tiled
 from ..lift.tiling import block_dim
 from ..names import kernel_name
 from ..targets import get_target
@@ -28,8 +28,10 @@ PRODUCT_TILES = (
 NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # of at most 64 columns
 DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
 PRODUCT_CHUNK = 512  # keys of a program
-CONVOLUTION_ROWS, CONVOLUTION_KEYS, CONVOLUTION_CHUNK = 128, 32, 512
+CONVOLUTION_ROWS, CONVOLUTION_CHUNK = 128, 512
+CONVOLUTION_KEYS = (32, 16)  # of a tile of a convolution; the first that shared memory holds is taken
 GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
+GRADIENT_STAGES = (3, 2, 1)  # the first that shared memory holds is taken
 GRADIENT_CHUNK = 2048  # keys of a program that adds it up
 SPLIT = 1024  # keys of a split in decode
 OUTPUT_ROWS = 32  # of a block of outputs that are mixed
@@ -130,26 +132,50 @@ class _Maker:
             yield from self._adjoints(stages.convolution)
 
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
-        blocks = {"BLOCK_M": CONVOLUTION_ROWS, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "WINDOW": stage.window(GRADIENT_KEYS)}
         yield self._make(
             f"{stage.name}_adjoint",
-            (*descriptors("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (self._windows("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
-            {**blocks, "CHUNK": CONVOLUTION_CHUNK},
+            self._convolution_tile(stage, CONVOLUTION_ROWS),
             warps=8,
             stages=1,
         )
         yield self._make(
             f"{stage.name}_gradient",
             (
-                *descriptors("x", "dy"),
+                self._windows("x"),
+                tiled(self._target, "dy", ("BLOCK_M", "BLOCK_N"), 3),
                 *pointers("partial"),
                 *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
             ),
             (ceiling(KEYS / GRADIENT_CHUNK) * SLOTS * stage.cq,),
             {**sums, "CHUNK": GRADIENT_CHUNK},
+            stages=self._gradient_stages(stage),
         )
+
+    def _convolution_tile(self, stage: Convolution, rows: int) -> Mapping[str, int]:
+        """The tile of a convolution. Its band matrices lie in shared memory beside the window that they multiply.
+
+        In fp32 they are split in two. Kernels so large that no tile fits have the first one.
+        """
+        spec, target = self._spec, get_target(self._target)
+        windows, parts = 2 if target.tensor_descriptors else 1, 2 if spec.dtype == "fp32" else 1
+
+        def need(keys: int) -> int:
+            return spec.itemsize * stage.window(keys) * (parts * stage.cq * keys + windows * rows)
+
+        fitting = (keys for keys in CONVOLUTION_KEYS if need(keys) <= target.shared_per_block)
+        keys = next(fitting, CONVOLUTION_KEYS[0])
+        return {"BLOCK_M": rows, "BLOCK_N": keys, "WINDOW": stage.window(keys), "CHUNK": CONVOLUTION_CHUNK}
+
+    def _gradient_stages(self, stage: Convolution) -> int:
+        """Stages of the kernel that makes the gradient of a convolution's weight."""
+        target = get_target(self._target)
+        tiles = self._spec.itemsize * GRADIENT_ROWS * (GRADIENT_KEYS + stage.window(GRADIENT_KEYS))
+        more = 1 if target.tensor_descriptors else -1  # copies of tiles that are multiplied, next to those in flight
+        fitting = (one for one in GRADIENT_STAGES if max(1, one + more) * tiles <= target.shared_per_block)
+        return next(fitting, GRADIENT_STAGES[-1])
 
     def _product(self, role: str, width: int, decode_rows: int = 0, more: tuple[Argument, ...] = ()) -> Kernel:
         if decode_rows:
@@ -160,7 +186,9 @@ class _Maker:
         return self._make(
             role,
             (
-                *descriptors("x", "y", "plane"),
+                tiled(self._target, "x", ("BLOCK_M", "D")),
+                tiled(self._target, "y", ("BLOCK_N", "D")),
+                tiled(self._target, "plane", ("BLOCK_M", "BLOCK_N"), 3),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
@@ -170,6 +198,10 @@ class _Maker:
             warps=warps,
             stages=stages,
         )
+
+    def _windows(self, plane: str) -> Argument:
+        """A plane that is read in windows."""
+        return tiled(self._target, plane, ("BLOCK_M", "WINDOW"), 3)
 
     def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
         """The first tile whose operands and products fit shared memory.
@@ -188,17 +220,16 @@ class _Maker:
     def _convolution(
         self, stage: Convolution, prefix: str = "", rows: int = CONVOLUTION_ROWS, more: tuple[Argument, ...] = ()
     ) -> Kernel:
-        constants = {"BLOCK_M": rows, "BLOCK_N": CONVOLUTION_KEYS, "WINDOW": stage.window(CONVOLUTION_KEYS)}
         return self._make(
             f"{prefix}{stage.name}",
             (
-                *descriptors("x"),
+                self._windows("x"),
                 *pointers(stage.weight, "out"),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads"),
             ),
             (self._tiles(rows, CONVOLUTION_CHUNK),),
-            {**constants, "CHUNK": CONVOLUTION_CHUNK},
+            self._convolution_tile(stage, rows),
             warps=4 if prefix else 8,
             stages=1,
         )

@@ -42,7 +42,7 @@ class Convolution:
 
     @property
     def lead_left(self) -> int:
-        """Keys before a tile of results from which its window starts: whole 16 bytes, as descriptors of tiles ask."""
+        """Keys before a tile of results from which its window starts: whole 16 bytes, as loads of tiles ask."""
         return _aligned(self.pad_left)
 
     @property
