@@ -210,6 +210,15 @@ def test_seen_scores(nq: int, nk: int, causal: bool) -> None:
     assert case(causal=causal, nq=nq, nk=nk, batch=3, heads=4).seen_scores == 12 * seen
 
 
+@pytest.mark.parametrize("window", [(0, -1), (2, -1), (-1, 1), (3, 2)])
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (5, 5), (3, 9), (9, 3)])
+def test_seen_scores_of_windows(nq: int, nk: int, window: tuple[int, int]) -> None:
+    left, right = (n if n >= 0 else 100 for n in window)
+    seen = sum(-left <= j - (i + nk - nq) <= right for i in range(nq) for j in range(nk))
+    spec, sizes = Spec((2, 3), 16, causal=False, window=window), Sizes(1, 4, 2, nq, nk)
+    assert Case(spec, sizes, "forward").seen_scores == 4 * seen
+
+
 # Rates and timing
 
 

@@ -104,9 +104,12 @@ class Case:
         """(row, key) pairs over all heads and sequences whose key the row sees."""
         batch, heads, _, nq, nk = self.sizes
         left, right = self.spec.left, self.spec.right
-        left, right = nk if left is None else left, nk if right is None else right
-        positions = range(nk - nq, nk)
-        return batch * heads * sum(max(0, min(nk, p + right + 1) - max(0, p - left)) for p in positions)
+        seen = 0
+        for position in range(nk - nq, nk):
+            first = 0 if left is None else max(0, position - left)
+            end = nk if right is None else min(nk, position + right + 1)
+            seen += max(0, end - first)
+        return batch * heads * seen
 
     @property
     def score_bytes(self) -> int:
