@@ -55,6 +55,7 @@ class Strip(NamedTuple):
         sequences: of the strip.
         b0: the first of them.
         lengths: of a decode step, keys in use of each sequence, at whose end its rows are, whatever ``off`` is.
+        before: of a decode step in a window, how many keys of each sequence come before those.
     """
 
     heads: int
@@ -67,6 +68,17 @@ class Strip(NamedTuple):
     sequences: int = 1
     b0: int = 0
     lengths: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+    @property
+    def n_k(self) -> int:
+        """Keys of the cache."""
+        return self.keys + max(self.before, default=0)
+
+    def of_sequence(self, i: int) -> slice:
+        """Those keys of the cache that the planes of sequence i have."""
+        key0 = self.before[i] if self.before else 0
+        return slice(key0, key0 + self.keys)
 
     @property
     def slots(self) -> int:
@@ -85,7 +97,11 @@ class Strip(NamedTuple):
         first = limits - self.count if self.lengths else self.first + self.off
         positions = first + torch.arange(self.count)[:, None]
         j = torch.arange(self.keys)
-        seen = (j <= positions if spec.causal else True) & (j < limits)
+        seen = j < limits
+        if spec.right is not None:
+            seen = seen & (j <= positions + spec.right)
+        if spec.left is not None:
+            seen = seen & (j >= positions - spec.left)
         if self.lengths:
             seen = seen & (positions >= 0)
         return seen.expand(self.sequences, -1, -1).repeat_interleave(self.heads, 0)
@@ -144,7 +160,9 @@ def run(
     grid = tuple(int(size.subs(sizes)) for size in kernel.grid)
     named = strip._asdict() | {"n_heads": strip.heads, "pitch": pitch_of(source.spec, strip)} | values
     if strip.lengths:
-        named["seqlens"] = torch.tensor([-1] * strip.b0 + [*strip.lengths], dtype=torch.int32)
+        lengths = torch.tensor(strip.lengths) + torch.tensor(strip.before or 0)
+        named["seqlens"] = torch.cat([torch.full((strip.b0,), -1), lengths]).int()
+        named["n_k"] = strip.n_k
     given = [named[argument.name] for argument in kernel.arguments]
     for argument, value in zip(kernel.arguments, given, strict=True):
         if argument.pointer:  # of the type that the kernel takes it for
@@ -218,6 +236,9 @@ CONVOLUTIONS = {
     "(6, 11) after": after((6, 11), key_padding="right"),
     "(3, 3) after, then mixed": after((3, 3), post_mixed_heads=2),
     "(2, 8) after, full": after((2, 8), causal=False, key_padding="left", dtype="fp16"),
+    "(6, 11), a window": before((6, 11), window=(150, -1)),
+    "(3, 3), a window on both sides": before((3, 3), causal=False, window=(40, 30)),
+    "(6, 11) after, a window without an end": after((6, 11), causal=False, window=(20, -1), dtype="fp16"),
 }
 STRIPS = (
     Strip(1, 1, 1),
@@ -317,11 +338,19 @@ def test_gradient_of_the_weight(spec: Spec, folder: Path) -> None:
 
 
 def steps(spec: Spec, heads: int, sizes: Iterable[tuple[int, int]] = ((1, 1), (2, 300), (8, 650))) -> Iterator[Strip]:
-    """Decode steps of some new tokens over a cache of some keys, of which sequences use some, all, none, or few."""
-    for new_tokens, keys in sizes:
-        lengths = (keys - 7, keys + 5, 0, spec.context + new_tokens - 1)
+    """Decode steps of some new tokens over a cache of some keys, of which sequences use some, all, none, or few.
+
+    Planes have those keys that rows see, in a window from the first that the first row sees on.
+    """
+    for new_tokens, n_k in sizes:
+        count = spec.context + new_tokens
+        lengths = [*map(abs, (n_k - 7, n_k + 5, 0, count - 1))]
         skip, valid = spec.context, spec.context - Stages(spec).post_context
-        yield Strip(heads, skip + new_tokens, keys, 0, 0, skip, valid, len(lengths), 1, tuple(map(abs, lengths)))
+        before, keys = [0] * len(lengths), n_k
+        if spec.left is not None:
+            before, keys = [max(0, min(n, n_k) - count - spec.left) for n in lengths], min(n_k, count + spec.left)
+        own = [n - key0 for n, key0 in zip(lengths, before, strict=True)]
+        yield Strip(heads, count, keys, 0, 0, skip, valid, len(own), 1, tuple(own), tuple(before))
 
 
 STEPS = CONVOLUTIONS | {
@@ -396,6 +425,14 @@ PRODUCTS = {
     "gradients of shares that are mixed": ("grad_shares", Spec((3, 3), 64, mixed_heads=2, post_mixed_heads=2)),
     "scores of a step of 64": ("decode_scores", before((3, 3))),
     "scores of a step of 192, full": ("decode_scores", Spec((16, 3), 192, post_kernel=(9, 1), causal=False)),
+    "scores of 64 in a window": ("scores", before((3, 3), window=(150, -1))),
+    "scores of 64 in a window that nothing convolves": ("scores", Spec(None, 64, mixed_heads=2, window=(150, -1))),
+    "gradients of shares, of 64, in a window on both sides": (
+        "grad_shares",
+        after((6, 3), causal=False, window=(40, 30)),
+    ),
+    "scores of a step of 64 in a window": ("decode_scores", before((3, 3), window=(150, -1))),
+    "scores of a step of 64 in a window on both sides": ("decode_scores", after((3, 3), causal=False, window=(40, 9))),
 }
 
 PRODUCT_TARGETS = ("sm_90a", "sm_80")  # with products of warpgroups, and without
@@ -421,19 +458,20 @@ def product(
     assert isinstance(source, ProductKernel)
     assert isinstance(source, WarpgroupProduct) == (target == "sm_90a" and not source.decodes)
     group, batch = 2 if strip.heads % 2 == 0 else 1, strip.b0 + strip.sequences
-    n_q, n_k = strip.first + strip.count + 3, strip.keys + 9
+    n_q, n_k = strip.first + strip.count + 3, strip.n_k + 9
 
     def rows(heads: int, n: int) -> Tensor:  # strided, and NaN at first
         return torch.full((batch, n, heads, source.width + 8), torch.nan).to(TORCH_DTYPES[spec.dtype]).transpose(1, 2)
 
     x, y = rows(strip.heads, n_q)[..., : source.width], rows(strip.heads // group, n_k)[..., : source.width]
     own_x = x[strip.b0 :, :, strip.first : strip.first + strip.count]
-    own_y = y[strip.b0 :, :, : strip.keys]
     own_x.copy_(eighths(*own_x.shape, seed=1))
-    own_y.copy_(eighths(*own_y.shape, seed=2))
+    own_y = eighths(strip.sequences, strip.heads // group, strip.keys, source.width, seed=2)
     for i, length in enumerate(strip.lengths):  # before a sequence, and behind it
         own_x[i, :, : max(0, strip.count - length)] = torch.nan
         own_y[i, :, length:] = torch.nan
+    for i, one in enumerate(own_y):
+        y[strip.b0 + i, :, strip.of_sequence(i)] = one.to(y.dtype)
     products = (own_x.double() @ own_y.double().repeat_interleave(group, 1).mT).flatten(0, 1)
     seen = strip.seen(spec)
     expected = (products * SCORE_SCALE).where(seen, 0)
@@ -481,6 +519,7 @@ VALUES = {
     "of 80, grouped": (3, 1, after((2, 5), value_head_dim=80, dtype="fp16")),
     "of 16, full": (1, 1, after((1, 3), value_head_dim=16, causal=False)),
     "of 256": (1, 1, after((2, 2), value_head_dim=256)),
+    "of 64, in a window": (2, 1, after((2, 2), window=(150, -1))),
 }
 
 
@@ -503,17 +542,18 @@ def values(
     dv, batch, parts = spec.value_head_dim, strip.b0 + strip.sequences + 1, -(-strip.keys // split)
     shares = eighths(strip.slots, strip.count, strip.keys, seed=1).where(strip.used, torch.nan)
     shares[:, : strip.skip] = torch.nan  # whatever is before the new tokens
-    v = torch.full((batch, strip.keys, kv_heads, dv + 8), torch.nan, dtype=dtype).transpose(1, 2)[..., :dv]  # strided
-    own = v[strip.b0 : -1].copy_(eighths(strip.sequences, kv_heads, strip.keys, dv, seed=2))
+    v = torch.full((batch, strip.n_k, kv_heads, dv + 8), torch.nan, dtype=dtype).transpose(1, 2)[..., :dv]  # strided
+    own = eighths(strip.sequences, kv_heads, strip.keys, dv, seed=2)
     for i, length in enumerate(strip.lengths):
         own[i, :, length:] = torch.nan
+        v[strip.b0 + i, :, strip.of_sequence(i)] = own[i].to(dtype)
     partial = torch.full((parts, batch, heads, n_new, dv), torch.nan)
     numbers = {"group": heads // kv_heads, "n_new": n_new, "batch": batch, "split": split}
     numbers |= {f"v_stride_{axis}": v.stride(i) for i, axis in enumerate("bhn")}
     plane = planes(shares, dtype, spec, strip)
     run(source, strip, folder, seed, checked=checked, plane=plane, v=v, partial=partial, **numbers)
     a = shares[:, strip.skip :].view(strip.sequences, heads, n_new, -1).nan_to_num()
-    b = own.double().nan_to_num().repeat_interleave(heads // kv_heads, 1)
+    b = own.nan_to_num().repeat_interleave(heads // kv_heads, 1)
     pieces = zip(a.split(split, -1), b.split(split, -2), strict=True)
     return partial, torch.stack([x @ y for x, y in pieces])
 
@@ -555,6 +595,12 @@ ROWS = {
         20,
         Spec((3, 3), 64, mixed_heads=4, post_kernel=(2, 5), post_mixed_heads=10, causal=False, dtype="fp16"),
     ),
+    "pairs of 10 heads in a window": (10, Spec(None, 64, mixed_heads=2, post_mixed_heads=2, window=(100, -1))),
+    "all stages, a window on both sides": (
+        12,
+        Spec((3, 3), 64, mixed_heads=2, post_kernel=(2, 5), post_mixed_heads=4, causal=False, window=(70, 9)),
+    ),
+    "a mixture after, a long window": (4, Spec(None, 64, post_kernel=(2, 5), post_mixed_heads=4, window=(2300, -1))),
 }
 every_mixture = pytest.mark.parametrize(("heads", "spec"), ROWS.values(), ids=ROWS)
 GARBAGE = math.nan  # in places that a kernel must not read, or must read as zero
@@ -757,7 +803,7 @@ def test_softmax_of_a_decode_step(heads: int, spec: Spec, folder: Path) -> None:
         assert_softmax(Rows(spec, strip), folder, seed)
 
 
-@pytest.mark.parametrize("name", ["pairs of 10 heads", "groups of 3 before, full"])
+@pytest.mark.parametrize("name", ["pairs of 10 heads", "groups of 3 before, full", "a mixture after, a long window"])
 def test_long_rows(name: str, folder: Path) -> None:
     """Each warp takes more blocks than it has room for at once."""
     heads, spec = ROWS[name]

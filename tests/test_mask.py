@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -104,6 +105,10 @@ def test_of_a_request():
     assert Mask.of(Spec((6, 11), 64, causal=False)) == FULL
     assert Mask.of(Spec((6, 11), 64, mask="output")) == Mask(None, 0, "output")
     assert Mask.of(Spec((1, 11), 64, mask="output")) == CAUSAL  # whose row of terms is the row of outputs
+    assert Mask.of(Spec(None, 64, post_kernel=(6, 11), mask="output")) == CAUSAL  # probabilities of hidden keys are 0
+    window = Spec(None, 64, post_kernel=(6, 11), mask="output", window=(9, -1))
+    assert Mask.of(window) == Mask(9, 0, "output")  # but those of keys that later rows do not see are not
+    assert Mask.of(replace(window, post_kernel=(1, 11))) == Mask(9, 0)
 
 
 @pytest.mark.parametrize("causal", [True, False])

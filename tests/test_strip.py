@@ -265,6 +265,57 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
         assert len(owned) > 0
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(0, 0), (50, -1), (300, 20), (5000, 5000)], ids=str)
+@pytest.mark.parametrize("workspace", [1, 2**24, 2**30])
+def test_strips_in_a_window(
+    workspace: int, window: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They have the keys that some row sees, from the first of them on, and few besides."""
+    spec = Spec.from_dict(EVERYTHING.to_dict() | {"causal": causal, "window": window})
+    module = loaded(spec, tmp_path, monkeypatch)
+    nowhere = torch.device("meta")
+    for batch, heads, n_q, n_k in ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)):
+        owned = []
+        strips = module._planes(batch, heads, n_q, n_k, 5, workspace, nowhere)
+        for b0, b1, begin, end, first, key0, keys, planes in strips:
+            owned += itertools.product(range(b0, b1), range(begin, end))
+            assert first == max(0, begin - spec.context)
+            positions = range(first + n_k - n_q, end + n_k - n_q)
+            seen = {
+                *range(max(0, positions[0] - window[0]), n_k if spec.right is None else positions[-1] + spec.right + 1)
+            } & {*range(n_k)}
+            if not seen:
+                assert keys <= 0
+                continue
+            assert key0 == min(seen)
+            assert max(seen) < key0 + keys <= min(n_k, key0 + -(-len(seen) // 128) * 128)
+            (pitch,) = {x.shape[2] for x in planes}
+            assert keys <= pitch
+            if spec.right is not None:
+                assert end - first <= 1024
+                assert pitch < len(positions) + window[0] + spec.right + 256
+            taken = sum(x.numel() * x.element_size() for x in planes)
+            assert taken <= workspace or (b1, end) == (b0 + 1, min(n_q, first + 128))
+        assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]
+
+
+@pytest.mark.parametrize("window", [(1000, -1), (500, 400)], ids=str)
+def test_planes_in_a_window_do_not_grow_with_the_sequence(
+    window: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the scores of all strips are at most in proportion to its length."""
+    spec = Spec.from_dict(EVERYTHING.to_dict() | {"window": window, "causal": window[1] < 0})
+    module = loaded(spec, tmp_path, monkeypatch)
+    sizes, scores = [], []
+    for n in (2**13, 2**15, 2**17):
+        strips = [*module._planes(1, 16, n, n, 5, 2**30, torch.device("meta"))]
+        sizes.append(max(x.numel() for *_, planes in strips for x in planes))
+        scores.append(sum((end - first) * keys for _, _, _, end, first, _, keys, _ in strips) / n)
+    assert len({*sizes}) == 1
+    assert max(scores) <= 1024 / (1024 - spec.context) * (1024 + 1000 + 128)
+
+
 @every_pipeline
 def test_planes_are_those_of_the_host_code(spec: Spec) -> None:
     """As many are asked for as are named, and each is used."""

@@ -35,6 +35,8 @@ CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
     ("sm_90a", {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
     ("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}),
+    ("sm_90a", EVERYTHING | {"window": (1023, -1)}),
+    ("sm_80", CONVOLVED | {"window": (1023, 1023), "causal": False}),
 ]
 PRODUCTS = ("scores", "grad_shares", "decode_scores")  # the kernels whose registers depend on the head dim most
 
@@ -80,6 +82,11 @@ def test_hopper_with_wide_heads() -> None:
     used = compiled(Spec(head_dim=128, **CONVOLVED), "sm_90a", "_scores_", "grad_shares", "decode_values")
     assert used.keys() == {*PRODUCTS, "decode_values"}
     assert_fits(used, "sm_90a", HOPPER_STACK)
+
+
+def test_hopper_in_a_window() -> None:
+    """The edges of a window cost no stack."""
+    assert_fits(compiled(Spec(head_dim=64, window=(1023, -1), **EVERYTHING), "sm_90a"), "sm_90a", HOPPER_STACK)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "fp16"), (64, "bf16")])

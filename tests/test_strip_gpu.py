@@ -46,6 +46,9 @@ CASES: dict[str, Case] = {  # heads, head dim, dtype, stages
     "groups of 2 after": (16, 128, "fp16", {"kernel": (6, 11), "post_mixed_heads": 2}),
     "convolution after, all keys": (4, 64, "bf16", {"kernel": None, "post_kernel": (6, 11), "causal": False}),
     "masked by output": (4, 40, "bf16", {**layer(4, (3, 4), 2), "mask": "output", "key_padding": "left"}),
+    "a window": (16, 64, "bf16", layer(16) | {"window": (100, -1)}),
+    "a window on both sides": (10, 128, "fp16", layer(10, None) | {"window": (200, 57), "causal": False}),
+    "a window, masked by output": (4, 40, "bf16", layer(4, (3, 4), 2) | {"window": (70, -1), "mask": "output"}),
     "fp32": (4, 64, "fp32", layer(4)),
     "groups that share no bundle": (144, 64, "bf16", {"kernel": None, "mixed_heads": 48, "post_mixed_heads": 36}),
 }

@@ -91,9 +91,9 @@ def first_key(mask: Mask, position: str) -> str:
     return triton_code(mask.first_key(Source(position)))
 
 
-def sees(mask: Mask, position: str, key: str) -> str:
-    """The condition that the query at a position sees a key; the mask hides some."""
-    first, last = mask.first_key(Source(position)), mask.last_key(Source(position))
+def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
+    """The condition that the query at a position sees a key, or one from there up to another; the mask hides some."""
+    first, last = mask.first_key(Source(position)), mask.last_key(Source(last_position or position))
     if first is None:
         return f"{key} <= {triton_code(last)}"
     seen = f"{key} >= {triton_code(first)}"

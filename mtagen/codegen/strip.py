@@ -16,7 +16,7 @@ from ..planner.strip.stages import block_of
 from ..planner.targets import get_target
 from ..version import __version__
 from . import host, triton
-from .pieces import aligned, dot_options, last_key, sees
+from .pieces import aligned, dot_options, first_key, last_key, sees
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 
@@ -53,6 +53,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "to_log2": repr(math.log2(math.e) / module.score_scale),
         "sees": partial(sees, module.mask),
         "aligned": partial(aligned, 16 // spec.itemsize),
+        "first_key": partial(first_key, module.mask),
         "last_key": partial(last_key, module.mask),
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "

@@ -99,17 +99,6 @@ def check_convolves_only(spec: Spec, backend: str) -> None:
             raise PlanError(explain(name, stage, rule, "None, or backend='triton'"))
 
 
-def check_window(spec: Spec, backend: str) -> None:
-    """Check that queries see all keys before them, and all after them or none: what a lowering without windows can do.
-
-    Raises:
-        PlanError: they see a window.
-    """
-    if spec.left is not None or spec.right not in (None, 0):
-        rule = f"{backend} has no kernels for windows"
-        raise PlanError(explain("window", spec.window, rule, "(-1, -1), or backend='torch'"))
-
-
 def describe(fields: Fields) -> str:
     """Fields as a line of text, such as ``warps=12 keys=64``."""
     return " ".join(f"{name}={value}" for name, value in fields.items())

@@ -26,6 +26,19 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
     "a convolution after": (4, {"kernel": None, "post_kernel": (3, 3), "key_padding": "left"}),
     "a convolution, then pairs": (4, {"kernel": (6, 11), "post_mixed_heads": 2}),
     "groups of 4, full": (8, {"kernel": None, "post_mixed_heads": 4, "causal": False}),
+    "all stages in a window": (
+        4,
+        {"kernel": (6, 11), "mixed_heads": 2, "post_kernel": (3, 3), "post_mixed_heads": 4, "window": (20, -1)},
+    ),
+    "pairs of 10 heads in a window on both sides": (
+        10,
+        {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2, "causal": False, "window": (9, 5)},
+    ),
+    "a convolution in a window, then pairs": (4, {"kernel": (6, 11), "post_mixed_heads": 2, "window": (20, -1)}),
+    "a convolution after, earlier keys, by output": (
+        4,
+        {"kernel": None, "post_kernel": (3, 3), "causal": False, "window": (30, -1), "mask": "output"},
+    ),
     "20 heads mix": (20, {"kernel": (3, 3), "mixed_heads": 20, "post_kernel": (2, 3)}),  # too many for CUDA
 }
 
@@ -54,7 +67,7 @@ def build(
     for one in made.strip.values():
         made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
     assert made.backend == "cuda"
-    assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads"})
+    assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads", "window"})
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
         module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
@@ -93,7 +106,9 @@ def test_decode(heads: int, stages: dict[str, Any], folder: Path) -> None:
         assert not problems.decode_failures(op, op.plan.spec, problem, lengths, splits)
 
 
-@pytest.mark.parametrize("name", ["all stages", "pairs of 10 heads", "a convolution, then pairs"])
+@pytest.mark.parametrize(
+    "name", ["all stages", "pairs of 10 heads", "a convolution, then pairs", "all stages in a window"]
+)
 def test_many_strips(name: str, folder: Path) -> None:
     """The last of a sequence has few rows, and those before as context."""
     heads, stages = PIPELINES[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,17 @@ def assert_decodes(op: MultiTokenAttention, sizes: Sizes, *steps: tuple[int, tup
         assert not problems.decode_failures(op, op.plan.spec, problem, lengths, splits)
 
 
+def noting(empty: Callable[..., Tensor], sizes: list[int]) -> Callable[..., Tensor]:
+    """`empty`, which notes the sizes of what it allocates."""
+
+    def allocate(*args: Any, **options: Any) -> Tensor:
+        made = empty(*args, **options)
+        sizes.append(made.numel())
+        return made
+
+    return allocate
+
+
 def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
     """The op with another workspace in every pass."""
     plan = op.plan
@@ -162,6 +173,74 @@ def test_strips_of_some_sequences(name: str) -> None:
     assert [strips(op, sizes, one) for one in planes] == [(2 * planes[1] // planes[0], 11), (2, 11)]
     assert_accurate(op, sizes)
     assert_decodes(with_workspace(op, 3 * planes[0] * of_a_sequence // (sizes.nq + spec.context)), sizes, STEPS[1])
+
+
+# Windows narrower than a tile, with a limit on one side or both, of the own key alone, and wider than any sequence.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "causal": {"window": (5, -1), "causal": True},
+    "causal, by output": {"window": (5, 2), "causal": True, "mask": "output", "key_padding": "left"},
+    "both sides": {"window": (4, 3), "causal": False, "key_padding": "right"},
+    "both sides, by output": {"window": (3, 6), "causal": False, "mask": "output"},
+    "earlier keys only": {"window": (6, -1), "causal": False},
+    "later keys only, by output": {"window": (-1, 4), "causal": False, "mask": "output"},
+    "its own key": {"window": (0, 0), "causal": False},
+    "wide": {"window": (100, 100), "causal": False},
+}
+WINDOWED = {
+    f"{name}, {window}": PIPELINES[name] | WINDOWS[window]
+    for n, window in enumerate(WINDOWS)
+    for name in ("both before, both after", [*PIPELINES][n * 3 % len(PIPELINES)])
+}
+
+
+@pytest.mark.parametrize("options", WINDOWED.values(), ids=WINDOWED)
+def test_windows(options: dict[str, Any]) -> None:
+    """Of more queries than keys, some see no key, or some keys after their own position alone."""
+    n = [*WINDOWED.values()].index(options)
+    op = build(options)
+    assert_accurate(op, SIZES[n % 3], Sizes(1, 4, 4, 26, 13), Sizes(1, 4, 1, 1, 1))
+    assert_decodes(op, Sizes(4, 4, 2, 1, 29), STEPS[n % 3])
+
+
+@pytest.mark.parametrize("window", ["causal, by output", "both sides"])
+def test_windows_of_wide_kernels(window: str) -> None:
+    """Context takes more keys than the window has."""
+    op = build(WIDE | WINDOWS[window])
+    assert_accurate(op, Sizes(1, 4, 2, 19, 30), Sizes(1, 4, 2, 9, 2))
+    assert_decodes(op, Sizes(4, 4, 1, 1, 29), STEPS[1])
+
+
+@pytest.mark.parametrize(("mask", "right"), [("source", -1), ("output", 40)], ids=str)
+def test_windows_of_strips(mask: str, right: int) -> None:
+    """Strips do not see the first keys, nor do the later rows of a strip those that the first ones see.
+
+    Rows see parts of several chunks of keys, which kernels divide among programs.
+    """
+    stages = {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 2}
+    op = with_workspace(build(stages, window=(600, right), causal=right < 0, mask=mask), 2**10)
+    sizes = Sizes(1, 2, 1, 140, 1100)
+    assert strips(op, sizes, 1) == (1, 128)
+    assert_accurate(op, sizes)
+
+
+def test_a_decode_step_reads_the_window_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache of any length, planes have the keys of the window and of the context."""
+    op = build(EVERYTHING, window=(20, -1))
+    spec, sizes = op.plan.spec, []
+    for keys in (300, 900):
+        problem = problems.random(spec, Sizes(2, 4, 2, 1, keys))
+        k, v = (x.clone() for x in (problem.inputs.k, problem.inputs.v))
+        lengths = torch.tensor([keys, keys - 9], dtype=torch.int32)
+        expected = op.decode(problem.q_tail, k, v, **problem.inputs.weights, cache_seqlens=lengths)
+        for x, n in ((x, n) for one in (k, v) for x, n in zip(one, lengths.tolist(), strict=True)):
+            x[:, : n - problem.q_tail.shape[2] - 20] = torch.nan
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", noting(torch.empty, made := list[int]()))
+            given = op.decode(problem.q_tail, k, v, **problem.inputs.weights, cache_seqlens=lengths)
+        assert torch.equal(given, expected)
+        sizes.append(made)
+    assert len(sizes[0]) > 1
+    assert sizes[0] == sizes[1]
 
 
 HEADS = {  # bundles: heads that mix with each other, and as many more as a tile holds anyway

@@ -618,10 +618,26 @@ STRIPS = (
     Mutant(
         "strip-hidden-scores-kept",
         f"{TRITON}/strip_product.j2",
-        'c = tl.where({{ sees(position, "j") }}, c, 0.0)',
+        'c = tl.where({{ sees(position % "", "j", farthest) }}, c, 0.0)',
         "c = c",
         "A convolution takes in scores of keys that their queries do not see.",
         (f"{INTERPRETED_STRIP}::test_training",),
+    ),
+    Mutant(
+        "strip-keys-before-the-window-of-a-row",
+        f"{TRITON}/strip_rows.j2",
+        '"(j >= start) & (j < end)"',
+        '"(j < end)"',
+        "The softmax of a row takes in the keys before its window that are in the block where it begins.",
+        (f"{INTERPRETED_STRIP}::test_windows",),
+    ),
+    Mutant(
+        "strip-window-without-that-of-the-context",
+        f"{TRITON}/strip_host.j2",
+        'first_key("first + n_k - n_q")',
+        'first_key("begin + n_k - n_q")',
+        "A strip lacks keys that its context sees and its rows of outputs do not.",
+        ("tests/test_strip.py::test_strips_in_a_window",),
     ),
 )
 
@@ -641,6 +657,30 @@ EMULATED_STRIPS = (
         "min(end, position + SEEN_AHEAD)",
         "Tiles that only the last rows of a block see are taken for hidden.",
         (f"{EMULATED_STRIP}::test_convolution",),
+    ),
+    Mutant(
+        "cuda-plane-keys-behind-a-row-are-hidden",
+        f"{CUDA}/plane_convolution.cu.j2",
+        "max(walk, position - SEEN_BEHIND)",
+        "max(walk, position)",
+        "In a window, tiles of keys before a block's first row are taken for hidden.",
+        (f"{EMULATED_STRIP}::test_convolution",),
+    ),
+    Mutant(
+        "cuda-step-window-without-that-of-the-context",
+        f"{CUDA}/step_limit.j2",
+        "max(0, length - count - {{ mask.left }})",
+        "max(0, length - 1 - {{ mask.left }})",
+        "In a window, a decode step's planes begin with the keys of the last row, which the first ones see before.",
+        (f"{EMULATED_STRIP}::test_convolution_of_a_decode_step",),
+    ),
+    Mutant(
+        "cuda-softmax-leaves-what-is-before-a-window",
+        f"{CUDA}/row_softmax.cu.j2",
+        "  clear_blocks<WARPS>(to, 0, start / BLOCK_KEYS * BLOCK_KEYS, place.heads, warp, lane);\n",
+        "",
+        "In a window, blocks before those that a row sees keep the scores that they held.",
+        (f"{EMULATED_STRIP}::test_softmax",),
     ),
     Mutant(
         "cuda-plane-row-after-the-context-cleared",

@@ -38,8 +38,14 @@ class Mask:
 
     @classmethod
     def of(cls, spec: Spec) -> Mask:
-        """The mask of a request. In a convolution over a single row both kinds of terms are the same: ``source``."""
-        return cls(left=spec.left, right=spec.right, terms=spec.mask if spec.cq > 1 else "source")
+        """The mask of a request. Where both kinds of terms are the same, they are ``source``.
+
+        They are in a convolution over a single row, and in one after the softmax unless earlier keys are hidden: rows
+        before see no key after the last that the row of the result sees, and what they do not see is 0.
+        """
+        after = spec.post_kernel if spec.left is not None else None
+        differ = spec.cq > 1 or (after is not None and after[0] > 1)
+        return cls(left=spec.left, right=spec.right, terms=spec.mask if differ else "source")
 
     @property
     def name(self) -> str:

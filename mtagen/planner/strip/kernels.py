@@ -9,6 +9,7 @@ from sympy import Min, ceiling
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
+from ..geometry.mask import Mask
 from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Argument, Kernel, numbers
 from ..lift.kernels import pointers, strided, tiled
 from ..lift.tiling import block_dim
@@ -72,7 +73,7 @@ class _Maker:
     def decode(self) -> Iterator[Kernel]:
         """The forward kernels on strips of a few rows of sequences with lengths of their own, and one for values."""
         stages, spec = self._stages, self._spec
-        lengths, rows = pointers("seqlens"), decode_rows(spec)
+        lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
         yield self._product("decode_scores", spec.head_dim, rows, lengths)
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
@@ -87,6 +88,7 @@ class _Maker:
                 *pointers("plane"),
                 *strided("v"),
                 *pointers("seqlens", "partial"),
+                *step_keys(spec),
                 *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
             ),
             ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS), SPLITS),
@@ -275,6 +277,11 @@ class _Maker:
 
     def _weights(self) -> tuple[str, ...]:
         return (*self._mix(), *(("post_head_weight",) if self._stages.fused_post_mix else ()))
+
+
+def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
+    """Keys of the cache, which a decode step's kernels take where its planes have those of a window only."""
+    return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
 
 
 def decode_rows(spec: Spec) -> int:

@@ -13,7 +13,7 @@ from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
-from .passes import ENOUGH_ROWS, KEY_MULTIPLE, StripPass
+from .passes import ENOUGH_ROWS, KEY_MULTIPLE, WINDOW_ROWS, StripPass
 from .planes import PlaneKernel
 from .source import StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE, Stages
@@ -102,6 +102,11 @@ class StripModule:
         return ENOUGH_ROWS
 
     @property
+    def most_rows(self) -> int | None:
+        """Rows of a strip at most, context included, where a window bounds what they see. Of more, more is hidden."""
+        return WINDOW_ROWS if self.mask.hides_later and self.mask.hides_earlier else None
+
+    @property
     def reach(self) -> int:
         """Keys past the last that a query sees whose scores a convolution needs."""
         return self.spec.cq - 1 if self.mask.zeroes_terms else 0
@@ -173,3 +178,5 @@ class StripModule:
         yield f"Mask {self.mask.name}; query i sits at position i + off."
         yield "In a strip: rows first .. first + count of queries, of which the first `skip` are context and the first"
         yield "`valid` have scores that lack context of their own; keys 0 .. keys; `pitch` elements from row to row."
+        if self.mask.hides_earlier:
+            yield "Its keys are those that its rows see; j, and with it `off`, counts from the first of them."

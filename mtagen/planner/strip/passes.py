@@ -10,7 +10,7 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, check_window, describe
+from ..passes import Fields, PassPlan, describe
 from ..targets import Target, get_target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
@@ -28,6 +28,9 @@ PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode":
 # CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
+# Rows of a strip, at most, where a window limits keys on both sides. Each row has as many hidden keys in its planes as
+# there are other rows. With half as many rows, launches of short windows are expected to take longer than kernels.
+WINDOW_ROWS = 1024
 KEY_MULTIPLE = 128  # of the keys of a strip: cuBLAS is slow where they are odd in number
 
 
@@ -195,7 +198,6 @@ class StripLowering:
         Raises:
             PlanError: there is none; the message says why.
         """
-        check_window(spec, self.backend)
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
         made = StripPass(spec, target.name, pass_name, self.backend)

@@ -20,7 +20,7 @@ from ..tile.memory import PANEL, SharedMap, swizzled_bytes
 from ..tile.toeplitz import CHUNK
 from ..tile.wgmma import Wgmma
 from .cost import DRAIN, START, Work
-from .kernels import decode_rows
+from .kernels import decode_rows, step_keys
 from .sizes import COUNT, KEYS, SLOTS
 from .source import DECODE, Form, StripSource
 
@@ -168,7 +168,7 @@ class ProductKernel(StripSource):
         arguments = (
             *reads("Element", "x", "y"),
             *writes("Result", "plane"),
-            *(reads("int", "seqlens") if self.decodes else ()),
+            *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
             *strides("x", "y"),
             *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
             *numbers("float", "factor"),

@@ -18,6 +18,7 @@ from ...errors import PlanError
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, writes
 from ..tile.toeplitz import CHUNK, toeplitz
+from .kernels import step_keys
 from .sizes import COUNT, KEYS, SLOTS
 from .source import DECODE, StripSource
 from .stages import Convolution
@@ -146,6 +147,7 @@ class StepKernel(StripSource):
             *reads("float", self.stage.weight),
             *writes("Result", "out"),
             *reads("int", "seqlens"),
+            *step_keys(self.spec, "int"),
             *numbers("int", "count", "keys", "pitch", "n_heads", "b0"),
         )
         walks = ceiling(KEYS / (WALK * WARPS * WARP_KEYS))

@@ -14,7 +14,7 @@ from sympy import ceiling
 from ...spec import Spec
 from ..kernel import GROUP, KV_HEADS, Kernel, numbers, reads, strides, writes
 from ..tile.memory import swizzled_bytes
-from .kernels import VALUE_ROWS
+from .kernels import VALUE_ROWS, step_keys
 from .sizes import B0, B1, N_NEW, SPLITS
 from .source import DECODE, StripSource
 
@@ -94,6 +94,7 @@ class ValuesKernel(StripSource):
         arguments = (
             *reads("Element", "plane", "v"),
             *reads("int", "seqlens"),
+            *step_keys(self.spec, "int"),
             *writes("float", "partial"),
             *strides("v"),
             *numbers("int", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),

@@ -98,6 +98,13 @@ DEVICE void clear_unseen(Operand& a, int i, int seen, int lane) {
     if (key_of(2 * n, i, lane) >= seen) a[n] = 0;
 }
 
+// Keys before the `first`-th of the block become zeros.
+DEVICE void clear_before(Operand& a, int i, int first, int lane) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+    if (key_of(2 * n, i, lane) < first) a[n] = 0;
+}
+
 template <class Type>
 DEVICE void operand_of(Operand& a, const Tile& x) {
 #pragma unroll
