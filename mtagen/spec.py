@@ -194,8 +194,10 @@ def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
 
 def _window(window: Any) -> tuple[int, int]:
     """A window, checked."""
-    if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(_is_int(n) and n >= -1 for n in window)):
-        legal = "keys before and after a query's own, >= 0 each, or -1 for all"
+    if not (
+        isinstance(window, (tuple, list)) and len(window) == 2 and all(_is_int(n) and -1 <= n < 2**30 for n in window)
+    ):
+        legal = "keys before and after a query's own, 0..2**30-1 each, or -1 for all"
         raise SpecError(explain("window", window, "must be a pair of ints (left, right)", legal))
     return window[0], window[1]
 

@@ -490,6 +490,7 @@ BUILDS = {
     "window of one": ({"window": (3,)}, "window", "(3,)", "pair of ints (left, right)", "-1 for all"),
     "window int": ({"window": 3}, "window", "3", "pair of ints (left, right)", "-1 for all"),
     "window -2": ({"window": (-2, 0)}, "window", "(-2, 0)", "pair of ints (left, right)", "-1 for all"),
+    "window 2**30": ({"window": (2**30, 0)}, "window", "(1073741824, 0)", "pair of ints", "2**30-1"),
     "window bools": ({"window": (True, False)}, "window", "(True, False)", "pair of ints", "-1 for all"),
     "dtype": ({"dtype": "fp8"}, "dtype", "'fp8'", "not supported", "'bf16', 'fp16', 'fp32', 'fp64'"),
     "torch dtype": ({"dtype": torch.int8}, "dtype", "torch.int8", "not supported", "torch.bfloat16"),
