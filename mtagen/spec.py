@@ -156,16 +156,6 @@ class Spec:
         return self.window[1] if self.window[1] >= 0 else None
 
     @property
-    def hides(self) -> bool:
-        """Whether some key is hidden from some query."""
-        return (self.left, self.right) != (None, None)
-
-    @property
-    def masks_by_output(self) -> bool:
-        """Whether a score counts for some rows of outputs and not for others: with one row both masks agree."""
-        return self.hides and self.mask == "output" and self.cq > 1
-
-    @property
     def itemsize(self) -> int:
         """Bytes per element of q, k, v and out."""
         return DTYPES[self.dtype]

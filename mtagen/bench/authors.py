@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import BackendError, explain
+from ..planner.geometry.mask import Mask
 from ..spec import Spec
 
 
@@ -32,7 +33,7 @@ def authors_attention(spec: Spec) -> Callable[..., Tensor]:
     Raises:
         BackendError: the convolution's mask follows the output, or queries see a window, which the layer cannot do.
     """
-    if spec.masks_by_output:
+    if Mask.of(spec).zeroes_terms:
         raise BackendError(explain("mask", spec.mask, "is not what the authors' code masks by", ("source",)))
 
     if spec.window != (-1, -1):
