@@ -968,7 +968,7 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
         if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
-            by_all = (key < seen_to)
+            by_all = key < seen_to
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
@@ -1083,7 +1083,7 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
         if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
-            by_all = (key < seen_to)
+            by_all = key < seen_to
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)

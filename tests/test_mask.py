@@ -85,6 +85,12 @@ def test_ends_of_what_is_seen(mask):
     assert mask.hides == any(not sees(mask, 0, key) for key in many)
 
 
+@pytest.mark.parametrize("mask", LIMITED, ids=name_of)
+def test_keys_that_a_query_sees_begin_at_one_that_exists(mask):
+    for position in range(8):
+        assert mask.begin(position) == next(key for key in itertools.count() if sees(mask, position, key))
+
+
 def test_names_tell_masks_apart():
     assert (FULL.name, CAUSAL.name, Mask(4, 0).name) == ("full", "causal", "left4_causal")
     assert len({mask.name for mask in LIMITED}) == len(LIMITED)

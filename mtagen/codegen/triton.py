@@ -16,6 +16,7 @@ from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
 from ..planner.lift.kernels import AXES
 from ..planner.lift.module import LiftModule
+from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
 from .backward import GradientLayout, finish, product
@@ -199,6 +200,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "scored_key": scored_key,
         "scored_row": scored_row,
         "window_start": window_start,
+        "split_keys": triton_host_code(split_keys(lift.mask)),
         # Of the backward pass
         "g_layout": GradientLayout(lift.lifts_keys, lift.kept_rows),
         "contractions": [product(module, one) for one in lift.contractions] if module.has("backward") else [],

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import sympy
+from sympy import Expr
+
+from .geometry.mask import Mask
+
+_N_MAX, _N_NEW = sympy.symbols("n_max n_new", integer=True, positive=True)  # keys of a cache, and new tokens
 _MIN_TILES = 4  # a split shorter than this spends its time on starting
 _MAX_WAVES = 4
 
@@ -26,3 +32,8 @@ class SplitRule:
 def split_rule(resident: int, block_n: int, multiprocessors: int) -> SplitRule:
     """The rule for a kernel of which a multiprocessor holds ``resident`` CTAs."""
     return SplitRule(resident * multiprocessors, _MIN_TILES * block_n)
+
+
+def split_keys(mask: Mask) -> Expr:
+    """Keys of a cache that are split, at most: those that some new token sees; in names of the host code."""
+    return _N_MAX if mask.left is None else sympy.Min(_N_MAX, _N_NEW + mask.left)

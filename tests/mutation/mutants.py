@@ -899,8 +899,8 @@ WINDOWS = (
     Mutant(
         "tile-window-without-its-halo",
         "mtagen/planner/tile/forward.py",
-        "Max(0, first - self.spec.pad_left)",
-        "Max(0, first + 8)",
+        "+ N_K - N_Q - self.spec.pad_left)",
+        "+ N_K - N_Q + 8)",
         "Keys are skipped that the first rows of a CTA see.",
         (f"{EMULATED}::test_windows",),
     ),
@@ -915,8 +915,8 @@ WINDOWS = (
     Mutant(
         "decode-window-one-key-late",
         "mtagen/planner/tile/decode.py",
-        "sympy.S.Zero if first is None else sympy.Max(0, first)",
-        "sympy.S.Zero if first is None else sympy.Max(0, first + 1)",
+        "self.mask.begin(_FIRST_POSITION)",
+        "self.mask.begin(_FIRST_POSITION + 1)",
         "The first new token misses the first key of its window.",
         (f"{EMULATED}::test_windows",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import sympy
 from sympy import Expr
 
 from ...spec import Spec
@@ -94,6 +95,11 @@ class Mask:
     def first_key(self, position: Size) -> Size | None:
         """The first key that the query at a position sees."""
         return None if self.left is None else position - self.left
+
+    def begin(self, position: Size) -> Size:
+        """Where the keys begin that the query at a position sees, of those that exist."""
+        first = self.first_key(position)
+        return sympy.S.Zero if first is None else sympy.Max(0, first)
 
     def last_key(self, position: Size) -> Size | None:
         """The last key that the query at a position sees."""

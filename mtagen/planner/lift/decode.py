@@ -61,7 +61,5 @@ def decode_geometry(spec: Spec) -> Decode:
         seen_from = first
     if (last := mask.last_key(rows[0])) is not None:
         seen_to = last + 1
-    first_key = mask.first_key(new)
-    narrow, wide = 1, max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps))
-    first_key = sympy.S.Zero if first_key is None else sympy.Max(0, first_key)
-    return Decode(mask, taps, masks_terms, first_key, seen_from, seen_to, narrow, wide)
+    wide = max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps))
+    return Decode(mask, taps, masks_terms, mask.begin(new), seen_from, seen_to, narrow=1, wide=wide)

@@ -28,7 +28,7 @@ from ..geometry.mask import Mask
 from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..passes import Fields
-from ..splits import SplitRule, split_rule
+from ..splits import SplitRule, split_keys, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .memory import SharedMap
 from .passes import TilePass
@@ -219,8 +219,12 @@ class TileDecode(TilePass):
     @property
     def key_begin(self) -> Expr:
         """The first key that some new token sees, in the template's names."""
-        first = self.mask.first_key(_FIRST_POSITION)
-        return sympy.S.Zero if first is None else sympy.Max(0, first)
+        return self.mask.begin(_FIRST_POSITION)
+
+    @property
+    def split_keys(self) -> Expr:
+        """Keys of a cache that are split, at most."""
+        return split_keys(self.mask)
 
     @property
     def masks_windows(self) -> bool:

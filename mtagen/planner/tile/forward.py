@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-import sympy
-from sympy import Expr, Max, Min, ceiling, symbols
+from sympy import Expr, Min, ceiling, floor, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -108,9 +107,9 @@ class TileForward(TilePass):
 
     @property
     def key_begin(self) -> Expr:
-        """Where the keys begin that outputs of a CTA are made of, in the templates' names; 0 if the mask hides none."""
-        first = self.mask.first_key(FIRST + self.halo + N_K - N_Q)
-        return sympy.S.Zero if first is None else Max(0, first - self.spec.pad_left)
+        """Where the keys begin that outputs of a CTA are made of, in the templates' names: on a chunk."""
+        begin = self.mask.begin(FIRST + self.halo + N_K - N_Q - self.spec.pad_left)
+        return CHUNK * floor(begin / CHUNK)
 
     @property
     def score_exponent(self) -> int:
