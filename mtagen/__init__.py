@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .dropout import draw_seed, dropout_mask
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
     from .naive import reference
     from .op import build
@@ -30,6 +31,8 @@ _HOMES = {
     "TARGETS": "planner",
     "Target": "planner",
     "build": "op",
+    "draw_seed": "dropout",
+    "dropout_mask": "dropout",
     "plan": "planner",
     "reference": "naive",
 }
@@ -47,6 +50,8 @@ __all__ = [
     "Target",
     "__version__",
     "build",
+    "draw_seed",
+    "dropout_mask",
     "plan",
     "reference",
 ]

@@ -44,6 +44,8 @@ class Spec:
         post_mixed_heads: the same as ``mixed_heads``, after the softmax.
         window: ``(left, right)``, as FlashAttention defines it: query i sees keys
             ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0.
+        packed: q, k and v hold documents one after the other, each a sequence of its own; batches otherwise.
+        dropout: what multiplies the values is dropped with a probability that a call gives.
 
     Raises:
         SpecError: a field is out of range.
@@ -60,6 +62,8 @@ class Spec:
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
     window: tuple[int, int] = (-1, -1)
+    packed: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kernel", "post_kernel"):
@@ -74,8 +78,9 @@ class Spec:
             value = getattr(self, name)
             if not _is_int(value) or value not in HEAD_DIMS:
                 raise SpecError(explain(name, value, "is not supported", "multiples of 8 from 16 to 256"))
-        if not isinstance(self.causal, bool):
-            raise SpecError(explain("causal", self.causal, "must be a bool", (True, False)))
+        for name in ("causal", "packed", "dropout"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(explain(name, getattr(self, name), "must be a bool", (True, False)))
         for name, legal in (("key_padding", KEY_PADDINGS), ("mask", MASKS), ("dtype", tuple(DTYPES))):
             check_choice(name, getattr(self, name), legal)
         object.__setattr__(self, "window", _window(self.window))

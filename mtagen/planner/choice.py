@@ -19,7 +19,7 @@ from ..errors import PlanError, explain
 from ..spec import Spec
 from . import torch_ops
 from .lift import passes as lift
-from .passes import PASSES, Fields, PassPlan
+from .passes import Fields, PassPlan, passes_of
 from .strip import passes as strip
 from .tables import Shape, Table
 from .targets import Target
@@ -128,7 +128,7 @@ def choose_backends(
     Raises:
         PlanError: no available backend can do a pass; the message is Triton's if that is one of them.
     """
-    return tuple(_choose(pass_name, spec, target, available, tables) for pass_name in PASSES)
+    return tuple(_choose(pass_name, spec, target, available, tables) for pass_name in passes_of(spec))
 
 
 def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]) -> Choice:

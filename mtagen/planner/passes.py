@@ -14,6 +14,11 @@ PASSES = ("forward", "backward", "decode")
 Fields: TypeAlias = Mapping[str, Any]  # JSON-ready
 
 
+def passes_of(spec: Spec) -> tuple[str, ...]:
+    """The passes that a spec has: packed documents and dropout are for training."""
+    return PASSES[:2] if spec.packed or spec.dropout else PASSES
+
+
 class PassPlan(ABC):
     """How one pass of a spec is computed on a target. Implementations are frozen dataclasses.
 

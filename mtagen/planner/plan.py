@@ -15,7 +15,7 @@ from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
 from .names import suffix
-from .passes import PASSES, Fields, PassPlan, describe
+from .passes import Fields, PassPlan, describe, passes_of
 from .strip.passes import StripPass
 from .strip.source import StripSource
 from .tables import Table, shipped
@@ -30,7 +30,7 @@ class Plan:
     Attributes:
         spec: what was asked for.
         target: name of the target planned for.
-        passes: forward, backward and decode.
+        passes: forward, backward, and decode where the spec has it.
     """
 
     spec: Spec
@@ -225,14 +225,14 @@ def plan(
             raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
         reason = "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for"
         torch_ops = LOWERINGS["torch"]
-        passes = (PlannedPass(torch_ops.from_fields(name, spec, "cpu", {}), reason, ()) for name in PASSES)
+        passes = (PlannedPass(torch_ops.from_fields(name, spec, "cpu", {}), reason, ()) for name in passes_of(spec))
         return Plan(spec, "cpu", tuple(passes))
     target = target if isinstance(target, Target) else get_target(target)
     tables = (shipped(target.name),) if tables is None else tables
     if backend == "auto":
         choices = choose_backends(spec, target, available, tables)
     else:
-        choices = tuple(Choice(name, backend, "asked for") for name in PASSES)
+        choices = tuple(Choice(name, backend, "asked for") for name in passes_of(spec))
     return Plan(spec, target.name, tuple(plan_pass(choice, spec, target, tables) for choice in choices))
 
 

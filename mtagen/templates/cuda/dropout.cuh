@@ -1,0 +1,37 @@
+#pragma once
+
+#include "ptx.cuh"
+
+// ---- Dropout -------------------------------------------------------------------------------------------------------
+//
+// What is kept is a function of a seed and of the place of a probability; mtagen/dropout.py defines it.
+
+struct Dropout {
+  u32 key[2], offset;  // of the seed
+  u32 threshold;       // less than this is dropped, in each half
+
+  DEVICE Dropout(const long long* seed, int threshold) : threshold(threshold * 0x10001u) {
+    const long long first = __ldg(seed), second = __ldg(seed + 1);
+    key[0] = static_cast<u32>(first);
+    key[1] = static_cast<u32>(first >> 32) ^ static_cast<u32>(second >> 32);
+    offset = static_cast<u32>(second);
+  }
+
+  // Which are kept of keys 8 `group` to 8 `group` + 7, of a row of a slot, the number of the head through the batch.
+  // Bit 15 of word w tells it of key 2 w, bit 31 of the next.
+  DEVICE void keep(u32 (&kept)[4], u32 slot, u32 row, u32 group) const {
+    u32 c[4] = {group, row, slot, offset}, k[2] = {key[0], key[1]};
+#pragma unroll
+    for (int round = 0; round < 7; ++round) {
+      const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
+      const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
+      c[0] = high1 ^ c[1] ^ k[0], c[1] = low1, c[2] = high0 ^ c[3] ^ k[1], c[3] = low0;
+      k[0] += 0x9E3779B9u, k[1] += 0xBB67AE85u;
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) kept[w] = (c[w] | 0x80008000u) - threshold;  // no half borrows from the other
+  }
+};
+
+// All ones in each half of a word whose upper bit is set, else zeros.
+DEVICE u32 halves_of_bits(u32 kept) { return __byte_perm(kept, 0u, 0xbb99u); }
