@@ -9,6 +9,8 @@ where j is even, and of the half the lower 15 bits. It is dropped where these ar
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,9 +23,38 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
+class Dropout(NamedTuple):
+    """What a call drops.
+
+    Attributes:
+        seed: (2,) int64, which decides what is dropped.
+        p: the probability that an entry is dropped.
+    """
+
+    seed: Tensor
+    p: float
+
+    def keep(self, heads: range, rows: range, keys: range) -> Tensor:
+        """What is kept of a part of the probabilities, (heads, rows, keys) bool; heads are numbered b * H + h."""
+        groups = range(keys.start // 8, (keys.stop + 7) // 8)
+        counts = (torch.arange(x.start, x.stop, device=self.seed.device) for x in (heads, rows, groups))
+        slots, queries, eights = torch.meshgrid(*counts, indexing="ij")
+        first, second = self.seed[0], self.seed[1]
+        key = [first & _WORD, (first >> 32 ^ second >> 32) & _WORD]
+        counter = [eights, queries, slots & _WORD, (second & _WORD).expand(slots.shape)]
+        for _ in range(ROUNDS):
+            (high0, low0), (high1, low1) = (_product(m, x) for m, x in zip(_MULTIPLIERS, counter[::2], strict=True))
+            counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+            key = [(word + step) & _WORD for word, step in zip(key, _KEY_STEPS, strict=True)]
+        words = torch.stack(counter, -1)
+        halves = torch.stack([words, words >> 16], -1) & (RESOLUTION - 1)
+        kept: Tensor = (halves >= threshold(self.p)).flatten(2)
+        return kept[..., keys.start % 8 :][..., : len(keys)]
+
+
 def draw_seed(device: torch.device | str) -> Tensor:
     """A seed, (2,) int64, from torch's generator of a device. It is drawn there, so that CUDA graphs replay it anew."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def threshold(p: float) -> int:
@@ -39,33 +70,19 @@ def dropout_mask(seed: Tensor, p: float, batch: int, heads: int, n_q: int, n_k: 
         p: the probability that an entry is dropped, 0 <= p < 1. It is rounded to a multiple of 2**-15.
         batch: batch entries, or packed documents.
         heads: heads of queries.
-        n_q: queries; of packed documents those of the longest will do, as queries are counted in each.
-        n_k: keys, likewise.
+        n_q: queries. They and keys are counted from the first of a document: the mask of a shorter one is a part of it.
+        n_k: keys.
 
     Returns:
         (batch, heads, n_q, n_k) bool on the seed's device: True where a probability is kept.
 
     Raises:
-        InputError: an argument is out of range.
+        InputError: p or seed does not fit.
     """
     check_dropout_p(p)
     check_seed(seed, seed.device if isinstance(seed, Tensor) else None)
-
-    def count(n: int) -> Tensor:
-        return torch.arange(n, dtype=torch.int64, device=seed.device)
-
-    slots, rows, groups = count(batch * heads)[:, None, None], count(n_q)[:, None], count((n_k + 7) // 8)
-    first, second = seed[0], seed[1]
-    key = [first & _WORD, (first >> 32 & _WORD) ^ (second >> 32 & _WORD)]
-    shape = (batch * heads, n_q, len(groups))
-    counter = [x.expand(shape) for x in (groups, rows, slots, second & _WORD)]
-    for _ in range(ROUNDS):
-        (high0, low0), (high1, low1) = (_product(m, x) for m, x in zip(_MULTIPLIERS, counter[::2], strict=True))
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-        key = [(word + step) & _WORD for word, step in zip(key, _KEY_STEPS, strict=True)]
-    words = torch.stack(counter, -1)
-    halves = torch.stack([words, words >> 16], -1) & (RESOLUTION - 1)
-    return (halves >= threshold(p)).view(batch, heads, n_q, -1)[..., :n_k]
+    kept = Dropout(seed, p).keep(range(batch * heads), range(n_q), range(n_k))
+    return kept.reshape(batch, heads, n_q, n_k)
 
 
 def check_dropout_p(p: object) -> None:

@@ -21,9 +21,11 @@ def reference(
     key_padding: str = "both",
     mask: str = "source",
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """mix(conv(softmax(mix(conv(scale * q k^T))))) v, all of it in ``q.dtype`` and O(Nq * Nk) memory.
+    """dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v, all of it in ``q.dtype`` and O(Nq * Nk) memory.
 
     Multi-Token Attention (Golovneva et al., 2025). A convolution sees cq-1 past queries and the current one, and ck
     keys around the current one; a mixture is over the heads of a group. Each of the four stages is left out if its
@@ -48,6 +50,8 @@ def reference(
             ``right``: it begins there.
         mask: of both convolutions: ``source`` or ``output``; without effect where every query sees every key.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
+        dropout_p: what is kept of the factors of v is divided by 1 - dropout_p.
+        dropout_mask: ``[B, H, Nq, Nk]`` bool, which of them are kept (:func:`mtagen.dropout_mask`); default all.
         return_lse: also return the log-sum-exp of each row of masked scores, as the softmax takes them.
 
     Returns:
@@ -71,7 +75,10 @@ def reference(
     shares = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
     if post_weight is not None:
         shares = _convolve(shares, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
-    out = _mix(shares, post_head_weight) @ v
+    shares = _mix(shares, post_head_weight)
+    if dropout_mask is not None:
+        shares = shares * dropout_mask / (1 - dropout_p)
+    out = shares @ v
     return (out, scores.logsumexp(-1)) if return_lse else out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from .config import Config
@@ -35,6 +37,7 @@ def build(
     target: str | None = None,
     dtype: torch.dtype | str | None = None,
     deterministic: bool | None = None,
+    dropout: bool = False,
     tune: bool = False,
 ) -> MultiTokenAttention:
     """Plan, render, compile and cache the op of some stages and a head dim. Everything is built here, not in calls.
@@ -65,6 +68,7 @@ def build(
         deterministic: whether equal inputs give bit-equal gradients; default: where
             ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
             gradient but the dq of CUDA's fused backward kernel.
+        dropout: whether calls may drop (``dropout_p``); kernels for it are built besides those without.
         tune: time the planner's candidates, of both backends, on this GPU first (minutes), unless that was done before.
             What it or ``mtagen tune`` finds for this spec is kept in the cache, and every build follows it.
 
@@ -76,8 +80,9 @@ def build(
     check_choice("backend", backend, BACKENDS, "is not built")
     if not (target is None or isinstance(target, str)):
         raise SpecError(explain("target", target, "must be a target's name, or None", ("cpu", *TARGETS)))
-    if not isinstance(tune, bool):
-        raise SpecError(explain("tune", tune, "must be a bool", (True, False)))
+    for name, flag in (("tune", tune), ("dropout", dropout)):
+        if not isinstance(flag, bool):
+            raise SpecError(explain(name, flag, "must be a bool", (True, False)))
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise SpecError(explain("deterministic", deterministic, "must be a bool, or None", (True, False, None)))
     interpreted = Config.from_env().triton_interpret
@@ -108,14 +113,21 @@ def build(
 
         table = tuning.tune([spec], target).table
         tuning.keep([spec], target, table)
-    planned = plan(
-        spec,
-        target,
-        backend,
+    plan_like = partial(
+        plan,
+        target=target,
+        backend=backend,
         available=("triton",) if interpreted else available_backends(),
         tables=None if table is None else (table, shipped(target)),
     )
-    return assemble(planned, torch_on_cpu=torch_on_cpu, dtype=named, deterministic=deterministic)
+    return assemble(
+        plan_like(spec),
+        torch_on_cpu=torch_on_cpu,
+        dtype=named,
+        deterministic=deterministic,
+        dropout=dropout,
+        plan_like=plan_like,
+    )
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:

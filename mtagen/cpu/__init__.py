@@ -1,7 +1,8 @@
 """The backend of PyTorch ops: multi-token attention in O(N) memory, for the CPU and any other device.
 
-A convolution before the softmax alone is made tile by tile (:mod:`.attention`), other pipelines and windows by strips
-of rows (:mod:`.pipeline`). Arguments and results are those of :mod:`.pipeline`.
+A convolution before the softmax alone is made tile by tile (:mod:`.attention`), other pipelines, windows and dropout by
+strips of rows (:mod:`.pipeline`), packed documents one by one (:mod:`.packed`). Arguments and results are those of
+:mod:`.pipeline`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,28 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..documents import Documents
+from ..dropout import Dropout
 from ..spec import Spec
-from . import attention, pipeline
+from . import attention, packed, pipeline
 
 __all__ = ["backward", "decode", "forward"]
 
 
 def forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    scale: float,
+    documents: Documents | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`.pipeline.forward`."""
-    if _by_tiles(spec):
-        return attention.forward(spec, q, k, v, _kernels(q, weights), scale)
-    return pipeline.forward(spec, q, k, v, weights, scale)
+    """See :func:`.pipeline.forward`, and :func:`.packed.forward` where there are documents."""
+    if documents is not None:
+        return packed.forward(_forward, spec, q, k, v, weights, scale, documents, dropout)
+    return _forward(spec, q, k, v, weights, scale, dropout)
 
 
 def backward(
@@ -36,13 +46,14 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    documents: Documents | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, ...]:
     """See :func:`.pipeline.backward`; ``out`` and ``lse`` are what :func:`forward` returned."""
-    if _by_tiles(spec):
-        kernels = _kernels(q, weights)
-        grads = attention.backward(spec, grad_out, grad_lse, q, k, v, kernels, out, lse, scale)
-        return grads[: 3 + len(weights)]
-    return pipeline.backward(spec, grad_out, grad_lse, q, k, v, weights, scale)
+    if documents is not None:
+        grads = grad_out, grad_lse
+        return packed.backward(_backward, spec, *grads, q, k, v, weights, out, lse, scale, documents, dropout)
+    return _backward(spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale, dropout)
 
 
 def decode(
@@ -58,6 +69,42 @@ def decode(
     if _by_tiles(spec):
         return attention.decode(spec, q_tail, k_cache, v_cache, _kernels(q_tail, weights), scale, cache_seqlens)
     return pipeline.decode(spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
+
+
+def _forward(
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    scale: float,
+    dropout: Dropout | None,
+    first_entry: int = 0,
+) -> tuple[Tensor, Tensor]:
+    if _by_tiles(spec) and dropout is None:
+        return attention.forward(spec, q, k, v, _kernels(q, weights), scale)
+    return pipeline.forward(spec, q, k, v, weights, scale, dropout, first_entry)
+
+
+def _backward(
+    spec: Spec,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dropout: Dropout | None,
+    first_entry: int = 0,
+) -> tuple[Tensor, ...]:
+    if _by_tiles(spec) and dropout is None:
+        kernels = _kernels(q, weights)
+        grads = attention.backward(spec, grad_out, grad_lse, q, k, v, kernels, out, lse, scale)
+        return grads[: 3 + len(weights)]
+    return pipeline.backward(spec, grad_out, grad_lse, q, k, v, weights, scale, dropout, first_entry)
 
 
 def _by_tiles(spec: Spec) -> bool:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad
 
+from ..dropout import Dropout
 from ..spec import Spec
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
@@ -24,7 +25,14 @@ _TERMS = 2**12  # that are summed at once in the gradient of a matrix: fp32 lose
 
 
 def forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    scale: float,
+    dropout: Dropout | None = None,
+    first_entry: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The pipeline's outputs and the log-sum-exp of the rows that its softmax takes.
 
@@ -35,6 +43,8 @@ def forward(
         v: ``[B, Hkv, Nk, DV]``.
         weights: those that the spec has, in the order and shapes of :meth:`Spec.weights`.
         scale: factor of q k^T.
+        dropout: what is dropped; None: nothing.
+        first_entry: the number that dropout knows the first batch entry by.
 
     Returns:
         ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs).
@@ -43,7 +53,8 @@ def forward(
     stages = _Stages.of(spec, q, weights, scale)
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
-        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context)
+        kept = _kept(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context, kept)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
@@ -57,6 +68,8 @@ def backward(
     v: Tensor,
     weights: Sequence[Tensor],
     scale: float,
+    dropout: Dropout | None = None,
+    first_entry: int = 0,
 ) -> tuple[Tensor, ...]:
     """Gradients of :func:`forward` from those of its two results.
 
@@ -75,7 +88,8 @@ def backward(
         douts = F.pad(grad_out[b, :, rows].to(dtype), (0, 0, strip.context, 0))
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
-        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses)
+        kept = _kept(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses, kept)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
@@ -178,6 +192,14 @@ def _operands(strip: _Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return q[:, strip.first : strip.end], k[:, strip.keys], v[:, strip.keys]
 
 
+def _kept(dropout: Dropout | None, entry: int, heads: int, strip: _Strip, dtype: torch.dtype) -> Tensor | None:
+    """Factors ``[H, rows, keys]`` of what multiplies the values in a strip: 0 for what is dropped."""
+    if dropout is None:
+        return None
+    slots, rows = range(entry * heads, (entry + 1) * heads), range(strip.first, strip.end)
+    return dropout.keep(slots, rows, range(strip.keys.start, strip.keys.stop)).to(dtype) / (1 - dropout.p)
+
+
 def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
     """Results of rows that see no key."""
     out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
@@ -201,17 +223,19 @@ class _Stages:
         names = spec.weights(q.shape[1])
         return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Out ``[H, R, DV]`` and lse ``[H, R]`` of rows whose first is at a position, without the first ``context``."""
         forbidden = self._forbidden(q, k, position)
         *_, logits = self._logits(q, k, forbidden)
-        shares = self._mix("post_head_weight", self._post(_softmax(logits), forbidden))
+        shares = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), kept)
         rows = shares[:, context:]
         out = _shared(rows, v) @ v.to(self.dtype)
         return out.view(*rows.shape[:2], -1), logits[:, context:].logsumexp(-1)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor, kept: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v from those of all rows of the two results."""
         forbidden = self._forbidden(q, k, position)
@@ -219,8 +243,8 @@ class _Stages:
         p = _softmax(logits)
         unmixed = self._post(p, forbidden)
         douts = _shared(dout, v)
-        dv = _shared(self._mix("post_head_weight", unmixed), v).mT @ douts
-        dshares = (douts @ v.to(self.dtype).mT).view_as(p)
+        dv = _shared(_dropped(self._mix("post_head_weight", unmixed), kept), v).mT @ douts
+        dshares = _dropped((douts @ v.to(self.dtype).mT).view_as(p), kept)
         dshares = self._mix_backward("post_head_weight", unmixed, dshares).masked_fill(forbidden, 0)
         dp = self._convolve_backward("post_weight", p, dshares, forbidden)
         dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
@@ -327,6 +351,10 @@ class _Term(NamedTuple):
 def _softmax(logits: Tensor) -> Tensor:
     """Of rows; one that sees no key has no probabilities."""
     return logits.softmax(-1).masked_fill(logits == -torch.inf, 0)
+
+
+def _dropped(x: Tensor, kept: Tensor | None) -> Tensor:
+    return x if kept is None else x * kept
 
 
 def _shared(x: Tensor, kv: Tensor) -> Tensor:

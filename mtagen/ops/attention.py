@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ..codegen import render
+from ..codegen import Sources, render
 from ..config import Config
+from ..documents import Documents
+from ..dropout import check_dropout_p, check_seed, draw_seed
 from ..dtypes import TORCH_DTYPES
-from ..errors import BackendError, explain
-from ..planner import Plan
-from ..runtime.load import compile_kernels, load, plan_key
+from ..errors import BackendError, InputError, explain
+from ..planner import BACKENDS, Plan, plan
+from ..runtime.load import Passes, compile_kernels, load, plan_key
+from ..spec import Spec
 from . import library
 from .executor import Executor
-from .inputs import check_call, check_decode, resolve_scale
+from .inputs import check_call, check_decode, check_varlen, resolve_scale
 
 
 class MultiTokenAttention:
@@ -23,11 +31,13 @@ class MultiTokenAttention:
         plan: what was decided and why; ``print(op.plan)`` shows it as a table.
     """
 
-    def __init__(self, plan: Plan, key: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, plan: Plan, key: str, dtypes: tuple[torch.dtype, ...], drops: bool = False) -> None:
         self.plan = plan
         self._spec = plan.spec
         self._key = key
         self._dtypes = dtypes
+        self._drops = drops
+        _ = plan.spec.weight_names  # cached properties are evaluated here, for torch.compile cannot trace how they are
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
@@ -43,9 +53,11 @@ class MultiTokenAttention:
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
         scale: float | None = None,
+        dropout_p: float = 0,  # torch.compile would make a symbol of a float, and compile twice
+        dropout_seed: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """mix(conv(softmax(mix(conv(scale * q k^T))))) v, differentiable once in all of q, k, v and weights.
+        """dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v, differentiable once in q, k, v and weights.
 
         :func:`mtagen.reference` defines it. Each stage that the op was built with takes its weight, fp32 or of q's
         dtype; other weights are not given.
@@ -60,6 +72,11 @@ class MultiTokenAttention:
             post_weight: of the convolution after the softmax, as ``weight``.
             post_head_weight: of the mixture after the softmax, as ``head_weight``.
             scale: factor of q k^T, default ``D ** -0.5``.
+            dropout_p: probability that a factor of v is dropped, 0 <= p < 1, rounded to a multiple of 2**-15; the
+                others are divided by 1 - p. More than 0 takes an op built with ``dropout=True``, and is for training:
+                ``dropout_p=p if self.training else 0``.
+            dropout_seed: ``(2,)`` int64 on q's device, which decides what is dropped (:func:`mtagen.dropout_mask` says
+                what); by default each call draws one from torch's generator (:func:`mtagen.draw_seed`).
             return_lse: also return log sum exp of each row as the softmax takes it, ``(B, H, Nq)`` fp32.
 
         Returns:
@@ -74,8 +91,86 @@ class MultiTokenAttention:
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_call(self._spec, self._dtypes, q, k, v, given)
         scale = resolve_scale(scale, self._spec.head_dim)
-        out, lse = torch.ops.mtagen.forward.default(q, k, v, *weights, scale, self._key)
+        if dropout_p == 0 and dropout_seed is None:
+            out, lse = torch.ops.mtagen.forward.default(q, k, v, *weights, scale, self._key)
+        else:
+            seed = self._seed(q, dropout_p, dropout_seed)
+            out, lse = torch.ops.mtagen.forward.default(
+                q, k, v, *weights, scale, self._key, dropout_seed=seed, dropout_p=float(dropout_p)
+            )
         return (out, lse) if return_lse else out
+
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        head_weight: Tensor | None = None,
+        post_weight: Tensor | None = None,
+        post_head_weight: Tensor | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0,  # torch.compile would make a symbol of a float, and compile twice
+        dropout_seed: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The op on packed documents, each of which is a sequence of its own: nothing passes from one to another.
+
+        Arguments are those of torch's ``varlen_attn``. Kernels for it are built at the first call of the op with
+        packed documents, or taken from the cache.
+
+        Args:
+            q: ``(total_q, H, D)``, the queries of one document after those of the other. Any strides, the last one 1.
+            k: ``(total_k, Hkv, D)``.
+            v: ``(total_k, Hkv, DV)``.
+            weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op.
+            cu_seq_q: ``(documents + 1,)`` int32 on q's device: where each document's queries begin, and total_q.
+                Documents may be empty, and may have more or fewer queries than keys. On a GPU the values are not
+                checked, for that would wait for it.
+            cu_seq_k: likewise of keys.
+            max_q: queries of the longest document, or more. Memory may grow with it, time does not.
+            max_k: keys of the longest document, or more.
+            dropout_p, dropout_seed: as of a call of the op; a document counts as a batch entry.
+            return_lse: also return the log-sum-exps, ``(H, total_q)`` fp32.
+
+        Returns:
+            ``(total_q, H, DV)`` in q's dtype; rows that see no key are 0.
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+            BackendError: the tensors are on a device this op was not built for.
+            PlanError: no backend has kernels of this op for packed documents.
+        """
+        q, k, v = _autocast(q, k, v)
+        given = (weight, head_weight, post_weight, post_head_weight)
+        weights = check_varlen(self._spec, self._dtypes, q, k, v, given, Documents(cu_seq_q, cu_seq_k, max_q, max_k))
+        seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
+        scale = resolve_scale(scale, self._spec.head_dim)
+        documents = cu_seq_q, cu_seq_k, max_q, max_k
+        out, lse = torch.ops.mtagen.forward.default(
+            q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p)
+        )
+        return (out, lse) if return_lse else out
+
+    def _seed(self, q: Tensor, p: float, seed: Tensor | None) -> Tensor:
+        """What decides what a call drops.
+
+        Raises:
+            InputError: the op does not drop, or an argument does not fit.
+        """
+        if not self._drops:
+            rule = "this op was built without dropout"
+            raise InputError(explain("dropout_p", p, rule, "0, or mtagen.build(..., dropout=True)"))
+        check_dropout_p(p)
+        if seed is None:
+            return draw_seed(q.device)
+        check_seed(seed, q.device)
+        return seed
 
     def decode(
         self,
@@ -131,7 +226,13 @@ class MultiTokenAttention:
 
 
 def assemble(
-    planned: Plan, *, torch_on_cpu: bool = True, dtype: str | None = None, deterministic: bool | None = None
+    planned: Plan,
+    *,
+    torch_on_cpu: bool = True,
+    dtype: str | None = None,
+    deterministic: bool | None = None,
+    dropout: bool = False,
+    plan_like: Callable[[Spec], Plan] | None = None,
 ) -> MultiTokenAttention:
     """Compile what a plan needs and make its op.
 
@@ -140,29 +241,57 @@ def assemble(
         torch_on_cpu: whether tiled PyTorch ops serve tensors on the CPU.
         dtype: the only one that the op takes; default: the plan's, or any where PyTorch computes all passes.
         deterministic: as in :func:`mtagen.build`.
+        dropout: whether the op drops, and kernels for that are compiled, too.
+        plan_like: plans the spec with packed documents, or dropout, or both; by default for the plan's backend.
 
     Raises:
         BackendError: the plan's backend cannot be used here.
+        PlanError: it has no kernels for dropout, and these are asked for.
     """
     spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
     if interpreted and spec.dtype == "bf16" and planned.triton:
         rule = "Triton's interpreter computes bf16 wrongly"
         raise BackendError(explain("dtype", "bf16", rule, "fp32 or fp16, or a GPU"))
+    backend = planned.backend if planned.backend in BACKENDS else "auto"
+    variants = _Variants(spec, plan_like or partial(plan, target=planned.target, backend=backend))
     sources = render(planned)
-    if generated and not interpreted:
-        compile_kernels(planned, sources)
-    kernels = load(planned, sources) if generated else None
     executor = Executor(
         spec,
-        kernels,
+        _passes(planned, sources) if generated else None,
         kernels_on_cpu=generated and interpreted,
         torch_on_cpu=torch_on_cpu,
         deterministic=deterministic,
+        variants=variants,
     )
+    if dropout and generated:
+        variants(False, True)
     key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
-    return MultiTokenAttention(planned, key, (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values()))
+    dtypes = (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values())
+    return MultiTokenAttention(planned, key, dtypes, dropout)
+
+
+class _Variants:
+    """The passes of a spec with packed documents, with dropout, or with both, each built when it is first asked for."""
+
+    def __init__(self, spec: Spec, plan_like: Callable[[Spec], Plan]) -> None:
+        self._spec, self._plan_like = spec, plan_like
+        self._lock = threading.Lock()
+        self._built: dict[tuple[bool, bool], Passes] = {}
+
+    def __call__(self, packed: bool, dropout: bool) -> Passes:
+        with self._lock:
+            if (packed, dropout) not in self._built:
+                planned = self._plan_like(replace(self._spec, packed=packed, dropout=dropout))
+                self._built[packed, dropout] = _passes(planned, render(planned))
+            return self._built[packed, dropout]
+
+
+def _passes(planned: Plan, sources: Sources) -> Passes:
+    if not Config.from_env().triton_interpret:
+        compile_kernels(planned, sources)
+    return load(planned, sources)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import cpu
+from ..documents import Documents
+from ..dropout import Dropout
 from ..errors import BackendError, explain
 from ..runtime.load import Passes
 from ..spec import Spec
+
+
+def plain_only(packed: bool, dropout: bool) -> Passes:
+    """What an executor without kernels for packed documents and dropout does when they are asked for.
+
+    Raises:
+        BackendError: always.
+    """
+    got = " and ".join(name for name, asked in (("packed documents", packed), ("dropout", dropout)) if asked)
+    raise BackendError(explain("kernels", got, "there are none of this op", "an op that mtagen.build returns"))
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,7 @@ class Executor:
         kernels_on_cpu: the kernels run in Triton's interpreter, on CPU tensors.
         torch_on_cpu: CPU tensors go to the torch backend (backend "auto" or "torch").
         deterministic: whether gradients are bit-reproducible; None: as ``torch.use_deterministic_algorithms`` says.
+        variants: the passes made for packed documents, or dropout, or both; they may be built when first asked for.
     """
 
     spec: Spec
@@ -33,19 +47,33 @@ class Executor:
     kernels_on_cpu: bool
     torch_on_cpu: bool
     deterministic: bool | None = None
+    variants: Callable[[bool, bool], Passes] = plain_only
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor], scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weights: Sequence[Tensor],
+        scale: float,
+        documents: Documents | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64)."""
-        kernels = self._kernels_for(q)
+        """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
+
+        Of packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse (H, total_q).
+        """
+        kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
-            return cpu.forward(self.spec, q, k, v, weights, scale)
+            return cpu.forward(self.spec, q, k, v, weights, scale, documents, dropout)
         if q.numel() == 0 or k.numel() == 0:
-            return _nothing_seen(q, q.shape[2], v)
+            rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
+            return _nothing_seen(q, q.shape[:-1], rows, v)
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            return kernels.forward(q, k, v, *self._as_kernels_take(q, weights), scale)
+            return kernels.forward(
+                q, k, v, *self._as_kernels_take(q, weights), scale, *_as_passed(documents), *_as_passed(dropout)
+            )
 
     def backward(
         self,
@@ -58,11 +86,13 @@ class Executor:
         out: Tensor,
         lse: Tensor,
         scale: float,
+        documents: Documents | None = None,
+        dropout: Dropout | None = None,
     ) -> list[Tensor]:
         """The gradients of q, k, v and of each weight, contiguous, in the dtype of its input."""
-        kernels = self._kernels_for(q)
+        kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
-            grads = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale)
+            grads = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale, documents, dropout)
             return [grad.contiguous() for grad in grads]
         if q.numel() == 0 or k.numel() == 0:
             return [x.new_zeros(x.shape) for x in (q, k, v, *weights)]
@@ -79,6 +109,8 @@ class Executor:
                 out,
                 lse,
                 scale,
+                *_as_passed(documents),
+                *_as_passed(dropout),
                 deterministic=self._is_deterministic(),
             )
             return [dq, dk, dv, *(dx.to(x.dtype) for dx, x in zip(dweights, weights, strict=False))]
@@ -98,12 +130,14 @@ class Executor:
         if kernels is None:
             return cpu.decode(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
         if q_tail.numel() == 0 or k_cache.numel() == 0:
-            return _nothing_seen(q_tail, q_tail.shape[2] - self.spec.context, v_cache)
+            shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
+            return _nothing_seen(q_tail, shape, shape, v_cache)
         with _on(q_tail):
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # maybe one length, expanded
             ours = self._as_kernels_take(q_tail, weights)
+            assert kernels.decode is not None, "batches without dropout decode"
             return kernels.decode(q_tail, k_cache, v_cache, *ours, scale, lengths, num_splits or None)
 
     def _as_kernels_take(self, q: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -113,14 +147,18 @@ class Executor:
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
-    def _kernels_for(self, q: Tensor) -> Passes | None:
+    def _kernels_for(
+        self, q: Tensor, documents: Documents | None = None, dropout: Dropout | None = None
+    ) -> Passes | None:
         """The generated kernels if they serve q's device, None if the torch backend does."""
         if q.is_cpu and not self.kernels_on_cpu:
             if self.torch_on_cpu:
                 return None
             rule = "the kernels of this op run on GPUs"
             raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
-        return self.kernels
+        if self.kernels is None or (documents is None and dropout is None):
+            return self.kernels
+        return self.variants(documents is not None, dropout is not None)
 
 
 def single_tap(q: Tensor) -> Tensor:
@@ -128,10 +166,14 @@ def single_tap(q: Tensor) -> Tensor:
     return q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
 
 
-def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
-    """No query, or no key: rows of 0 with a log-sum-exp of -inf."""
-    out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
-    return out, q.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
+def _nothing_seen(q: Tensor, out: Sequence[int], lse: Sequence[int], v: Tensor) -> tuple[Tensor, Tensor]:
+    """No query, or no key: rows of 0, of this shape but for the last axis, with log-sum-exps of -inf."""
+    return q.new_zeros(*out, v.shape[-1]), q.new_full(lse, -torch.inf, dtype=torch.float32)
+
+
+def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """What host functions take besides: nothing where there is nothing, else the values, with contiguous tensors."""
+    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in values or ())
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
@@ -154,14 +196,12 @@ def _is_aligned(x: Tensor) -> bool:
         return False
     if x.is_contiguous():  # a row of any head dim that a spec can have is a multiple of 16 bytes
         return True
-    (b, h, n, _), (stride_b, stride_h, stride_n, last) = x.shape, x.stride()
+    *strides, last = x.stride()
     vector = 16 // x.element_size()
-    return (
-        last == 1
-        and (n <= 1 or (stride_n > 0 and stride_n % vector == 0))
-        and (h <= 1 or (stride_h > 0 and stride_h % vector == 0))
-        and (b <= 1 or (stride_b > 0 and stride_b % vector == 0))
-    )
+    for size, stride in zip(x.shape, strides, strict=False):
+        if size > 1 and (stride <= 0 or stride % vector):
+            return False
+    return last == 1
 
 
 def _aligned(name: str, x: Tensor) -> Tensor:

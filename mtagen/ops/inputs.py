@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..documents import Documents
 from ..errors import InputError, explain
 from ..spec import MAX_NEW_TOKENS, WEIGHTS, Spec
 
@@ -74,6 +75,49 @@ def check_decode(
         if not (is_int and 1 <= num_splits <= MAX_SPLITS):
             legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
             raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
+    return checked
+
+
+def check_varlen(
+    spec: Spec,
+    dtypes: tuple[torch.dtype, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor | None],
+    documents: Documents,
+) -> list[Tensor | None]:
+    """As :func:`check_call` for packed documents: q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
+
+    Raises:
+        InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold is looked at on the CPU only.
+    """
+    tensors = (("q", q), ("k", k), ("v", v))
+    _check_dense(tensors)
+    for name, x in tensors:
+        if x.ndim != 3:
+            rule = "must have 3 dimensions where documents are packed"
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, "(total, heads, head_dim)"))
+    batch = tuple((name, x.transpose(0, 1).unsqueeze(0)) for name, x in tensors)  # as one sequence
+    checked = _checked(spec, dtypes, batch, weights)
+    ends = (("cu_seq_q", documents.cu_seq_q, len(q)), ("cu_seq_k", documents.cu_seq_k, len(k)))
+    _check_dense([(name, cu_seq) for name, cu_seq, _ in ends])
+    for name, cu_seq, total in ends:
+        got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
+        if got != (1, torch.int32, q.device) or len(cu_seq) == 0:
+            rule = "must be where documents begin, and the last one's end"
+            got_shape = (tuple(cu_seq.shape), *got[1:])
+            raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {q.device}"))
+        if cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling():
+            values = cu_seq.tolist()
+            if values[0] != 0 or values[-1] != total or values != sorted(values):
+                raise InputError(explain(name, values, "must not decrease", f"from 0 to {total}"))
+    if len(documents.cu_seq_q) != len(documents.cu_seq_k):
+        counts = tuple(len(cu_seq) - 1 for _, cu_seq, _ in ends)
+        raise InputError(explain("documents", counts, "cu_seq_q and cu_seq_k must have as many", "the same length"))
+    for name, longest in (("max_q", documents.max_q), ("max_k", documents.max_k)):
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or not longest >= 0:
+            raise InputError(explain(name, longest, "must be the length of the longest document", "0, 1, 2, ..."))
     return checked
 
 

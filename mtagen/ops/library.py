@@ -2,14 +2,15 @@
 
 Schemas hold tensors, numbers and the key of a built op; the key is the content hash of its plan, so graphs that mention
 it mean the same in every process that has built the same op. The weights are those of ``spec.WEIGHTS``, in that order;
-those of stages that the op was built without are None.
+those of stages that the op was built without are None. What is left out at the end says that there are no packed
+documents (:class:`mtagen.documents.Documents`) and no dropout (:class:`mtagen.dropout.Dropout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from ..documents import Documents
+from ..dropout import Dropout
 from ..errors import BackendError, explain
 from ..spec import WEIGHTS
 from . import flops
@@ -27,14 +30,19 @@ _executors: dict[str, Executor] = {}
 _library = torch.library.Library("mtagen", "DEF")
 _AUTOCAST_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]  # of device types
 _WEIGHTS = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
+_CALL = (
+    "float scale, str key, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "
+    "Tensor? dropout_seed=None, float dropout_p=0."
+)
+_INPUTS = 3 + len(WEIGHTS)  # q, k, v and the weights: what gradients are of
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_WEIGHTS}, float scale, str key) -> (Tensor, Tensor)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_WEIGHTS}, {_CALL}) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _library.define(
     f"backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, {_WEIGHTS}, Tensor out, Tensor lse, "
-    "float scale, str key) -> Tensor[]",
+    f"{_CALL}) -> Tensor[]",
     tags=_TAGS,
 )
 _library.define(
@@ -57,18 +65,46 @@ def _executor(key: str) -> Executor:
         raise BackendError(explain("key", key, rule, "call mtagen.build(...) with the same arguments first")) from None
 
 
+class _Call(NamedTuple):
+    """What says how tensors and weights are taken. The dispatcher leaves out defaults at the end."""
+
+    scale: float
+    key: str
+    cu_seq_q: Tensor | None = None
+    cu_seq_k: Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+    dropout_seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def documents(self) -> Documents | None:
+        """Where packed documents are."""
+        if self.cu_seq_q is None or self.cu_seq_k is None:
+            return None
+        return Documents(self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k)
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """What is dropped."""
+        return None if self.dropout_seed is None else Dropout(self.dropout_seed, self.dropout_p)
+
+
 def _given(weights: Iterable[Tensor | None]) -> list[Tensor]:
     return [weight for weight in weights if weight is not None]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *weights, scale, key = rest
-    return _executor(key).forward(q, k, v, _given(weights), scale)
+    weights, call = rest[: len(WEIGHTS)], _Call(*rest[len(WEIGHTS) :])
+    run = _executor(call.key).forward
+    return run(q, k, v, _given(weights), call.scale, call.documents, call.dropout)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    *weights, out, lse, scale, key = rest
-    return _executor(key).backward(grad_out, grad_lse, q, k, v, _given(weights), out, lse, scale)
+    weights, (out, lse, *others) = rest[: len(WEIGHTS)], rest[len(WEIGHTS) :]
+    call = _Call(*others)
+    grads, run = (grad_out, grad_lse), _executor(call.key).backward
+    return run(*grads, q, k, v, _given(weights), out, lse, call.scale, call.documents, call.dropout)
 
 
 def _decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -81,12 +117,13 @@ def _stats_dtype(q: Tensor) -> torch.dtype:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    return out, q.new_empty(q.shape[:3], dtype=_stats_dtype(q))
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # of packed documents, heads come first
+    return out, q.new_empty(rows, dtype=_stats_dtype(q))
 
 
 def _fake_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    *weights, _, _, _, _ = rest
+    weights = rest[: len(WEIGHTS)]
     return [x.new_empty(x.shape) for x in (q, k, v, *_given(weights))]
 
 
@@ -121,16 +158,18 @@ class _Differentiable(_Recorded):
     @staticmethod
     def forward(ctx: Any, op: OpOverload, *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = _below_autograd(op, *arguments)
-        *tensors, ctx.scale, ctx.key = arguments
-        ctx.save_for_backward(*tensors, *results)
+        call = _Call(*arguments[_INPUTS:])
+        ctx.call, ctx.arguments = call._replace(cu_seq_q=None, cu_seq_k=None, dropout_seed=None), len(arguments)
+        ctx.save_for_backward(*arguments[:_INPUTS], *results, call.cu_seq_q, call.cu_seq_k, call.dropout_seed)
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        grads = iter(torch.ops.mtagen.backward.default(grad_out, grad_lse, *saved, ctx.scale, ctx.key))
-        *inputs, _, _ = saved
-        return None, *(None if x is None else next(grads) for x in inputs), None, None
+        *saved, cu_seq_q, cu_seq_k, dropout_seed = ctx.saved_tensors
+        call = ctx.call._replace(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, dropout_seed=dropout_seed)
+        grads = iter(torch.ops.mtagen.backward.default(grad_out, grad_lse, *saved, *call))
+        others = (None,) * (ctx.arguments - _INPUTS)
+        return None, *(None if x is None else next(grads) for x in saved[:_INPUTS]), *others
 
 
 class _DifferentiatedOnce(_Recorded):

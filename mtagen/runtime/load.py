@@ -32,15 +32,19 @@ from .triton import require_triton, triton_is_installed, triton_version
 class Passes:
     """The host functions of a plan, whatever backend computes each.
 
+    After the scale, those of packed documents take cu_seq_q, cu_seq_k, max_q and max_k, and those of dropout its seed
+    and p.
+
     Attributes:
         forward: (q, k, v, weight, scale) -> (out, lse).
         backward: (grad_out, grad_lse, q, k, v, weight, out, lse, scale, deterministic=bool) -> (dq, dk, dv, dweight).
-        decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse).
+        decode: (q_tail, k_cache, v_cache, weight, scale, cache_seqlens, num_splits) -> (out, lse); None where the spec
+            has no such pass.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    decode: Callable[..., tuple[Tensor, Tensor]]
+    decode: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def available_backends() -> tuple[str, ...]:
@@ -156,13 +160,21 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Colle
         return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
     k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
+    others: list[Any] = []  # what is passed after the scale
+    if spec.packed:
+        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+        cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
+        others += [cu_seq, cu_seq, spec.cq, spec.cq]
+    if spec.dropout:
+        others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
     shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
     weights = [torch.zeros(shape, device=device) for shape in shapes]
-    out, lse = torch.zeros_like(v), torch.zeros(1, heads, spec.cq, device=device)
+    out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
+    lse = lse if spec.packed else lse.unsqueeze(0)
     if "forward" in passes:
-        module.forward(k, k, v, *weights, 1.0)
+        module.forward(k, k, v, *weights, 1.0, *others)
     if "backward" in passes:
-        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0)
+        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0, *others)
     if "decode" not in passes:
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)
