@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from .accuracy import Comparison
+from .dropout import draw_seed, dropout_mask
 from .dtypes import TORCH_DTYPES
 from .errors import SpecError, explain
 from .measure.cases import Sizes
-from .measure.inputs import Sampler
-from .measure.judge import eager_op, judge, judge_decode
+from .measure.inputs import Inputs, Sampler
+from .measure.judge import documents_op, eager_op, judge, judge_decode
 from .spec import Spec
 
 SIZES = (
@@ -26,6 +28,7 @@ SIZES = (
     Sizes(1, 2, 1, 511, 515),  # many tiles
 )
 
+DROPOUT_P = 0.2
 _MIN_ENTRIES = 16  # of a weight, whose gradients are compared, or eager's largest error may be small by luck
 
 
@@ -33,6 +36,8 @@ class Op(Protocol):
     """What is used here of the op that ``mtagen.build`` returns."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def varlen(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def decode(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -48,13 +53,14 @@ class Row(NamedTuple):
 def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> Iterator[Row]:
     """Forward, all gradients and decode of ``op`` on random inputs, size by size; for small kernels with more heads.
 
+    Where the spec is of packed documents, each batch is some of them.
+
     Raises:
         SpecError: the dtype is as wide as that of the float64 reference.
     """
     if spec.dtype == "fp64":
         legal = [name for name in TORCH_DTYPES if name != "fp64"]
         raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", legal))
-    eager = eager_op(spec, return_lse=True)
     for one in sizes:
         enough = _with_enough_entries(spec, one)
         sampler = Sampler.for_checks(spec, enough, device)
@@ -62,10 +68,52 @@ def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZ
         to_decode = replace(inputs, q=sampler.queries(new_tokens, decode=True))
         # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            results = judge(partial(op, return_lse=True), eager, inputs, grad_out)
-            results |= judge_decode(op.decode, eager, to_decode, new_tokens)
+            judged = _judge_packed if spec.packed else _judge_batch
+            results = judged(op, spec, inputs, grad_out)
+            results |= judge_decode(op.decode, eager_op(spec, return_lse=True), to_decode, new_tokens)
         for name, comparison in results.items():
             yield Row(enough, name, comparison)
+
+
+def _judge_batch(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[str, Comparison]:
+    batch, heads, nq, _ = inputs.q.shape
+    options, kept = _dropout(spec, inputs.q.device, Sizes(batch, heads, heads, nq, inputs.k.shape[2]))
+    return judge(
+        partial(op, **options, return_lse=True), partial(eager_op(spec, return_lse=True), **kept), inputs, grad_out
+    )
+
+
+def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[str, Comparison]:
+    """The sequences of a batch as documents, ever shorter ones, and after the first an empty one."""
+    (batch, heads, nq, _), nk = inputs.q.shape, inputs.k.shape[2]
+    all_q = [nq, 0, *(max(1, nq - 2 * b) for b in range(1, batch))]
+    all_k = [nk, min(nk, 3), *(max(1, nk - 3 * b) for b in range(1, batch))]
+
+    def packed(x: Tensor, lengths: list[int]) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1).repeat(2, 1, 1)[: sum(lengths)]
+
+    documents = replace(inputs, q=packed(inputs.q, all_q), k=packed(inputs.k, all_k), v=packed(inputs.v, all_k))
+    device = inputs.q.device
+    cu_seq_q, cu_seq_k = (torch.tensor([0, *n], device=device).cumsum(0).to(torch.int32) for n in (all_q, all_k))
+    options, kept = _dropout(spec, device, Sizes(len(all_q), heads, heads, nq, nk))
+
+    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+        own = dict(kept)
+        if kept:
+            own["dropout_mask"] = kept["dropout_mask"][document, :, : all_q[document], : all_k[document]]
+        return eager_op(spec, return_lse=True)(*tensors, **weights, **own)
+
+    varlen = partial(op.varlen, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=nq, max_k=nk, **options, return_lse=True)
+    return judge(varlen, documents_op(eager, all_q, all_k), documents, packed(grad_out, all_q))
+
+
+def _dropout(spec: Spec, device: torch.device, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the op and eager PyTorch are told of dropout; nothing where there is none."""
+    if not spec.dropout:
+        return {}, {}
+    seed = draw_seed(device)
+    mask = dropout_mask(seed, DROPOUT_P, sizes.batch, sizes.heads, sizes.nq, sizes.nk)
+    return {"dropout_p": DROPOUT_P, "dropout_seed": seed}, {"dropout_p": DROPOUT_P, "dropout_mask": mask}
 
 
 def failures(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> list[str]:

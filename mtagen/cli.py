@@ -68,6 +68,8 @@ def _spec(
     window: Annotated[
         tuple[int, int], typer.Option(help="Keys that a query sees before and after its own; -1: all.")
     ] = (-1, -1),
+    packed: Annotated[bool, typer.Option("--packed/--batched", help="Whether documents are packed.")] = False,
+    dropout: Annotated[bool, typer.Option("--dropout/--no-dropout", help="Whether probabilities are dropped.")] = False,
 ) -> Spec:
     return Spec(
         _extents("kernel", kernel),
@@ -81,6 +83,8 @@ def _spec(
         _extents("post_kernel", post_kernel),
         post_mixed_heads,
         window,
+        packed,
+        dropout,
     )
 
 

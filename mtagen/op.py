@@ -37,6 +37,7 @@ def build(
     target: str | None = None,
     dtype: torch.dtype | str | None = None,
     deterministic: bool | None = None,
+    packed: bool = False,
     dropout: bool = False,
     tune: bool = False,
 ) -> MultiTokenAttention:
@@ -68,6 +69,7 @@ def build(
         deterministic: whether equal inputs give bit-equal gradients; default: where
             ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
             gradient but the dq of CUDA's fused backward kernel.
+        packed: whether kernels for packed documents are built here, too; else the first call of ``varlen`` builds them.
         dropout: whether calls may drop (``dropout_p``); kernels for it are built besides those without.
         tune: time the planner's candidates, of both backends, on this GPU first (minutes), unless that was done before.
             What it or ``mtagen tune`` finds for this spec is kept in the cache, and every build follows it.
@@ -80,7 +82,7 @@ def build(
     check_choice("backend", backend, BACKENDS, "is not built")
     if not (target is None or isinstance(target, str)):
         raise SpecError(explain("target", target, "must be a target's name, or None", ("cpu", *TARGETS)))
-    for name, flag in (("tune", tune), ("dropout", dropout)):
+    for name, flag in (("packed", packed), ("dropout", dropout), ("tune", tune)):
         if not isinstance(flag, bool):
             raise SpecError(explain(name, flag, "must be a bool", (True, False)))
     if not (deterministic is None or isinstance(deterministic, bool)):
@@ -125,6 +127,7 @@ def build(
         torch_on_cpu=torch_on_cpu,
         dtype=named,
         deterministic=deterministic,
+        packed=packed,
         dropout=dropout,
         plan_like=plan_like,
     )

@@ -542,6 +542,8 @@ WRONG_VALUES = {
     "backend": (*NOT_TEXT, None, "", "gpu"),
     "target": (*NOT_TEXT, "", "h100", (9, 0), mtagen.TARGETS["sm_90a"]),
     "deterministic": NOT_A_BOOL,
+    "packed": (*NOT_A_BOOL, None),
+    "dropout": (*NOT_A_BOOL, None),
     "tune": (*NOT_A_BOOL, None),
 }
 

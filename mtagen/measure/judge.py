@@ -21,6 +21,30 @@ def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
     return partial(reference, **rules, return_lse=return_lse)
 
 
+def documents_op(eager: Callable[..., Any], nq: list[int], nk: list[int]) -> Callable[..., Any]:
+    """An operator in plain PyTorch on packed documents of so many queries and keys, each by ``eager`` alone.
+
+    Args:
+        eager: as the op, on a batch of one sequence; returns (out, lse). It is also told the number of the document.
+        nq: queries of each document.
+        nk: keys of each document.
+
+    Returns:
+        (q, k, v, weights by name) -> (out (total_q, H, DV), lse (H, total_q)), of q (total_q, H, D), k, v likewise.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [
+            eager(*(x.transpose(0, 1).unsqueeze(0) for x in one), document=document, **weights)
+            for document, one in enumerate(
+                zip(*(torch.split(x, n) for x, n in ((q, nq), (k, nk), (v, nk))), strict=True)
+            )
+        ]
+        return torch.cat([out[0].transpose(0, 1) for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], -1)
+
+    return run
+
+
 def judge(
     function: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs, grad_out: Tensor | None = None
 ) -> dict[str, Comparison]:

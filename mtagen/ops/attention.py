@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -121,8 +122,8 @@ class MultiTokenAttention:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The op on packed documents, each of which is a sequence of its own: nothing passes from one to another.
 
-        Arguments are those of torch's ``varlen_attn``. Kernels for it are built at the first call of the op with
-        packed documents, or taken from the cache.
+        Arguments are those of torch's ``varlen_attn``. An op that was built without ``packed=True`` builds the kernels
+        at the first call.
 
         Args:
             q: ``(total_q, H, D)``, the queries of one document after those of the other. Any strides, the last one 1.
@@ -231,6 +232,7 @@ def assemble(
     torch_on_cpu: bool = True,
     dtype: str | None = None,
     deterministic: bool | None = None,
+    packed: bool = False,
     dropout: bool = False,
     plan_like: Callable[[Spec], Plan] | None = None,
 ) -> MultiTokenAttention:
@@ -241,12 +243,13 @@ def assemble(
         torch_on_cpu: whether tiled PyTorch ops serve tensors on the CPU.
         dtype: the only one that the op takes; default: the plan's, or any where PyTorch computes all passes.
         deterministic: as in :func:`mtagen.build`.
+        packed: whether kernels for packed documents are compiled, too.
         dropout: whether the op drops, and kernels for that are compiled, too.
         plan_like: plans the spec with packed documents, or dropout, or both; by default for the plan's backend.
 
     Raises:
         BackendError: the plan's backend cannot be used here.
-        PlanError: it has no kernels for dropout, and these are asked for.
+        PlanError: there are no kernels for packed documents, or dropout, and these are asked for.
     """
     spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
     if interpreted and spec.dtype == "bf16" and planned.triton:
@@ -263,8 +266,9 @@ def assemble(
         deterministic=deterministic,
         variants=variants,
     )
-    if dropout and generated:
-        variants(False, True)
+    for variant in product((False, True)[: packed + 1], (False, True)[: dropout + 1]):
+        if generated and any(variant):
+            variants(*variant)
     key = f"{plan_key(planned, sources)}-torch_on_cpu{torch_on_cpu:d}-deterministic{deterministic}"
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
