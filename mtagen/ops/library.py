@@ -219,7 +219,7 @@ for _name, _kernel, _fake, _function, _flop in (
 ):
     _packet = getattr(torch.ops.mtagen, _name)
     _op = _packet.default
-    register_flop_formula(_packet)(_flop)
+    register_flop_formula(_packet, get_raw=True)(_flop)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     _library.impl(_name, partial(_autograd, _op, _function), "Autograd")
     for _autocast_key in _AUTOCAST_KEYS:

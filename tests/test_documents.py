@@ -1,0 +1,214 @@
+"""Packed documents on the CPU: each is a sequence of its own; what the op takes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import mtagen
+from mtagen import InputError
+from mtagen.check import failures
+from mtagen.codegen.templates import environment
+from mtagen.measure.cases import Sizes
+from mtagen.ops.attention import MultiTokenAttention
+
+LENGTHS = ((9, 9), (0, 4), (17, 20), (1, 1), (3, 0), (6, 2), (2, 5))  # queries and keys of documents
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "convolution": {"kernel": (3, 5)},
+    "everything": {"kernel": (3, 4), "mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 2},
+    "a window": {"kernel": (3, 4), "post_mixed_heads": 2, "window": (5, 2), "causal": False},
+}
+every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
+
+
+def built(**options: Any) -> MultiTokenAttention:
+    return mtagen.build(**{"kernel": (3, 5), "head_dim": 16, "backend": "torch"} | options)
+
+
+def starts(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+
+
+def arguments(op: MultiTokenAttention, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> dict[str, Any]:
+    """What ``varlen`` takes."""
+    nq, nk = zip(*lengths, strict=True)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"q": (sum(nq), 4, 16), "k": (sum(nk), 2, 16), "v": (sum(nk), 2, 16), **op.plan.spec.weights(4)}
+    leaves = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    return leaves | {"cu_seq_q": starts(nq), "cu_seq_k": starts(nk), "max_q": max(nq), "max_k": max(nk)}
+
+
+def train(function: Any, given: dict[str, Any]) -> list[Tensor]:
+    """Out and all gradients."""
+    out = function(**given)
+    leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@every_pipeline
+def test_equals_reference(stages: dict[str, Any]) -> None:
+    op = built(**stages, dtype="fp32")
+    spec = mtagen.Spec(**op.plan.spec.to_dict() | {"packed": True})
+    assert not failures(op, spec, torch.device("cpu"), (Sizes(3, 4, 2, 67, 71), Sizes(2, 4, 4, 20, 5)))
+
+
+@every_pipeline
+def test_each_is_the_call_of_its_own(stages: dict[str, Any]) -> None:
+    op = built(**stages)
+    given = arguments(op)
+    out, lse = op.varlen(**given, return_lse=True)
+    weights = {name: given[name] for name in op.plan.spec.weight_names}
+    for queries, keys in (
+        (slice(*given["cu_seq_q"][b : b + 2]), slice(*given["cu_seq_k"][b : b + 2])) for b in range(len(LENGTHS))
+    ):
+        tensors = (given[name][rows].transpose(0, 1)[None] for name, rows in (("q", queries), ("k", keys), ("v", keys)))
+        one, one_lse = op(*tensors, **weights, return_lse=True)
+        assert torch.equal(out[queries], one[0].transpose(0, 1))
+        assert torch.equal(lse[:, queries], one_lse[0])
+
+
+@every_pipeline
+def test_nothing_leaks(stages: dict[str, Any]) -> None:
+    """No bit of a document's results depends on another document, not even where that holds what is no number."""
+    op = built(**stages)
+    given = arguments(op)
+    clean = train(op.varlen, given)
+    queries, keys = (slice(*given[name][2:4]) for name in ("cu_seq_q", "cu_seq_k"))
+    dirty = dict(given)
+    for name, own in (("q", queries), ("k", keys), ("v", keys)):
+        others = torch.ones(len(given[name]), dtype=torch.bool)
+        others[own] = False
+        dirty[name] = given[name].detach().masked_fill(others[:, None, None], torch.nan).requires_grad_()
+    for mine, theirs, own in zip(clean, train(op.varlen, dirty), (queries, queries, keys, keys), strict=False):
+        assert torch.equal(mine[own], theirs[own])
+        assert not mine[own].isnan().any()
+
+
+def test_no_document_and_no_query() -> None:
+    op = built()
+    for lengths in (((0, 0),), ((0, 3), (0, 2)), ((3, 0),)):
+        given = arguments(op, lengths)
+        for grad in train(op.varlen, given):
+            assert not grad.any()
+    given = arguments(op, ((0, 0),)) | {"cu_seq_q": starts(()), "cu_seq_k": starts(())}
+    assert op.varlen(**given).shape == (0, 4, 16)
+
+
+def test_compile_with_lengths_that_change() -> None:
+    op = built(dropout=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **x: op.varlen(**x), fullgraph=True, dynamic=True, backend=counter)
+    for lengths in (LENGTHS, LENGTHS[2:], ((30, 31), (5, 4), (7, 8))):
+        given = arguments(op, lengths)
+        for ours, expected in zip(train(compiled, given), train(op.varlen, given), strict=True):
+            torch.testing.assert_close(ours, expected)
+    assert counter.frame_count == 1
+
+
+def test_checkpoint() -> None:
+    op = built(dropout=True)
+    given = arguments(op)
+
+    def recomputed(**given: Any) -> Tensor:
+        out: Tensor = checkpoint(op.varlen, **given, dropout_p=0.2, use_reentrant=False)
+        return out
+
+    torch.manual_seed(0)
+    expected = train(lambda **x: op.varlen(**x, dropout_p=0.2), given)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, train(recomputed, given), expected))
+
+
+def test_autocast() -> None:
+    op = built()
+    given = arguments(op)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = op.varlen(**given)
+    assert out.dtype == torch.bfloat16
+    half = {name: given[name].bfloat16() for name in "qkv"}
+    assert torch.equal(out, op.varlen(**given | half))
+
+
+def test_flop() -> None:
+    op = built()
+    given = arguments(op)
+    with FlopCounterMode(display=False) as counter:
+        op.varlen(**given).sum().backward()
+    scores = sum(4 * nq * nk for nq, nk in LENGTHS)
+    forward, backward = 2 * scores * (32 + 15), 2 * scores * (5 * 16 + 2 * 15)
+    assert counter.get_total_flops() == forward + backward
+
+
+def test_strides() -> None:
+    op = built()
+    given = arguments(op)
+    strided = {name: given[name].detach().transpose(0, 1).contiguous().transpose(0, 1) for name in "qkv"}
+    assert torch.equal(op.varlen(**given | strided), op.varlen(**given))
+
+
+# Schedules of tiles, which kernels take.
+
+
+@pytest.mark.parametrize("order", ["later", "earlier", "longest"])
+def test_schedule_of_tiles(order: str) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(environment("host").get_template("documents.j2").render(), names)
+    lengths = (40, 0, 7, 16, 90, 1, 0)
+    tiles = names["_tiles"](starts(lengths), sum(lengths), 16, order).tolist()
+    taken = [tuple(tile) for tile in tiles if tile[0] >= 0]
+    assert sorted(taken) == [(b, n) for b, length in enumerate(lengths) for n in range(-(-length // 16))]
+    assert len(tiles) <= sum(lengths) // 16 + len(lengths)
+    assert all(tile[0] < 0 for tile in tiles[len(taken) :])
+    blocks = [-(-length // 16) for length in lengths]
+    work = {
+        "later": [n for _, n in taken],
+        "earlier": [blocks[b] - n for b, n in taken],
+        "longest": [blocks[b] for b, _ in taken],
+    }[order]
+    assert work == sorted(work, reverse=True)
+    if order != "later":
+        for b in range(len(lengths)):
+            own = [n for document, n in taken if document == b]
+            assert own == sorted(own)
+
+
+# Bad input.
+
+
+def refused(match: str, **wrong: Any) -> None:
+    op = built()
+    with pytest.raises(InputError, match=match):
+        op.varlen(**arguments(op) | wrong)
+
+
+def test_tensors_of_wrong_shapes() -> None:
+    refused(r"q\.shape: got \(1, 38, 4, 16\).*3 dimensions.*\(total, heads, head_dim\)", q=torch.zeros(1, 38, 4, 16))
+    refused(r"heads", q=torch.zeros(38, 3, 16))
+    refused(r"v\.shape", v=torch.zeros(40, 2, 16))
+
+
+def test_starts_of_wrong_kinds() -> None:
+    good = starts(tuple(nq for nq, _ in LENGTHS))
+    refused("cu_seq_q: got 'float'.*must be a tensor", cu_seq_q=1.0)
+    for wrong in (good.long(), good[None], good[:0], good.to("meta")):
+        refused(r"cu_seq_q.*torch\.int32, cpu", cu_seq_q=wrong)
+    refused(r"documents: got \(6, 7\).*same length", cu_seq_q=torch.cat([good[:1], good[2:]]))
+
+
+@pytest.mark.parametrize("values", [(0, 9, 8, 38), (1, 9, 38), (0, 9, 37), (0, 9, 39)])
+def test_starts_of_wrong_values(values: tuple[int, ...]) -> None:
+    refused(r"cu_seq_q.*must not decrease.*from 0 to 38", cu_seq_q=torch.tensor(values, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("longest", [-1, 1.5, True, None])
+def test_longest_of_wrong_kinds(longest: Any) -> None:
+    refused("max_q.*length of the longest document", max_q=longest)
+    refused("max_k.*length of the longest document", max_k=longest)
