@@ -142,6 +142,11 @@ class Stages:
         return self.post_convolution is not None and self.post_mix is None
 
     @property
+    def owns_grad_shares(self) -> bool:
+        """Whether there is always a kernel for gradients of shares: a product of whole matrices knows no documents."""
+        return self.masks_grad_shares or self.spec.packed
+
+    @property
     def mixes_after_alone(self) -> bool:
         """Whether heads are mixed after the softmax and nothing else is done around it but a convolution before.
 
