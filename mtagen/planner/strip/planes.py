@@ -17,12 +17,13 @@ from sympy import ceiling
 
 from ...errors import PlanError
 from ...spec import Spec
-from ..kernel import Kernel, numbers, reads, writes
+from ..kernel import Kernel, reads, writes
 from ..targets import RESERVED_SHARED, get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, FLOP_OF_MMA, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
 from .cost import DRAIN, START, STRIP_ROWS, Work
+from .documents import PART
 from .sizes import COUNT, KEYS, SLOTS
 from .source import Form, StripSource
 from .stages import Convolution
@@ -205,6 +206,11 @@ class PlaneKernel(StripSource):
         """Chunks of the slab that the windows of a chunk of results touch."""
         return (CHUNK - 1 + self.spare + self.stage.ck - 1) // CHUNK + 1
 
+    @property
+    def places(self) -> int:
+        """Places of packed documents that a CTA sums up."""
+        return PART
+
     @cached_property
     def weight_gradient(self) -> WeightGradient:
         """How warps share it."""
@@ -276,21 +282,21 @@ class PlaneKernel(StripSource):
 
     @property
     def kernel(self) -> Kernel:
-        registers = 65536 // (32 * RESIDENT_WARPS)
+        registers, packed = 65536 // (32 * RESIDENT_WARPS), self.spec.packed
         if self.part == "gradient":
             arguments = (
                 *reads("Source", "x"),
                 *reads("Element", "dy"),
                 *writes("float", "partial"),
-                *numbers("int", "count", "keys", "off", "first", "pitch", "n_heads", "b0", "all_chunks"),
+                *self.strip_arguments("n_heads", *(() if packed else ("b0",)), "all_chunks", skips=False),
             )
-            grid = (ceiling(KEYS / self.tile_keys) * SLOTS,)
+            grid = (ceiling(KEYS / self.tile_keys) * SLOTS * (ceiling(COUNT / self.places) if packed else 1),)
         else:
             arguments = (
                 *reads("Source", self.reads),
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
-                *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
+                *self.strip_arguments("n_heads"),
             )
             grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.form.walk) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)
