@@ -40,6 +40,13 @@ STRIPS = [  # together they take every branch of the templates of strips
     plan(Spec((64, 64), 128, mask="output", post_kernel=(64, 64)), "sm_90a", "triton"),
     plan(Spec(None, 64, key_padding="right", post_kernel=(1, 8)), "sm_90a", "triton"),
     plan(Spec((3, 3), 80, 128, mask="output", post_kernel=(2, 5), post_mixed_heads=2, dtype="fp16"), "sm_80", "triton"),
+    plan(replace(LAYERS[0], packed=True), "sm_90a", "triton"),
+    plan(Spec(None, 64, mixed_heads=2, packed=True, dtype="fp16"), "sm_80", "triton"),
+    plan(
+        Spec((3, 3), 80, 24, mask="output", causal=False, post_kernel=(2, 5), window=(9, 5), packed=True),
+        "sm_90a",
+        "triton",
+    ),
 ]
 VARIANTS = [  # together they take every branch of the templates
     plan(Spec((6, 11), 80, 24, causal=False), "sm_90a", "triton"),

@@ -115,6 +115,8 @@ class StripPass(PassPlan):
         if self.pass_name == "decode":  # the rows of one new token; keys and values are read besides
             read = (spec.head_dim + spec.value_head_dim) * spec.itemsize / target.dram_bytes_per_cycle
             return (spec.context + 1) * scores + read
+        if spec.packed:  # products are kernels, too
+            return scores
         products = 1 if self.pass_name == "forward" else 3 + ("grad_shares" not in kernels)
         return scores + products * streamed("values", spec.itemsize, target)
 
@@ -166,6 +168,8 @@ class StripPass(PassPlan):
             yield from rows_of_table(self.fused)
             yield self.pass_name, "mixed_outputs", _of_triton(self.kernels[-1])
             return
+        if self.spec.packed and self.stages.mixes_after_alone and (self.pass_name, self.backend) == ("forward", "cuda"):
+            yield self.pass_name, "values", "not side by side: no fused kernel does so for packed documents"
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.planes_bytes // 2**20} MiB, sums besides"
         for kernel in self.kernels:
