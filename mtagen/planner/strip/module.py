@@ -215,8 +215,8 @@ class StripModule:
     @property
     def _legend_of_documents(self) -> Iterator[str]:
         yield f"Mask {self.mask.name}. The rows of a document have places, one after the other, from a multiple of"
-        yield f"{TILE} on: a tile of {TILE} places belongs to one document. A strip is `count` places from `place0` on, of"
-        yield "whose outputs those of the first `skip` are another strip's, and the first `valid` have no scores."
+        yield f"{TILE} on: a tile of {TILE} places belongs to one document. A strip is `count` places from `place0` on,"
+        yield "of whose outputs those of the first `skip` are another strip's, and the first `valid` have no scores."
         yield "Of a tile's document, row r of the strip is query first + r, at position first + r + off, and"
         yield "top <= r < bottom are its rows. key0 is the first of the keys that these see; j counts from it, and"
         yield "there are `keys` of them, or none if the tile has no rows. It is `pitch` elements from row to row."
