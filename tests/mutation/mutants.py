@@ -639,6 +639,30 @@ STRIPS = (
         "A strip lacks keys that its context sees and its rows of outputs do not.",
         ("tests/test_strip.py::test_strips_in_a_window",),
     ),
+    Mutant(
+        "strip-convolves-over-the-start-of-a-document",
+        f"{TRITON}/strip_pieces.j2",
+        "top = tl.maximum(begin, tl.maximum(skip",
+        "top = tl.maximum(0, tl.maximum(skip",
+        "The first rows of a packed document take in the last ones of the document before.",
+        (f"{INTERPRETED_STRIP}::test_nothing_leaks_between_documents",),
+    ),
+    Mutant(
+        "strip-context-of-documents-counted-twice",
+        f"{TRITON}/strip_places.j2",
+        '"%d if place0 else 0" % context',
+        '"0" % ()',
+        "The rows that two strips of packed documents share give their gradients twice.",
+        (f"{INTERPRETED_STRIP}::test_packed_documents_of_strips",),
+    ),
+    Mutant(
+        "strip-cuda-adjoint-over-the-end-of-a-document",
+        f"{CUDA}/strip_document.j2",
+        "bottom = min(count, begin + n_q);",
+        "bottom = count;",
+        "The last rows of a packed document take in gradients of the first ones of the document behind it.",
+        ("tests/interpreter/test_cuda_strip.py::test_nothing_leaks_between_documents",),
+    ),
 )
 
 EMULATED_STRIPS = (
