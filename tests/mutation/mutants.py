@@ -657,9 +657,9 @@ STRIPS = (
     ),
     Mutant(
         "strip-cuda-adjoint-over-the-end-of-a-document",
-        f"{CUDA}/strip_document.j2",
-        "bottom = min(count, begin + n_q);",
-        "bottom = count;",
+        f"{CUDA}/plane_convolution.cu.j2",
+        "rows = document.bottom - document.top;",
+        "rows = count - document.top;",
         "The last rows of a packed document take in gradients of the first ones of the document behind it.",
         ("tests/interpreter/test_cuda_strip.py::test_nothing_leaks_between_documents",),
     ),
