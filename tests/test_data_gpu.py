@@ -54,7 +54,7 @@ def documents(op: MultiTokenAttention, lengths: list[int]) -> dict[str, Any]:
     """What ``varlen`` takes, of documents of these lengths."""
     spec, total = op.plan.spec, sum(lengths)
     generator = torch.Generator(CUDA).manual_seed(0)
-    shapes = {name: (total, HEADS, spec.head_dim) for name in "qkv"}
+    shapes = dict.fromkeys("qkv", (total, HEADS, spec.head_dim))
     tensors = {
         name: torch.randn(shape, device=CUDA, generator=generator).bfloat16().requires_grad_()
         for name, shape in shapes.items()
