@@ -64,9 +64,9 @@ def writes(type: str, *names: str, restrict: bool = True) -> tuple[Argument, ...
     return tuple(Argument(name, type, pointer=True, written=True, restrict=restrict) for name in names)
 
 
-def strides(*tensors: str) -> tuple[Argument, ...]:
-    """The strides, in elements, of tensors laid out (B, H, N, D), less the last, which is 1."""
-    return tuple(Argument(f"{tensor}_stride_{axis}", "long long") for tensor in tensors for axis in "bhn")
+def strides(*tensors: str, axes: str = "bhn") -> tuple[Argument, ...]:
+    """The strides, in elements, of tensors laid out (B, H, N, D) or as ``axes`` say, less the last, which is 1."""
+    return tuple(Argument(f"{tensor}_stride_{axis}", "long long") for tensor in tensors for axis in axes)
 
 
 def numbers(type: str, *names: str) -> tuple[Argument, ...]:

@@ -34,6 +34,7 @@ EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/tes
 INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
 INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
 EMULATED_STRIP = "tests/test_emulated_strip.py"
+EMULATED_DOCUMENTS = "tests/test_emulated_documents.py"
 SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
 
 FORWARD = (
@@ -1070,4 +1071,59 @@ STAGES = (
     ),
 )
 
-MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *WINDOWS, *STRIPS, *EMULATED_STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)
+DOCUMENTS = (
+    Mutant(
+        "documents-length-of-the-rest",
+        f"{CUDA}/document.j2",
+        "int n_k = cu_seq_k[b + 1] - k0;",
+        "int n_k = cu_seq_k[gridDim.y - 1] - k0;",
+        "Keys of later documents are seen.",
+        (f"{EMULATED_DOCUMENTS}::test_accurate",),
+    ),
+    Mutant(
+        "documents-statistics-without-room",
+        "mtagen/planner/tile/backward.py",
+        "return ROW_TILE + 2 * self.rows",
+        "return 0 if self.spec.packed else ROW_TILE + 2 * self.rows",
+        "The last steps of a document take the next one's log-sum-exps for rows that do not exist.",
+        (f"{EMULATED_DOCUMENTS}::test_nothing_leaks",),
+    ),
+    Mutant(
+        "documents-share-a-place-of-keys",
+        f"{CUDA}/backward_scores.j2",
+        "return k0 / OWNED + b + (c0 + HALO) / OWNED;",
+        "return k0 / OWNED + (c0 + HALO) / OWNED;",
+        "Two CTAs count the rows of dQ that they have added to in one place, so that a third one adds too early.",
+        (f"{EMULATED_DOCUMENTS}::test_no_races_and_the_same_bits_again",),
+    ),
+    Mutant(
+        "documents-with-later-tiles-before",
+        "mtagen/templates/host/documents.j2",
+        '"earlier": blocks[document] - number',
+        '"earlier": number + 1',
+        "CTAs wait for others of their document that have no room to run while they wait.",
+        ("tests/test_documents.py::test_schedule_of_tiles",),
+    ),
+    Mutant(
+        "documents-log-sum-exps-of-the-first-head",
+        f"{CUDA}/forward_results.j2",
+        "lse += static_cast<long long>(h) * total_q + q0;",
+        "lse += q0;",
+        "All heads write the log-sum-exps of the first.",
+        (f"{EMULATED_DOCUMENTS}::test_accurate",),
+    ),
+)
+
+MUTANTS = (
+    *FORWARD,
+    *BACKWARD,
+    *DECODE,
+    *WINDOWS,
+    *DOCUMENTS,
+    *STRIPS,
+    *EMULATED_STRIPS,
+    *STAGES,
+    *HOST,
+    *PLANNER,
+    *SOURCES,
+)

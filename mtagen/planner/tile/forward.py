@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from sympy import Expr, Min, ceiling, floor, symbols
+from sympy import Expr, Min, floor, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, Buffer, Kernel, numbers, reads, strides, writes
+from ..kernel import HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
+from .layout import Layout
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
@@ -243,24 +244,34 @@ class TileForward(TilePass):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The one kernel."""
+        layout = Layout.of(self.spec)
         arguments = (
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
+            *layout.documents,
             *writes("Element", "out"),
             *writes("float", "lse"),
-            *strides("q", "k", "v"),
-            *numbers("int", "n_q", "n_k", "heads", "group"),
+            *layout.strides("q", "k", "v"),
+            *layout.lengths,
+            *(numbers("int", "total_q") if layout.packed else ()),
+            *numbers("int", "heads", "group"),
             *numbers("float", "scale"),
         )
-        grid = (BATCH * HEADS, ceiling(N_Q / self.owned))
+        grid = (layout.batch * HEADS, layout.blocks(layout.queries, self.owned))
         registers = max(self.register_split)
         return (Kernel("forward", self.name, arguments, grid, self.threads, self.shared.size, registers),)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """What the host allocates."""
-        out = Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim))
-        return (out, Buffer("lse", "fp32", (BATCH, HEADS, N_Q)))
+        layout = Layout.of(self.spec)
+        out = Buffer("out", "q", layout.outputs(self.spec.value_head_dim))
+        return (out, Buffer("lse", "fp32", layout.statistics))
+
+    @property
+    def tile_order(self) -> str:
+        """In which order CTAs take tiles of documents, see ``templates/host/documents.j2``: long ones first."""
+        return "later" if self.mask.favours_later_rows else "longest"
 
     @property
     def legend(self) -> Iterator[str]:
@@ -270,6 +281,7 @@ class TileForward(TilePass):
             carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
+        yield from Layout.of(self.spec).legend(self.owned, "queries")
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""

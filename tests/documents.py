@@ -1,0 +1,97 @@
+"""Host functions of kernels for packed documents, called directly, on random inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtagen.documents import Documents
+from mtagen.dtypes import TORCH_DTYPES
+from mtagen.measure.inputs import Inputs
+from mtagen.measure.judge import documents_op, eager_op, judge
+from mtagen.spec import Spec
+
+Lengths = Sequence[tuple[int, int]]  # queries and keys of each document
+
+
+def packed(lengths: Lengths) -> Documents:
+    """Documents of these lengths."""
+    queries, keys = zip((0, 0), *lengths, strict=True)
+    cu_seq_q, cu_seq_k = (torch.tensor(n).cumsum(0).to(torch.int32) for n in (queries, keys))
+    return Documents(cu_seq_q, cu_seq_k, max(queries), max(keys))
+
+
+def rows_of(documents: Documents, document: int) -> tuple[slice, slice]:
+    """The queries and the keys of a document."""
+    queries, keys = (slice(*cu_seq[document : document + 2].tolist()) for cu_seq in documents[:2])
+    return queries, keys
+
+
+def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inputs, Tensor]:
+    """Normal numbers: the inputs of a call, (N, H, D) and not contiguous, and the gradient of the output."""
+    generator, dtype = torch.Generator().manual_seed(0), TORCH_DTYPES[spec.dtype]
+    total_q, total_k = map(sum, zip(*lengths, strict=True))
+
+    def vectors(n: int, heads: int, width: int) -> Tensor:
+        return torch.randn(heads, n, width, generator=generator).to(dtype).transpose(0, 1)
+
+    q, k = vectors(total_q, heads, spec.head_dim), vectors(total_k, kv_heads, spec.head_dim)
+    v, grad_out = vectors(total_k, kv_heads, spec.value_head_dim), vectors(total_q, heads, spec.value_head_dim)
+    weights = {
+        name: torch.randn(shape, generator=generator) / math.prod(shape[1:]) ** 0.5
+        for name, shape in spec.weights(heads).items()
+    }
+    return Inputs(q, k, v, weights), grad_out
+
+
+def op(host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents) -> Callable[..., Any]:
+    """The host functions of both passes as a differentiable op: (q, k, v, weights by name) -> (out, lse)."""
+    scale = spec.head_dim**-0.5
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, *operands: Tensor) -> Any:
+            out, lse = host["forward"](*operands, scale, *documents)
+            context.save_for_backward(*operands, out, lse)
+            return out, lse
+
+        @staticmethod
+        def backward(context: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
+            grads = grad_out.contiguous(), grad_lse.contiguous()
+            return host["backward"](*grads, *context.saved_tensors, scale, *documents)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
+        taps = weights or {"weight": torch.ones(q.shape[1], 1, 1)}  # plain attention is a convolution by a single tap
+        return Attention.apply(q, k, v, *taps.values())
+
+    return call
+
+
+def failures(
+    host: Mapping[str, Callable[..., Any]], spec: Spec, lengths: Lengths, heads: int, kv_heads: int
+) -> list[str]:
+    """Results and gradients that break the accuracy rule, a line each.
+
+    Gradients come through the output and through the log-sum-exp, which is its last column.
+    """
+    inputs, grad_out = random(spec, lengths, heads, kv_heads)
+    grad_out = torch.cat([grad_out, grad_out[..., :1]], -1)
+
+    def with_lse(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def run(*qkv: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = function(*qkv, **weights)
+            column = lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).T.unsqueeze(-1)
+            return torch.cat([out, column], -1), lse
+
+        return run
+
+    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+        return eager_op(spec, return_lse=True)(*tensors, **weights)
+
+    expected = documents_op(eager, *map(list, zip(*lengths, strict=True)))
+    judged = judge(with_lse(op(host, spec, packed(lengths))), with_lse(expected), inputs, grad_out)
+    return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
