@@ -924,6 +924,57 @@ WINDOWS = (
 )
 
 PIPELINE = "mtagen/cpu/pipeline.py"
+TILE_DROPOUT = (
+    Mutant(
+        "dropout-counts-keys-from-the-window",
+        f"{CUDA}/forward_sm90.cu.j2",
+        "({{ unseen }}step * KEYS - LAG)",
+        "(step * KEYS - LAG)",
+        "What is dropped of a key depends on which keys a CTA skips.",
+        (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),
+    ),
+    Mutant(
+        "dropout-of-the-first-column",
+        f"{CUDA}/kept.cuh",
+        "word << 7, word << 6",
+        "word << 7, word << 7",
+        "Of two neighbouring keys the second is dropped with the first.",
+        (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),
+    ),
+    Mutant(
+        "dropout-not-of-gradients",
+        f"{CUDA}/backward_scores.j2",
+        '"kept.one(dp[4 * n + e], e >> 1, n, e & 1)" if plan.kept else ',
+        "",
+        "Scores get gradients through values that were dropped.",
+        (f"{EMULATED}::test_dropout",),
+    ),
+    Mutant(
+        "dropout-scale-not-in-lse",
+        f"{CUDA}/backward_rows.j2",
+        "    row_lse[to] -= log2f(keep_scale);\n",
+        "",
+        "The backward pass does not divide what is kept by 1 - p.",
+        (f"{EMULATED}::test_dropout",),
+    ),
+    Mutant(
+        "dropout-bits-not-read-yet",
+        f"{CUDA}/forward_sm90.cu.j2",
+        "    __syncwarp();  // the bits have been read\n",
+        "",
+        "Bits are drawn over those that a lane still has to read.",
+        (f"{EMULATED}::test_no_races[forward-{SM90}-dropout]",),
+    ),
+    Mutant(
+        "dropout-bits-of-two-steps-in-one-place",
+        f"{CUDA}/backward_scores.j2",
+        "(step & 1) * KEPT_TILE",
+        "0 * KEPT_TILE",
+        "The helper draws the next step's bits over those in use.",
+        (f"{EMULATED}::test_no_races[backward-{SM90}-dropout]",),
+    ),
+)
+
 STAGES = (
     Mutant(
         "strip-without-context",
@@ -1120,6 +1171,7 @@ MUTANTS = (
     *DECODE,
     *WINDOWS,
     *DOCUMENTS,
+    *TILE_DROPOUT,
     *STRIPS,
     *EMULATED_STRIPS,
     *STAGES,

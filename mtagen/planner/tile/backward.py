@@ -30,6 +30,7 @@ from ..geometry.mask import Mask
 from ..kernel import HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
+from .kept import DRAW, KEEP_SCALE, KeptBits
 from .layout import Layout
 from .memory import PANEL, SharedMap
 from .passes import TilePass
@@ -274,6 +275,11 @@ class TileBackward(TilePass):
         return CHUNK * self.toeplitz.chunks + 6
 
     @cached_property
+    def kept(self) -> KeptBits | None:
+        """What dropout keeps of a step's P, of two steps where a helper draws it; keys begin anywhere in a group."""
+        return KeptBits(self.rows, self.output_columns, CHUNK - 1, 1 + self.hopper) if self.spec.dropout else None
+
+    @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
         vectors, parity = 128 * self.panels, ROW_TILE // 2 * self.slab_row
@@ -291,6 +297,7 @@ class TileBackward(TilePass):
                 ("G", 2 * self.gradient_ring * parity, 16),
                 ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
                 ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
+                ("KEPT", self.kept.size if self.kept else 0, 16),
                 ("BARRIERS", 32 if self.hopper else 0, 8),
             )
         )
@@ -399,6 +406,7 @@ class TileBackward(TilePass):
             *layout.strides("grad_out"),
             *numbers("int", "heads", layout.queries.name, "row_pitch"),
             *(numbers("int", "documents") if layout.packed else ()),
+            *(KEEP_SCALE if spec.dropout else ()),
         )
         main = (
             *reads("Element", "q", "k", "v", "grad_out"),
@@ -412,6 +420,7 @@ class TileBackward(TilePass):
             *layout.lengths,
             *numbers("int", "heads", "group", "row_pitch"),
             *numbers("float", "scale"),
+            *(DRAW if spec.dropout else ()),
         )
         finish = (
             *reads("float", "dq_sum"),

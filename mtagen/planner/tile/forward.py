@@ -24,6 +24,7 @@ from ..geometry.mask import Mask
 from ..kernel import HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
+from .kept import DRAW, KEEP_SCALE, KeptBits
 from .layout import Layout
 from .memory import SharedMap
 from .passes import TilePass
@@ -134,8 +135,13 @@ class TileForward(TilePass):
 
     @property
     def lag(self) -> int:
-        """Columns by which outputs lag the keys: a window then starts ``carry`` before its tile, on a chunk."""
-        return self.toeplitz.carry - self.spec.pad_left
+        """Columns by which outputs lag the tiles: a window then starts ``carry`` before its tile, on a chunk."""
+        return self.toeplitz.carry - self.spec.pad_left + self.lead
+
+    @property
+    def lead(self) -> int:
+        """Keys before the first one at which tiles begin. With dropout, those of outputs then begin with a group."""
+        return (self.spec.pad_left - self.toeplitz.carry) % CHUNK if self.spec.dropout else 0
 
     @property
     def tiles(self) -> int:
@@ -198,6 +204,11 @@ class TileForward(TilePass):
         return self.score_exponent > 0 and not self.scales_queries
 
     @cached_property
+    def kept(self) -> KeptBits | None:
+        """What dropout keeps of a tile; where warps that load draw it, of as many tiles as they load ahead."""
+        return KeptBits(self.rows, self.keys, 0, self.stages) if self.spec.dropout else None
+
+    @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
         barriers = 8 * (4 * self.stages + 4 * self.warps) if self.hopper else 0
@@ -209,6 +220,7 @@ class TileForward(TilePass):
                 ("V", self.stages * v_panels * self.keys * 128, 1024),
                 ("SLAB", self.slabs * 2 * self.slab_parity, 16),
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
+                ("KEPT", self.kept.size if self.kept else 0, 4),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -256,6 +268,7 @@ class TileForward(TilePass):
             *(numbers("int", "total_q") if layout.packed else ()),
             *numbers("int", "heads", "group"),
             *numbers("float", "scale"),
+            *((*DRAW, *KEEP_SCALE) if self.spec.dropout else ()),
         )
         grid = (layout.batch * HEADS, layout.blocks(layout.queries, self.owned))
         registers = max(self.register_split)
