@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mtagen.documents import Documents
+from mtagen.dropout import Dropout, dropout_mask
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.inputs import Inputs
 from mtagen.measure.judge import documents_op, eager_op, judge
@@ -48,21 +49,23 @@ def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inp
     return Inputs(q, k, v, weights), grad_out
 
 
-def op(host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents) -> Callable[..., Any]:
+def op(
+    host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents, dropout: Dropout | None
+) -> Callable[..., Any]:
     """The host functions of both passes as a differentiable op: (q, k, v, weights by name) -> (out, lse)."""
-    scale = spec.head_dim**-0.5
+    call_options = (spec.head_dim**-0.5, *documents, *(dropout or ()))
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, *operands: Tensor) -> Any:
-            out, lse = host["forward"](*operands, scale, *documents)
+            out, lse = host["forward"](*operands, *call_options)
             context.save_for_backward(*operands, out, lse)
             return out, lse
 
         @staticmethod
         def backward(context: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
             grads = grad_out.contiguous(), grad_lse.contiguous()
-            return host["backward"](*grads, *context.saved_tensors, scale, *documents)
+            return host["backward"](*grads, *context.saved_tensors, *call_options)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
         taps = weights or {"weight": torch.ones(q.shape[1], 1, 1)}  # plain attention is a convolution by a single tap
@@ -72,11 +75,17 @@ def op(host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents)
 
 
 def failures(
-    host: Mapping[str, Callable[..., Any]], spec: Spec, lengths: Lengths, heads: int, kv_heads: int
+    host: Mapping[str, Callable[..., Any]],
+    spec: Spec,
+    lengths: Lengths,
+    heads: int,
+    kv_heads: int,
+    dropout: Dropout | None = None,
 ) -> list[str]:
     """Results and gradients that break the accuracy rule, a line each.
 
-    Gradients come through the output and through the log-sum-exp, which is its last column.
+    Gradients come through the output and through the log-sum-exp, which is its last column. ``dropout`` is what host
+    functions of a spec with dropout are told.
     """
     inputs, grad_out = random(spec, lengths, heads, kv_heads)
     grad_out = torch.cat([grad_out, grad_out[..., :1]], -1)
@@ -90,8 +99,13 @@ def failures(
         return run
 
     def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
-        return eager_op(spec, return_lse=True)(*tensors, **weights)
+        options: dict[str, Any] = {}
+        if dropout:
+            n_q, n_k = lengths[document]
+            mask = dropout_mask(*dropout, document + 1, heads, n_q, n_k)
+            options = {"dropout_p": dropout.p, "dropout_mask": mask[document]}
+        return eager_op(spec, return_lse=True)(*tensors, **weights, **options)
 
     expected = documents_op(eager, *map(list, zip(*lengths, strict=True)))
-    judged = judge(with_lse(op(host, spec, packed(lengths))), with_lse(expected), inputs, grad_out)
+    judged = judge(with_lse(op(host, spec, packed(lengths), dropout)), with_lse(expected), inputs, grad_out)
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]

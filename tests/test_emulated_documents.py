@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtagen import plan
 from mtagen.documents import Documents
+from mtagen.dropout import Dropout
 from mtagen.measure.inputs import Inputs
 from mtagen.spec import Spec
 
@@ -32,6 +33,10 @@ SPECS = [
     ("sm_90a", Spec(None, 32, packed=True)),
     SM80,
     SM80_WINDOW,
+]
+DROPPING = [
+    ("sm_90a", Spec((6, 11), 64, window=(40, -1), packed=True, dropout=True)),
+    ("sm_80", Spec((3, 3), 32, packed=True, dropout=True)),
 ]
 
 
@@ -67,6 +72,13 @@ def results(
 @pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)
 def test_accurate(target: str, spec: Spec, folder: Path) -> None:
     assert not documents.failures(passes(spec, target, folder), spec, LENGTHS, 2, 1)
+
+
+@pytest.mark.parametrize(("target", "spec"), DROPPING, ids=case_id)
+def test_dropout(target: str, spec: Spec, folder: Path) -> None:
+    """Queries and keys count from the first of their document, and documents as entries of a batch do."""
+    dropout = Dropout(torch.tensor([7, 2**60]), 0.3)
+    assert not documents.failures(passes(spec, target, folder), spec, LENGTHS, 2, 1, dropout)
 
 
 @pytest.mark.parametrize(("target", "spec"), [SM90, SM80_WINDOW], ids=case_id)
