@@ -83,8 +83,13 @@ def failures(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
     return _broken(judge(run, eager, problem.inputs, problem.grad_out))
 
 
-def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
-    """The same where gradients come through the log-sum-exp as well as through the output."""
+def failures_through_lse(
+    op: Callable[..., Any], spec: Spec, problem: Problem, eager: Callable[..., Any] | None = None
+) -> list[str]:
+    """The same where gradients come through the log-sum-exp as well as through the output.
+
+    ``eager`` is what they are held against, by default the reference.
+    """
 
     def with_lse(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         """The log-sum-exp as one more column of the output, 0 where a row sees no key; and as it is."""
@@ -97,7 +102,7 @@ def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -
 
     grad_lse = torch.randn(problem.grad_out.shape[:3], generator=torch.Generator().manual_seed(1))
     grad_out = torch.cat([problem.grad_out, grad_lse.to(problem.grad_out.dtype).unsqueeze(-1)], -1)
-    return _broken(judge(with_lse(op), with_lse(eager_op(spec)), problem.inputs, grad_out))
+    return _broken(judge(with_lse(op), with_lse(eager or eager_op(spec)), problem.inputs, grad_out))
 
 
 def decode_failures(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
+import dropping as dropout
 import problems
 import pytest
 import torch
 from torch import Tensor
 
 import mtagen
+from mtagen import Spec, plan
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
@@ -293,6 +296,49 @@ def test_any_scale(scale: float) -> None:
     problem = problems.random(op.plan.spec, Sizes(2, 4, 2, 9, 13), scale)
     assert not problems.failures(op, op.plan.spec, problem)
     assert not problems.decode_failures(op, op.plan.spec, problem)
+
+
+DROPPED: dict[str, dict[str, Any]] = {
+    "mixing": {"kernel": None, "mixed_heads": 2},
+    "mixing before and after": {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2},
+    "pairs": {"kernel": (3, 4), "post_mixed_heads": 2},
+    "a convolution after": {"kernel": None, "post_kernel": (2, 5)},
+    "all": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 4},
+    "all in a window": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "window": (9, 3), "causal": False},
+}
+
+
+def dropping(stages: dict[str, Any], workspace_bytes: int = 2**30, **options: Any) -> tuple[ModuleType, Spec]:
+    """The module of a request with dropout, whose functions are called directly, and the request."""
+    given = {"head_dim": 16, "value_head_dim": 32, "dtype": "fp32", "dropout": True} | stages | options
+    made = plan(Spec(**given), "generic", backend="triton")
+    for one in made.strip.values():
+        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    return load_triton(made, render(made)), made.spec
+
+
+@pytest.mark.usefixtures("memory_starts_as_nan")
+@pytest.mark.parametrize("stages", DROPPED.values(), ids=DROPPED)
+def test_dropout(stages: dict[str, Any]) -> None:
+    module, spec = dropping(stages)
+    assert not dropout.failures(module, spec, Sizes(2, 4, 2, 17, 21), 0.1)
+    assert not dropout.failures(module, spec, Sizes(1, 4, 4, 13, 9), 0.9)
+    dropout.assert_masks(module, spec, 4, 17, 21, 0.5)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {"kernel": None, "mixed_heads": 2},
+        {"kernel": None, "post_kernel": (2, 5), "window": (21, -1)},
+        {"kernel": None, "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 2, "window": (21, -1)},
+    ],
+    ids=str,
+)
+def test_dropout_in_strips(stages: dict[str, Any]) -> None:
+    """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
+    module, spec = dropping(stages, 2**10)
+    assert not dropout.failures(module, spec, Sizes(1, 2, 1, 135, 140), 0.3)
 
 
 def test_results_are_the_same_every_time() -> None:
