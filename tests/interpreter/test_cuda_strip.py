@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import dropping as dropout
 import problems
 import pytest
 from emulator import emulated
 
-from mtagen import Spec, plan
+from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
@@ -64,14 +66,26 @@ def build(
         for key in one.decisions():
             if one.role(key) != but:
                 made = made.decided(key, one.alternatives(key)[-1].decisions()[key])
-    for one in made.strip.values():
-        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    made = with_workspace(made, workspace_bytes)
     assert made.backend == "cuda"
     assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads", "window"})
+    load(made, folder)
+    return assemble(made, torch_on_cpu=False)
+
+
+def with_workspace(made: Plan, workspace_bytes: int) -> Plan:
+    """The plan with another workspace in every pass."""
+    for one in made.strip.values():
+        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    return made
+
+
+def load(made: Plan, folder: Path) -> ModuleType:
+    """The module of a plan, whose CUDA kernels are emulated."""
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
         module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
-    return assemble(made, torch_on_cpu=False)
+    return module
 
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
@@ -115,3 +129,25 @@ def test_many_strips(name: str, folder: Path) -> None:
     op = build(folder, stages, 2**10)
     sizes = Sizes(1, heads, heads, 135, 130)
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
+DROPPED: dict[str, tuple[int, dict[str, Any], int]] = {  # heads, stages, and the bytes of the workspace
+    "mixing, several strips": (2, {"kernel": None, "mixed_heads": 2}, 2**10),
+    "mixing before and after": (4, {"kernel": None, "mixed_heads": 4, "post_mixed_heads": 4, "causal": False}, 2**30),
+    "a convolution, then pairs": (4, {"kernel": (3, 4), "post_mixed_heads": 2, "window": (21, -1)}, 2**10),
+    "a convolution after": (4, {"kernel": None, "post_kernel": (3, 3), "window": (21, -1)}, 2**10),
+    "a convolution after, full": (4, {"kernel": None, "post_kernel": (3, 3), "causal": False}, 2**30),
+    "all stages": (4, PIPELINES["all stages"][1] | {"window": (21, 4), "causal": False}, 2**10),
+}
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(("heads", "stages", "workspace_bytes"), DROPPED.values(), ids=DROPPED)
+def test_dropout(heads: int, stages: dict[str, Any], workspace_bytes: int, target: str, folder: Path) -> None:
+    """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
+    made = with_workspace(plan(Spec(head_dim=16, dtype="fp16", dropout=True, **stages), target), workspace_bytes)
+    assert made.backend == "cuda"
+    module, spec = load(made, folder), made.spec
+    assert not dropout.failures(module, spec, Sizes(2, heads, heads // 2, 17, 21), 0.1)
+    assert not dropout.failures(module, spec, Sizes(1, heads, heads, 135, 140), 0.9)
+    dropout.assert_masks(module, spec, heads, 17, 21, 0.5)

@@ -266,7 +266,7 @@ class RowKernel(StripSource):
         """An argument of Triton's kernel in C. Results may take the place of what they are made of."""
         name = triton.name.removesuffix("_ptr")
         if name == triton.name:
-            (number,) = numbers("int", name)
+            (number,) = numbers("float" if triton.type == "float" else "int", name)
             return number
         written = {"out": self.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
@@ -274,7 +274,7 @@ class RowKernel(StripSource):
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
             (made,) = writes("float", name)
         else:
-            types = {"x": "Score", "g": "Element", "seqlens": "int"}
+            types = {"x": "Score", "g": "Element", "seqlens": "int", "seed": "long long"}
             (made,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return made
 
@@ -297,6 +297,9 @@ class RowKernel(StripSource):
                 yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
             case _:
                 yield f"dx, the gradient of x, from g, that of {shares}; and gradients of matrices."
+        if self.drops:
+            gradient = ", and first to its gradient" if self.backward else ""
+            yield f"Dropout comes last to {'N x' if not self.reads_scores else 'shares'}{gradient}: what it keeps is multiplied by keep_scale."
         if self.backward and (self.matrices or not self.reads_scores):
             yield "Each CTA has sums of its own of a matrix's gradient."
         scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]

@@ -35,3 +35,11 @@ struct Dropout {
 
 // All ones in each half of a word whose upper bit is set, else zeros.
 DEVICE u32 halves_of_bits(u32 kept) { return __byte_perm(kept, 0u, 0xbb99u); }
+
+// Of a line, 8 keys of a row in 16 bits each, those that are not kept become zeros.
+DEVICE void drop(u32 (&line)[4], const Dropout& dropout, u32 slot, u32 row, u32 group) {
+  u32 kept[4];
+  dropout.keep(kept, slot, row, group);
+#pragma unroll
+  for (int w = 0; w < 4; ++w) line[w] &= halves_of_bits(kept[w]);
+}
