@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import dropping as dropout
+import dropping
 import problems
 import pytest
 from emulator import emulated
@@ -80,12 +79,11 @@ def with_workspace(made: Plan, workspace_bytes: int) -> Plan:
     return made
 
 
-def load(made: Plan, folder: Path) -> ModuleType:
-    """The module of a plan, whose CUDA kernels are emulated."""
+def load(made: Plan, folder: Path) -> None:
+    """Load the module of a plan, whose CUDA kernels are emulated."""
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
         module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
-    return module
 
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
@@ -131,23 +129,30 @@ def test_many_strips(name: str, folder: Path) -> None:
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
-DROPPED: dict[str, tuple[int, dict[str, Any], int]] = {  # heads, stages, and the bytes of the workspace
-    "mixing, several strips": (2, {"kernel": None, "mixed_heads": 2}, 2**10),
-    "mixing before and after": (4, {"kernel": None, "mixed_heads": 4, "post_mixed_heads": 4, "causal": False}, 2**30),
-    "a convolution, then pairs": (4, {"kernel": (3, 4), "post_mixed_heads": 2, "window": (21, -1)}, 2**10),
-    "a convolution after": (4, {"kernel": None, "post_kernel": (3, 3), "window": (21, -1)}, 2**10),
-    "a convolution after, full": (4, {"kernel": None, "post_kernel": (3, 3), "causal": False}, 2**30),
-    "all stages": (4, PIPELINES["all stages"][1] | {"window": (21, 4), "causal": False}, 2**10),
+SHORT, LONG = Sizes(2, 2, 1, 9, 21), Sizes(1, 2, 1, 131, 139)  # strips of one sequence each, and of some rows
+WINDOW = {"window": (21, -1)}
+DROPPED: dict[str, tuple[dict[str, Any], str, Sizes, float]] = {  # stages, the target, sizes, and the probability
+    "mixing in a window": ({"mixed_heads": 2} | WINDOW, "sm_90a", LONG, 0.1),
+    "mixing before and after": ({"mixed_heads": 2, "post_mixed_heads": 2}, "sm_90a", SHORT, 0.9),
+    "pairs": ({"post_mixed_heads": 2}, "sm_90a", SHORT, 0.1),
+    "a convolution after, full": ({"post_kernel": (3, 3), "causal": False}, "sm_80", SHORT, 0.9),
+    "a convolution after in a window": ({"post_kernel": (3, 3)} | WINDOW, "sm_90a", LONG, 0.1),
+    "both after in a window": ({"post_kernel": (1, 3), "post_mixed_heads": 2} | WINDOW, "sm_90a", LONG, 0.1),
 }
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize(("heads", "stages", "workspace_bytes"), DROPPED.values(), ids=DROPPED)
-def test_dropout(heads: int, stages: dict[str, Any], workspace_bytes: int, target: str, folder: Path) -> None:
+@pytest.mark.parametrize(("stages", "target", "sizes", "p"), DROPPED.values(), ids=DROPPED)
+def test_dropout(stages: dict[str, Any], target: str, sizes: Sizes, p: float, folder: Path) -> None:
     """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
-    made = with_workspace(plan(Spec(head_dim=16, dtype="fp16", dropout=True, **stages), target), workspace_bytes)
-    assert made.backend == "cuda"
-    module, spec = load(made, folder), made.spec
-    assert not dropout.failures(module, spec, Sizes(2, heads, heads // 2, 17, 21), 0.1)
-    assert not dropout.failures(module, spec, Sizes(1, heads, heads, 135, 140), 0.9)
-    dropout.assert_masks(module, spec, heads, 17, 21, 0.5)
+
+    def plan_like(spec: Spec) -> Plan:
+        made = with_workspace(plan(spec, target), 2**10)
+        assert made.backend == "cuda"
+        assert not made.strip["forward"].fused
+        load(made, folder)
+        return made
+
+    made = plan(Spec(None, 16, 32, dtype="fp16", **stages), target)
+    op = assemble(made, torch_on_cpu=False, dropout=True, plan_like=plan_like)
+    assert not dropping.failures(op, made.spec, sizes, p)
+    dropping.assert_masks(op, made.spec, 2, 9, 21, 0.5)
