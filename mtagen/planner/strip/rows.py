@@ -244,10 +244,20 @@ class RowKernel(StripSource):
         return 2 if self.backward else 1
 
     @property
+    def kept_bytes(self) -> int:
+        """For what dropout keeps of a block, a word a lane, if a second pass over the row wants to know it again."""
+        return 4 * 32 if self.drops and self.backward and self.reads_scores else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """A block of each plane, and what belongs to it."""
+        return self.planes * _BLOCK_BYTES + self.kept_bytes
+
+    @property
     def depth(self) -> int:
         """Blocks of each plane that a warp copies to shared memory ahead of its work."""
         free = self.shared_of(self.ctas) - self.sums_bytes
-        return min(_MAX_DEPTH, free // (self.planes * _BLOCK_BYTES * self.warps))
+        return min(_MAX_DEPTH, free // (self.slot_bytes * self.warps))
 
     @property
     def kernel(self) -> Kernel:
@@ -258,7 +268,7 @@ class RowKernel(StripSource):
             arguments,
             self.grid,
             32 * self.warps,
-            self.sums_bytes + self.depth * self.planes * _BLOCK_BYTES * self.warps,
+            self.sums_bytes + self.depth * self.slot_bytes * self.warps,
             65536 // (32 * self.warps * self.ctas),
         )
 
