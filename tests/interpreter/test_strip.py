@@ -305,7 +305,7 @@ def test_any_scale(scale: float) -> None:
 DROPPED: dict[str, tuple[float, dict[str, Any]]] = {  # the probability, and stages
     "mixing": (0.9, {"kernel": None, "mixed_heads": 2}),
     "mixing before and after": (0.1, {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}),
-    "pairs": (0.1, {"kernel": (3, 4), "post_mixed_heads": 2}),
+    "pairs": (0.1, {"kernel": None, "post_mixed_heads": 2}),
     "a convolution after": (0.9, {"kernel": None, "post_kernel": (2, 5), "mask": "output", "causal": False}),
     "all in a window": (0.1, EVERYTHING | {"window": (9, 3), "causal": False}),
 }

@@ -308,8 +308,8 @@ class RowKernel(StripSource):
             case _:
                 yield f"dx, the gradient of x, from g, that of {shares}; and gradients of matrices."
         if self.drops:
-            gradient = ", and first to its gradient" if self.backward else ""
-            yield f"Dropout comes last to {'N x' if not self.reads_scores else 'shares'}{gradient}: what it keeps is multiplied by keep_scale."
+            gradient = ", and first to their gradient" if self.backward else ""
+            yield f"Shares are dropped last{gradient}: those that are kept are multiplied by keep_scale."
         if self.backward and (self.matrices or not self.reads_scores):
             yield "Each CTA has sums of its own of a matrix's gradient."
         scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]
