@@ -1,9 +1,8 @@
-"""What ops drop, held against :func:`mtagen.dropout_mask`."""
+"""Which shares ops drop, held against :func:`mtagen.dropout_mask` bit by bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import problems
@@ -16,14 +15,6 @@ from mtagen.measure.judge import eager_op
 from mtagen.spec import Spec
 
 SEED = torch.tensor([-0x123456789ABCDEF, 0x7EDCBA9876543210])
-
-
-def failures(op: Callable[..., Any], spec: Spec, sizes: Sizes, p: float) -> list[str]:
-    """Results and gradients, also through the log-sum-exp, that break the accuracy rule, a line each."""
-    mask = mtagen.dropout_mask(SEED, p, sizes.batch, sizes.heads, sizes.nq, sizes.nk)
-    ours = partial(op, dropout_p=p, dropout_seed=SEED)
-    eager = partial(eager_op(spec), dropout_p=p, dropout_mask=mask)
-    return problems.failures_through_lse(ours, spec, problems.random(spec, sizes), eager)
 
 
 def assert_masks(op: Callable[..., Any], spec: Spec, heads: int, n_q: int, n_k: int, p: float) -> None:

@@ -60,16 +60,19 @@ To bits_as(From from) {
   return to;
 }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 signs_of_bytes(u32 x, u32 y, u32 bytes) {
+  const u64 both = x | static_cast<u64>(y) << 32;
+  u32 signs = 0;
+  for (int i = 0; i < 4; ++i)
+    if (both >> 8 * (bytes >> 4 * i & 7) >> 7 & 1) signs |= 255u << 8 * i;
+  return signs;
+}
 inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
   const u64 bytes = x | static_cast<u64>(y) << 32;
   u32 result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const u32 from = selector >> 4 * i, byte = bytes >> 8 * (from & 7) & 255;
-    result |= (from & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
-  }
+  for (int i = 0; i < 4; ++i) result |= static_cast<u32>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
-inline u32 __umulhi(u32 x, u32 y) { return static_cast<u64>(x) * y >> 32; }
 template <class T>
 T __ldg(const T* from) {
   return *from;

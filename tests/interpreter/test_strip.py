@@ -316,7 +316,7 @@ DROPPED: dict[str, tuple[float, dict[str, Any]]] = {  # the probability, and sta
 def test_dropout(p: float, stages: dict[str, Any]) -> None:
     """Each of two sequences has a strip of its own."""
     op = with_workspace(build(stages), 2**10, dropout=True)
-    assert not dropping.failures(op, op.plan.spec, Sizes(2, 4, 2, 7, 19), p)
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, Sizes(2, 4, 2, 7, 19)), p)
     dropping.assert_masks(op, op.plan.spec, 4, 7, 19, 0.5)
 
 
@@ -324,7 +324,9 @@ def test_dropout(p: float, stages: dict[str, Any]) -> None:
 def test_dropout_in_strips_of_some_rows(stages: dict[str, Any]) -> None:
     """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
     op = with_workspace(build({"kernel": None, "window": (21, -1), **stages}), 2**10, dropout=True)
-    assert not dropping.failures(op, op.plan.spec, Sizes(1, 2, 1, 131, 139), 0.3)
+    assert not problems.failures_through_lse(
+        op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 2, 1, 131, 139)), 0.3
+    )
 
 
 def test_results_are_the_same_every_time() -> None:
