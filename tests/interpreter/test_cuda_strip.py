@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dropping
 import problems
 import pytest
 from emulator import emulated
 
-from mtagen import Spec, plan
+from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
@@ -64,14 +65,25 @@ def build(
         for key in one.decisions():
             if one.role(key) != but:
                 made = made.decided(key, one.alternatives(key)[-1].decisions()[key])
-    for one in made.strip.values():
-        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    made = with_workspace(made, workspace_bytes)
     assert made.backend == "cuda"
     assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads", "window"})
+    load(made, folder)
+    return assemble(made, torch_on_cpu=False)
+
+
+def with_workspace(made: Plan, workspace_bytes: int) -> Plan:
+    """The plan with another workspace in every pass."""
+    for one in made.strip.values():
+        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    return made
+
+
+def load(made: Plan, folder: Path, *, checked: bool = False) -> None:
+    """Load the module of a plan, whose CUDA kernels are emulated; races are reported if they are ``checked``."""
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
-        module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
-    return assemble(made, torch_on_cpu=False)
+        module.LOADED[name][None] = emulated(source, folder, checked=checked)  # the index of a CPU
 
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
@@ -115,3 +127,32 @@ def test_many_strips(name: str, folder: Path) -> None:
     op = build(folder, stages, 2**10)
     sizes = Sizes(1, heads, heads, 135, 130)
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
+
+
+# Strips of one sequence each; of some rows; and rows of which a warp has more blocks than room for them.
+SEQUENCES, STRIPS, LONG = Sizes(2, 2, 1, 9, 21), Sizes(1, 2, 1, 131, 139), Sizes(2, 2, 1, 1, 5000)
+WINDOW = {"window": (21, -1)}
+DROPPED: dict[str, tuple[dict[str, Any], str, Sizes, float]] = {  # stages, the target, sizes, and the probability
+    "mixing in a window": ({"mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
+    "pairs": ({"post_mixed_heads": 2}, "sm_90a", LONG, 0.9),
+    "a convolution after, full": ({"post_kernel": (3, 3), "causal": False}, "sm_80", SEQUENCES, 0.9),
+    "a convolution after in a window": ({"post_kernel": (3, 3)} | WINDOW, "sm_90a", STRIPS, 0.1),
+    "both after in a window": ({"post_kernel": (1, 3), "post_mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
+}
+
+
+@pytest.mark.parametrize(("stages", "target", "sizes", "p"), DROPPED.values(), ids=DROPPED)
+def test_dropout(stages: dict[str, Any], target: str, sizes: Sizes, p: float, folder: Path) -> None:
+    """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
+
+    def plan_like(spec: Spec) -> Plan:
+        made = with_workspace(plan(spec, target), 2**10)
+        assert made.backend == "cuda"
+        assert not made.strip["forward"].fused
+        load(made, folder, checked=True)
+        return made
+
+    made = plan(Spec(None, 16, 32, dtype="fp16", **stages), target)
+    op = assemble(made, torch_on_cpu=False, dropout=True, plan_like=plan_like)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes), p)
+    dropping.assert_masks(op, made.spec, 2, 9, 21, 0.5)

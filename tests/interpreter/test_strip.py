@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import dropping
 import problems
 import pytest
 import torch
@@ -99,12 +100,18 @@ def noting(empty: Callable[..., Tensor], sizes: list[int]) -> Callable[..., Tens
     return allocate
 
 
-def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
+def with_workspace(op: MultiTokenAttention, workspace_bytes: int, *, dropout: bool = False) -> MultiTokenAttention:
     """The op with another workspace in every pass."""
-    plan = op.plan
-    for one in plan.strip.values():
-        plan = plan.replaced(replace(one, workspace_bytes=workspace_bytes))
-    return assemble(plan, torch_on_cpu=False)
+
+    def smaller(made: mtagen.Plan) -> mtagen.Plan:
+        for one in made.strip.values():
+            made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+        return made
+
+    def plan_like(spec: mtagen.Spec) -> mtagen.Plan:
+        return smaller(mtagen.plan(spec, op.plan.target, "triton"))
+
+    return assemble(smaller(op.plan), torch_on_cpu=False, dropout=dropout, plan_like=plan_like)
 
 
 def strips(op: MultiTokenAttention, sizes: Sizes, planes: int) -> tuple[int, int]:
@@ -293,6 +300,33 @@ def test_any_scale(scale: float) -> None:
     problem = problems.random(op.plan.spec, Sizes(2, 4, 2, 9, 13), scale)
     assert not problems.failures(op, op.plan.spec, problem)
     assert not problems.decode_failures(op, op.plan.spec, problem)
+
+
+DROPPED: dict[str, tuple[float, dict[str, Any]]] = {  # the probability, and stages
+    "mixing": (0.9, {"kernel": None, "mixed_heads": 2}),
+    "mixing before and after": (0.1, {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}),
+    "pairs": (0.1, {"kernel": None, "post_mixed_heads": 2}),
+    "a convolution after": (0.9, {"kernel": None, "post_kernel": (2, 5), "mask": "output", "causal": False}),
+    "all in a window": (0.1, EVERYTHING | {"window": (9, 3), "causal": False}),
+}
+
+
+@pytest.mark.usefixtures("memory_starts_as_nan")
+@pytest.mark.parametrize(("p", "stages"), DROPPED.values(), ids=DROPPED)
+def test_dropout(p: float, stages: dict[str, Any]) -> None:
+    """Each of two sequences has a strip of its own."""
+    op = with_workspace(build(stages), 2**10, dropout=True)
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, Sizes(2, 4, 2, 7, 19)), p)
+    dropping.assert_masks(op, op.plan.spec, 4, 7, 19, 0.5)
+
+
+@pytest.mark.parametrize("stages", [{"mixed_heads": 2}, {"post_kernel": (2, 5)}], ids=str)
+def test_dropout_in_strips_of_some_rows(stages: dict[str, Any]) -> None:
+    """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
+    op = with_workspace(build({"kernel": None, "window": (21, -1), **stages}), 2**10, dropout=True)
+    assert not problems.failures_through_lse(
+        op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 2, 1, 131, 139)), 0.3
+    )
 
 
 def test_results_are_the_same_every_time() -> None:

@@ -640,9 +640,41 @@ STRIPS = (
         "A strip lacks keys that its context sees and its rows of outputs do not.",
         ("tests/test_strip.py::test_strips_in_a_window",),
     ),
+    Mutant(
+        "strip-dropout-counts-queries-from-the-strip",
+        f"{TRITON}/strip_rows.j2",
+        "tl.full([BLOCK_H], first + r, tl.int32)",
+        "tl.full([BLOCK_H], r, tl.int32)",
+        "Of a later strip, other shares are dropped than the mask says, and others if the workspace is another.",
+        (f"{INTERPRETED_STRIP}::test_dropout_in_strips_of_some_rows",),
+    ),
+    Mutant(
+        "strip-dropout-draws-for-a-strip-of-sequences",
+        f"{TRITON}/strip_convolve.j2",
+        '"b0 * n_heads + slot"',
+        '"slot"',
+        "The sequences of all strips drop what those of the first one do.",
+        (f"{INTERPRETED_STRIP}::test_dropout",),
+    ),
 )
 
 EMULATED_STRIPS = (
+    Mutant(
+        "row-dropout-of-the-gradient-by-half",
+        f"{CUDA}/row_softmax_backward.cu.j2",
+        "const bool dropped = key + DEPTH * WARPS * BLOCK_KEYS >= end;",
+        "const bool dropped = true;",
+        "In long rows, blocks that are copied again keep what dropout has dropped of their gradient.",
+        ("tests/interpreter/test_cuda_strip.py::test_dropout",),
+    ),
+    Mutant(
+        "row-dropout-draws-once-for-a-block",
+        f"{CUDA}/row_dropout.cuh",
+        "(key + copied_key(lane)) / 8",
+        "key / 8",
+        "Of every head, all groups of 8 keys of a block drop the same.",
+        ("tests/interpreter/test_cuda_strip.py::test_dropout",),
+    ),
     Mutant(
         "cuda-plane-slab-replaced-while-read",
         f"{CUDA}/plane_convolution.cu.j2",

@@ -40,6 +40,7 @@ VALUE_ROWS, VALUE_KEYS = 16, 64  # a tile of the product of a decode step's shar
 ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
+_KEEP_SCALE = numbers("float", "keep_scale")  # what is kept is multiplied by it
 
 
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
@@ -194,6 +195,7 @@ class _Maker:
                 *more,
                 *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
                 *numbers("float", "factor"),
+                *self._dropout(role),
             ),
             (self._tiles(rows, PRODUCT_CHUNK),),
             {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": PRODUCT_CHUNK, "D": block_dim(width)},
@@ -229,6 +231,7 @@ class _Maker:
                 *pointers(stage.weight, "out"),
                 *more,
                 *numbers("int32", *_STRIP, "n_heads"),
+                *self._dropout(stage.name, *numbers("int32", "b0"), *_KEEP_SCALE),
             ),
             (self._tiles(rows, CONVOLUTION_CHUNK),),
             self._convolution_tile(stage, rows),
@@ -252,9 +255,16 @@ class _Maker:
             "BLOCK_H": block,
             "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
         }
-        arguments = (*pointers(*tensors), *numbers("int32", *_STRIP, "n_heads", "b0"), *more)
+        dropout = self._dropout(role, *_KEEP_SCALE)
+        arguments = (*pointers(*tensors), *numbers("int32", *_STRIP, "n_heads", "b0"), *more, *dropout)
         grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
         return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
+
+    def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:
+        """What a kernel takes if it drops: the seed, what draws depend on besides, and more."""
+        if role not in self._stages.dropping:
+            return ()
+        return (*pointers("seed"), *numbers("int32", *dropout_numbers(self._spec)), *more)
 
     def _make(
         self,
@@ -282,6 +292,11 @@ class _Maker:
 def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
     """Keys of the cache, which a decode step's kernels take where its planes have those of a window only."""
     return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
+
+
+def dropout_numbers(spec: Spec) -> tuple[str, ...]:
+    """What draws depend on besides the seed and places in planes, which in a window have the keys from key0 on."""
+    return ("threshold", "key0") if Mask.of(spec).hides_earlier else ("threshold",)
 
 
 def decode_rows(spec: Spec) -> int:

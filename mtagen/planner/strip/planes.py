@@ -267,6 +267,8 @@ class PlaneKernel(StripSource):
             yield f"out[r, j] = {factor}sum over u, v of W[u, v] {x},"
         skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
         yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+        if self.drops:
+            yield "Results that dropout keeps are multiplied by keep_scale; others are zeros, too."
 
     @property
     def summary(self) -> str:
@@ -291,6 +293,8 @@ class PlaneKernel(StripSource):
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
                 *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
+                *self.dropout,
+                *((*numbers("int", "b0"), *numbers("float", "keep_scale")) if self.drops else ()),
             )
             grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.form.walk) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

@@ -23,9 +23,9 @@ struct Dropout {
     u32 c[4] = {group, row, slot, offset}, k[2] = {key[0], key[1]};
 #pragma unroll
     for (int round = 0; round < 7; ++round) {
-      const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
-      const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
-      c[0] = high1 ^ c[1] ^ k[0], c[1] = low1, c[2] = high0 ^ c[3] ^ k[1], c[3] = low0;
+      const u64 x = static_cast<u64>(0xD2511F53u) * c[0], y = static_cast<u64>(0xCD9E8D57u) * c[2];
+      c[0] = static_cast<u32>(y >> 32) ^ c[1] ^ k[0], c[1] = static_cast<u32>(y);
+      c[2] = static_cast<u32>(x >> 32) ^ c[3] ^ k[1], c[3] = static_cast<u32>(x);
       k[0] += 0x9E3779B9u, k[1] += 0xBB67AE85u;
     }
 #pragma unroll
@@ -57,4 +57,12 @@ DEVICE u32 signs_of_bytes(u32 x, u32 y, u32 bytes) {
 }
 
 // All ones in each half of a word whose upper bit is set, else zeros.
-DEVICE u32 halves_of_bits(u32 kept) { return __byte_perm(kept, 0u, 0xbb99u); }
+DEVICE u32 halves_of_bits(u32 kept) { return signs_of_bytes(kept, 0u, 0x3311); }
+
+// Of a line, 8 keys of a row in 16 bits each, those that are not kept become zeros.
+DEVICE void drop(u32 (&line)[4], const Dropout& dropout, u32 slot, u32 row, u32 group) {
+  u32 kept[4];
+  dropout.keep(kept, slot, row, group);
+#pragma unroll
+  for (int w = 0; w < 4; ++w) line[w] &= halves_of_bits(kept[w]);
+}
