@@ -20,7 +20,7 @@ from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
 from .backward import GradientLayout, finish, product
-from .host import WIDTH, codes, filled, grouped
+from .host import WIDTH, codes, filled, grouped, options
 from .pieces import (
     KEYS,
     QUERIES,
@@ -171,6 +171,8 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "pad_right": spec.pad_right,
         "head_dim": spec.head_dim,
         "value_head_dim": spec.value_head_dim,
+        # What calls give besides tensors and the scale
+        "options": options(spec),
         # What is lifted
         "lifts": bool(lifting),
         "passes": " and ".join(lifting).capitalize(),

@@ -92,6 +92,8 @@ class _Maker:
         self._dv = {"DV": block_dim(spec.value_head_dim)}
         self._corrected = {f"BAND{band.suffix.upper()}": band.width for band in geometry.bands}
         self._corrections = pointers(*(f"correction{band.suffix}" for band in geometry.bands))
+        drawn = (*pointers("seed"), *numbers("int32", "threshold"), *numbers("float", "keep_scale"))
+        self._dropout = drawn if spec.dropout else ()
 
     def lifting(self) -> Kernel:
         own = (*strided("src"), *pointers("weight", "lifted"))
@@ -132,6 +134,7 @@ class _Maker:
             *pointers("lse"),
             *numbers("int32", "n_heads", "group", "n_q", "n_k"),
         )
+        arguments += self._dropout
         constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._corrected}
         return self._make("fwd", "forward", arguments, self._row_blocks("forward") * BATCH * N_HEADS, constants)
 
@@ -156,6 +159,7 @@ class _Maker:
             *pointers("row_lse", "row_dot", "dv"),
             *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"),
         )
+        arguments += self._dropout
         constants = {**_blocks(tile), **self._d, **self._dv, **self._corrected}
         return self._make("bwd_scores", "scores", arguments, ceiling(N_K / tile.block_n) * HEADS, constants)
 
