@@ -95,6 +95,17 @@ def test_tiles_by_pointers(target: str, kernel: tuple[int, int], head_dim: int) 
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_dropout(target: str) -> None:
+    """The kernels that draw what is kept still fit where the plain ones do, but for a few values."""
+    planned = plan(Spec((6, 11), 64, dropout=True), target, "triton")
+    module = load_triton(planned, render(planned))
+    for part in ("_fwd_", "_bwd_scores_"):
+        (used,) = compile_offline(planned, module, part).values()
+        assert used.shared <= get_target(target).shared_per_block, part
+        assert used.stack <= 256, f"{part} keeps {used.stack} bytes on the stack"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:
     planned = plan(Spec((6, 11), head_dim), target, "triton")

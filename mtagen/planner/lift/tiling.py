@@ -113,13 +113,15 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
     kept = n * dv * size if role == "scores" else 0
     passed = (2 * m * n if size == 2 else 4 * m * n + m * dv) * size if role == "scores" else n * dv * size
+    # What dropout keeps is drawn in another layout than that of scores: a byte of each is passed.
+    drawn = m * n if spec.dropout else 0
     if tile.pipeline == "terms":
         pipelined = buffers * tile.unroll * (m + n) * d * size
-        shared = kept + (max(pipelined, passed) if size == 2 else pipelined + passed)
+        shared = kept + (max(pipelined, passed, drawn) if size == 2 else pipelined + passed)
         shared += _UNROLLED_SCRATCH if tile.unroll > 1 else 0
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
-        shared = own * d * lift.terms * size + buffers * stage + kept
+        shared = own * d * lift.terms * size + buffers * stage + kept + drawn
         shared += passed if role == "scores" else 0 if target.tensor_descriptors else m * n * size
     tiles = 1 if role == "forward" else 2  # s; dP as well
     # A loop over terms pipelines what scores are made of, and not values or gradients of outputs.
