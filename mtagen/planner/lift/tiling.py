@@ -66,6 +66,11 @@ class Tile:
     unroll: int = 1
 
 
+def reads_by_descriptor(spec: Spec, target: Target) -> bool:
+    """Whether tiles are loaded by descriptors of tensors. These do not know where a packed document ends."""
+    return target.tensor_descriptors and not spec.packed
+
+
 @dataclass(frozen=True)
 class Resources:
     """Modelled need of one CTA: bytes of shared memory, registers per thread."""
@@ -90,8 +95,9 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
-    buffers = tile.num_stages if target.tensor_descriptors else max(1, tile.num_stages - 1)
-    is_staged = not target.tensor_descriptors and tile.num_stages == 1  # what is streamed goes through registers
+    by_descriptor = reads_by_descriptor(spec, target)
+    buffers = tile.num_stages if by_descriptor else max(1, tile.num_stages - 1)
+    is_staged = not by_descriptor and tile.num_stages == 1  # what is streamed goes through registers
     if role in VECTOR_ROLES:
         vectors = lift.terms + 2 if role == "lift" else 3
         return Resources(shared=0, registers=40 + m * d * vectors // threads)
@@ -106,7 +112,7 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
         # cheap; but registers are allocated for all of a kernel.
         started = own * d // 2 if role.startswith("dk") else 0
         edges = 32 + (own * d + started + m * n * size // 2) // threads
-        if target.tensor_descriptors:
+        if by_descriptor:
             edges = min(edges, 255)
         return Resources(shared=shared, registers=max(loop, edges))
     own, streamed = (m, n) if role == "forward" else (n, m)
@@ -122,10 +128,10 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
         shared = own * d * lift.terms * size + buffers * stage + kept + drawn
-        shared += passed if role == "scores" else 0 if target.tensor_descriptors else m * n * size
+        shared += passed if role == "scores" else 0 if by_descriptor else m * n * size
     tiles = 1 if role == "forward" else 2  # s; dP as well
     # A loop over terms pipelines what scores are made of, and not values or gradients of outputs.
-    staged = streamed * dv if tile.pipeline == "terms" and not target.tensor_descriptors else 0
+    staged = streamed * dv if tile.pipeline == "terms" and not by_descriptor else 0
     staged += streamed * d if is_staged else 0
     registers = 90 + (tiles * m * n + own * dv + m * n * size // 4 + staged * size // 4) // threads
     return Resources(shared=shared, registers=registers)
