@@ -90,13 +90,14 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and
     score tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
 
-    Where tiles are read by pointers, a product reads its operands from shared memory before it begins, so that one
-    stage less is buffered; and loads that are not pipelined go through registers.
+    Where tiles are read by pointers, loads that are not pipelined go through registers; and a product, unless it is of
+    warpgroups, reads its operands from shared memory before it begins, so that one stage less is buffered.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
     by_descriptor = reads_by_descriptor(spec, target)
-    buffers = tile.num_stages if by_descriptor else max(1, tile.num_stages - 1)
+    in_place = by_descriptor or "wgmma" in target.matrix
+    buffers = tile.num_stages if in_place else max(1, tile.num_stages - 1)
     is_staged = not by_descriptor and tile.num_stages == 1  # what is streamed goes through registers
     if role in VECTOR_ROLES:
         vectors = lift.terms + 2 if role == "lift" else 3
@@ -128,7 +129,7 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
         shared = own * d * lift.terms * size + buffers * stage + kept + drawn
-        shared += passed if role == "scores" else 0 if by_descriptor else m * n * size
+        shared += passed if role == "scores" else 0 if in_place else m * n * size
     tiles = 1 if role == "forward" else 2  # s; dP as well
     # A loop over terms pipelines what scores are made of, and not values or gradients of outputs.
     staged = streamed * dv if tile.pipeline == "terms" and not by_descriptor else 0
@@ -298,14 +299,30 @@ def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
     nearest: tuple[float, str] = (float("inf"), "")
     for tile in candidates(role, spec, lift, target):
         need = resources(role, tile, spec, lift, target)
-        over = max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
-        if over > 1:
+        if (over := _over(need, target)) > 1:
             nearest = min(nearest, (over, _shortfall(role, tile, need, target)))
         else:
             fitting.append(tile)
     if not fitting:
         raise PlanError(nearest[1])
     return sorted(fitting, key=lambda tile: cost(role, tile, spec, lift, target))
+
+
+def check_measured(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> None:
+    """Check a tile of a table for what it was not measured for: tiles that descriptors load, read by pointers.
+
+    Raises:
+        PlanError: by the resource model it does not fit then.
+    """
+    if role in TENSOR_ROLES and target.tensor_descriptors and not reads_by_descriptor(spec, target):
+        need = resources(role, tile, spec, lift, target)
+        if _over(need, target) > 1:
+            raise PlanError(_shortfall(role, tile, need, target))
+
+
+def _over(need: Resources, target: Target) -> float:
+    """The larger of the shares of a limit that a kernel needs."""
+    return max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
 
 
 def table_key(role: str, spec: Spec, lift: Lift) -> str:
