@@ -95,14 +95,16 @@ def test_tiles_by_pointers(target: str, kernel: tuple[int, int], head_dim: int) 
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_dropout(target: str) -> None:
-    """The kernels that draw what is kept still fit where the plain ones do, but for a few values."""
-    planned = plan(Spec((6, 11), 64, dropout=True), target, "triton")
+@pytest.mark.parametrize("data", ["packed", "dropout"])
+def test_packed_documents_and_dropout(data: str, target: str) -> None:
+    """Kernels that look for documents, or draw what is kept, still fit, but for a few values."""
+    planned = plan(Spec((6, 11), 64, **{data: True}), target, "triton")
     module = load_triton(planned, render(planned))
-    for part in ("_fwd_", "_bwd_scores_"):
-        (used,) = compile_offline(planned, module, part).values()
-        assert used.shared <= get_target(target).shared_per_block, part
-        assert used.stack <= 256, f"{part} keeps {used.stack} bytes on the stack"
+    for part in ("_fwd_", "_bwd_scores_", *(("_bwd_dq_", "_bwd_dk_") if data == "packed" else ())):
+        for name, used in compile_offline(planned, module, part).items():
+            assert used.shared <= get_target(target).shared_per_block, name
+            assert used.stack <= 256, f"{name} keeps {used.stack} bytes on the stack"
+            assert target != "sm_90a" or "_bwd_d" in name or re.search(r"\bHGMMA", used.assembly), name
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

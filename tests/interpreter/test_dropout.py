@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
 import torch
 from host_functions import differentiable, lift_module
@@ -13,7 +15,7 @@ from torch import Tensor
 import mtagen
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
-from mtagen.measure.judge import eager_op, judge
+from mtagen.measure.judge import documents_op, eager_op, judge
 from mtagen.planner.lift.tiling import Tile
 from mtagen.spec import Spec
 
@@ -24,18 +26,6 @@ SCALE = 0.25
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
-
-
-def dropped(spec: Spec, kept: Tensor, p: float) -> Any:
-    """Eager attention whose probabilities are multiplied by ``kept / (1 - p)``."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        n_k = k.shape[2]
-        one_hot = torch.eye(n_k, dtype=v.dtype).expand(*k.shape[:2], n_k, n_k)
-        shares, lse = eager_op(spec, return_lse=True)(q, k, one_hot, weight, scale=SCALE)
-        return shares * kept / (1 - p) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), lse
-
-    return run
 
 
 CASES: list[tuple[tuple[int, int], dict[str, Any], float, str, Sizes]] = [
@@ -56,7 +46,26 @@ def test_accurate(kernel: tuple[int, int], options: dict[str, Any], p: float, ta
     kept = mtagen.dropout_mask(SEED, p, sizes.batch, sizes.heads, sizes.nq, sizes.nk)
     module = lift_module(spec, target, Tile(16, 32), workspace_bytes=2**10)
     ours = differentiable(module, SEED, p, scale=SCALE)
-    judged = judge(ours, dropped(spec, kept, p), sampler.inputs(), sampler.outputs())
+    eager = partial(eager_op(spec, return_lse=True), scale=SCALE, dropout_mask=kept, dropout_p=p)
+    judged = judge(ours, eager, sampler.inputs(), sampler.outputs())
+    assert not {name: x for name, x in judged.items() if not x.ok}
+
+
+def test_documents() -> None:
+    """Queries and keys count from the first of their document, heads through all documents."""
+    spec = Spec((2, 3), 16, dtype="fp32", packed=True, dropout=True)
+    lengths, p = [(3, 9), (5, 0), (0, 2), (19, 34)], 0.4
+    all_q, all_k = map(list, zip(*lengths, strict=True))
+    inputs, grad_out = documents.random(spec, lengths, 2, 1)
+    kept = mtagen.dropout_mask(SEED, p, len(lengths), 2, max(all_q), max(all_k))
+
+    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+        own = kept[document, :, : all_q[document], : all_k[document]]
+        return eager_op(spec, return_lse=True)(*tensors, **weights, scale=SCALE, dropout_mask=own, dropout_p=p)
+
+    module = lift_module(spec, "sm_90a", Tile(16, 32), workspace_bytes=2**10)
+    ours = differentiable(module, *documents.packed(lengths), SEED, p, scale=SCALE)
+    judged = judge(ours, documents_op(eager, all_q, all_k), inputs, grad_out)
     assert not {name: x for name, x in judged.items() if not x.ok}
 
 
