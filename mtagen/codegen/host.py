@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..planner.kernel import Buffer, Kernel
+from ..spec import Spec
 from .printers import python_code
 
 WIDTH = 120  # of lines
@@ -35,6 +36,13 @@ def grouped(items: Iterable[tuple[str, str]], indent: int) -> list[str]:
         for _, group in itertools.groupby(items, key=lambda item: item[0])
         for line in filled((text for _, text in group), indent)
     ]
+
+
+def options(spec: Spec) -> str:
+    """The parameters of host functions that only some specs have, after the scale."""
+    packed = ("cu_seq_q", "cu_seq_k", "max_q", "max_k") if spec.packed else ()
+    dropout = ("seed", "dropout_p") if spec.dropout else ()
+    return "".join(f", {name}" for name in (*packed, *dropout))
 
 
 def codes(kernel: Kernel) -> str:

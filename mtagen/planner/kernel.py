@@ -23,13 +23,14 @@ class Argument:
         name: its name in the kernel, and of what the host passes.
         type: C type of the value, or of what it points to; ``Element`` is that of q, k and v.
             In Triton ``memory``, ``int64``, ``int32`` or ``float``; or ``descriptor`` or ``tiles``: a tensor that is
-            read or written by tiles of its last two axes.
+            read or written by tiles of its last two axes; or ``matrices``: the same of which each packed document is a
+            matrix of its own.
         pointer: whether it points to memory of the device.
         written: whether the kernel writes there.
         restrict: whether the kernel is promised that nothing else leads to what it points to.
         optional: whether it may be null.
         block: of a descriptor, the constants that are the extents of its tiles.
-        axes: of tiles by pointers, what the strides of all axes but the last are called.
+        axes: of tiles and of matrices, what the strides of all axes but the last are called.
     """
 
     name: str

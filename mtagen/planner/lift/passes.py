@@ -19,6 +19,7 @@ from .tiling import (
     TENSOR_ROLES,
     VECTOR_ROLES,
     Tile,
+    check_measured,
     cost,
     proposals,
     resident_ctas,
@@ -110,7 +111,9 @@ class LiftPass(PassPlan):
         chosen = self.role(key)
         if fields.keys() != Tile.__dataclass_fields__.keys():
             raise PlanError(explain(key, describe(fields), "is no tile", tuple(Tile.__dataclass_fields__)))
-        return replace(self, tiles=tuple((r, Tile(**fields) if r == chosen else tile) for r, tile in self.tiles))
+        made = Tile(**fields)
+        check_measured(chosen, made, self.spec, self.lift, get_target(self.target))
+        return replace(self, tiles=tuple((r, made if r == chosen else tile) for r, tile in self.tiles))
 
     def decision_cost(self, key: str) -> float:
         role = self.role(key)
