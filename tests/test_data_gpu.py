@@ -156,8 +156,9 @@ def test_checkpoint_and_compile(name: str, backend: str) -> None:
     op = built(PIPELINES[name], backend, deterministic=True, dropout=True)
     torch._dynamo.reset()
 
-    def block(**given: Any) -> Any:
-        return checkpoint(op.varlen, **given, dropout_p=0.1, use_reentrant=False)
+    def block(q: Tensor, **given: Any) -> Any:
+        """PyTorch keeps the state of the generators of those devices on which tensors passed by position are."""
+        return checkpoint(lambda q: op.varlen(q, **given, dropout_p=0.1), q, use_reentrant=False)
 
     compiled = torch.compile(op.varlen, fullgraph=True, dynamic=True)
     seed = mtagen.draw_seed(CUDA)

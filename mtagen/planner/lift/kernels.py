@@ -54,7 +54,7 @@ def pointers(*names: str) -> tuple[Argument, ...]:
 
 
 def strided(*names: str, axes: Sequence[str] = AXES[4]) -> tuple[Argument, ...]:
-    """Pointers to tensors (B, H, N, D), or of other axes, each with its strides in elements, less the last, which is 1."""
+    """Pointers to tensors (B, H, N, D), or of other axes, each with its strides in elements but the last, a 1."""
     return tuple(
         argument
         for name in names
