@@ -234,7 +234,9 @@ class TileForward(TilePass):
     def register_split(self) -> tuple[int, int]:
         """Registers a thread of a warpgroup that computes, and of the one that loads."""
         if self.hopper:
-            return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4]
+            # To draw what is kept takes more than to load; of three warpgroups that compute none can spare it.
+            drawing = {1: (240, 56), 2: (224, 56), 3: (160, 32)}
+            return (drawing if self.spec.dropout else {1: (240, 24), 2: (240, 24), 3: (160, 32)})[self.warps // 4]
         target = get_target(self.target)
         return min(target.registers_per_thread, target.registers_per_multiprocessor // (self.threads * self.blocks)), 0
 
