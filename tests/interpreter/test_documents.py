@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from documents import Lengths
 from host_functions import lift_module
 from torch import Tensor
 
+from mtagen.measure.judge import documents_op, eager_op, judge
 from mtagen.planner.lift.tiling import Tile
 from mtagen.spec import Spec
 
@@ -46,6 +48,21 @@ def host_functions(spec: Spec, target: str) -> dict[str, Callable[..., Any]]:
 def test_accurate(kernel: tuple[int, int] | None, options: dict[str, Any], target: str, lengths: Lengths) -> None:
     spec = Spec(kernel, **{"head_dim": 16, "dtype": "fp32"} | options, packed=True)
     assert not documents.failures(host_functions(spec, target), spec, lengths, 2, 1)
+
+
+def test_keys_that_do_not_fill_a_vector() -> None:
+    """What is stored behind a document's last key must not matter, though all of its scores are far below 0."""
+    spec, lengths = Spec((1, 1), 16, dtype="fp16", causal=False, packed=True), [(5, 13), (6, 3)]
+    inputs, grad_out = documents.random(spec, lengths, 1, 1)
+    inputs = replace(inputs, q=inputs.q + 3, k=inputs.k - 3, weights={"weight": torch.ones(1, 1, 1)})
+    host, packed = host_functions(spec, "sm_90a"), documents.packed(lengths)
+    ours = documents.op(host, spec, packed)
+
+    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+        return eager_op(spec, return_lse=True)(*tensors, **weights)
+
+    judged = judge(ours, documents_op(eager, *map(list, zip(*lengths, strict=True))), inputs, grad_out)
+    assert not {name: x for name, x in judged.items() if not x.ok}
 
 
 @pytest.mark.parametrize("kernel", [(2, 3), (3, 2)])

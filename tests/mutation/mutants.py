@@ -33,6 +33,8 @@ CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"
 EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/test_kernels.py"
 INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
 INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
+INTERPRETED_DOCUMENTS = "tests/interpreter/test_documents.py"
+INTERPRETED_DROPOUT = "tests/interpreter/test_dropout.py"
 EMULATED_STRIP = "tests/test_emulated_strip.py"
 EMULATED_DOCUMENTS = "tests/test_emulated_documents.py"
 SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
@@ -1197,12 +1199,64 @@ DOCUMENTS = (
     ),
 )
 
+LIFTED_DOCUMENTS = (
+    Mutant(
+        "lifted-documents-not-ended",
+        "mtagen/codegen/documents.py",
+        "{stride}, {axis.length}, {width}",
+        "{stride}, {axis.total}, {width}",
+        "Tiles go on into the next document.",
+        (f"{INTERPRETED_DOCUMENTS}::test_nothing_leaks",),
+    ),
+    Mutant(
+        "lifted-documents-without-queries",
+        f"{TRITON}/contract.j2",
+        "strip_begin >= tl.maximum(n_q, 1)",
+        "strip_begin >= n_q",
+        "The gradient of keys that no query sees is never written.",
+        (f"{INTERPRETED_DOCUMENTS}::test_accurate",),
+    ),
+    Mutant(
+        "lifted-documents-places-from-batches",
+        f"{TRITON}/packed.j2",
+        "// {{ document_tile }} + document\n",
+        "// {{ document_tile }}\n",
+        "Documents share rows of the workspace.",
+        (f"{INTERPRETED_DOCUMENTS}::test_accurate",),
+    ),
+    Mutant(
+        "lifted-documents-keys-to-the-end-of-a-vector",
+        f"{TRITON}/backward.j2",
+        "p = tl.where((cols < n_k)[None, :], p, 0.0)",
+        "p = tl.where((cols < n_k + 16)[None, :], p, 0.0)",
+        "Behind a row of g there is infinity, which the product with zeros makes NaN.",
+        (f"{INTERPRETED_DOCUMENTS}::test_keys_that_do_not_fill_a_vector",),
+    ),
+    Mutant(
+        "lifted-dropout-of-the-first-keys",
+        f"{TRITON}/pieces.j2",
+        "rows, j0 // 8, threshold",
+        "rows, 0, threshold",
+        "All tiles of keys drop as the first one does.",
+        (f"{INTERPRETED_DROPOUT}::test_each_pass_keeps_what_the_mask_says",),
+    ),
+    Mutant(
+        "lifted-dropout-of-the-first-document",
+        "mtagen/codegen/triton.py",
+        'f"document * n_heads + {head}"',
+        "head",
+        "All documents drop as the first one does.",
+        (f"{INTERPRETED_DROPOUT}::test_documents",),
+    ),
+)
+
 MUTANTS = (
     *FORWARD,
     *BACKWARD,
     *DECODE,
     *WINDOWS,
     *DOCUMENTS,
+    *LIFTED_DOCUMENTS,
     *TILE_DROPOUT,
     *STRIPS,
     *EMULATED_STRIPS,
