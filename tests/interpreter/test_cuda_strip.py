@@ -135,9 +135,9 @@ WINDOW = {"window": (21, -1)}
 DROPPED: dict[str, tuple[dict[str, Any], str, Sizes, float]] = {  # stages, the target, sizes, and the probability
     "mixing in a window": ({"mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
     "pairs": ({"post_mixed_heads": 2}, "sm_90a", LONG, 0.9),
-    "a convolution after, full": ({"post_kernel": (3, 3), "causal": False}, "sm_80", SEQUENCES, 0.9),
-    "a convolution after in a window": ({"post_kernel": (3, 3)} | WINDOW, "sm_90a", STRIPS, 0.1),
-    "both after in a window": ({"post_kernel": (1, 3), "post_mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
+    "a convolution after, full": ({"post_kernel": (2, 2), "causal": False}, "sm_80", SEQUENCES, 0.9),
+    "a convolution after in a window": ({"post_kernel": (2, 2)} | WINDOW, "sm_90a", STRIPS, 0.1),
+    "both after in a window": ({"post_kernel": (2, 2), "post_mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
 }
 
 
