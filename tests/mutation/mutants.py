@@ -214,8 +214,8 @@ BACKWARD = (
     Mutant(
         "triton-band-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        "((head0 + slot) * n_q + row) * BAND",
-        "(slot * n_q + row) * BAND",
+        'band = band_ptr + ({{ queries.begin("(head0 + slot)") }} + row)',
+        'band = band_ptr + ({{ queries.begin("slot") }} + row)',
         "Where the workspace holds fewer heads than there are, all write the band of the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
@@ -230,8 +230,8 @@ BACKWARD = (
     Mutant(
         "triton-gradient-of-keys-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        "row0 = (head0 // group + kv_slot) * n_x",
-        "row0 = kv_slot * n_x",
+        'else "(head0 // group + kv_slot) * n_x"',
+        'else "kv_slot * n_x"',
         "Where the workspace holds fewer heads than there are, all gradients of keys go to the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
@@ -372,8 +372,8 @@ HOST = (
     Mutant(
         "expanded-rows-count-as-aligned",
         "mtagen/ops/executor.py",
-        "and (n <= 1 or (stride_n > 0 and stride_n % vector == 0))",
-        "and (n <= 1 or stride_n % vector == 0)",
+        "if size > 1 and (stride <= 0 or stride % vector):",
+        "if size > 1 and stride % vector:",
         "One row that stands for all, with a stride of 0, reaches kernels that cannot read it.",
         ("tests/test_executor.py",),
     ),
