@@ -50,7 +50,7 @@ def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inp
 
 
 def op(
-    host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents, dropout: Dropout | None
+    host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents | tuple[()], dropout: Dropout | None
 ) -> Callable[..., Any]:
     """The host functions of both passes as a differentiable op: (q, k, v, weights by name) -> (out, lse)."""
     call_options = (spec.head_dim**-0.5, *documents, *(dropout or ()))

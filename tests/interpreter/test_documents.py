@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import documents
 import pytest
 import torch
 from documents import Lengths
-from host_functions import lift_module
+from host_functions import with_small_tiles
 from torch import Tensor
 
 from mtagen.measure.judge import documents_op, eager_op, judge
-from mtagen.planner.lift.tiling import Tile
 from mtagen.spec import Spec
 
 pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
@@ -38,16 +36,10 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
 
 
-def host_functions(spec: Spec, target: str) -> dict[str, Callable[..., Any]]:
-    """The passes of a spec, with small tiles and the shortest strips."""
-    module = lift_module(spec, target, Tile(16, 32), workspace_bytes=2**10)
-    return {"forward": module.forward, "backward": module.backward}
-
-
 @pytest.mark.parametrize(("kernel", "options", "target", "lengths"), CASES, ids=str)
 def test_accurate(kernel: tuple[int, int] | None, options: dict[str, Any], target: str, lengths: Lengths) -> None:
     spec = Spec(kernel, **{"head_dim": 16, "dtype": "fp32"} | options, packed=True)
-    assert not documents.failures(host_functions(spec, target), spec, lengths, 2, 1)
+    assert not documents.failures(with_small_tiles(spec, target), spec, lengths, 2, 1)
 
 
 def test_keys_that_do_not_fill_a_vector() -> None:
@@ -55,8 +47,8 @@ def test_keys_that_do_not_fill_a_vector() -> None:
     spec, lengths = Spec((1, 1), 16, dtype="fp16", causal=False, packed=True), [(5, 13), (6, 3)]
     inputs, grad_out = documents.random(spec, lengths, 1, 1)
     inputs = replace(inputs, q=inputs.q + 3, k=inputs.k - 3, weights={"weight": torch.ones(1, 1, 1)})
-    host, packed = host_functions(spec, "sm_90a"), documents.packed(lengths)
-    ours = documents.op(host, spec, packed)
+    host, packed = with_small_tiles(spec, "sm_90a"), documents.packed(lengths)
+    ours = documents.op(host, spec, packed, None)
 
     def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
         return eager_op(spec, return_lse=True)(*tensors, **weights)
@@ -70,7 +62,7 @@ def test_nothing_leaks(kernel: tuple[int, int]) -> None:
     """What other documents hold changes no bit of a document's results. It begins in one strip and ends in another."""
     spec = Spec(kernel, 16, dtype="fp32", packed=True)
     lengths = [(20, 9), (130, 15), (7, 18)]
-    host, packed = host_functions(spec, "sm_90a"), documents.packed(lengths)
+    host, packed = with_small_tiles(spec, "sm_90a"), documents.packed(lengths)
     inputs, grad_out = documents.random(spec, lengths, 1, 1)
     q, k, v, weight = inputs.arguments
 

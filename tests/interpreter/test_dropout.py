@@ -9,18 +9,18 @@ from typing import Any
 import documents
 import pytest
 import torch
-from host_functions import differentiable, lift_module
+from host_functions import lift_module, with_small_tiles
 from torch import Tensor
 
 import mtagen
+from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
-from mtagen.measure.judge import documents_op, eager_op, judge
+from mtagen.measure.judge import eager_op, judge
 from mtagen.planner.lift.tiling import Tile
 from mtagen.spec import Spec
 
 SEED = torch.tensor([0x0123456789ABCDEF, -0x0FEDCBA987654321])
-SCALE = 0.25
 
 
 @pytest.fixture(autouse=True)
@@ -44,29 +44,17 @@ def test_accurate(kernel: tuple[int, int], options: dict[str, Any], p: float, ta
     spec = Spec(kernel, **{"head_dim": 16, "dtype": "fp32"} | options, dropout=True)
     sampler = Sampler.for_checks(spec, sizes, torch.device("cpu"))
     kept = mtagen.dropout_mask(SEED, p, sizes.batch, sizes.heads, sizes.nq, sizes.nk)
-    module = lift_module(spec, target, Tile(16, 32), workspace_bytes=2**10)
-    ours = differentiable(module, SEED, p, scale=SCALE)
-    eager = partial(eager_op(spec, return_lse=True), scale=SCALE, dropout_mask=kept, dropout_p=p)
+    ours = documents.op(with_small_tiles(spec, target), spec, (), Dropout(SEED, p))
+    eager = partial(eager_op(spec, return_lse=True), dropout_mask=kept, dropout_p=p)
     judged = judge(ours, eager, sampler.inputs(), sampler.outputs())
     assert not {name: x for name, x in judged.items() if not x.ok}
 
 
+@pytest.mark.usefixtures("memory_starts_as_nan")
 def test_documents() -> None:
     """Queries and keys count from the first of their document, heads through all documents."""
-    spec = Spec((2, 3), 16, dtype="fp32", packed=True, dropout=True)
-    lengths, p = [(3, 9), (5, 0), (0, 2), (19, 34)], 0.4
-    all_q, all_k = map(list, zip(*lengths, strict=True))
-    inputs, grad_out = documents.random(spec, lengths, 2, 1)
-    kept = mtagen.dropout_mask(SEED, p, len(lengths), 2, max(all_q), max(all_k))
-
-    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
-        own = kept[document, :, : all_q[document], : all_k[document]]
-        return eager_op(spec, return_lse=True)(*tensors, **weights, scale=SCALE, dropout_mask=own, dropout_p=p)
-
-    module = lift_module(spec, "sm_90a", Tile(16, 32), workspace_bytes=2**10)
-    ours = differentiable(module, *documents.packed(lengths), SEED, p, scale=SCALE)
-    judged = judge(ours, documents_op(eager, all_q, all_k), inputs, grad_out)
-    assert not {name: x for name, x in judged.items() if not x.ok}
+    spec, lengths = Spec((2, 3), 16, dtype="fp32", packed=True, dropout=True), [(3, 9), (5, 0), (0, 2), (19, 34)]
+    assert not documents.failures(with_small_tiles(spec, "sm_90a"), spec, lengths, 2, 1, Dropout(SEED, 0.4))
 
 
 @pytest.mark.parametrize(("pipeline", "target"), [("tiles", "sm_90a"), ("terms", "sm_80")])
