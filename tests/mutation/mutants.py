@@ -1204,8 +1204,8 @@ LIFTED_DOCUMENTS = (
         "lifted-documents-not-ended",
         "mtagen/codegen/documents.py",
         "{stride}, {axis.length}, {width}",
-        "{stride}, {axis.total}, {width}",
-        "Tiles go on into the next document.",
+        "{stride}, {axis.length} + 1, {width}",
+        "Tiles go on to the first row of the next document.",
         (f"{INTERPRETED_DOCUMENTS}::test_nothing_leaks",),
     ),
     Mutant(
