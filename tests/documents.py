@@ -1,40 +1,35 @@
-"""Packed documents: inputs, and host functions and the reference as ops on them."""
+"""Host functions of kernels for packed documents, called directly, on random inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtagen.documents import Documents
+from mtagen.dropout import Dropout, dropout_mask
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.inputs import Inputs
-from mtagen.measure.judge import eager_op, judge
+from mtagen.measure.judge import documents_op, eager_op, judge
 from mtagen.spec import Spec
 
 Lengths = Sequence[tuple[int, int]]  # queries and keys of each document
 
 
-class Packed(NamedTuple):
-    """What tells kernels where documents begin, in the order of host functions' arguments."""
+def packed(lengths: Lengths) -> Documents:
+    """Documents of these lengths."""
+    queries, keys = zip((0, 0), *lengths, strict=True)
+    cu_seq_q, cu_seq_k = (torch.tensor(n).cumsum(0).to(torch.int32) for n in (queries, keys))
+    return Documents(cu_seq_q, cu_seq_k, max(queries), max(keys))
 
-    cu_seq_q: Tensor
-    cu_seq_k: Tensor
-    max_q: int
-    max_k: int
 
-    @classmethod
-    def of(cls, lengths: Lengths) -> Packed:
-        """That of documents of these lengths."""
-        queries, keys = zip((0, 0), *lengths, strict=True)
-        cu_seq_q, cu_seq_k = (torch.tensor(n).cumsum(0).to(torch.int32) for n in (queries, keys))
-        return cls(cu_seq_q, cu_seq_k, max(queries), max(keys))
-
-    def documents(self) -> list[tuple[slice, slice]]:
-        """The queries and the keys of each."""
-        ends = (list(map(slice, cu_seq[:-1].tolist(), cu_seq[1:].tolist())) for cu_seq in self[:2])
-        return list(zip(*ends, strict=True))
+def rows_of(documents: Documents, document: int) -> tuple[slice, slice]:
+    """The queries and the keys of a document."""
+    queries, keys = (slice(*cu_seq[document : document + 2].tolist()) for cu_seq in documents[:2])
+    return queries, keys
 
 
 def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inputs, Tensor]:
@@ -45,40 +40,32 @@ def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inp
     def vectors(n: int, heads: int, width: int) -> Tensor:
         return torch.randn(heads, n, width, generator=generator).to(dtype).transpose(0, 1)
 
-    q, k, v = (
-        vectors(total_q, heads, spec.head_dim),
-        vectors(total_k, kv_heads, spec.head_dim),
-        vectors(total_k, kv_heads, spec.value_head_dim),
-    )
+    q, k = vectors(total_q, heads, spec.head_dim), vectors(total_k, kv_heads, spec.head_dim)
+    v, grad_out = vectors(total_k, kv_heads, spec.value_head_dim), vectors(total_q, heads, spec.value_head_dim)
     weights = {
-        name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / shape[-2] ** 0.5
+        name: torch.randn(shape, generator=generator) / math.prod(shape[1:]) ** 0.5
         for name, shape in spec.weights(heads).items()
     }
-    return Inputs(q, k, v, weights), vectors(total_q, heads, spec.value_head_dim)
+    return Inputs(q, k, v, weights), grad_out
 
 
-def op(host: Mapping[str, Callable[..., Any]], spec: Spec, packed: Packed, **options: Any) -> Callable[..., Any]:
-    """Host functions as a differentiable op: (q, k, v, weights by name) -> (out, lse).
-
-    Args:
-        host: the forward and the backward pass.
-        spec: what they compute.
-        packed: the documents.
-        options: for the backward pass.
-    """
-    scale = spec.head_dim**-0.5
+def op(
+    host: Mapping[str, Callable[..., Any]], spec: Spec, documents: Documents | tuple[()], dropout: Dropout | None
+) -> Callable[..., Any]:
+    """The host functions of both passes as a differentiable op: (q, k, v, weights by name) -> (out, lse)."""
+    call_options = (spec.head_dim**-0.5, *documents, *(dropout or ()))
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, *operands: Tensor) -> Any:
-            out, lse = host["forward"](*operands, scale, *packed)
+            out, lse = host["forward"](*operands, *call_options)
             context.save_for_backward(*operands, out, lse)
             return out, lse
 
         @staticmethod
         def backward(context: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-            saved = context.saved_tensors
-            return host["backward"](grad_out.contiguous(), grad_lse.contiguous(), *saved, scale, *packed, **options)
+            grads = grad_out.contiguous(), grad_lse.contiguous()
+            return host["backward"](*grads, *context.saved_tensors, *call_options)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
         taps = weights or {"weight": torch.ones(q.shape[1], 1, 1)}  # plain attention is a convolution by a single tap
@@ -87,34 +74,20 @@ def op(host: Mapping[str, Callable[..., Any]], spec: Spec, packed: Packed, **opt
     return call
 
 
-def reference(spec: Spec, packed: Packed) -> Callable[..., Any]:
-    """The same in plain PyTorch, document by document."""
-    eager = eager_op(spec, return_lse=True)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
-        outs, lses = [], []
-        for queries, keys in packed.documents():
-            own = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])]
-            rows = own[0].shape[:3]
-            if own[1].shape[2] and rows[2]:
-                out, lse = eager(*own, **weights)
-            else:
-                out, lse = q.new_zeros(*rows, spec.value_head_dim), q.new_full(rows, -torch.inf)
-            outs.append(out[0].transpose(0, 1))
-            lses.append(lse[0])
-        return torch.cat(outs), torch.cat(lses, 1)
-
-    return call
-
-
 def failures(
-    host: Mapping[str, Callable[..., Any]], spec: Spec, lengths: Lengths, heads: int, kv_heads: int
+    host: Mapping[str, Callable[..., Any]],
+    spec: Spec,
+    lengths: Lengths,
+    heads: int,
+    kv_heads: int,
+    dropout: Dropout | None = None,
 ) -> list[str]:
     """Results and gradients that break the accuracy rule, a line each.
 
-    Gradients come through the output and through the log-sum-exp, which is its last column.
+    Gradients come through the output and through the log-sum-exp, which is its last column. ``dropout`` is what host
+    functions of a spec with dropout are told.
     """
-    packed, (inputs, grad_out) = Packed.of(lengths), random(spec, lengths, heads, kv_heads)
+    inputs, grad_out = random(spec, lengths, heads, kv_heads)
     grad_out = torch.cat([grad_out, grad_out[..., :1]], -1)
 
     def with_lse(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -125,7 +98,16 @@ def failures(
 
         return run
 
-    judged = judge(with_lse(op(host, spec, packed)), with_lse(reference(spec, packed)), inputs, grad_out)
+    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+        options: dict[str, Any] = {}
+        if dropout:
+            n_q, n_k = lengths[document]
+            mask = dropout_mask(*dropout, document + 1, heads, n_q, n_k)
+            options = {"dropout_p": dropout.p, "dropout_mask": mask[document]}
+        return eager_op(spec, return_lse=True)(*tensors, **weights, **options)
+
+    expected = documents_op(eager, *map(list, zip(*lengths, strict=True)))
+    judged = judge(with_lse(op(host, spec, packed(lengths), dropout)), with_lse(expected), inputs, grad_out)
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
 
 
@@ -142,11 +124,11 @@ def leaks(
         kv_heads: of keys.
         own: the document.
     """
-    packed, (inputs, grad_out) = Packed.of(lengths), random(spec, lengths, heads, kv_heads)
-    queries, keys = packed.documents()[own]
+    inputs, grad_out = random(spec, lengths, heads, kv_heads)
+    queries, keys = rows_of(packed(lengths), own)
     scale = spec.head_dim**-0.5
 
-    def results(documents: Packed, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def results(documents: Documents, *tensors: Tensor) -> tuple[Tensor, ...]:
         *qkv, grad = tensors
         operands = (*qkv, *inputs.weights.values())
         out, lse = host["forward"](*operands, scale, *documents)
@@ -160,8 +142,8 @@ def leaks(
         return others
 
     tensors = ((inputs.q, queries), (inputs.k, keys), (inputs.v, keys), (grad_out, queries))
-    alone = results(Packed.of([lengths[own]]), *(x[rows] for x, rows in tensors))
-    among = results(packed, *(spoilt(x, rows) for x, rows in tensors))
+    alone = results(packed([lengths[own]]), *(x[rows] for x, rows in tensors))
+    among = results(packed(lengths), *(spoilt(x, rows) for x, rows in tensors))
     owners = {"out": queries, "lse": queries, "dq": queries, "dk": keys, "dv": keys}
     found = zip(owners.items(), alone, among, strict=True)
     return [name for (name, rows), one, others in found if not torch.equal(one, others[rows])]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtagen.accuracy import Comparison, compare
+from mtagen.dropout import dropout_mask
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import eager_op, judge
@@ -77,13 +78,28 @@ def large_products(spec: Spec, sizes: Sizes) -> Problem:
     return problem._replace(inputs=inputs, q_tail=q_tail * factor, scale=problem.scale / factor**2)
 
 
-def failures(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
+def failures(op: Callable[..., Any], spec: Spec, problem: Problem, dropout_p: float = 0.0) -> list[str]:
     """Results and gradients of ``op`` that break the accuracy rule, a line each."""
-    run, eager = (partial(one, scale=problem.scale, return_lse=True) for one in (op, eager_op(spec)))
+    ours, eager = dropping(op, spec, problem, dropout_p)
+    run, eager = (partial(one, scale=problem.scale, return_lse=True) for one in (ours, eager))
     return _broken(judge(run, eager, problem.inputs, problem.grad_out))
 
 
-def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -> list[str]:
+def dropping(
+    op: Callable[..., Any], spec: Spec, problem: Problem, dropout_p: float
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``op`` and eager PyTorch, which drop the same with this probability, if it is not 0."""
+    if not dropout_p:
+        return op, eager_op(spec)
+    (batch, heads, n_q, _), n_k, seed = problem.inputs.q.shape, problem.inputs.k.shape[2], torch.tensor([-3, 2**62])
+    mask = dropout_mask(seed, dropout_p, batch, heads, n_q, n_k)
+    return (
+        partial(op, dropout_p=dropout_p, dropout_seed=seed),
+        partial(eager_op(spec), dropout_p=dropout_p, dropout_mask=mask),
+    )
+
+
+def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem, dropout_p: float = 0.0) -> list[str]:
     """The same where gradients come through the log-sum-exp as well as through the output."""
 
     def with_lse(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -97,7 +113,8 @@ def failures_through_lse(op: Callable[..., Any], spec: Spec, problem: Problem) -
 
     grad_lse = torch.randn(problem.grad_out.shape[:3], generator=torch.Generator().manual_seed(1))
     grad_out = torch.cat([problem.grad_out, grad_lse.to(problem.grad_out.dtype).unsqueeze(-1)], -1)
-    return _broken(judge(with_lse(op), with_lse(eager_op(spec)), problem.inputs, grad_out))
+    ours, eager = dropping(op, spec, problem, dropout_p)
+    return _broken(judge(with_lse(ours), with_lse(eager), problem.inputs, grad_out))
 
 
 def decode_failures(

@@ -54,6 +54,9 @@ CASES = [
     *((name, target, Spec((6, 11), d)) for target in ("sm_86", "sm_120") for name in PASSES for d in (64, 128)),
     *((name, target, Spec((6, 11), 128, window=(1024, -1))) for target in ("sm_80", "sm_90a") for name in PASSES),
     *((name, "sm_90a", Spec((3, 3), 64, causal=False, mask="output", window=(40, 30))) for name in PASSES),
+    *((name, target, Spec((6, 11), 128, packed=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
+    *((name, "sm_90a", Spec((6, 11), 64, packed=True)) for name in PASSES[:2]),
+    *((name, target, Spec((6, 11), 128, dropout=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
 ]
 
 
@@ -61,7 +64,8 @@ def case_id(value: object) -> str:
     if not isinstance(value, Spec):
         return str(value)
     mask = Mask.of(value).name
-    return f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{mask}-{value.key_padding}"
+    options = "-packed" * value.packed + "-dropout" * value.dropout
+    return f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{mask}-{value.key_padding}{options}"
 
 
 def count(opcodes: dict[str, int], *prefixes: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,13 +19,25 @@ from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention
 
 PIPELINES: dict[str, dict[str, Any]] = {
-    "plain": {"kernel": None},
-    "convolution": {"kernel": (3, 5)},
-    "mixing": {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 4},
     "everything": {"kernel": (3, 4), "mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 2},
     "a window, masked by output": {"kernel": (3, 4), "post_kernel": (2, 3), "window": (9, 3), "mask": "output"},
 }
-every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
+BEFORE: dict[str, dict[str, Any]] = {
+    "none": {"kernel": None},
+    "convolution": {"kernel": (3, 4)},
+    "mixing": {"kernel": None, "mixed_heads": 2},
+    "both": {"kernel": (2, 5), "mixed_heads": 4},
+}
+AFTER: dict[str, dict[str, Any]] = {
+    "none": {},
+    "convolution": {"post_kernel": (2, 3)},
+    "mixing": {"post_mixed_heads": 4},
+    "both": {"post_kernel": (3, 2), "post_mixed_heads": 2},
+}
+EVERY_PIPELINE = {
+    f"{before} before, {after} after": BEFORE[before] | AFTER[after]
+    for before, after in itertools.product(BEFORE, AFTER)
+}
 
 
 def built(dropout: bool = True, **stages: Any) -> MultiTokenAttention:
@@ -91,7 +104,7 @@ def test_nothing_and_nearly_everything() -> None:
 # What the op makes of them.
 
 
-@every_pipeline
+@pytest.mark.parametrize("stages", EVERY_PIPELINE.values(), ids=EVERY_PIPELINE)
 @pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
 def test_equals_reference(stages: dict[str, Any], packed: bool) -> None:
     op = mtagen.build(head_dim=16, backend="torch", dtype="fp32", dropout=True, packed=packed, **stages)

@@ -17,13 +17,14 @@ from mtagen import plan
 from mtagen.accuracy import compare
 from mtagen.check import failures
 from mtagen.codegen import render
+from mtagen.dropout import dropout_mask
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.cases import Sizes
 from mtagen.measure.judge import eager_op
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
-from mtagen.planner.passes import PASSES
+from mtagen.planner.passes import PASSES, passes_of
 from mtagen.runtime.load import Passes, plan_key
 from mtagen.spec import Spec
 
@@ -59,6 +60,14 @@ WINDOWED = [
     ("sm_80", Spec((1, 1), 32, window=(0, -1))),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
 ]
+DROPPING = [
+    ("sm_90a", Spec((6, 11), 64, dropout=True), 0.1),
+    ("sm_90a", Spec((3, 3), 32, causal=False, window=(20, 7), mask="output", dtype="fp16", dropout=True), 0.9),
+    ("sm_90a", Spec((1, 1), 64, window=(30, -1), dropout=True), 0.5),
+    ("sm_80", Spec((6, 11), 64, causal=False, window=(30, -1), key_padding="left", dropout=True), 0.1),
+    ("sm_86", Spec((6, 11), 32, mask="output", dropout=True), 0.5),
+    ("sm_86", Spec((2, 2), 128, dropout=True), 0.9),  # rows of 32 keys, parts of 16
+]
 RACES = [
     *((name, target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a") for name in ("forward", "decode")),
     ("forward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
@@ -67,6 +76,7 @@ RACES = [
     ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("backward", "sm_90a", Spec((1, 1), 64)),
     *((name, "sm_90a", Spec((6, 11), 64, window=(40, -1))) for name in PASSES),
+    *((name, target, Spec((6, 11), 64, dropout=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
 ]
 
 
@@ -75,7 +85,7 @@ def case_id(value: object) -> str:
         return str(value)
     kernel = f"{value.cq}x{value.ck}-d{value.head_dim}-{value.dtype}-{value.key_padding}"
     window = "-left{}-right{}".format(*value.window) if value.window != (-1, -1) else ""
-    return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}{window}"
+    return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}{window}{'-dropout' * value.dropout}"
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:
     """The host functions of a spec's passes, with emulated kernels."""
     planned = plan(spec, target, "cuda")
-    return {name: host_function(planned.tile[name], folder, seed, checked=checked) for name in PASSES}
+    return {name: host_function(planned.tile[name], folder, seed, checked=checked) for name in passes_of(spec)}
 
 
 def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttention:
@@ -95,14 +105,15 @@ def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttenti
     planned = plan(spec, target, "cuda")
     key = f"{plan_key(planned, render(planned))}-emulated{seed}"
     kernels = Passes(**passes(spec, target, folder, seed))
-    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False))
-    return MultiTokenAttention(planned, key, (TORCH_DTYPES[spec.dtype],))
+    library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False, variants=lambda *_: kernels))
+    return MultiTokenAttention(planned, key, (TORCH_DTYPES[spec.dtype],), drops=spec.dropout)
 
 
 def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int, n_k: int) -> tuple[Tensor, ...]:
     """What one pass returns of random inputs with 4 heads, 2 of keys."""
     random = torch.Generator().manual_seed(0)
     dtype, scale = TORCH_DTYPES[spec.dtype], spec.head_dim**-0.5
+    dropout = (torch.tensor([1, 2]), 0.3) if spec.dropout else ()
 
     def rows(n: int, heads: int) -> Tensor:
         return torch.randn(1, n, heads, spec.head_dim, generator=random).to(dtype).transpose(1, 2)
@@ -113,10 +124,11 @@ def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int
         return host["decode"](
             q[:, :, : spec.cq + 1], k, v, weight, scale, torch.tensor([n_k - 5], dtype=torch.int32), 2
         )
-    out, lse = host["forward"](q, k, v, weight, scale)
+    out, lse = host["forward"](q, k, v, weight, scale, *dropout)
     if name == "forward":
         return out, lse
-    return host["backward"](grad_out, torch.ones_like(lse), q, k, v, weight, out, lse, scale, deterministic=True)
+    grad_lse = torch.ones_like(lse)
+    return host["backward"](grad_out, grad_lse, q, k, v, weight, out, lse, scale, *dropout, deterministic=True)
 
 
 @pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)
@@ -206,6 +218,46 @@ def test_far_more_queries_than_keys(target: str, spec: Spec, folder: Path) -> No
     """Whole blocks of rows see no key, and wait for none."""
     op = op_of(spec, target, folder, 0)
     assert not problems.failures(op, spec, problems.random(spec, Sizes(1, 1, 1, 450, 20)))
+
+
+@pytest.mark.parametrize(("target", "spec", "p"), DROPPING, ids=case_id)
+def test_dropout(target: str, spec: Spec, p: float, folder: Path) -> None:
+    for seed, sizes in enumerate((Sizes(2, 2, 1, 3, 5), Sizes(2, 4, 2, 73, 250), Sizes(1, 2, 2, 70, 9))):
+        op = op_of(spec, target, folder, seed % 2)
+        assert not problems.failures(op, spec, problems.random(spec, sizes), dropout_p=p)
+
+
+def test_dropout_and_the_gradient_through_the_log_sum_exp(folder: Path) -> None:
+    target, spec, p = DROPPING[0]
+    op = op_of(spec, target, folder, 0)
+    assert not problems.failures_through_lse(op, spec, problems.random(spec, Sizes(2, 2, 1, 70, 66)), dropout_p=p)
+
+
+@pytest.mark.parametrize(("target", "spec", "p"), DROPPING, ids=case_id)
+def test_what_is_dropped_is_what_the_mask_says(target: str, spec: Spec, p: float, folder: Path) -> None:
+    """All probabilities of a row are alike; a value, or the gradient of an output, is in a column of its own."""
+    host, dtype, d, seed = passes(spec, target, folder, 0), TORCH_DTYPES[spec.dtype], spec.head_dim, 2**62 + 3
+    dropout = torch.tensor([seed, -5]), p
+    batch, heads, n_q, n_k = 2, 2, 75, 203
+    q, k = (torch.zeros(batch, heads, n, d, dtype=dtype) for n in (n_q, n_k))
+    weight = torch.zeros(heads, *spec.kernel)
+    after = torch.arange(n_k) - torch.arange(n_k - n_q, n_k)[:, None]
+    seen = (after >= -(n_k if spec.left is None else spec.left)) & (
+        after <= (n_k if spec.right is None else spec.right)
+    )
+    kept = dropout_mask(*dropout, batch, heads, n_q, n_k) & seen
+
+    def one_column_each(rows: Tensor, first: int) -> Tensor:
+        """Row `first` has 1 in column 0, the next in column 1."""
+        return torch.eye(rows.shape[2], first + d, dtype=dtype)[:, first:].expand_as(rows).contiguous()
+
+    for key in range(0, n_k, d):
+        out, lse = host["forward"](q, k, one_column_each(k, key), weight, 1.0, *dropout)
+        assert torch.equal(out[..., : n_k - key] != 0, kept[..., key : key + d])
+    for query in range(0, n_q, d):
+        grad_out, grad_lse = one_column_each(q, query), torch.zeros_like(lse)
+        _, _, dv, _ = host["backward"](grad_out, grad_lse, q, k, k, weight, torch.zeros_like(q), lse, 1.0, *dropout)
+        assert torch.equal(dv.mT[:, :, : n_q - query] != 0, kept[..., query : query + d, :])
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -61,6 +61,8 @@ VARIANTS = [  # together they take every branch of the templates
     plan(Spec((6, 11), 64, 128, key_padding="right", mask="output"), "sm_90a"),
     plan(Spec((16, 17), 64, key_padding="right", mask="output", dtype="fp16"), "sm_90a", "cuda"),
     plan(Spec((1, 1), 128, causal=False), "sm_80", "cuda"),
+    plan(Spec((6, 11), 64, packed=True), "sm_90a", "cuda"),
+    plan(Spec((3, 3), 128, causal=False, packed=True), "sm_80", "cuda"),
 ]
 CPU, CUDA, PORTABLE_CUDA, TRITON = (
     plan(Spec((6, 11), 64), target, backend)

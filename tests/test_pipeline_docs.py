@@ -39,6 +39,15 @@ LOWERINGS = {(before, after): cells for before, after, *cells in table("before t
 TESTS = {name: dict(zip(PASSES, cells, strict=True)) for name, *cells in table("lowering")}
 
 
+DATA: dict[str, dict[str, Any]] = {
+    "window": {"window": (70, -1)},
+    "documents": {"packed": True},
+    "dropout": {"dropout": True},
+}
+DATA_LOWERINGS = {(before, after): cells for before, after, *cells in table("pipeline: before the softmax")}
+DATA_TESTS = {name: cells for name, *cells in table("data of lowering")}
+
+
 def module_of(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"named_{Path(path).stem}", ROOT / path)
     assert spec is not None
@@ -56,7 +65,19 @@ def parameters(node_id: str) -> set[str]:
 
 
 def test_every_pipeline_has_a_row() -> None:
-    assert [*LOWERINGS] == [*itertools.product(KINDS, KINDS)]
+    assert [*LOWERINGS] == [*DATA_LOWERINGS] == [*itertools.product(KINDS, KINDS)]
+
+
+@pytest.mark.parametrize(("before", "after"), DATA_LOWERINGS, ids=" ".join)
+def test_lowerings_of_windows_documents_and_dropout(before: str, after: str) -> None:
+    for data, cell in zip(DATA.values(), DATA_LOWERINGS[before, after], strict=True):
+        spec = Spec(head_dim=64, **STAGES[before][0], **STAGES[after][1], **data)
+        for pass_name in ("forward", "backward"):
+            found = {}
+            for backend in ("cuda", "triton"):
+                found[backend] = lowering(backend, spec).candidates(pass_name, spec, get_target("sm_90a"))[0].lowering
+            assert dict(one.split(": ") for one in cell.split(", ")) == found
+            assert {*found.values(), "tiled ops"} <= DATA_TESTS.keys()
 
 
 @pytest.mark.parametrize(("before", "after"), LOWERINGS, ids=" ".join)
@@ -78,7 +99,7 @@ def test_lowerings_are_those_of_plans(before: str, after: str) -> None:
 
 
 def test_named_tests_exist() -> None:
-    for node_id in (cell for cells in TESTS.values() for cell in cells.values()):
+    for node_id in itertools.chain(*(cells.values() for cells in TESTS.values()), *DATA_TESTS.values()):
         path, name = node_id.strip("`").split("::")
         functions = (x.name for x in ast.parse((ROOT / path).read_text()).body if isinstance(x, ast.FunctionDef))
         assert name in functions, node_id

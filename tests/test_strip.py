@@ -266,18 +266,32 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [(0, 0), (50, -1), (300, 20), (5000, 5000)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "dropout"),
+    [((0, 0), False), ((50, -1), False), ((300, 20), False), ((5000, 5000), False), ((101, 27), True)],
+    ids=str,
+)
 @pytest.mark.parametrize("workspace", [1, 2**24, 2**30])
 def test_strips_in_a_window(
-    workspace: int, window: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workspace: int,
+    window: tuple[int, int],
+    dropout: bool,
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """They have the keys that some row sees, from the first of them on, and few besides."""
-    spec = Spec.from_dict(EVERYTHING.to_dict() | {"causal": causal, "window": window})
+    """They have the keys that some row sees, from the first of them on, and few besides.
+
+    Dropout draws for groups of 8 keys, with one of which they begin.
+    """
+    spec = Spec.from_dict(EVERYTHING.to_dict() | {"causal": causal, "window": window, "dropout": dropout})
+    group = 8 if dropout else 1
     module = loaded(spec, tmp_path, monkeypatch)
     nowhere = torch.device("meta")
     for batch, heads, n_q, n_k in ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)):
         owned = []
-        strips = module._planes(batch, heads, n_q, n_k, 5, workspace, nowhere)
+        strips = [*module._planes(batch, heads, n_q, n_k, 5, workspace, nowhere)]
+        rows = max(end - first for _, _, _, end, first, *_ in strips)
         for b0, b1, begin, end, first, key0, keys, planes in strips:
             owned += itertools.product(range(b0, b1), range(begin, end))
             assert first == max(0, begin - spec.context)
@@ -288,13 +302,13 @@ def test_strips_in_a_window(
             if not seen:
                 assert keys <= 0
                 continue
-            assert key0 == min(seen)
-            assert max(seen) < key0 + keys <= min(n_k, key0 + -(-len(seen) // 128) * 128)
+            assert key0 == min(seen) // group * group
+            assert max(seen) < key0 + keys <= min(n_k, key0 + -(-(max(seen) + 1 - key0) // 128) * 128)
             (pitch,) = {x.shape[2] for x in planes}
             assert keys <= pitch
             if spec.right is not None:
-                assert end - first <= 1024
-                assert pitch < len(positions) + window[0] + spec.right + 256
+                assert rows <= 1024
+                assert pitch < rows + window[0] + spec.right + group - 1 + 256
             taken = sum(x.numel() * x.element_size() for x in planes)
             assert taken <= workspace or (b1, end) == (b0 + 1, min(n_q, first + 128))
         assert sorted(owned) == [*itertools.product(range(batch), range(n_q))]
@@ -466,6 +480,30 @@ def test_small_groups_have_their_values_side_by_side(spec: Spec, target: str, wi
         assert fused.spec == replace(spec, value_head_dim=width, post_mixed_heads=None)
         text = " ".join(str(plan(spec, target, "cuda")).split())
         assert f"values of each head's group side by side, {width} columns, in one fused kernel; then mixed" in text
+
+
+@pytest.mark.parametrize(
+    ("stages", "forward", "backward"),
+    [
+        ({"mixed_heads": 16}, "softmax", "softmax_backward"),
+        ({"mixed_heads": 16, "post_mixed_heads": 16}, "softmax", "softmax_backward"),
+        ({"post_mixed_heads": 2}, "softmax; takes mixed shares, so that values do not lie", "softmax_backward"),
+        ({"mixed_heads": 48, "post_mixed_heads": 36}, "post_mix", "post_mix_backward"),
+        ({"post_kernel": (2, 3), "post_mixed_heads": 2}, "post_mix", "post_mix_backward"),
+        ({"mixed_heads": 2, "post_kernel": (2, 3)}, "post_convolution", "grad_shares and post_convolution"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", GENERATED)
+def test_what_drops(backend: str, stages: dict[str, Any], forward: str, backward: str) -> None:
+    """The last kernel that writes shares, and the first that has their gradients: no others take a seed."""
+    spec = Spec(None, 64, dropout=True, **stages)
+    text = " ".join(str(plan(spec, "sm_90a", backend)).split())
+    for name, told in (("forward", forward), ("backward", backward)):
+        one = StripPass(spec, "sm_90a", name, backend)
+        drops = {kernel.role for kernel in one.kernels if any(x.name.startswith("seed") for x in kernel.arguments)}
+        assert drops == {*told.partition(";")[0].split(" and ")}
+        assert f"dropout in {told if backend == 'cuda' else told.partition(';')[0]}" in text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.products import WarpgroupProduct
 from mtagen.planner.strip.rows import RowKernel
 from mtagen.planner.strip.source import StripSource
+from mtagen.planner.strip.stages import Stages
 from mtagen.runtime.load import load_triton
 from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubin
@@ -194,6 +195,19 @@ def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> No
             multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
             instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
             assert bool(re.search(instruction, used.assembly)) == multiplies, role
+
+
+@pytest.mark.parametrize("after", [{"post_mixed_heads": 16}, {"post_kernel": (2, 3)}, EVERYTHING], ids=str)
+def test_dropout_in_cuda(after: dict[str, Any], log: Callable[[], str]) -> None:
+    """A mask of two halves is one instruction, which the emulator does not see."""
+    spec = Spec(**{"kernel": None, "mixed_heads": 16, "head_dim": 64, "dropout": True} | after)
+    dropped = set()
+    for name in passes_of(spec):
+        for role, source in StripPass(spec, "sm_90a", name, "cuda").cuda.items():
+            if role in Stages(spec).dropping:
+                assert re.search(r"\bPRMT .*0xbb99", assert_compiles(source, log).assembly), role
+                dropped.add(role)
+    assert dropped == {*Stages(spec).dropping}
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,13 @@ def test_updated() -> None:
 def test_an_h200_runs_cuda(kernel: tuple[int, int], head_dim: int, causal: bool) -> None:
     """The benchmark's specs are served by the backend whose calls cost the CPU least."""
     assert plan(Spec(kernel, head_dim, causal=causal), "sm_90a").backend == "cuda"
+
+
+@pytest.mark.parametrize("stages", [{"kernel": (6, 11)}, *LAYERS], ids=str)
+def test_packed_documents_and_dropout_follow_what_was_measured_without(stages: dict[str, Any]) -> None:
+    plain = Spec(**stages, head_dim=128)
+    before = decided(plan(plain, HOPPER))
+    for data in ({"packed": True}, {"dropout": True}, {"packed": True, "dropout": True}):
+        ours = decided(plan(replace(plain, **data), HOPPER))
+        assert ours == {key: before[key] for key in ours}
+        assert SHIPPED in {source for _, source in ours.values()}

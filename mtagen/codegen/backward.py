@@ -11,7 +11,8 @@ from ..planner.kernel import Kernel
 from ..planner.lift.module import LiftModule
 from ..planner.lift.operands import Contraction
 from ..planner.lift.tiling import Tile
-from .pieces import KEYS, QUERIES, Axis, LoopSource, loop_source, operands, shifted, weight_entry
+from ..spec import Spec
+from .pieces import Axis, LoopSource, axes, loop_source, operands, shifted, weight_entry
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,12 @@ class GradientLayout:
     Attributes:
         rows_first: g is (slots, rows of a strip, keys), else (slots, keys, rows of a strip).
         kept_rows: rows of the strip before that are kept before a strip's, if rows come first.
+        packed: whether rows are those of packed documents, of which each has places in whole tiles of its own.
     """
 
     rows_first: bool
     kept_rows: int
+    packed: bool
 
     @property
     def _kept(self) -> str:
@@ -33,7 +36,8 @@ class GradientLayout:
     @property
     def shape(self) -> str:
         """Of the workspace."""
-        return f"slots, {self._kept}strip, pitch" if self.rows_first else "slots, n_k, strip"
+        keys = "max_k" if self.packed else "n_k"
+        return f"slots, {self._kept}strip, pitch" if self.rows_first else f"slots, {keys}, strip"
 
     @property
     def strip(self) -> str:
@@ -45,8 +49,8 @@ class GradientLayout:
     def strides(self) -> Mapping[str, str]:
         """Of slots, rows and keys, by the names of arguments."""
         row, key = (1, 2) if self.rows_first else (2, 1)
-        axes = {"slot": 0, "row": row, "key": key}
-        return {f"g_{name}": f"g_strip.stride({axis})" for name, axis in axes.items()}
+        axes, strip = {"slot": 0, "row": row, "key": key}, "g" if self.packed else "g_strip"
+        return {f"g_{name}": f"{strip}.stride({axis})" for name, axis in axes.items()}
 
     @property
     def block(self) -> tuple[str, str]:
@@ -63,8 +67,15 @@ class GradientLayout:
         return f"{row} - strip_begin" + (f" + {self.kept_rows}" if self.kept_rows else "")
 
     def position(self, row: str, key: str) -> tuple[str, str, str]:
-        """Where (row, key) of the problem lies in the workspace."""
-        return ("slot", self.row(row), key) if self.rows_first else ("slot", key, self.row(row))
+        """Where (row, key) of the problem lies in the workspace; of a document, in its own matrix there."""
+        row = row if self.packed else self.row(row)
+        return ("slot", row, key) if self.rows_first else ("slot", key, row)
+
+    @property
+    def document(self) -> str:
+        """What is added to where a slot begins, so that it is where the document's matrix does."""
+        begin = f"({self.kept_rows} - strip_begin)" if self.kept_rows else "-strip_begin"
+        return f" + {begin} * g_row" if self.rows_first else " - strip_begin"
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,8 @@ def product(module: LiftModule, contraction: Contraction) -> Product:
     """The texts of a contraction."""
     lift, tile = module.lift, module.tile(contraction.role)
     rows, role = contraction.owner == "rows", contraction.role
-    own, streamed = (QUERIES, KEYS) if rows else (KEYS, QUERIES)
+    queries, keys = axes(module.spec)
+    own, streamed = (queries, keys) if rows else (keys, queries)
     g = f"g[{shifted('i', contraction.g_row_shift)}, {shifted('j', contraction.g_key_shift)}]"
     if rows:
         operand = "K_t[j]" if lift.lifts_keys else f"k[{shifted('j', lift.key_shift)}]"
@@ -133,7 +145,7 @@ def product(module: LiftModule, contraction: Contraction) -> Product:
         own_length="row_end - row_begin" if rows else own.length,
         loop=loop_source(contraction.loop, *(("", "") if rows else ("row_begin", "row_end"))),
         grad=role,
-        shape=f"slots, {f'{grid_terms}, ' if grid_terms > 1 else ''}{own.length}, {module.spec.head_dim}",
+        shape=f"slots, {f'{grid_terms}, ' if grid_terms > 1 else ''}{own.total or own.length}, {module.spec.head_dim}",
         formula=f"grad[{term}{owned}] {'=' if rows else '+='} {sums} {g} * {operand}, {which} rows of a strip.",
         g_row_shift=contraction.g_row_shift,
         g_key_shift=contraction.g_key_shift,
@@ -174,7 +186,8 @@ class Finish:
 def finish(module: LiftModule, owner: str) -> Finish:
     """The texts for dq, if rows own it, or dk."""
     lift, rows = module.lift, owner == "rows"
-    own, other = (QUERIES, KEYS) if rows else (KEYS, QUERIES)
+    queries, keys = axes(module.spec)
+    own, other = (queries, keys) if rows else (keys, queries)
     lifted = rows != lift.lifts_keys
     out = f"d{own.operand}"
     tensors = {"x": own.operand} if lifted else {}
@@ -189,7 +202,13 @@ def finish(module: LiftModule, owner: str) -> Finish:
         lifted=lifted,
         grad=next(one.role for one in lift.contractions if one.owner == owner),
         out=out,
-        shape=f"B, {'H' if rows else 'Hkv'}, {own.length}, {module.spec.head_dim}",
+        shape=_finished(own, "H" if rows else "Hkv", module.spec),
         formula=f"{formula}{', plus the share of the correction' if lift.bands else ''}.",
         tensors=tensors,
     )
+
+
+def _finished(own: Axis, heads: str, spec: Spec) -> str:
+    """The shape of the gradient of an operand."""
+    axes = (own.total, heads) if spec.packed else ("B", heads, own.length)
+    return ", ".join([*axes, str(spec.head_dim)])

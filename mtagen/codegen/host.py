@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..planner.kernel import Buffer, Kernel
+from ..spec import Spec
 from .printers import python_code
 
 WIDTH = 120  # of lines
@@ -35,6 +36,13 @@ def grouped(items: Iterable[tuple[str, str]], indent: int) -> list[str]:
         for _, group in itertools.groupby(items, key=lambda item: item[0])
         for line in filled((text for _, text in group), indent)
     ]
+
+
+def options(spec: Spec) -> str:
+    """The parameters of host functions that only some specs have, after the scale."""
+    packed = ("cu_seq_q", "cu_seq_k", "max_q", "max_k") if spec.packed else ()
+    dropout = ("seed", "dropout_p") if spec.dropout else ()
+    return "".join(f", {name}" for name in (*packed, *dropout))
 
 
 def codes(kernel: Kernel) -> str:
@@ -70,9 +78,9 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
         ValueError: a value is for no argument of the kernel.
     """
     texts: list[tuple[str, str]] = []  # what kind of argument, and what is passed
-    known = set()
+    known, strided = set(), set()
     for argument in kernel.arguments:
-        tensor, stride, axis = argument.name.partition("_stride_")
+        tensor, stride, _ = argument.name.partition("_stride_")
         name = tensor if stride else argument.name
         host = values.get(name, name)
         known.add(name)
@@ -81,8 +89,10 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
             texts.append(("pointer", f"{null}{host}.data_ptr()"))
         elif not stride:
             texts.append(("number", host))
-        elif axis == "b":  # the first of three
-            texts.append(("stride", f"*{host}.stride()[:3]"))
+        elif name not in strided:  # all of a tensor at once
+            strided.add(name)
+            axes = sum(other.name.startswith(f"{name}_stride_") for other in kernel.arguments)
+            texts.append(("stride", f"*{host}.stride()[:{axes}]"))
     if unknown := values.keys() - known:
         raise ValueError(f"{kernel.name} has no argument {sorted(unknown)}")
     grid = ", ".join(python_code(size) for size in kernel.grid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import sympy
@@ -33,6 +33,9 @@ class Axis:
         length: how many there are.
         operand: the tensor that holds them.
         head: the head of that tensor that query head h reads.
+        first: of packed documents, the first of the document that a program works on.
+        total: how many there are of all documents.
+        tiles: the schedule of tiles of documents.
     """
 
     name: str
@@ -41,10 +44,32 @@ class Axis:
     length: str
     operand: str
     head: str
+    first: str = ""
+    total: str = ""
+    tiles: str = ""
+
+    def begin(self, matrix: str, length: str = "") -> str:
+        """Where those of a sequence begin in contiguous matrices, counted from the first of the first matrix."""
+        return f"{matrix} * {self.total} + {self.first}" if self.first else f"{matrix} * {length or self.length}"
+
+    def place(self, tensor: str) -> str:
+        """Where those of a sequence and head begin in a tensor with strides, in elements."""
+        entry = f"{self.first} * {tensor}_n" if self.first else f"b * {tensor}_b"
+        return f"({entry} + {self.head} * {tensor}_h)"
 
 
-QUERIES = Axis("queries", "i0", "BLOCK_M", "n_q", "q", "h")
-KEYS = Axis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group")
+_QUERIES = Axis("queries", "i0", "BLOCK_M", "n_q", "q", "h")
+_KEYS = Axis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group")
+
+
+def axes(spec: Spec) -> tuple[Axis, Axis]:
+    """The queries and the keys."""
+    if not spec.packed:
+        return _QUERIES, _KEYS
+    return (
+        replace(_QUERIES, first="first_q", total="total_q", tiles="row_tiles"),
+        replace(_KEYS, first="first_k", total="total_k", tiles="key_tiles"),
+    )
 
 
 class LoopSource(NamedTuple):

@@ -14,17 +14,18 @@ import sympy
 
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
-from ..planner.lift.kernels import AXES
+from ..planner.lift.kernels import AXES, DOCUMENT_TILE
 from ..planner.lift.module import LiftModule
+from ..planner.lift.tiling import reads_by_descriptor
 from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
 from .backward import GradientLayout, finish, product
-from .host import WIDTH, codes, filled, grouped
+from .documents import matrix
+from .host import WIDTH, codes, filled, grouped, options
 from .pieces import (
-    KEYS,
-    QUERIES,
     aligned,
+    axes,
     correction_entry,
     diagonal_key,
     dot_options,
@@ -79,6 +80,8 @@ def _parameters(argument: Argument) -> list[str]:
             return [f"{name}_desc"]
         case "tiles":
             return [f"{name}_ptr", *(f"{name}_{axis}: tl.int64" for axis in argument.axes), *_extents(name)]
+        case "matrices":
+            return [f"{name}_ptr", *(f"{name}_{axis}: tl.int64" for axis in argument.axes)]
         case "int64":
             return [f"{name}: tl.int64"]
     return [name]
@@ -86,8 +89,9 @@ def _parameters(argument: Argument) -> list[str]:
 
 def _varying(argument: Argument) -> list[str]:
     """Those of its parameters that calls change."""
-    if argument.type == "tiles":
-        return [*(f"{argument.name}_{axis}" for axis in argument.axes), *_extents(argument.name)]
+    if argument.type in ("tiles", "matrices"):
+        strides = [f"{argument.name}_{axis}" for axis in argument.axes]
+        return strides if argument.type == "matrices" else [*strides, *_extents(argument.name)]
     return [argument.name] if argument.optional or argument.type in (*_NUMBERS, "int64") else []
 
 
@@ -121,7 +125,7 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
         ValueError: a value is for no argument of the kernel.
     """
     texts: list[tuple[str, str]] = []
-    known, constants = set(), dict(kernel.constants)
+    known, strided, constants = set(), set(), dict(kernel.constants)
     for argument in kernel.arguments:
         tensor, _, part = argument.name.rpartition("_")
         name = argument.name
@@ -135,9 +139,13 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
             texts.append((_kind(argument), f"_tiles({text}, {rows}, {width})"))
         elif argument.type == "tiles":
             texts.append((_kind(argument), f"*_tiles({text})"))
-        elif argument.type == "int64" and name == tensor:  # one of three strides
-            if part == "b":
-                texts.append((_kind(argument), f"*{text}.stride()[:3]"))
+        elif argument.type == "matrices":
+            texts.append((_kind(argument), f"{text}, *{text}.stride()[:{len(argument.axes)}]"))
+        elif argument.type == "int64" and name == tensor:  # one of its strides
+            if tensor not in strided:
+                strided.add(tensor)
+                axes = sum(other.name.startswith(f"{tensor}_") and other.type == "int64" for other in kernel.arguments)
+                texts.append((_kind(argument), f"*{text}.stride()[:{axes}]"))
         else:
             texts.append((_kind(argument), text))
     if unknown := values.keys() - known:
@@ -155,6 +163,8 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
     spec, lift = module.spec, module.lift
     row_tensor, key_tensor = operands(lift)
     d_mask = width_mask("d", spec.head_dim, module.block_d)
+    queries, keys = axes(spec)
+    layout = GradientLayout(lift.lifts_keys, lift.kept_rows, spec.packed)
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
@@ -171,10 +181,14 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "pad_right": spec.pad_right,
         "head_dim": spec.head_dim,
         "value_head_dim": spec.value_head_dim,
+        # What calls give besides tensors and the scale
+        "options": options(spec),
         # What is lifted
         "lifts": bool(lifting),
         "passes": " and ".join(lifting).capitalize(),
-        "lifted": KEYS if lift.lifts_keys else QUERIES,
+        "lifted": keys if lift.lifts_keys else queries,
+        "queries": queries,
+        "keys": keys,
         "row_tensor": row_tensor,
         "key_tensor": key_tensor,
         "weights": f"({spec.cq} * {spec.ck})",
@@ -184,8 +198,12 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "v_shift": _V - spec.pad_left,
         "s_shift": _S - lift.pad,
         "minus_correction": "".join(f" - {correction_entry(band)}" for band in lift.bands),
+        # Of packed documents
+        "drawn_head": lambda head: f"document * n_heads + {head}" if spec.packed else head,
+        "document_tile": DOCUMENT_TILE,
+        "matrix": partial(matrix, spec, layout) if spec.packed else None,
         # What is loaded and what is seen
-        "by_descriptor": get_target(module.target).tensor_descriptors,
+        "by_descriptor": reads_by_descriptor(spec, get_target(module.target)),
         "aligned": partial(aligned, module.vector),
         "d_mask": d_mask,
         "e_mask": width_mask("e", spec.value_head_dim, module.block_dv),
@@ -202,7 +220,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "window_start": window_start,
         "split_keys": triton_host_code(split_keys(lift.mask)),
         # Of the backward pass
-        "g_layout": GradientLayout(lift.lifts_keys, lift.kept_rows),
+        "g_layout": layout,
         "contractions": [product(module, one) for one in lift.contractions] if module.has("backward") else [],
         "finishes": [finish(module, one) for one in ("rows", "keys")] if module.has("backward") else [],
     }
@@ -220,6 +238,7 @@ def environment_of() -> jinja2.Environment:
         "signature": _signature,
         "launch": launch,
         "axes": AXES,
+        "matrix": None,  # tiles are of the tensor itself, unless it holds packed documents
         "loop_source": loop_source,
         "log2e": repr(math.log2(math.e)),
         "ln2": repr(math.log(2.0)),

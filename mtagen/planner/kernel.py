@@ -23,13 +23,14 @@ class Argument:
         name: its name in the kernel, and of what the host passes.
         type: C type of the value, or of what it points to; ``Element`` is that of q, k and v.
             In Triton ``memory``, ``int64``, ``int32`` or ``float``; or ``descriptor`` or ``tiles``: a tensor that is
-            read or written by tiles of its last two axes.
+            read or written by tiles of its last two axes; or ``matrices``: the same of which each packed document is a
+            matrix of its own.
         pointer: whether it points to memory of the device.
         written: whether the kernel writes there.
         restrict: whether the kernel is promised that nothing else leads to what it points to.
         optional: whether it may be null.
         block: of a descriptor, the constants that are the extents of its tiles.
-        axes: of tiles by pointers, what the strides of all axes but the last are called.
+        axes: of tiles and of matrices, what the strides of all axes but the last are called.
     """
 
     name: str
@@ -64,9 +65,9 @@ def writes(type: str, *names: str, restrict: bool = True) -> tuple[Argument, ...
     return tuple(Argument(name, type, pointer=True, written=True, restrict=restrict) for name in names)
 
 
-def strides(*tensors: str) -> tuple[Argument, ...]:
-    """The strides, in elements, of tensors laid out (B, H, N, D), less the last, which is 1."""
-    return tuple(Argument(f"{tensor}_stride_{axis}", "long long") for tensor in tensors for axis in "bhn")
+def strides(*tensors: str, axes: str = "bhn") -> tuple[Argument, ...]:
+    """The strides, in elements, of tensors laid out (B, H, N, D) or as ``axes`` say, less the last, which is 1."""
+    return tuple(Argument(f"{tensor}_stride_{axis}", "long long") for tensor in tensors for axis in axes)
 
 
 def numbers(type: str, *names: str) -> tuple[Argument, ...]:

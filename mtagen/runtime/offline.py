@@ -25,7 +25,8 @@ from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
 from .load import exercise
 
-_TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32"}  # as Triton spells them
+# As Triton spells them.
+_TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
 
 
 # cuobjdump's report: a line per kernel with its resources; its listing: kernels, instructions between addresses.

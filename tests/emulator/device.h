@@ -60,6 +60,16 @@ To bits_as(From from) {
   return to;
 }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+inline u32 __umulhi(u32 x, u32 y) { return static_cast<u64>(x) * y >> 32; }
+inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (low | static_cast<u64>(high) << 32) >> (shift & 31); }
+inline u32 signs_of_bytes(u32 x, u32 y, u32 bytes) {
+  const u64 both = x | static_cast<u64>(y) << 32;
+  u32 signs = 0;
+  for (int i = 0; i < 4; ++i)
+    if (both >> 8 * (bytes >> 4 * i & 7) >> 7 & 1) signs |= 255u << 8 * i;
+  return signs;
+}
 inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
   const u64 bytes = x | static_cast<u64>(y) << 32;
   u32 result = 0;
@@ -424,6 +434,7 @@ void copy_wait() {
 inline void store_shared(u32 to, u32 x) { emulator::store(to, x); }
 inline void store_shared(u32 to, u32 x, u32 y) { emulator::store(to, x | static_cast<u64>(y) << 32); }
 inline void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) { emulator::store(to, uint4{x, y, z, w}); }
+inline void store_shared_half(u32 to, u32 x) { emulator::store(to, static_cast<unsigned short>(x)); }
 inline void store_shared_halves(u32 to, u32 to_high, u32 x) {
   emulator::store(to, static_cast<unsigned short>(x));
   emulator::store(to_high, static_cast<unsigned short>(x >> 16));
@@ -463,6 +474,10 @@ inline int load_acquire(const int* from) {
 inline int thread_index() { return emulator::current; }
 template <class T>
 void pin(T&) {}
+template <class T>
+const T* anew(const T* from) {
+  return from;
+}
 
 // ---- Barriers ----------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import documents
+import dropping
 import problems
 import pytest
 from emulator import emulated
 
-from mtagen import Spec, plan
+from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
+from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
 from mtagen.runtime.load import load_triton
@@ -65,14 +67,25 @@ def build(
         for key in one.decisions():
             if one.role(key) != but:
                 made = made.decided(key, one.alternatives(key)[-1].decisions()[key])
-    for one in made.strip.values():
-        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    made = with_workspace(made, workspace_bytes)
     assert made.backend == "cuda"
     assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads", "window"})
+    load(made, folder)
+    return assemble(made, torch_on_cpu=False)
+
+
+def with_workspace(made: Plan, workspace_bytes: int) -> Plan:
+    """The plan with another workspace in every pass."""
+    for one in made.strip.values():
+        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    return made
+
+
+def load(made: Plan, folder: Path, *, checked: bool = False) -> None:
+    """Load the module of a plan, whose CUDA kernels are emulated; races are reported if they are ``checked``."""
     module = load_triton(made, render(made))
     for name, source in made.cuda.items():
-        module.LOADED[name][None] = emulated(source, folder)  # the index of a CPU
-    return assemble(made, torch_on_cpu=False)
+        module.LOADED[name][None] = emulated(source, folder, checked=checked)  # the index of a CPU
 
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
@@ -118,6 +131,35 @@ def test_many_strips(name: str, folder: Path) -> None:
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
+# Strips of one sequence each; of some rows; and rows of which a warp has more blocks than room for them.
+SEQUENCES, STRIPS, LONG = Sizes(2, 2, 1, 9, 21), Sizes(1, 2, 1, 131, 139), Sizes(2, 2, 1, 1, 5000)
+WINDOW = {"window": (21, -1)}
+DROPPED: dict[str, tuple[dict[str, Any], str, Sizes, float]] = {  # stages, the target, sizes, and the probability
+    "mixing in a window": ({"mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
+    "pairs": ({"post_mixed_heads": 2}, "sm_90a", LONG, 0.9),
+    "a convolution after, full": ({"post_kernel": (2, 2), "causal": False}, "sm_80", SEQUENCES, 0.9),
+    "a convolution after in a window": ({"post_kernel": (2, 2)} | WINDOW, "sm_90a", STRIPS, 0.1),
+    "both after in a window": ({"post_kernel": (2, 2), "post_mixed_heads": 2} | WINDOW, "sm_90a", STRIPS, 0.1),
+}
+
+
+@pytest.mark.parametrize(("stages", "target", "sizes", "p"), DROPPED.values(), ids=DROPPED)
+def test_dropout(stages: dict[str, Any], target: str, sizes: Sizes, p: float, folder: Path) -> None:
+    """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
+
+    def plan_like(spec: Spec) -> Plan:
+        made = with_workspace(plan(spec, target), 2**10)
+        assert made.backend == "cuda"
+        assert not made.strip["forward"].fused
+        load(made, folder, checked=True)
+        return made
+
+    made = plan(Spec(None, 16, 32, dtype="fp16", **stages), target)
+    op = assemble(made, torch_on_cpu=False, dropout=True, plan_like=plan_like)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes), p)
+    dropping.assert_masks(op, made.spec, 2, 9, 21, 0.5)
+
+
 # Packed documents: keys or queries only, one token, more rows than a tile of a kernel has and than keys, fewer than a
 # halo. A document's rows begin with a tile of 128 places.
 LENGTHS = ((0, 3), (4, 0), (75, 40), (1, 1), (3, 90))
@@ -134,13 +176,10 @@ def packed_host(
 ) -> tuple[Spec, Mapping[str, Callable[..., Any]]]:
     """Host functions for packed documents with CUDA's kernels, beside Triton's."""
     spec = Spec(head_dim=16, dtype="fp16", **stages)
-    made = plan(replace(spec, packed=True), target, "cuda")
-    for one in made.strip.values():
-        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
-        assert not one.fused
+    made = with_workspace(plan(replace(spec, packed=True), target, "cuda"), workspace_bytes)
+    assert not made.strip["forward"].fused
+    load(made, folder)
     module = load_triton(made, render(made))
-    for name, source in made.cuda.items():
-        module.LOADED[name][None] = emulated(source, folder)
     return spec, {name: getattr(module, name) for name in made.strip}
 
 
@@ -156,6 +195,22 @@ def test_packed_pairs_without_wgmma(folder: Path) -> None:
     """Products by mma instructions; gradients of shares are theirs even where hidden ones may be anything."""
     spec, host = packed_host(folder, {"kernel": (3, 3), "post_mixed_heads": 2}, 2**30, "sm_80")
     assert not documents.failures(host, spec, LENGTHS, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "target"),
+    [
+        ({"mixed_heads": 2, "window": (21, 3), "causal": False}, "sm_90a"),
+        ({"post_kernel": (2, 2), "window": (21, -1)}, "sm_90a"),
+        ({"post_kernel": (2, 2), "post_mixed_heads": 2}, "sm_80"),
+    ],
+    ids=str,
+)
+def test_dropout_of_packed_documents(stages: dict[str, Any], target: str, folder: Path) -> None:
+    """Queries and keys count from the document's first, wherever strips begin."""
+    spec, host = packed_host(folder, {"kernel": None, "dropout": True, **stages}, 2**10, target)
+    lengths = ((9, 4), (140, 170), (5, 6))
+    assert not documents.failures(host, spec, lengths, 2, 1, Dropout(dropping.SEED, 0.4))
 
 
 def test_nothing_leaks_between_documents(folder: Path) -> None:

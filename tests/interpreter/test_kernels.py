@@ -113,6 +113,16 @@ def test_tiles_by_pointer_and_by_descriptor(kernel: tuple[int, int], options: di
     assert_accurate(op, (Sizes(1, 2, 1, 1, 1), Sizes(1, 2, 1, 37, 45), Sizes(1, 1, 1, 50, 35)))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 40)])
+def test_keys_that_do_not_fill_a_vector(window: tuple[int, int]) -> None:
+    """Pointers store rows of g to the end of a vector, which must not matter though all scores are far below 0."""
+    op = mtagen.build((1, 1), 16, dtype="fp16", causal=False, window=window, backend="triton", target="sm_80")
+    problem = problems.random(op.plan.spec, Sizes(1, 2, 1, 40, 37), scale=0.25)
+    inputs = problem.inputs
+    inputs = replace(inputs, q=inputs.q + 3, k=inputs.k - 3, weights={"weight": torch.ones(2, 1, 1)})
+    assert not problems.failures(retiled(op, Tile(16, 32), 2**10), op.plan.spec, problem._replace(inputs=inputs))
+
+
 @pytest.mark.parametrize(
     ("kernel", "sizes", "chunk"),
     [

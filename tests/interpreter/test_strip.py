@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import documents
+import dropping
 import problems
 import pytest
 import torch
-from documents import Packed
 from torch import Tensor
 
 import mtagen
 from mtagen import Spec, plan
 from mtagen.codegen import render
+from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
 from mtagen.planner.strip import kernels
@@ -104,12 +105,18 @@ def noting(empty: Callable[..., Tensor], sizes: list[int]) -> Callable[..., Tens
     return allocate
 
 
-def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
+def with_workspace(op: MultiTokenAttention, workspace_bytes: int, *, dropout: bool = False) -> MultiTokenAttention:
     """The op with another workspace in every pass."""
-    plan = op.plan
-    for one in plan.strip.values():
-        plan = plan.replaced(replace(one, workspace_bytes=workspace_bytes))
-    return assemble(plan, torch_on_cpu=False)
+
+    def smaller(made: mtagen.Plan) -> mtagen.Plan:
+        for one in made.strip.values():
+            made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+        return made
+
+    def plan_like(spec: mtagen.Spec) -> mtagen.Plan:
+        return smaller(mtagen.plan(spec, op.plan.target, "triton"))
+
+    return assemble(smaller(op.plan), torch_on_cpu=False, dropout=dropout, plan_like=plan_like)
 
 
 def strips(op: MultiTokenAttention, sizes: Sizes, planes: int) -> tuple[int, int]:
@@ -300,6 +307,33 @@ def test_any_scale(scale: float) -> None:
     assert not problems.decode_failures(op, op.plan.spec, problem)
 
 
+DROPPED: dict[str, tuple[float, dict[str, Any]]] = {  # the probability, and stages
+    "mixing": (0.9, {"kernel": None, "mixed_heads": 2}),
+    "mixing before and after": (0.1, {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2}),
+    "pairs": (0.1, {"kernel": None, "post_mixed_heads": 2}),
+    "a convolution after": (0.9, {"kernel": None, "post_kernel": (2, 5), "mask": "output", "causal": False}),
+    "all in a window": (0.1, EVERYTHING | {"window": (9, 3), "causal": False}),
+}
+
+
+@pytest.mark.usefixtures("memory_starts_as_nan")
+@pytest.mark.parametrize(("p", "stages"), DROPPED.values(), ids=DROPPED)
+def test_dropout(p: float, stages: dict[str, Any]) -> None:
+    """Each of two sequences has a strip of its own."""
+    op = with_workspace(build(stages), 2**10, dropout=True)
+    assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, Sizes(2, 4, 2, 7, 19)), p)
+    dropping.assert_masks(op, op.plan.spec, 4, 7, 19, 0.5)
+
+
+@pytest.mark.parametrize("stages", [{"mixed_heads": 2}, {"post_kernel": (2, 5)}], ids=str)
+def test_dropout_in_strips_of_some_rows(stages: dict[str, Any]) -> None:
+    """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
+    op = with_workspace(build({"kernel": None, "window": (21, -1), **stages}), 2**10, dropout=True)
+    assert not problems.failures_through_lse(
+        op, op.plan.spec, problems.random(op.plan.spec, Sizes(1, 2, 1, 131, 139)), 0.3
+    )
+
+
 def test_results_are_the_same_every_time() -> None:
     op = build(EVERYTHING)
     problem = problems.random(op.plan.spec, Sizes(2, 4, 2, 9, 13))
@@ -360,6 +394,15 @@ def test_packed_documents(options: dict[str, Any], lengths: documents.Lengths) -
 
 
 @packs
+@pytest.mark.parametrize("stages", [{"post_mixed_heads": 2}, {"post_kernel": (2, 2)}], ids=str)
+def test_dropout_of_packed_documents(stages: dict[str, Any]) -> None:
+    """Queries and keys count from the document's first."""
+    options = {"kernel": None, "window": (4, 1), "causal": False, "dropout": True} | stages
+    spec = Spec(**NARROW | options)
+    assert not documents.failures(host_of(options), spec, ((5, 2), (29, 30)), 2, 1, Dropout(dropping.SEED, 0.4))
+
+
+@packs
 def test_packed_documents_of_strips() -> None:
     """The second strip has rows of the first as context, but for the document that begins with it."""
     options = {"kernel": (3, 4), "mixed_heads": 2, "window": (60, 9), "causal": False}
@@ -377,7 +420,7 @@ def test_planes_of_packed_documents() -> None:
     """Memory and programs follow from the number of tokens and of documents, not from the longest document."""
     made = plan(Spec(None, 16, dtype="fp32", packed=True, mixed_heads=2), "generic")
     module = load_triton(made, render(made))
-    packed = Packed.of([(32, 40)] * 1000 + [(0, 5), (300, 3)])
+    packed = documents.packed([(32, 40)] * 1000 + [(0, 5), (300, 3)])
     places = (packed.cu_seq_q[-1].item() // 128 + 1002) * 128
     records = module._documents(*packed[:2], places)
     assert records.dtype == torch.int32

@@ -33,7 +33,10 @@ CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"
 EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/test_kernels.py"
 INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
 INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
+INTERPRETED_DOCUMENTS = "tests/interpreter/test_documents.py"
+INTERPRETED_DROPOUT = "tests/interpreter/test_dropout.py"
 EMULATED_STRIP = "tests/test_emulated_strip.py"
+EMULATED_DOCUMENTS = "tests/test_emulated_documents.py"
 SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
 
 FORWARD = (
@@ -211,8 +214,8 @@ BACKWARD = (
     Mutant(
         "triton-band-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        "((head0 + slot) * n_q + row) * BAND",
-        "(slot * n_q + row) * BAND",
+        'band = band_ptr + ({{ queries.begin("(head0 + slot)") }} + row)',
+        'band = band_ptr + ({{ queries.begin("slot") }} + row)',
         "Where the workspace holds fewer heads than there are, all write the band of the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
@@ -227,8 +230,8 @@ BACKWARD = (
     Mutant(
         "triton-gradient-of-keys-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        "row0 = (head0 // group + kv_slot) * n_x",
-        "row0 = kv_slot * n_x",
+        'else "(head0 // group + kv_slot) * n_x"',
+        'else "kv_slot * n_x"',
         "Where the workspace holds fewer heads than there are, all gradients of keys go to the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
@@ -369,8 +372,8 @@ HOST = (
     Mutant(
         "expanded-rows-count-as-aligned",
         "mtagen/ops/executor.py",
-        "and (n <= 1 or (stride_n > 0 and stride_n % vector == 0))",
-        "and (n <= 1 or stride_n % vector == 0)",
+        "if size > 1 and (stride <= 0 or stride % vector):",
+        "if size > 1 and stride % vector:",
         "One row that stands for all, with a stride of 0, reaches kernels that cannot read it.",
         ("tests/test_executor.py",),
     ),
@@ -640,6 +643,22 @@ STRIPS = (
         ("tests/test_strip.py::test_strips_in_a_window",),
     ),
     Mutant(
+        "strip-dropout-counts-queries-from-the-strip",
+        f"{TRITON}/strip_rows.j2",
+        "tl.full([BLOCK_H], first + r, tl.int32)",
+        "tl.full([BLOCK_H], r, tl.int32)",
+        "Of a later strip, other shares are dropped than the mask says, and others if the workspace is another.",
+        (f"{INTERPRETED_STRIP}::test_dropout_in_strips_of_some_rows",),
+    ),
+    Mutant(
+        "strip-dropout-draws-for-a-strip-of-sequences",
+        f"{TRITON}/strip_convolve.j2",
+        '"b0 * n_heads + slot"',
+        '"slot"',
+        "The sequences of all strips drop what those of the first one do.",
+        (f"{INTERPRETED_STRIP}::test_dropout",),
+    ),
+    Mutant(
         "strip-convolves-over-the-start-of-a-document",
         f"{TRITON}/strip_pieces.j2",
         "top = tl.maximum(begin, tl.maximum(skip",
@@ -661,11 +680,27 @@ STRIPS = (
         "rows = document.bottom - document.top;",
         "rows = count - document.top;",
         "The last rows of a packed document take in gradients of the first ones of the document behind it.",
-        ("tests/interpreter/test_cuda_strip.py::test_nothing_leaks_between_documents",),
+        ("tests/interpreter/test_cuda_strip.py::test_packed_documents",),
     ),
 )
 
 EMULATED_STRIPS = (
+    Mutant(
+        "row-dropout-of-the-gradient-by-half",
+        f"{CUDA}/row_softmax_backward.cu.j2",
+        "const bool dropped = key + DEPTH * WARPS * BLOCK_KEYS >= end;",
+        "const bool dropped = true;",
+        "In long rows, blocks that are copied again keep what dropout has dropped of their gradient.",
+        ("tests/interpreter/test_cuda_strip.py::test_dropout",),
+    ),
+    Mutant(
+        "row-dropout-draws-once-for-a-block",
+        f"{CUDA}/row_dropout.cuh",
+        "(key + copied_key(lane)) / 8",
+        "key / 8",
+        "Of every head, all groups of 8 keys of a block drop the same.",
+        ("tests/interpreter/test_cuda_strip.py::test_dropout",),
+    ),
     Mutant(
         "cuda-plane-slab-replaced-while-read",
         f"{CUDA}/plane_convolution.cu.j2",
@@ -947,6 +982,57 @@ WINDOWS = (
 )
 
 PIPELINE = "mtagen/cpu/pipeline.py"
+TILE_DROPOUT = (
+    Mutant(
+        "dropout-counts-keys-from-the-window",
+        f"{CUDA}/forward_sm90.cu.j2",
+        "({{ unseen }}step * KEYS - LAG)",
+        "(step * KEYS - LAG)",
+        "What is dropped of a key depends on which keys a CTA skips.",
+        (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),
+    ),
+    Mutant(
+        "dropout-of-the-first-column",
+        f"{CUDA}/kept.cuh",
+        "word << 7, word << 6",
+        "word << 7, word << 7",
+        "Of two neighbouring keys the second is dropped with the first.",
+        (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),
+    ),
+    Mutant(
+        "dropout-not-of-gradients",
+        f"{CUDA}/backward_scores.j2",
+        '"kept.one(dp[4 * n + e], e >> 1, n, e & 1)" if plan.kept else ',
+        "",
+        "Scores get gradients through values that were dropped.",
+        (f"{EMULATED}::test_dropout",),
+    ),
+    Mutant(
+        "dropout-scale-not-in-lse",
+        f"{CUDA}/backward_rows.j2",
+        "    row_lse[to] -= log2f(keep_scale);\n",
+        "",
+        "The backward pass does not divide what is kept by 1 - p.",
+        (f"{EMULATED}::test_dropout",),
+    ),
+    Mutant(
+        "dropout-bits-not-read-yet",
+        f"{CUDA}/forward_sm90.cu.j2",
+        "    __syncwarp();  // the bits have been read\n",
+        "",
+        "Bits are drawn over those that a lane still has to read.",
+        (f"{EMULATED}::test_no_races[forward-{SM90}-dropout]",),
+    ),
+    Mutant(
+        "dropout-bits-of-two-steps-in-one-place",
+        f"{CUDA}/backward_scores.j2",
+        "(step & 1) * KEPT_TILE",
+        "0 * KEPT_TILE",
+        "The helper draws the next step's bits over those in use.",
+        (f"{EMULATED}::test_no_races[backward-{SM90}-dropout]",),
+    ),
+)
+
 STAGES = (
     Mutant(
         "strip-without-context",
@@ -1094,4 +1180,112 @@ STAGES = (
     ),
 )
 
-MUTANTS = (*FORWARD, *BACKWARD, *DECODE, *WINDOWS, *STRIPS, *EMULATED_STRIPS, *STAGES, *HOST, *PLANNER, *SOURCES)
+DOCUMENTS = (
+    Mutant(
+        "documents-length-of-the-rest",
+        f"{CUDA}/document.j2",
+        "int n_k = cu_seq_k[b + 1] - k0;",
+        "int n_k = cu_seq_k[gridDim.y - 1] - k0;",
+        "Keys of later documents are seen.",
+        (f"{EMULATED_DOCUMENTS}::test_accurate",),
+    ),
+    Mutant(
+        "documents-statistics-without-room",
+        "mtagen/planner/tile/backward.py",
+        "return ROW_TILE + 2 * self.rows",
+        "return 0 if self.spec.packed else ROW_TILE + 2 * self.rows",
+        "The last steps of a document take the next one's log-sum-exps for rows that do not exist.",
+        (f"{EMULATED_DOCUMENTS}::test_nothing_leaks",),
+    ),
+    Mutant(
+        "documents-share-a-place-of-keys",
+        f"{CUDA}/backward_scores.j2",
+        "return k0 / OWNED + b + (c0 + HALO) / OWNED;",
+        "return k0 / OWNED + (c0 + HALO) / OWNED;",
+        "Two CTAs count the rows of dQ that they have added to in one place, so that a third one adds too early.",
+        (f"{EMULATED_DOCUMENTS}::test_no_races_and_the_same_bits_again",),
+    ),
+    Mutant(
+        "documents-with-later-tiles-before",
+        "mtagen/templates/host/documents.j2",
+        '"earlier": blocks[document] - number',
+        '"earlier": number + 1',
+        "CTAs wait for others of their document that have no room to run while they wait.",
+        ("tests/test_documents.py::test_schedule_of_tiles",),
+    ),
+    Mutant(
+        "documents-log-sum-exps-of-the-first-head",
+        f"{CUDA}/forward_results.j2",
+        "lse += static_cast<long long>(h) * total_q + q0;",
+        "lse += q0;",
+        "All heads write the log-sum-exps of the first.",
+        (f"{EMULATED_DOCUMENTS}::test_accurate",),
+    ),
+)
+
+LIFTED_DOCUMENTS = (
+    Mutant(
+        "lifted-documents-not-ended",
+        "mtagen/codegen/documents.py",
+        "{stride}, {axis.length}, {width}",
+        "{stride}, {axis.length} + 1, {width}",
+        "Tiles go on to the first row of the next document.",
+        (f"{INTERPRETED_DOCUMENTS}::test_nothing_leaks",),
+    ),
+    Mutant(
+        "lifted-documents-without-queries",
+        f"{TRITON}/contract.j2",
+        "strip_begin >= tl.maximum(n_q, 1)",
+        "strip_begin >= n_q",
+        "The gradient of keys that no query sees is never written.",
+        (f"{INTERPRETED_DOCUMENTS}::test_accurate",),
+    ),
+    Mutant(
+        "lifted-documents-places-from-batches",
+        f"{TRITON}/packed.j2",
+        "// {{ document_tile }} + document\n",
+        "// {{ document_tile }}\n",
+        "Documents share rows of the workspace.",
+        (f"{INTERPRETED_DOCUMENTS}::test_accurate",),
+    ),
+    Mutant(
+        "lifted-documents-keys-to-the-end-of-a-vector",
+        f"{TRITON}/backward.j2",
+        "p = tl.where((cols < n_k)[None, :], p, 0.0)",
+        "p = tl.where((cols < n_k + 16)[None, :], p, 0.0)",
+        "Behind a row of g there is infinity, which the product with zeros makes NaN.",
+        (f"{INTERPRETED_DOCUMENTS}::test_keys_that_do_not_fill_a_vector",),
+    ),
+    Mutant(
+        "lifted-dropout-of-the-first-keys",
+        f"{TRITON}/pieces.j2",
+        "rows, j0 // 8, threshold",
+        "rows, 0, threshold",
+        "All tiles of keys drop as the first one does.",
+        (f"{INTERPRETED_DROPOUT}::test_each_pass_keeps_what_the_mask_says",),
+    ),
+    Mutant(
+        "lifted-dropout-of-the-first-document",
+        "mtagen/codegen/triton.py",
+        'f"document * n_heads + {head}"',
+        "head",
+        "All documents drop as the first one does.",
+        (f"{INTERPRETED_DROPOUT}::test_documents",),
+    ),
+)
+
+MUTANTS = (
+    *FORWARD,
+    *BACKWARD,
+    *DECODE,
+    *WINDOWS,
+    *DOCUMENTS,
+    *LIFTED_DOCUMENTS,
+    *TILE_DROPOUT,
+    *STRIPS,
+    *EMULATED_STRIPS,
+    *STAGES,
+    *HOST,
+    *PLANNER,
+    *SOURCES,
+)

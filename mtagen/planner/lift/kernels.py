@@ -5,7 +5,7 @@ Sizes in grids are what the host code calls them, see ``templates/triton/host.j2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import sympy
 from sympy import ceiling
@@ -22,11 +22,16 @@ from .tiling import Tile, block_dim, resources
 
 N_HEADS, ALL_HEADS, HEADS, KV_HEADS = sympy.symbols("n_heads all_heads heads kv_heads", integer=True, positive=True)
 N_X = sympy.Symbol("n_x", integer=True, nonnegative=True)  # rows of the lifted operand
+TOTAL_Q = sympy.Symbol("total_q", integer=True, nonnegative=True)  # queries of all documents
 BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a strip
 N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 
 
 AXES = {4: ("b", "h", "n"), 3: ("slot", "row")}  # of tensors that are read by tiles, less the last, by their number
+PACKED_AXES = {4: ("n", "h"), 3: ("slot", "row")}  # of tensors that hold packed documents, by the axes of batches
+# Rows, or keys, of a document that a schedule of packed documents gives at once. Tiles of kernels divide it.
+DOCUMENT_TILE = 128
+ROW_TILES, KEY_TILES = sympy.symbols("n_row_tiles n_key_tiles", integer=True, positive=True)  # of such a schedule
 
 
 def tiled(target: str, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
@@ -48,12 +53,12 @@ def pointers(*names: str) -> tuple[Argument, ...]:
     return tuple(Argument(f"{name}_ptr", "memory", pointer=True) for name in names)
 
 
-def strided(*names: str) -> tuple[Argument, ...]:
-    """Pointers to tensors (B, H, N, D), each with its strides in elements, less the last, which is 1."""
+def strided(*names: str, axes: Sequence[str] = AXES[4]) -> tuple[Argument, ...]:
+    """Pointers to tensors (B, H, N, D), or of other axes, each with its strides in elements but the last, a 1."""
     return tuple(
         argument
         for name in names
-        for argument in (*pointers(name), *(Argument(f"{name}_{axis}", "int64") for axis in "bhn"))
+        for argument in (*pointers(name), *(Argument(f"{name}_{axis}", "int64") for axis in axes))
     )
 
 
@@ -92,29 +97,37 @@ class _Maker:
         self._dv = {"DV": block_dim(spec.value_head_dim)}
         self._corrected = {f"BAND{band.suffix.upper()}": band.width for band in geometry.bands}
         self._corrections = pointers(*(f"correction{band.suffix}" for band in geometry.bands))
+        drawn = (*pointers("seed"), *numbers("int32", "threshold"), *numbers("float", "keep_scale"))
+        self._dropout = drawn if spec.dropout else ()
+        self._all_heads = N_HEADS if spec.packed else BATCH * N_HEADS
 
     def lifting(self) -> Kernel:
-        own = (*strided("src"), *pointers("weight", "lifted"))
-        sizes = (*numbers("int32", "head0", "n_heads", "group", "n_x"), *numbers("float", "factor"))
+        own = (*self._strided("src"), *pointers("weight", "lifted"))
+        owner = "keys" if self._lift.lifts_keys else "rows"
+        heads = numbers("int32", "head0", "n_heads", "group")
+        sizes = (*heads, *self._lengths(owner, "n_x"), *numbers("float", "factor"))
         block = self._tiles["lift"].block_m
-        return self._make("operand", "lift", own + sizes, ceiling(N_X / block) * HEADS, {"BLOCK": block, **self._d})
+        grid = self._blocks(owner, block, N_X) * HEADS
+        return self._make("operand", "lift", own + sizes, grid, {"BLOCK": block, **self._d})
 
     def band_scores(self, band: Band) -> Kernel:
         tile = self._tiles["band_scores"]
         arguments = (
-            tiled(self._target, "q", ("BLOCK", "D")),
-            tiled(self._target, "k", ("WINDOW", "D")),
+            self._tiled("q", ("BLOCK", "D")),
+            self._tiled("k", ("WINDOW", "D")),
             *pointers("scores"),
-            *numbers("int32", "n_heads", "group", "n_q", "n_k"),
+            *numbers("int32", "n_heads", "group"),
+            *self._lengths("rows", "n_q", "n_k"),
         )
         constants = {"BLOCK": tile.block_m, "WINDOW": tile.block_n, **self._d, "REACH": band.reach}
-        grid = ceiling(N_Q / tile.block_m) * BATCH * N_HEADS
+        grid = self._row_blocks("band_scores") * self._all_heads
         return self._make(f"band_scores{band.suffix}", "band_scores", arguments, grid, constants)
 
     def band_correction(self, band: Band) -> Kernel:
         arguments = (
             *pointers("scores", "weight", "correction"),
-            *numbers("int32", "n_heads", "n_q"),
+            *numbers("int32", "n_heads"),
+            *self._lengths("rows", "n_q"),
             *numbers("float", "factor"),
         )
         sizes = {"BAND": band.width, "BAND_POW2": _power_of_2(band.width), "REACH": band.reach}
@@ -126,49 +139,60 @@ class _Maker:
         tile = self._tiles["forward"]
         arguments = (
             *self._operands(),
-            tiled(self._target, "v", ("BLOCK_N", "DV")),
+            self._tiled("v", ("BLOCK_N", "DV")),
             *self._corrections,
-            tiled(self._target, "out", ("BLOCK_M", "DV")),
+            self._tiled("out", ("BLOCK_M", "DV")),
             *pointers("lse"),
-            *numbers("int32", "n_heads", "group", "n_q", "n_k"),
+            *numbers("int32", "n_heads", "group"),
+            *self._lengths("rows", "n_q", "n_k"),
         )
+        arguments += self._dropout
         constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._corrected}
-        return self._make("fwd", "forward", arguments, self._row_blocks("forward") * BATCH * N_HEADS, constants)
+        grid = self._row_blocks("forward") * self._all_heads
+        return self._make("fwd", "forward", arguments, grid, constants)
 
     def rows(self) -> Kernel:
         arguments = (
             *pointers("out"),
-            *strided("grad"),
+            *self._strided("grad"),
             *pointers("lse", "grad_lse", "row_lse", "row_dot"),
             *numbers("int32", "n_heads", "n_q"),
         )
         constants = {"BLOCK": self._tiles["rows"].block_m, **self._dv}
-        return self._make("bwd_rows", "rows", arguments, self._row_blocks("rows") * ALL_HEADS, constants)
+        rows = TOTAL_Q if self._spec.packed else N_Q  # one by one, whatever document they are of
+        grid = ceiling(rows / self._tiles["rows"].block_m) * ALL_HEADS
+        return self._make("bwd_rows", "rows", arguments, grid, constants)
 
     def scores(self) -> Kernel:
         tile = self._tiles["scores"]
         arguments = (
             *self._operands(),
-            tiled(self._target, "v", ("BLOCK_N", "DV")),
-            tiled(self._target, "grad", ("BLOCK_M", "DV")),
+            self._tiled("v", ("BLOCK_N", "DV")),
+            self._tiled("grad", ("BLOCK_M", "DV")),
             self._g(),
             *self._corrections,
             *pointers("row_lse", "row_dot", "dv"),
-            *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"),
+            *numbers("int32", "head0", "n_heads", "group"),
+            *self._lengths("keys", "n_q", "n_k"),
+            *numbers("int32", "strip_begin", "strip_end"),
         )
+        arguments += self._dropout
         constants = {**_blocks(tile), **self._d, **self._dv, **self._corrected}
-        return self._make("bwd_scores", "scores", arguments, ceiling(N_K / tile.block_n) * HEADS, constants)
+        grid = self._blocks("keys", tile.block_n, N_K) * HEADS
+        return self._make("bwd_scores", "scores", arguments, grid, constants)
 
     def band_gather(self, band: Band) -> Kernel:
         arguments = (
             *pointers("g"),
             *(Argument(f"g_{axis}", "int64") for axis in ("slot", "row", "key")),
             *pointers("band"),
-            *numbers("int32", "head0", "n_q", "n_k", "strip_begin", "strip_end"),
+            *numbers("int32", "head0"),
+            *self._lengths("rows", "n_q", "n_k"),
+            *numbers("int32", "strip_begin", "strip_end"),
         )
         block = self._tiles["band"].block_m
         constants = {"BLOCK": block, "BAND": band.width, "BAND_POW2": _power_of_2(band.width)}
-        grid = ceiling((END - BEGIN) / block) * HEADS
+        grid = self._blocks("rows", block, END - BEGIN) * HEADS
         return self._make(f"bwd_band_gather{band.suffix}", "band", arguments, grid, constants)
 
     def contraction(self, contraction: Contraction) -> Kernel:
@@ -177,11 +201,14 @@ class _Maker:
             self._g(),
             self._operands()[rows],
             *pointers("grad"),
-            *numbers("int32", "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "row_begin", "row_end"),
+            *numbers("int32", "head0", "n_heads", "group"),
+            *self._lengths(contraction.owner, "n_q", "n_k"),
+            *numbers("int32", "strip_begin", *(("strip_end",) if self._spec.packed else ("row_begin", "row_end"))),
         )
         grid_terms = 1 if contraction.sums_terms else self._lift.terms
         terms = {"GRID_TERMS": grid_terms, "LOOP_TERMS": self._lift.terms // grid_terms}
-        blocks = ceiling((LAST - FIRST) / tile.block_m) if rows else ceiling(N_K / tile.block_n)
+        block, length = (tile.block_m, LAST - FIRST) if rows else (tile.block_n, N_K)
+        blocks = self._blocks(contraction.owner, block, length)
         constants = {**_blocks(tile), **self._d, **terms}
         role = contraction.role
         return self._make(f"bwd_{role}", role, arguments, blocks * HEADS * grid_terms, constants)
@@ -189,7 +216,8 @@ class _Maker:
     def band_gradient(self, band: Band) -> Kernel:
         arguments = (
             *pointers("scores", "band", "weight", "band_grad", "partial"),
-            *numbers("int32", "head0", "all_heads", "n_heads", "n_q"),
+            *numbers("int32", "head0", "all_heads", "n_heads"),
+            *self._lengths("rows", "n_q"),
             *numbers("float", "scale"),
         )
         sizes = {"BAND": band.width, "REACH": band.reach, "REACH_POW2": _power_of_2(band.reach)}
@@ -201,17 +229,19 @@ class _Maker:
         lifted = rows != self._lift.lifts_keys
         arguments = (
             *pointers("grad"),
-            *((*pointers("weight", "partial"), *strided("x")) if lifted else ()),
+            *((*pointers("weight", "partial"), *self._strided("x")) if lifted else ()),
             *pointers(*(f"band_grad{band.suffix}" for band in self._lift.bands)),
-            *(strided("other") if self._lift.bands else ()),
+            *(self._strided("other") if self._lift.bands else ()),
             *pointers("out"),
-            *numbers("int32", "head0", "all_heads", "n_heads", "group", "n_q", "n_k"),
+            *numbers("int32", "head0", "all_heads", "n_heads", "group"),
+            *self._lengths(owner, "n_q", "n_k"),
             *numbers("float", "scale"),
         )
         block = self._tiles["finish"].block_m
         reach = {f"REACH{band.suffix.upper()}": band.reach for band in self._lift.bands}
         constants = {"BLOCK": block, **self._d, **reach}
-        grid = ceiling(N_Q / block) * HEADS if rows else ceiling(N_K / block) * sympy.floor(HEADS / GROUP)
+        heads = HEADS if rows else sympy.floor(HEADS / GROUP)
+        grid = self._blocks(owner, block, N_Q if rows else N_K) * heads
         return self._make("bwd_dq" if rows else "bwd_dk", "finish", arguments, grid, constants)
 
     def decode(self, role: str) -> Kernel:
@@ -237,15 +267,38 @@ class _Maker:
     def _operands(self) -> tuple[Argument, Argument]:
         """The operands of scores, q and k. That which is lifted has an axis of slots and terms."""
         lifts_keys = self._lift.lifts_keys
-        q = tiled(self._target, "q", ("BLOCK_M", "D"), 4 if lifts_keys else 3)
-        return q, tiled(self._target, "k", ("BLOCK_N", "D"), 3 if lifts_keys else 4)
+        q = self._tiled("q", ("BLOCK_M", "D"), 4 if lifts_keys else 3)
+        return q, self._tiled("k", ("BLOCK_N", "D"), 3 if lifts_keys else 4)
 
     def _g(self) -> Argument:
         """The gradient of the scores, as it lies in the workspace."""
-        return tiled(self._target, "g", ("BLOCK_M", "BLOCK_N") if self._lift.lifts_keys else ("BLOCK_N", "BLOCK_M"), 3)
+        return self._tiled("g", ("BLOCK_M", "BLOCK_N") if self._lift.lifts_keys else ("BLOCK_N", "BLOCK_M"), 3)
 
     def _row_blocks(self, role: str) -> Size:
-        return ceiling(N_Q / self._tiles[role].block_m)
+        return self._blocks("rows", self._tiles[role].block_m, N_Q)
+
+    def _blocks(self, owner: str, block: int, length: Size) -> Size:
+        """Blocks of ``rows`` or ``keys``: so many as there are in ``length``, or in the tiles of packed documents."""
+        if not self._spec.packed:
+            return ceiling(length / block)
+        return DOCUMENT_TILE // block * (ROW_TILES if owner == "rows" else KEY_TILES)
+
+    def _lengths(self, owner: str, *names: str) -> tuple[Argument, ...]:
+        """What tells a program of its sequence: lengths, or where to find the document of its ``rows`` or ``keys``."""
+        if not self._spec.packed:
+            return numbers("int32", *names)
+        tiles = {"rows": "row_tiles", "keys": "key_tiles"}[owner]
+        return (*pointers(tiles, "cu_seq_q", "cu_seq_k"), *numbers("int32", f"n_{tiles}", "total_q", "total_k"))
+
+    def _strided(self, *names: str) -> tuple[Argument, ...]:
+        """Pointers to tensors, each with its strides."""
+        return strided(*names, axes=PACKED_AXES[4] if self._spec.packed else AXES[4])
+
+    def _tiled(self, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
+        """A tensor that is read or written by tiles; in a packed one each document is a matrix of its own."""
+        if self._spec.packed:
+            return Argument(name, "matrices", axes=PACKED_AXES[axes])
+        return tiled(self._target, name, block, axes)
 
     def _make(
         self, name: str, tile_role: str, arguments: tuple[Argument, ...], grid: Size, constants: Mapping[str, int]

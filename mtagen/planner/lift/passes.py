@@ -13,12 +13,13 @@ from ..passes import Fields, PassPlan, check_convolves_only, describe
 from ..splits import SplitRule, split_rule
 from ..targets import Target, get_target
 from .decode import DECODE_ROLES, Decode, decode_geometry
-from .kernels import pass_kernels
+from .kernels import DOCUMENT_TILE, pass_kernels
 from .operands import Lift, lift
 from .tiling import (
     TENSOR_ROLES,
     VECTOR_ROLES,
     Tile,
+    check_measured,
     cost,
     proposals,
     resident_ctas,
@@ -110,7 +111,9 @@ class LiftPass(PassPlan):
         chosen = self.role(key)
         if fields.keys() != Tile.__dataclass_fields__.keys():
             raise PlanError(explain(key, describe(fields), "is no tile", tuple(Tile.__dataclass_fields__)))
-        return replace(self, tiles=tuple((r, Tile(**fields) if r == chosen else tile) for r, tile in self.tiles))
+        made = Tile(**fields)
+        check_measured(chosen, made, self.spec, self.lift, get_target(self.target))
+        return replace(self, tiles=tuple((r, made if r == chosen else tile) for r, tile in self.tiles))
 
     def decision_cost(self, key: str) -> float:
         role = self.role(key)
@@ -131,6 +134,8 @@ class LiftPass(PassPlan):
                 yield section, f"band{band.suffix}", f"{band.width} diagonals corrected, {band.reach} needed"
             if not geometry.bands:
                 yield section, "band", "0 diagonals corrected, 0 needed"
+        if spec.packed:
+            yield section, "documents", f"scheduled in tiles of {DOCUMENT_TILE}, read by pointers"
         if section == "backward":
             yield section, "workspace", f"at most about {self.workspace_bytes // 2**20} MiB, sums besides"
         loops = {"forward": geometry.forward, "scores": geometry.scores}

@@ -66,6 +66,11 @@ class Tile:
     unroll: int = 1
 
 
+def reads_by_descriptor(spec: Spec, target: Target) -> bool:
+    """Whether tiles are loaded by descriptors of tensors. These do not know where a packed document ends."""
+    return target.tensor_descriptors and not spec.packed
+
+
 @dataclass(frozen=True)
 class Resources:
     """Modelled need of one CTA: bytes of shared memory, registers per thread."""
@@ -85,13 +90,15 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
     Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and
     score tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
 
-    Where tiles are read by pointers, a product reads its operands from shared memory before it begins, so that one
-    stage less is buffered; and loads that are not pipelined go through registers.
+    Where tiles are read by pointers, loads that are not pipelined go through registers; and a product, unless it is of
+    warpgroups, reads its operands from shared memory before it begins, so that one stage less is buffered.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
-    buffers = tile.num_stages if target.tensor_descriptors else max(1, tile.num_stages - 1)
-    is_staged = not target.tensor_descriptors and tile.num_stages == 1  # what is streamed goes through registers
+    by_descriptor = reads_by_descriptor(spec, target)
+    in_place = by_descriptor or "wgmma" in target.matrix
+    buffers = tile.num_stages if in_place else max(1, tile.num_stages - 1)
+    is_staged = not by_descriptor and tile.num_stages == 1  # what is streamed goes through registers
     if role in VECTOR_ROLES:
         vectors = lift.terms + 2 if role == "lift" else 3
         return Resources(shared=0, registers=40 + m * d * vectors // threads)
@@ -106,24 +113,26 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
         # cheap; but registers are allocated for all of a kernel.
         started = own * d // 2 if role.startswith("dk") else 0
         edges = 32 + (own * d + started + m * n * size // 2) // threads
-        if target.tensor_descriptors:
+        if by_descriptor:
             edges = min(edges, 255)
         return Resources(shared=shared, registers=max(loop, edges))
     own, streamed = (m, n) if role == "forward" else (n, m)
     # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
     kept = n * dv * size if role == "scores" else 0
     passed = (2 * m * n if size == 2 else 4 * m * n + m * dv) * size if role == "scores" else n * dv * size
+    # What dropout keeps is drawn in another layout than that of scores: a byte of each is passed.
+    drawn = m * n if spec.dropout else 0
     if tile.pipeline == "terms":
         pipelined = buffers * tile.unroll * (m + n) * d * size
-        shared = kept + (max(pipelined, passed) if size == 2 else pipelined + passed)
+        shared = kept + (max(pipelined, passed, drawn) if size == 2 else pipelined + passed)
         shared += _UNROLLED_SCRATCH if tile.unroll > 1 else 0
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
-        shared = own * d * lift.terms * size + buffers * stage + kept
-        shared += passed if role == "scores" else 0 if target.tensor_descriptors else m * n * size
+        shared = own * d * lift.terms * size + buffers * stage + kept + drawn
+        shared += passed if role == "scores" else 0 if in_place else m * n * size
     tiles = 1 if role == "forward" else 2  # s; dP as well
     # A loop over terms pipelines what scores are made of, and not values or gradients of outputs.
-    staged = streamed * dv if tile.pipeline == "terms" and not target.tensor_descriptors else 0
+    staged = streamed * dv if tile.pipeline == "terms" and not by_descriptor else 0
     staged += streamed * d if is_staged else 0
     registers = 90 + (tiles * m * n + own * dv + m * n * size // 4 + staged * size // 4) // threads
     return Resources(shared=shared, registers=registers)
@@ -290,14 +299,30 @@ def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
     nearest: tuple[float, str] = (float("inf"), "")
     for tile in candidates(role, spec, lift, target):
         need = resources(role, tile, spec, lift, target)
-        over = max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
-        if over > 1:
+        if (over := _over(need, target)) > 1:
             nearest = min(nearest, (over, _shortfall(role, tile, need, target)))
         else:
             fitting.append(tile)
     if not fitting:
         raise PlanError(nearest[1])
     return sorted(fitting, key=lambda tile: cost(role, tile, spec, lift, target))
+
+
+def check_measured(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> None:
+    """Check a tile of a table for what it was not measured for: tiles that descriptors load, read by pointers.
+
+    Raises:
+        PlanError: by the resource model it does not fit then.
+    """
+    if role in TENSOR_ROLES and target.tensor_descriptors and not reads_by_descriptor(spec, target):
+        need = resources(role, tile, spec, lift, target)
+        if _over(need, target) > 1:
+            raise PlanError(_shortfall(role, tile, need, target))
+
+
+def _over(need: Resources, target: Target) -> float:
+    """The larger of the shares of a limit that a kernel needs."""
+    return max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
 
 
 def table_key(role: str, spec: Spec, lift: Lift) -> str:

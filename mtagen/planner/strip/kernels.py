@@ -50,6 +50,7 @@ CONTRACTION_TILES = (
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 _PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
+_KEEP_SCALE = numbers("float", "keep_scale")  # what is kept is multiplied by it
 
 
 def by_descriptor(spec: Spec, target: str) -> bool:
@@ -217,6 +218,7 @@ class _Maker:
                 *more,
                 *self._strip("n_heads", "group", "b0"),
                 *numbers("float", "factor"),
+                *self._dropout(role),
             ),
             (self._tiles(rows, PRODUCT_CHUNK),),
             {"BLOCK_M": rows, "BLOCK_N": keys, "CHUNK": PRODUCT_CHUNK, "D": block_dim(width)},
@@ -297,6 +299,7 @@ class _Maker:
                 *pointers(stage.weight, "out"),
                 *more,
                 *self._strip("n_heads"),
+                *self._dropout(stage.name, *numbers("int32", "b0"), *_KEEP_SCALE),
             ),
             (self._tiles(rows, CONVOLUTION_CHUNK),),
             self._convolution_tile(stage, rows),
@@ -320,9 +323,16 @@ class _Maker:
             "BLOCK_H": block,
             "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
         }
-        arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more)
+        dropout = self._dropout(role, *_KEEP_SCALE)
+        arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *dropout)
         grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
         return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
+
+    def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:
+        """What a kernel takes if it drops: the seed, what draws depend on besides, and more."""
+        if role not in self._stages.dropping:
+            return ()
+        return (*pointers("seed"), *numbers("int32", *dropout_numbers(self._spec)), *more)
 
     def _make(
         self,
@@ -350,6 +360,14 @@ class _Maker:
 def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
     """Keys of the cache, which a decode step's kernels take where its planes have those of a window only."""
     return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
+
+
+def dropout_numbers(spec: Spec) -> tuple[str, ...]:
+    """What draws depend on besides the seed and places in planes, which in a window have the keys from key0 on.
+
+    Where the keys of packed documents begin, kernels find themselves.
+    """
+    return ("threshold", "key0") if Mask.of(spec).hides_earlier and not spec.packed else ("threshold",)
 
 
 def decode_rows(spec: Spec) -> int:

@@ -17,7 +17,7 @@ from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, by_descr
 from .passes import ENOUGH_ROWS, KEY_MULTIPLE, WINDOW_ROWS, StripPass
 from .planes import PlaneKernel
 from .source import StripSource
-from .stages import SCORE_SCALE, SHARE_SCALE, Stages
+from .stages import DROPOUT_KEYS, SCORE_SCALE, SHARE_SCALE, Stages
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ class StripModule:
     def key_multiple(self) -> int:
         """Keys of a strip are a multiple of this, or all there are."""
         return KEY_MULTIPLE
+
+    @property
+    def begin_multiple(self) -> int:
+        """The first key of a strip in a window is a multiple of this: dropout draws for whole groups of keys."""
+        return DROPOUT_KEYS if self.spec.dropout else 1
 
     @property
     def fewest_rows(self) -> int:

@@ -170,6 +170,11 @@ class StripPass(PassPlan):
             return
         if self.spec.packed and self.stages.mixes_after_alone and (self.pass_name, self.backend) == ("forward", "cuda"):
             yield self.pass_name, "values", "not side by side: no fused kernel does so for packed documents"
+        if self.spec.dropout:
+            roles = " and ".join(kernel.role for kernel in self.kernels if kernel.role in self.stages.dropping)
+            fuses = replace(self, spec=replace(self.spec, dropout=False)).fused
+            why = "; takes mixed shares, so that values do not lie side by side in a fused kernel" if fuses else ""
+            yield self.pass_name, "dropout", f"in {roles}{why}"
         yield self.pass_name, "planes", ", ".join(self.planes)
         yield self.pass_name, "workspace", f"at most about {self.planes_bytes // 2**20} MiB, sums besides"
         for kernel in self.kernels:

@@ -17,7 +17,7 @@ from sympy import ceiling
 
 from ...errors import PlanError
 from ...spec import Spec
-from ..kernel import Kernel, reads, writes
+from ..kernel import Kernel, numbers, reads, writes
 from ..targets import RESERVED_SHARED, get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, FLOP_OF_MMA, Toeplitz, toeplitz
@@ -273,6 +273,8 @@ class PlaneKernel(StripSource):
             yield f"out[r, j] = {factor}sum over u, v of W[u, v] {x},"
         skipped = "; so are those of rows before `skip`" if stage.final and not self.adjoint else ""
         yield f"for query first + r, which sits at position first + r + off; hidden results are zeros{skipped}."
+        if self.drops:
+            yield "Results that dropout keeps are multiplied by keep_scale; others are zeros, too."
 
     @property
     def summary(self) -> str:
@@ -283,12 +285,13 @@ class PlaneKernel(StripSource):
     @property
     def kernel(self) -> Kernel:
         registers, packed = 65536 // (32 * RESIDENT_WARPS), self.spec.packed
+        sequence = () if packed else numbers("int", "b0")
         if self.part == "gradient":
             arguments = (
                 *reads("Source", "x"),
                 *reads("Element", "dy"),
                 *writes("float", "partial"),
-                *self.strip_arguments("n_heads", *(() if packed else ("b0",)), "all_chunks", skips=False),
+                *self.strip_arguments("n_heads", *(argument.name for argument in sequence), "all_chunks", skips=False),
             )
             grid = (ceiling(KEYS / self.tile_keys) * SLOTS * (ceiling(COUNT / self.places) if packed else 1),)
         else:
@@ -297,6 +300,8 @@ class PlaneKernel(StripSource):
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
                 *self.strip_arguments("n_heads"),
+                *self.dropout,
+                *(sequence + numbers("float", "keep_scale") if self.drops else ()),
             )
             grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.form.walk) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

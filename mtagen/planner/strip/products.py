@@ -172,6 +172,7 @@ class ProductKernel(StripSource):
             *strides("x", "y"),
             *self.strip_arguments("n_heads", "group", "b0"),
             *numbers("float", "factor"),
+            *self.dropout,
         )
         grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.walk) * SLOTS,)
         registers = min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
@@ -183,6 +184,8 @@ class ProductKernel(StripSource):
         yield "Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],"
         made = f"; {' and '.join(zeros)} are zeros" if zeros else ""
         yield f"for query first + r, which sits at position first + r + off{made}."
+        if self.drops:
+            yield "Results that dropout drops are zeros, too."
         if self.decodes:
             yield "Each sequence has a length of its own, and its last row is at its end."
 

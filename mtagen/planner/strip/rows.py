@@ -244,10 +244,20 @@ class RowKernel(StripSource):
         return 2 if self.backward else 1
 
     @property
+    def kept_bytes(self) -> int:
+        """For what dropout keeps of a block, a word a lane, if a second pass over the row wants to know it again."""
+        return 4 * 32 if self.drops and self.backward and self.reads_scores else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """A block of each plane, and what belongs to it."""
+        return self.planes * _BLOCK_BYTES + self.kept_bytes
+
+    @property
     def depth(self) -> int:
         """Blocks of each plane that a warp copies to shared memory ahead of its work."""
         free = self.shared_of(self.ctas) - self.sums_bytes
-        return min(_MAX_DEPTH, free // (self.planes * _BLOCK_BYTES * self.warps))
+        return min(_MAX_DEPTH, free // (self.slot_bytes * self.warps))
 
     @property
     def kernel(self) -> Kernel:
@@ -258,7 +268,7 @@ class RowKernel(StripSource):
             arguments,
             self.grid,
             32 * self.warps,
-            self.sums_bytes + self.depth * self.planes * _BLOCK_BYTES * self.warps,
+            self.sums_bytes + self.depth * self.slot_bytes * self.warps,
             65536 // (32 * self.warps * self.ctas),
         )
 
@@ -266,7 +276,7 @@ class RowKernel(StripSource):
         """An argument of Triton's kernel in C. Results may take the place of what they are made of."""
         name = triton.name.removesuffix("_ptr")
         if name == triton.name:
-            (number,) = numbers("int", name)
+            (number,) = numbers("float" if triton.type == "float" else "int", name)
             return number
         written = {"out": self.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
@@ -274,7 +284,7 @@ class RowKernel(StripSource):
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
             (made,) = writes("float", name)
         else:
-            types = {"x": "Score", "g": "Element", "seqlens": "int", "documents": "int"}
+            types = {"x": "Score", "g": "Element", "seqlens": "int", "documents": "int", "seed": "long long"}
             (made,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return made
 
@@ -297,6 +307,9 @@ class RowKernel(StripSource):
                 yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
             case _:
                 yield f"dx, the gradient of x, from g, that of {shares}; and gradients of matrices."
+        if self.drops:
+            gradient = ", and first to their gradient" if self.backward else ""
+            yield f"Shares are dropped last{gradient}: those that are kept are multiplied by keep_scale."
         if self.backward and (self.matrices or not self.reads_scores):
             yield "Each CTA has sums of its own of a matrix's gradient."
         scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]

@@ -15,6 +15,7 @@ from ..passes import Fields
 from ..targets import get_target
 from .cost import streamed
 from .documents import RECORD, TILE
+from .kernels import dropout_numbers
 from .stages import Stages
 
 DECODE = "decode_"  # what roles of a decode step begin with
@@ -131,6 +132,16 @@ class StripSource(ABC):
     def stages(self) -> Stages:
         """What the kernels of the pass are made for."""
         return Stages(self.spec)
+
+    @property
+    def drops(self) -> bool:
+        """Whether it drops."""
+        return self.role in self.stages.dropping
+
+    @property
+    def dropout(self) -> tuple[Argument, ...]:
+        """What it takes to draw what is kept, if it drops."""
+        return (*reads("long long", "seed"), *numbers("int", *dropout_numbers(self.spec))) if self.drops else ()
 
     @property
     def mask(self) -> Mask:

@@ -10,6 +10,7 @@ from ...spec import MAX_MIXED_HEADS, Spec
 
 SCORE_SCALE = 2.0**-6  # what planes hold of a scaled score: fp16 reaches 4 million
 SHARE_SCALE = 2.0**8  # and of a probability: fp16 keeps 11 bits down to 2e-7
+DROPOUT_KEYS = 8  # that dropout draws for at a time
 _ALIGNED = 8  # keys: 16 bytes of the narrowest elements
 _DOT = 16  # rows, columns and terms of a product on tensor cores, at least
 
@@ -147,13 +148,29 @@ class Stages:
         return self.masks_grad_shares or self.spec.packed
 
     @property
+    def dropping(self) -> tuple[str, ...]:
+        """Roles of the kernels that drop: the last one that writes shares, and the first one that has their gradients.
+
+        Of the backward pass, the kernel that mixes, or takes the softmax, does both.
+        """
+        if not self.spec.dropout:
+            return ()
+        if self.separate_post_mix:
+            return "post_mix", "post_mix_backward"
+        if self.post_convolution:
+            return "post_convolution", "grad_shares"
+        return "softmax", "softmax_backward"
+
+    @property
     def mixes_after_alone(self) -> bool:
         """Whether heads are mixed after the softmax and nothing else is done around it but a convolution before.
 
         Then outputs may be mixed instead of shares (:mod:`.concatenation`), by a forward kernel that rounds scores
         otherwise than the backward pass: that must not take the sums of its probabilities for 1.
+        Dropout follows the mixture: shares must be mixed then.
         """
-        return self.post_mix is not None and self.mix is None and self.post_convolution is None
+        alone = self.post_mix is not None and self.mix is None and self.post_convolution is None
+        return alone and not self.spec.dropout
 
     @property
     def fused_post_mix(self) -> bool:

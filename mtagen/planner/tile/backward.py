@@ -25,11 +25,13 @@ from sympy import Expr, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import Spec
-from ..geometry.affine import N_K, N_Q
+from ..geometry.affine import N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
+from ..kernel import HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
+from .kept import DRAW, KEEP_SCALE, KeptBits
+from .layout import Layout
 from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
@@ -273,6 +275,11 @@ class TileBackward(TilePass):
         return CHUNK * self.toeplitz.chunks + 6
 
     @cached_property
+    def kept(self) -> KeptBits | None:
+        """What dropout keeps of a step's P, of two steps where a helper draws it; keys begin anywhere in a group."""
+        return KeptBits(self.rows, self.output_columns, CHUNK - 1, 1 + self.hopper) if self.spec.dropout else None
+
+    @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
         vectors, parity = 128 * self.panels, ROW_TILE // 2 * self.slab_row
@@ -290,6 +297,7 @@ class TileBackward(TilePass):
                 ("G", 2 * self.gradient_ring * parity, 16),
                 ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
                 ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
+                ("KEPT", self.kept.size if self.kept else 0, 16),
                 ("BARRIERS", 32 if self.hopper else 0, 8),
             )
         )
@@ -334,32 +342,50 @@ class TileBackward(TilePass):
         """Threads that share a row of 16-byte columns: a power of two."""
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Where sequences lie."""
+        return Layout.of(self.spec)
+
+    @property
+    def row_room(self) -> int:
+        """Statistics past a sequence's last row: a CTA may load the step past the one that holds the row after it."""
+        return ROW_TILE + 2 * self.rows
+
     @property
     def sizes(self) -> Mapping[str, Expr]:
         """What grids, buffers and arguments are counted in.
 
-        A head's statistics have ``row_pitch`` rows: a CTA may load the step past the one that holds the row after the
-        last. Sums of dQ are finished in ``dq_pieces`` of 16.
+        A head's statistics have ``row_pitch`` rows. Sums of dQ are finished in ``dq_pieces`` of 16.
         """
+        layout = self.layout
         return {
-            "row_pitch": N_Q + ROW_TILE + 2 * self.rows,
-            "key_blocks": ceiling(N_K / self.owned),
-            "dq_pieces": BATCH * HEADS * N_Q * (self.spec.head_dim // 16),
-            "dw_terms": BATCH * KEY_BLOCKS,
+            "row_pitch": layout.with_room(layout.queries, self.row_room),
+            "key_blocks": layout.blocks(layout.keys, self.owned),
+            "dq_pieces": layout.batch * HEADS * layout.queries * (self.spec.head_dim // 16),
+            "dw_terms": layout.batch * KEY_BLOCKS,
         }
+
+    @property
+    def tile_order(self) -> str:
+        """In which order CTAs take tiles of documents, see ``templates/host/documents.j2``: long ones first.
+
+        Those of a document come in the order of its keys: a CTA may wait for the one before.
+        """
+        return "earlier" if self.mask.favours_later_rows else "longest"
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """What the host allocates: results, then what the kernels hand on."""
-        taps = self.spec.cq * self.spec.ck
+        taps, heads = self.spec.cq * self.spec.ck, self.layout.batch * HEADS
         return (
             *(Buffer(f"d{name}", "q", like=name) for name in "qkv"),
             Buffer("dweight", "fp32", like="weight"),
-            Buffer("row_lse", "fp32", (BATCH * HEADS, ROW_PITCH)),
-            Buffer("row_dot", "fp32", (BATCH * HEADS, ROW_PITCH)),
+            Buffer("row_lse", "fp32", (heads, ROW_PITCH)),
+            Buffer("row_dot", "fp32", (heads, ROW_PITCH)),
             Buffer("dq_sum", "fp32", like="q"),
-            Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS)),
-            Buffer("progress", "int32", (BATCH * HEADS * KEY_BLOCKS,), zeroed=True, option="deterministic"),
+            Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=self.spec.packed),  # some CTAs have no tile
+            Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, option="deterministic"),
         )
 
     @property
@@ -370,25 +396,31 @@ class TileBackward(TilePass):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """D and zeroes first, then the gradients, then dQ and dW out of their fp32 sums."""
-        spec = self.spec
+        spec, layout = self.spec, self.layout
 
         rows = (
             *reads("Element", "out", "grad_out"),
             *reads("float", "lse", "grad_lse"),
+            *(reads("int", "cu_seq_q") if layout.packed else ()),
             *writes("float", "row_lse", "row_dot", "dq_sum"),
-            *strides("grad_out"),
-            *numbers("int", "heads", "n_q", "row_pitch"),
+            *layout.strides("grad_out"),
+            *numbers("int", "heads", layout.queries.name, "row_pitch"),
+            *(numbers("int", "documents") if layout.packed else ()),
+            *(KEEP_SCALE if spec.dropout else ()),
         )
         main = (
             *reads("Element", "q", "k", "v", "grad_out"),
             *reads("float", "weight", "row_lse", "row_dot"),
+            *layout.documents,
             *writes("float", "dq_sum"),
             *writes("Element", "dk", "dv"),
             *writes("float", "dw_sums"),
             *writes("int", "progress", restrict=False),
-            *strides("q", "k", "v", "grad_out"),
-            *numbers("int", "n_q", "n_k", "heads", "group", "row_pitch"),
+            *layout.strides("q", "k", "v", "grad_out"),
+            *layout.lengths,
+            *numbers("int", "heads", "group", "row_pitch"),
             *numbers("float", "scale"),
+            *(DRAW if spec.dropout else ()),
         )
         finish = (
             *reads("float", "dq_sum"),
@@ -399,8 +431,8 @@ class TileBackward(TilePass):
             *numbers("int", "dw_terms", "heads"),
             *numbers("float", "scale"),
         )
-        rows_grid = (BATCH * HEADS * ceiling(ROW_PITCH / (256 // self.row_lanes)),)
-        main_grid = (BATCH * KV_HEADS, KEY_BLOCKS)
+        rows_grid = (layout.batch * HEADS * ceiling(ROW_PITCH / (256 // self.row_lanes)),)
+        main_grid = (layout.batch * KV_HEADS, KEY_BLOCKS)
         finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + ceiling(DQ_PIECES / 256),)
         rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
         registers = max(self.register_split)
@@ -414,13 +446,17 @@ class TileBackward(TilePass):
     def legend(self) -> Iterator[str]:
         """What the kernels do one after the other, and what they hand on."""
         taps = self.spec.cq * self.spec.ck
+        batch, key_blocks = "batch * ", f"ceil(n_k / {self.owned})"
+        if self.spec.packed:
+            batch, key_blocks = "", f"floor(total_k / {self.owned}) + documents"
+        yield from self.layout.legend(self.owned, "keys")
         yield "Its three kernels run one after the other on one stream. They hand on, in fp32:"
-        yield "  row_lse, row_dot  of every row, (batch * heads, row_pitch);"
+        yield f"  row_lse, row_dot  of every row, ({batch}heads, row_pitch);"
         yield "  dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;"
         yield f"  dw_sums           terms of dweight, (heads * {taps}, dw_terms)."
-        yield "progress is null, or int32 zeros (batch * heads, key_blocks), which make dq reproducible."
-        yield f"row_pitch = {self.sizes['row_pitch']}, key_blocks = ceil(n_k / {self.owned}),"
-        yield "dw_terms = batch * key_blocks."
+        yield f"progress is null, or int32 zeros ({batch}heads, key_blocks), which make dq reproducible."
+        yield f"row_pitch = {self.sizes['row_pitch']}, key_blocks = {key_blocks},"
+        yield f"dw_terms = {batch}key_blocks."
         yield f"The main kernel takes, for 16 x 8 scores, {self._convolutions}."
 
     @property

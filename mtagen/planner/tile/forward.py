@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from sympy import Expr, Min, ceiling, floor, symbols
+from sympy import Expr, Min, floor, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, Buffer, Kernel, numbers, reads, strides, writes
+from ..kernel import HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
+from .kept import DRAW, KEEP_SCALE, KeptBits
+from .layout import Layout
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
@@ -133,8 +135,13 @@ class TileForward(TilePass):
 
     @property
     def lag(self) -> int:
-        """Columns by which outputs lag the keys: a window then starts ``carry`` before its tile, on a chunk."""
-        return self.toeplitz.carry - self.spec.pad_left
+        """Columns by which outputs lag the tiles: a window then starts ``carry`` before its tile, on a chunk."""
+        return self.toeplitz.carry - self.spec.pad_left + self.lead
+
+    @property
+    def lead(self) -> int:
+        """Keys before the first one at which tiles begin. With dropout, those of outputs then begin with a group."""
+        return (self.spec.pad_left - self.toeplitz.carry) % CHUNK if self.spec.dropout else 0
 
     @property
     def tiles(self) -> int:
@@ -197,6 +204,11 @@ class TileForward(TilePass):
         return self.score_exponent > 0 and not self.scales_queries
 
     @cached_property
+    def kept(self) -> KeptBits | None:
+        """What dropout keeps of a tile; where warps that load draw it, of as many tiles as they load ahead."""
+        return KeptBits(self.rows, self.keys, 0, self.stages) if self.spec.dropout else None
+
+    @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
         barriers = 8 * (4 * self.stages + 4 * self.warps) if self.hopper else 0
@@ -208,6 +220,7 @@ class TileForward(TilePass):
                 ("V", self.stages * v_panels * self.keys * 128, 1024),
                 ("SLAB", self.slabs * 2 * self.slab_parity, 16),
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
+                ("KEPT", self.kept.size if self.kept else 0, 4),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -221,7 +234,9 @@ class TileForward(TilePass):
     def register_split(self) -> tuple[int, int]:
         """Registers a thread of a warpgroup that computes, and of the one that loads."""
         if self.hopper:
-            return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[self.warps // 4]
+            # To draw what is kept takes more than to load; of three warpgroups that compute none can spare it.
+            drawing = {1: (240, 56), 2: (224, 56), 3: (160, 32)}
+            return (drawing if self.spec.dropout else {1: (240, 24), 2: (240, 24), 3: (160, 32)})[self.warps // 4]
         target = get_target(self.target)
         return min(target.registers_per_thread, target.registers_per_multiprocessor // (self.threads * self.blocks)), 0
 
@@ -243,24 +258,35 @@ class TileForward(TilePass):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The one kernel."""
+        layout = Layout.of(self.spec)
         arguments = (
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
+            *layout.documents,
             *writes("Element", "out"),
             *writes("float", "lse"),
-            *strides("q", "k", "v"),
-            *numbers("int", "n_q", "n_k", "heads", "group"),
+            *layout.strides("q", "k", "v"),
+            *layout.lengths,
+            *(numbers("int", "total_q") if layout.packed else ()),
+            *numbers("int", "heads", "group"),
             *numbers("float", "scale"),
+            *((*DRAW, *KEEP_SCALE) if self.spec.dropout else ()),
         )
-        grid = (BATCH * HEADS, ceiling(N_Q / self.owned))
+        grid = (layout.batch * HEADS, layout.blocks(layout.queries, self.owned))
         registers = max(self.register_split)
         return (Kernel("forward", self.name, arguments, grid, self.threads, self.shared.size, registers),)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """What the host allocates."""
-        out = Buffer("out", "q", (BATCH, HEADS, N_Q, self.spec.value_head_dim))
-        return (out, Buffer("lse", "fp32", (BATCH, HEADS, N_Q)))
+        layout = Layout.of(self.spec)
+        out = Buffer("out", "q", layout.outputs(self.spec.value_head_dim))
+        return (out, Buffer("lse", "fp32", layout.statistics))
+
+    @property
+    def tile_order(self) -> str:
+        """In which order CTAs take tiles of documents, see ``templates/host/documents.j2``: long ones first."""
+        return "later" if self.mask.favours_later_rows else "longest"
 
     @property
     def legend(self) -> Iterator[str]:
@@ -270,6 +296,7 @@ class TileForward(TilePass):
             carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
+        yield from Layout.of(self.spec).legend(self.owned, "queries")
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""

@@ -63,6 +63,11 @@ DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4 };" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// Stores the low half of x.
+DEVICE void store_shared_half(u32 to, u32 x) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(static_cast<unsigned short>(x)) : "memory");
+}
+
 // Stores the low half of x at `to` and its high half at `to_high`.
 DEVICE void store_shared_halves(u32 to, u32 to_high, u32 x) {
   asm volatile(
@@ -251,6 +256,13 @@ DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
+}
+
+// The same of what a pointer, which it returns, leads to.
+template <class T>
+DEVICE const T* anew(const T* from) {
+  asm volatile("" : "+l"(from));
+  return from;
 }
 
 // Makes a value exist here, in a register of its own: it is neither computed later nor computed again.

@@ -42,25 +42,3 @@ DEVICE void scale_scores(float (&s)[N], float factor) {
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] *= factor;
 }
-
-// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they are in [begin, end). A row that has
-// seen no key is zeros, and its log-sum-exp is -inf. Of each 8 columns of o the thread holds two, from column 2
-// lane_pair on.
-template <int N, class Element>
-DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax, int row,
-                         int begin, int end, int lane) {
-  constexpr int COLUMNS = 2 * N;
-  const int lane_pair = lane & 3;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float total = softmax.total(r);
-    const int i = row + r;
-    if (i < begin || i >= end) continue;
-    const float inverse = total == 0.f ? 0.f : 1.f / total;
-    if (lane_pair == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
-#pragma unroll
-    for (int n = 0; n < COLUMNS / CHUNK; ++n)
-      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * COLUMNS + CHUNK * n + 2 * lane_pair) =
-          pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
-  }
-}

@@ -1,0 +1,185 @@
+"""Packed documents, dropout and windows on a GPU, of every kind of pipeline: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import mtagen
+from mtagen.check import failures
+from mtagen.measure.cases import Sizes
+from mtagen.ops.attention import MultiTokenAttention
+from mtagen.spec import Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+CUDA = torch.device("cuda")
+HEADS = 8
+PIPELINES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None, "head_dim": 64},
+    "convolution": {"kernel": (6, 11), "head_dim": 128},
+    "mixing": {"kernel": None, "head_dim": 64, "mixed_heads": 8, "post_mixed_heads": 8},
+    "pairs after": {"kernel": (6, 11), "head_dim": 64, "post_mixed_heads": 2},
+    "convolutions": {"kernel": (6, 11), "head_dim": 64, "post_kernel": (3, 5)},
+    "everything": {
+        "kernel": (6, 11),
+        "head_dim": 128,
+        "mixed_heads": 8,
+        "post_kernel": (6, 11),
+        "post_mixed_heads": 8,
+    },
+}
+DATA: dict[str, dict[str, Any]] = {
+    "packed": {"packed": True},
+    "dropout": {"dropout": True},
+    "packed, dropout": {"packed": True, "dropout": True},
+    "packed, dropout, a window": {"packed": True, "dropout": True, "window": (70, 40), "causal": False},
+}
+backends = pytest.mark.parametrize("backend", ["auto", "triton"])  # auto: CUDA's kernels, beside Triton's in strips
+every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
+
+
+def built(stages: dict[str, Any], backend: str, **options: Any) -> MultiTokenAttention:
+    return mtagen.build(**{"dtype": "bf16", "backend": backend} | stages | options)
+
+
+def documents(op: MultiTokenAttention, lengths: list[int]) -> dict[str, Any]:
+    """What ``varlen`` takes, of documents of these lengths."""
+    spec, total = op.plan.spec, sum(lengths)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shapes = dict.fromkeys("qkv", (total, HEADS, spec.head_dim))
+    tensors = {
+        name: torch.randn(shape, device=CUDA, generator=generator).bfloat16().requires_grad_()
+        for name, shape in shapes.items()
+    }
+    weights = {
+        name: torch.randn(shape, device=CUDA, generator=generator).requires_grad_()
+        for name, shape in spec.weights(HEADS).items()
+    }
+    cu_seq = torch.tensor([0, *lengths], device=CUDA).cumsum(0).to(torch.int32)
+    return tensors | weights | {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq, "max_q": max(lengths), "max_k": max(lengths)}
+
+
+def train(function: Any, given: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Out, the log-sum-exp and all gradients, through both."""
+    out, lse = function(**given, **options, return_lse=True)
+    leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+    loss = out.float().square().sum() + lse.sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@backends
+@every_pipeline
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+def test_accuracy(stages: dict[str, Any], data: dict[str, Any], backend: str) -> None:
+    op = built(stages, backend, **data)
+    spec = Spec(**op.plan.spec.to_dict() | data)
+    sizes = (Sizes(4, HEADS, HEADS // 2, 113, 203), Sizes(3, HEADS, HEADS, 515, 511))
+    assert not failures(op, spec, CUDA, sizes)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("name", ["convolution", "everything"])
+def test_accuracy_of_other_targets(name: str, target: str) -> None:
+    """Triton's kernels for other GPUs run on this one."""
+    op = built(PIPELINES[name], "triton", target=target, packed=True, dropout=True)
+    spec = Spec(**op.plan.spec.to_dict() | {"packed": True, "dropout": True})
+    assert not failures(op, spec, CUDA, (Sizes(3, HEADS, HEADS // 2, 113, 203),))
+
+
+@backends
+@every_pipeline
+def test_nothing_leaks(stages: dict[str, Any], backend: str) -> None:
+    """No bit of a document's results depends on another document, not even where that holds what is no number."""
+    op = built(stages, backend, deterministic=True)
+    given = documents(op, [130, 257, 1, 64])
+    own = slice(130, 387)
+    others = torch.ones(len(given["q"]), 1, 1, dtype=torch.bool, device=CUDA)
+    others[own] = False
+    dirty = given | {name: given[name].detach().masked_fill(others, torch.nan).requires_grad_() for name in "qkv"}
+    clean = train(op.varlen, given)
+    out, lse, dq, dk, dv, *_ = train(op.varlen, dirty)
+    for ours, theirs in zip((clean[0], clean[1].T, *clean[2:5]), (out, lse.T, dq, dk, dv), strict=True):
+        assert not ours[own].isnan().any()
+        assert torch.equal(ours[own], theirs[own])
+
+
+@every_pipeline
+def test_bit_reproducible(stages: dict[str, Any]) -> None:
+    op = built(stages, "auto", deterministic=True, dropout=True)
+    given = documents(op, [300, 0, 77, 500, 3])
+    seed = mtagen.draw_seed(CUDA)
+    first = train(op.varlen, given, dropout_p=0.1, dropout_seed=seed)
+    for _ in range(20):
+        assert all(map(torch.equal, train(op.varlen, given, dropout_p=0.1, dropout_seed=seed), first))
+
+
+@pytest.mark.parametrize("name", ["convolution", "everything"])
+def test_cuda_graph_draws_anew(name: str) -> None:
+    """Nothing waits for the GPU, documents may have other lengths in each replay, and other entries are dropped."""
+    op = built(PIPELINES[name], "auto", dropout=True)
+    given = documents(op, [200, 56, 100])
+    seed = mtagen.draw_seed(CUDA)
+    torch.cuda.manual_seed(1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(op.varlen, given, dropout_p=0.2)  # kernels are built
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, fixed = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = train(op.varlen, given, dropout_p=0.2)
+    with torch.cuda.graph(fixed):
+        seeded = train(op.varlen, given, dropout_p=0.2, dropout_seed=seed)
+    graph.replay()
+    first = [x.clone() for x in results]
+    graph.replay()
+    assert not torch.equal(results[0], first[0])
+    for starts in ([0, 200, 256, 356], [0, 100, 170, 356]):
+        given["cu_seq_q"].copy_(torch.tensor(starts, dtype=torch.int32))
+        fixed.replay()
+        for ours, expected in zip(seeded[:2], train(op.varlen, given, dropout_p=0.2, dropout_seed=seed), strict=False):
+            assert torch.equal(ours, expected)
+
+
+@backends
+@pytest.mark.parametrize("name", ["convolution", "everything"])
+def test_checkpoint_and_compile(name: str, backend: str) -> None:
+    """The forward pass that is computed again drops the same; traced code takes lengths that change."""
+    op = built(PIPELINES[name], backend, deterministic=True, dropout=True)
+    torch._dynamo.reset()
+
+    def block(q: Tensor, **given: Any) -> Any:
+        """PyTorch keeps the state of the generators of those devices on which tensors passed by position are."""
+        return checkpoint(lambda q: op.varlen(q, **given, dropout_p=0.1), q, use_reentrant=False)
+
+    compiled = torch.compile(op.varlen, fullgraph=True, dynamic=True)
+    seed = mtagen.draw_seed(CUDA)
+    for lengths in ([100, 33, 64], [50, 120, 7, 1]):
+        given = documents(op, lengths)
+        torch.manual_seed(3)
+        expected = train(lambda **x: op.varlen(**x, dropout_p=0.1), given)
+        torch.manual_seed(3)
+        assert all(map(torch.equal, train(block, given), expected))
+        seeded = {"dropout_p": 0.1, "dropout_seed": seed}
+        for ours, eager in zip(train(compiled, given, **seeded), train(op.varlen, given, **seeded), strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_a_thousand_documents() -> None:
+    """Memory does not grow with their number times the longest one's length."""
+    op = built(PIPELINES["everything"], "auto")
+    given = documents(op, [4096, *[8] * 1000])
+    train(op.varlen, given)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    train(op.varlen, given)
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2**30
