@@ -752,8 +752,8 @@ EMULATED_STRIPS = (
     Mutant(
         "cuda-plane-gradient-of-the-first-sequences",
         f"{CUDA}/plane_gradient.cu.j2",
-        "static_cast<long long>(b0 * n_heads + slot)",
-        "static_cast<long long>(slot)",
+        '"part" if spec.packed else "b0"',
+        '"part" if spec.packed else "0"',
         "All strips add to the sums of the first one's sequences.",
         (f"{EMULATED_STRIP}::test_gradient_of_the_weight",),
     ),
