@@ -109,3 +109,41 @@ def failures(
     expected = documents_op(eager, *map(list, zip(*lengths, strict=True)))
     judged = judge(with_lse(op(host, spec, packed(lengths), dropout)), with_lse(expected), inputs, grad_out)
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
+
+
+def leaks(
+    host: Mapping[str, Callable[..., Any]], spec: Spec, lengths: Lengths, heads: int, kv_heads: int, own: int = 1
+) -> list[str]:
+    """Results of a document that are other bits among others, which hold no numbers, than alone.
+
+    Args:
+        host: the forward and the backward pass.
+        spec: what they compute.
+        lengths: of the documents.
+        heads: of queries.
+        kv_heads: of keys.
+        own: the document.
+    """
+    inputs, grad_out = random(spec, lengths, heads, kv_heads)
+    queries, keys = rows_of(packed(lengths), own)
+    scale = spec.head_dim**-0.5
+
+    def results(documents: Documents, *tensors: Tensor) -> tuple[Tensor, ...]:
+        *qkv, grad = tensors
+        operands = (*qkv, *inputs.weights.values())
+        out, lse = host["forward"](*operands, scale, *documents)
+        grad_lse = grad[..., 0].float().T.contiguous()
+        return out, lse.T, *host["backward"](grad, grad_lse, *operands, out, lse, scale, *documents)[:3]
+
+    def spoilt(x: Tensor, rows: slice) -> Tensor:
+        infinite = torch.arange(len(x))[:, None, None] % 2 == 0
+        others = torch.where(infinite, torch.inf, torch.nan).to(x.dtype).repeat(1, *x.shape[1:])
+        others[rows] = x[rows]
+        return others
+
+    tensors = ((inputs.q, queries), (inputs.k, keys), (inputs.v, keys), (grad_out, queries))
+    alone = results(packed([lengths[own]]), *(x[rows] for x, rows in tensors))
+    among = results(packed(lengths), *(spoilt(x, rows) for x, rows in tensors))
+    owners = {"out": queries, "lse": queries, "dq": queries, "dk": keys, "dv": keys}
+    found = zip(owners.items(), alone, among, strict=True)
+    return [name for (name, rows), one, others in found if not torch.equal(one, others[rows])]

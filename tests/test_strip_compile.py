@@ -12,7 +12,7 @@ import pytest
 from mtagen.codegen import cuda, render
 from mtagen.errors import PlanError
 from mtagen.planner import TARGETS, get_target, plan
-from mtagen.planner.passes import PASSES, passes_of
+from mtagen.planner.passes import passes_of
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.products import WarpgroupProduct
 from mtagen.planner.strip.rows import RowKernel
@@ -38,7 +38,10 @@ CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
     ("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}),
     ("sm_90a", EVERYTHING | {"window": (1023, -1)}),
     ("sm_80", CONVOLVED | {"window": (1023, 1023), "causal": False}),
+    ("sm_90a", CONVOLVED | {"window": (1023, -1), "packed": True}),
 ]
+CONTRACTIONS = {"outputs", "grad_queries", "grad_keys", "grad_values"}  # of packed documents, which Triton has alone
+CONTRACTION_STACK = 96
 PRODUCTS = ("scores", "grad_shares", "decode_scores")  # the kernels whose registers depend on the head dim most
 
 
@@ -109,6 +112,15 @@ def test_targets_without_tma(target: str) -> None:
         assert not re.search(r"\bLDG(STS)?\S*\.[US](8|16)\b", used[role].assembly), role
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_contractions_of_packed_documents(target: str) -> None:
+    """They read planes and rows 16 bytes at a time, asynchronously, and multiply on the tensor cores."""
+    parts = ("outputs", "grad_queries", "grad_keys")  # gradients of values are as those of keys
+    for role, usage in compiled(Spec(head_dim=128, packed=True, **EVERYTHING), target, *parts).items():
+        assert_fits({role: usage}, target, {role: CONTRACTION_STACK})
+        assert re.search(r"\bLDGSTS\S*\.128", usage.assembly), role
+
+
 @pytest.mark.parametrize(
     "spec",
     [Spec((16, 16), 64, post_mixed_heads=2), Spec((6, 11), 64, post_mixed_heads=2, dtype="fp32")],
@@ -174,9 +186,9 @@ def assert_compiles(source: StripSource, log: Callable[[], str]) -> Usage:
 def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
     """CUDA's kernels, each a source of its own, use the tensor cores."""
     spec = Spec(head_dim=64, **stages)
-    for name in PASSES:
+    for name in passes_of(spec):
         made = StripPass(spec, target, name, "cuda")
-        assert {*made.cuda} == {kernel.role for kernel in made.kernels}
+        assert {*made.cuda} == {kernel.role for kernel in made.kernels} - CONTRACTIONS
         for role, source in made.cuda.items():
             assert isinstance(source, StripSource)
             used = assert_compiles(source, log)

@@ -116,6 +116,16 @@ def first_key(mask: Mask, position: str) -> str:
     return triton_code(mask.first_key(Source(position)))
 
 
+def first_position(mask: Mask, key: str) -> str:
+    """The first position whose query sees a key; the mask hides keys from earlier ones."""
+    return triton_code(mask.first_position(Source(key)))
+
+
+def last_position(mask: Mask, key: str) -> str:
+    """The last position whose query sees a key; the mask hides keys from later ones."""
+    return triton_code(mask.last_position(Source(key)))
+
+
 def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
     """The condition that the query at a position sees a key, or one from there up to another; the mask hides some."""
     first, last = mask.first_key(Source(position)), mask.last_key(Source(last_position or position))

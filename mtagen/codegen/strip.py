@@ -13,10 +13,9 @@ from typing import Any
 from ..planner.kernel import Kernel
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
-from ..planner.targets import get_target
 from ..version import __version__
 from . import host, triton
-from .pieces import aligned, dot_options, first_key, last_key, sees
+from .pieces import aligned, dot_options, first_key, first_position, last_key, last_position, sees
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 
@@ -39,7 +38,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "pitch_multiple": module.pitch_multiple,
         "block_of": block_of,
         "target": module.target,
-        "by_descriptor": get_target(module.target).tensor_descriptors,
+        "by_descriptor": module.by_descriptor,
         "cuda": module.cuda,
         "launch": partial(_launch, module),
         "quoted": _quoted,
@@ -55,6 +54,9 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "aligned": partial(aligned, 16 // spec.itemsize),
         "first_key": partial(first_key, module.mask),
         "last_key": partial(last_key, module.mask),
+        "first_position": partial(first_position, module.mask),
+        "last_position": partial(last_position, module.mask),
+        "vector": 16 // spec.itemsize,
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
             f"{stages.post_heads if name.startswith('post') else stages.heads})"

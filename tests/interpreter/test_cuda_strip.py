@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import documents
 import dropping
 import problems
 import pytest
@@ -14,6 +15,7 @@ from emulator import emulated
 
 from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
+from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
 from mtagen.runtime.load import load_triton
@@ -156,3 +158,63 @@ def test_dropout(stages: dict[str, Any], target: str, sizes: Sizes, p: float, fo
     op = assemble(made, torch_on_cpu=False, dropout=True, plan_like=plan_like)
     assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes), p)
     dropping.assert_masks(op, made.spec, 2, 9, 21, 0.5)
+
+
+# Packed documents: keys or queries only, one token, more rows than a tile of a kernel has and than keys, fewer than a
+# halo. A document's rows begin with a tile of 128 places.
+LENGTHS = ((0, 3), (4, 0), (75, 40), (1, 1), (3, 90))
+IN_A_WINDOW = {"kernel": None, "mixed_heads": 2, "post_kernel": (6, 11), "window": (20, 5), "causal": False}
+PACKED: dict[str, tuple[int, dict[str, Any], documents.Lengths, int]] = {  # heads, stages, documents, workspace
+    "all stages": (*PIPELINES["all stages"], LENGTHS, 2**30),
+    "strips": (*PIPELINES["all stages"], ((3, 2), (140, 131), (130, 9)), 2**10),
+    "strips in a window": (2, IN_A_WINDOW, ((140, 131), (5, 8)), 2**10),
+}
+
+
+def packed_host(
+    folder: Path, stages: dict[str, Any], workspace_bytes: int, target: str = "sm_90a"
+) -> tuple[Spec, Mapping[str, Callable[..., Any]]]:
+    """Host functions for packed documents with CUDA's kernels, beside Triton's."""
+    spec = Spec(head_dim=16, dtype="fp16", **stages)
+    made = with_workspace(plan(replace(spec, packed=True), target, "cuda"), workspace_bytes)
+    assert not made.strip["forward"].fused
+    load(made, folder)
+    module = load_triton(made, render(made))
+    return spec, {name: getattr(module, name) for name in made.strip}
+
+
+@pytest.mark.parametrize(("heads", "stages", "lengths", "workspace_bytes"), PACKED.values(), ids=PACKED)
+def test_packed_documents(
+    heads: int, stages: dict[str, Any], lengths: documents.Lengths, workspace_bytes: int, folder: Path
+) -> None:
+    spec, host = packed_host(folder, stages, workspace_bytes)
+    assert not documents.failures(host, spec, lengths, heads, heads // 2)
+
+
+def test_packed_pairs_without_wgmma(folder: Path) -> None:
+    """Products by mma instructions; gradients of shares are theirs even where hidden ones may be anything."""
+    spec, host = packed_host(folder, {"kernel": (3, 3), "post_mixed_heads": 2}, 2**30, "sm_80")
+    assert not documents.failures(host, spec, LENGTHS, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "target"),
+    [
+        ({"mixed_heads": 2, "window": (21, 3), "causal": False}, "sm_90a"),
+        ({"post_kernel": (2, 2), "window": (21, -1)}, "sm_90a"),
+        ({"post_kernel": (2, 2), "post_mixed_heads": 2}, "sm_80"),
+    ],
+    ids=str,
+)
+def test_dropout_of_packed_documents(stages: dict[str, Any], target: str, folder: Path) -> None:
+    """Queries and keys count from the document's first, wherever strips begin."""
+    spec, host = packed_host(folder, {"kernel": None, "dropout": True, **stages}, 2**10, target)
+    lengths = ((9, 4), (140, 170), (5, 6))
+    assert not documents.failures(host, spec, lengths, 2, 1, Dropout(dropping.SEED, 0.4))
+
+
+def test_nothing_leaks_between_documents(folder: Path) -> None:
+    """A document among others that hold no numbers gives the bits that it gives alone."""
+    for stages in (PIPELINES["all stages"][1], IN_A_WINDOW):
+        spec, host = packed_host(folder, stages, 2**30)
+        assert not documents.leaks(host, spec, ((9, 20), (70, 33), (12, 12)), 4, 2)

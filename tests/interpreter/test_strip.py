@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import documents
 import dropping
 import problems
 import pytest
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor
 
 import mtagen
+from mtagen import Spec, plan
 from mtagen.codegen import render
+from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.planner.strip import kernels
+from mtagen.planner.strip import module as strip_module
 from mtagen.planner.strip.stages import Stages
 from mtagen.runtime.load import load_triton
 
@@ -340,3 +345,86 @@ def test_results_are_the_same_every_time() -> None:
         return [out, lse, *torch.autograd.grad(out, [*leaves.values()], problem.grad_out)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+# Packed documents. Their rows begin with a tile of 128 places each.
+
+NARROW: dict[str, Any] = {"head_dim": 16, "value_head_dim": 24, "dtype": "fp32"}
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward kernels of rows have few programs, each of many rows: the interpreter takes long for a program."""
+    for owner in (kernels, strip_module):
+        monkeypatch.setattr(owner, "PROGRAMS", 8)
+
+
+packs = pytest.mark.usefixtures("memory_starts_as_nan", "few_programs")
+
+
+def host_of(options: dict[str, Any], workspace_bytes: int = 2**30) -> Mapping[str, Callable[..., Any]]:
+    """The host functions of a spec of packed documents."""
+    made = plan(Spec(**NARROW | {"packed": True} | options), "generic")
+    for one in made.strip.values():
+        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
+    module = load_triton(made, render(made))
+    return {name: getattr(module, name) for name in made.strip}
+
+
+def packed_failures(
+    options: dict[str, Any], lengths: documents.Lengths, heads: int, kv_heads: int, **more: Any
+) -> list[str]:
+    """Results that break the accuracy rule, a line each."""
+    spec = Spec(**NARROW | options)
+    return documents.failures(host_of(options, **more), spec, lengths, heads, kv_heads)
+
+
+@packs
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        # Keys or queries only, more queries than keys, fewer rows than a halo.
+        (PIPELINES["both before, both after"] | {"mask": "output"}, ((0, 3), (17, 9), (4, 0), (1, 1))),
+        (PIPELINES["none before, convolution after"] | {"causal": False, "dtype": "fp16"}, ((13, 21), (5, 2))),
+    ],
+    ids=str,
+)
+def test_packed_documents(options: dict[str, Any], lengths: documents.Lengths) -> None:
+    assert not packed_failures(options, lengths, 4, 2)
+
+
+@packs
+@pytest.mark.parametrize("stages", [{"post_mixed_heads": 2}, {"post_kernel": (2, 2)}], ids=str)
+def test_dropout_of_packed_documents(stages: dict[str, Any]) -> None:
+    """Queries and keys count from the document's first."""
+    options = {"kernel": None, "window": (4, 1), "causal": False, "dropout": True} | stages
+    spec = Spec(**NARROW | options)
+    assert not documents.failures(host_of(options), spec, ((5, 2), (29, 30)), 2, 1, Dropout(dropping.SEED, 0.4))
+
+
+@packs
+def test_packed_documents_of_strips() -> None:
+    """The second strip has rows of the first as context, but for the document that begins with it."""
+    options = {"kernel": (3, 4), "mixed_heads": 2, "window": (60, 9), "causal": False}
+    assert not packed_failures(options, ((131, 140), (3, 7)), 2, 1, workspace_bytes=2**10)
+
+
+@packs
+def test_nothing_leaks_between_documents() -> None:
+    """A document among others that hold no numbers gives the bits that it gives alone."""
+    options = {"kernel": (3, 4), "post_kernel": (2, 5), "window": (4, -1)}
+    assert not documents.leaks(host_of(options), Spec(**NARROW | options), ((2, 9), (6, 5), (7, 4)), 4, 2)
+
+
+def test_planes_of_packed_documents() -> None:
+    """Memory and programs follow from the number of tokens and of documents, not from the longest document."""
+    made = plan(Spec(None, 16, dtype="fp32", packed=True, mixed_heads=2), "generic")
+    module = load_triton(made, render(made))
+    packed = documents.packed([(32, 40)] * 1000 + [(0, 5), (300, 3)])
+    places = (packed.cu_seq_q[-1].item() // 128 + 1002) * 128
+    records = module._documents(*packed[:2], places)
+    assert records.dtype == torch.int32
+    assert len(records) == places // 128
+    rows = [(record[0], i) for record in records.tolist() for i in range(record[1], min(record[1] + 128, record[2]))]
+    assert rows == [(b, i) for b in range(1000) for i in range(32)] + [(1001, i) for i in range(300)]
+    assert records[-1].tolist()[2:] == [300, 32000, 3, 40005]

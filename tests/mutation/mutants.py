@@ -658,6 +658,30 @@ STRIPS = (
         "The sequences of all strips drop what those of the first one do.",
         (f"{INTERPRETED_STRIP}::test_dropout",),
     ),
+    Mutant(
+        "strip-convolves-over-the-start-of-a-document",
+        f"{TRITON}/strip_pieces.j2",
+        "top = tl.maximum(begin, tl.maximum(skip",
+        "top = tl.maximum(0, tl.maximum(skip",
+        "The first rows of a packed document take in the last ones of the document before.",
+        (f"{INTERPRETED_STRIP}::test_nothing_leaks_between_documents",),
+    ),
+    Mutant(
+        "strip-context-of-documents-counted-twice",
+        f"{TRITON}/strip_places.j2",
+        '"%d if place0 else 0" % context',
+        '"0" % ()',
+        "The rows that two strips of packed documents share give their gradients twice.",
+        (f"{INTERPRETED_STRIP}::test_packed_documents_of_strips",),
+    ),
+    Mutant(
+        "strip-cuda-adjoint-over-the-end-of-a-document",
+        f"{CUDA}/plane_convolution.cu.j2",
+        "rows = document.bottom - document.top;",
+        "rows = count - document.top;",
+        "The last rows of a packed document take in gradients of the first ones of the document behind it.",
+        ("tests/interpreter/test_cuda_strip.py::test_packed_documents",),
+    ),
 )
 
 EMULATED_STRIPS = (

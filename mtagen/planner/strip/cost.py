@@ -76,3 +76,4 @@ def streamed(role: str, itemsize: int, target: Target) -> float:
 
 # Planes that kernels read and write, one that is read twice counted twice; convolutions, and other mixtures, have 2.
 _PLANES = {"scores": 1, "grad_shares": 1, "values": 1, "softmax": 3, "post_mix_backward": 4, "softmax_backward": 6}
+_PLANES |= dict.fromkeys(("outputs", "grad_queries", "grad_keys", "grad_values"), 1)

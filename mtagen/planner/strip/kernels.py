@@ -11,10 +11,11 @@ from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.mask import Mask
 from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Argument, Kernel, numbers
-from ..lift.kernels import pointers, strided, tiled
+from ..lift.kernels import AXES, pointers, strided, tiled
 from ..lift.tiling import block_dim
 from ..names import kernel_name
 from ..targets import get_target
+from .documents import PART, TILE
 from .sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from .stages import Convolution, Stages, block_of
 
@@ -39,8 +40,22 @@ OUTPUT_ROWS = 32  # of a block of outputs that are mixed
 VALUE_ROWS, VALUE_KEYS = 16, 64  # a tile of the product of a decode step's shares with values
 ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
+# Tiles of products of planes with rows of packed documents: those of the result, those that are summed, stages, warps.
+CONTRACTION_TILES = (
+    *((128, 64, stages, 8) for stages in (4, 3, 2)),
+    *((64, 64, stages, 4) for stages in (2, 1)),
+    (64, 32, 1, 4),
+    (32, 32, 1, 4),
+)
+
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
+_PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
 _KEEP_SCALE = numbers("float", "keep_scale")  # what is kept is multiplied by it
+
+
+def by_descriptor(spec: Spec, target: str) -> bool:
+    """Whether tensor descriptors load and store tiles, where the target has them: they do not see documents end."""
+    return get_target(target).tensor_descriptors and not spec.packed
 
 
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
@@ -57,6 +72,7 @@ def mixed_outputs(spec: Spec, target: str) -> Kernel:
 class _Maker:
     def __init__(self, spec: Spec, target: str) -> None:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
+        self._by_descriptor = by_descriptor(spec, target)
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
@@ -70,6 +86,8 @@ class _Maker:
             yield self._convolution(stages.post_convolution)
         if stages.separate_post_mix:
             yield self._rows("post_mix", ("x", "out", "post_head_weight"), stages.post_heads, COUNT)
+        if self._spec.packed:
+            yield self._contraction("outputs", self._spec.value_head_dim)
 
     def decode(self) -> Iterator[Kernel]:
         """The forward kernels on strips of a few rows of sequences with lengths of their own, and one for values."""
@@ -111,7 +129,7 @@ class _Maker:
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
-        if stages.masks_grad_shares:
+        if stages.owns_grad_shares:
             yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid")
         if stages.post_is_separate:
@@ -133,12 +151,17 @@ class _Maker:
         yield self._rows("softmax_backward", pointers_of, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
+        if spec.packed:
+            yield self._contraction("grad_values", spec.value_head_dim, over_rows=True)
+            yield self._contraction("grad_queries", spec.head_dim)
+            yield self._contraction("grad_keys", spec.head_dim, over_rows=True)
 
     def _adjoints(self, stage: Convolution) -> Iterator[Kernel]:
+        spec = self._spec
         sums = {"BLOCK_M": GRADIENT_ROWS, "BLOCK_N": GRADIENT_KEYS, "WINDOW": stage.window(GRADIENT_KEYS)}
         yield self._make(
             f"{stage.name}_adjoint",
-            (self._windows("dy"), *pointers(stage.weight, "dx"), *numbers("int32", *_STRIP, "n_heads")),
+            (self._windows("dy"), *pointers(stage.weight, "dx"), *self._strip("n_heads")),
             (self._tiles(CONVOLUTION_ROWS, CONVOLUTION_CHUNK),),
             self._convolution_tile(stage, CONVOLUTION_ROWS),
             warps=8,
@@ -148,11 +171,11 @@ class _Maker:
             f"{stage.name}_gradient",
             (
                 self._windows("x"),
-                tiled(self._target, "dy", ("BLOCK_M", "BLOCK_N"), 3),
+                self._tiled("dy", ("BLOCK_M", "BLOCK_N"), 3),
                 *pointers("partial"),
-                *numbers("int32", *_STRIP, "n_heads", "b0", "all_chunks"),
+                *self._strip("n_heads", *(() if spec.packed else ("b0",)), "all_chunks"),
             ),
-            (ceiling(KEYS / GRADIENT_CHUNK) * SLOTS * stage.cq,),
+            (ceiling(KEYS / GRADIENT_CHUNK) * SLOTS * stage.cq * (ceiling(COUNT / PART) if spec.packed else 1),),
             {**sums, "CHUNK": GRADIENT_CHUNK},
             stages=self._gradient_stages(stage),
         )
@@ -163,7 +186,7 @@ class _Maker:
         In fp32 they are split in two. Kernels so large that no tile fits have the first one.
         """
         spec, target = self._spec, get_target(self._target)
-        windows, parts = 2 if target.tensor_descriptors else 1, 2 if spec.dtype == "fp32" else 1
+        windows, parts = 2 if self._by_descriptor else 1, 2 if spec.dtype == "fp32" else 1
 
         def need(keys: int) -> int:
             return spec.itemsize * stage.window(keys) * (parts * stage.cq * keys + windows * rows)
@@ -176,7 +199,7 @@ class _Maker:
         """Stages of the kernel that makes the gradient of a convolution's weight."""
         target = get_target(self._target)
         tiles = self._spec.itemsize * GRADIENT_ROWS * (GRADIENT_KEYS + stage.window(GRADIENT_KEYS))
-        more = 1 if target.tensor_descriptors else -1  # copies of tiles that are multiplied, next to those in flight
+        more = 1 if self._by_descriptor else -1  # copies of tiles that are multiplied, next to those in flight
         fitting = (one for one in GRADIENT_STAGES if max(1, one + more) * tiles <= target.shared_per_block)
         return next(fitting, GRADIENT_STAGES[-1])
 
@@ -189,11 +212,11 @@ class _Maker:
         return self._make(
             role,
             (
-                tiled(self._target, "x", ("BLOCK_M", "D")),
-                tiled(self._target, "y", ("BLOCK_N", "D")),
-                tiled(self._target, "plane", ("BLOCK_M", "BLOCK_N"), 3),
+                self._tiled("x", ("BLOCK_M", "D")),
+                self._tiled("y", ("BLOCK_N", "D")),
+                self._tiled("plane", ("BLOCK_M", "BLOCK_N"), 3),
                 *more,
-                *numbers("int32", *_STRIP, "n_heads", "group", "b0"),
+                *self._strip("n_heads", "group", "b0"),
                 *numbers("float", "factor"),
                 *self._dropout(role),
             ),
@@ -205,7 +228,19 @@ class _Maker:
 
     def _windows(self, plane: str) -> Argument:
         """A plane that is read in windows."""
-        return tiled(self._target, plane, ("BLOCK_M", "WINDOW"), 3)
+        return self._tiled(plane, ("BLOCK_M", "WINDOW"), 3)
+
+    def _tiled(self, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
+        """A tensor that is read or written by tiles of its last two axes."""
+        if self._by_descriptor:
+            return tiled(self._target, name, block, axes)
+        return Argument(name, "tiles", axes=AXES[axes])
+
+    def _strip(self, *more: str) -> tuple[Argument, ...]:
+        """Where the strip is, and other numbers."""
+        if self._spec.packed:
+            return (*pointers("documents"), *numbers("int32", *_PACKED_STRIP, *more))
+        return numbers("int32", *_STRIP, *more)
 
     def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
         """The first tile whose operands and products fit shared memory.
@@ -221,6 +256,39 @@ class _Maker:
         rule = f"{self._target} has {limit} bytes of shared memory, a product of {spec.dtype} rows needs {min(needs)}"
         raise PlanError(explain("head dim", width, rule, "a smaller one, or backend='torch'"))
 
+    def _contraction(self, role: str, width: int, *, over_rows: bool = False) -> Kernel:
+        """A product of a plane with rows of packed documents: a sum over keys, or over rows of the plane.
+
+        Raises:
+            PlanError: no tile fits shared memory.
+        """
+        spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
+        needs = {
+            tile: spec.itemsize * tile[2] * tile[1] * (tile[0] + d)  # what is summed of both operands
+            for tile in CONTRACTION_TILES
+        }
+        fitting = [tile for tile, need in needs.items() if need <= limit]
+        if not fitting:
+            rule = f"{self._target} has {limit} bytes of shared memory, a product of {spec.dtype} planes needs "
+            raise PlanError(explain("head dim", width, f"{rule}{min(needs.values())}", "a smaller one"))
+        made, summed, stages, warps = fitting[0]
+        blocks = {"BLOCK_M": summed, "BLOCK_N": made} if over_rows else {"BLOCK_M": made, "BLOCK_N": summed}
+        tiles = ceiling(COUNT / TILE) * ceiling(KEYS / made) * KV_HEADS if over_rows else ceiling(COUNT / made) * SLOTS
+        return self._make(
+            role,
+            (
+                self._tiled("x", ("BLOCK_M", "BLOCK_N"), 3),
+                self._tiled("y", ("BLOCK_M" if over_rows else "BLOCK_N", "D")),
+                *strided("out"),
+                *self._strip("n_heads", "group", "b0"),
+                *numbers("float", "factor"),
+            ),
+            (tiles,),
+            blocks | {"D": d},
+            warps=warps,
+            stages=stages,
+        )
+
     def _convolution(
         self, stage: Convolution, prefix: str = "", rows: int = CONVOLUTION_ROWS, more: tuple[Argument, ...] = ()
     ) -> Kernel:
@@ -230,7 +298,7 @@ class _Maker:
                 self._windows("x"),
                 *pointers(stage.weight, "out"),
                 *more,
-                *numbers("int32", *_STRIP, "n_heads"),
+                *self._strip("n_heads"),
                 *self._dropout(stage.name, *numbers("int32", "b0"), *_KEEP_SCALE),
             ),
             (self._tiles(rows, CONVOLUTION_CHUNK),),
@@ -256,7 +324,7 @@ class _Maker:
             "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
         }
         dropout = self._dropout(role, *_KEEP_SCALE)
-        arguments = (*pointers(*tensors), *numbers("int32", *_STRIP, "n_heads", "b0"), *more, *dropout)
+        arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *dropout)
         grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
         return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
 
@@ -295,8 +363,11 @@ def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
 
 
 def dropout_numbers(spec: Spec) -> tuple[str, ...]:
-    """What draws depend on besides the seed and places in planes, which in a window have the keys from key0 on."""
-    return ("threshold", "key0") if Mask.of(spec).hides_earlier else ("threshold",)
+    """What draws depend on besides the seed and places in planes, which in a window have the keys from key0 on.
+
+    Where the keys of packed documents begin, kernels find themselves.
+    """
+    return ("threshold", "key0") if Mask.of(spec).hides_earlier and not spec.packed else ("threshold",)
 
 
 def decode_rows(spec: Spec) -> int:

@@ -12,7 +12,8 @@ from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
-from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, row_keys
+from .documents import PART, RECORD, TILE, context_places
+from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, by_descriptor, row_keys
 from .passes import ENOUGH_ROWS, KEY_MULTIPLE, WINDOW_ROWS, StripPass
 from .planes import PlaneKernel
 from .source import StripSource
@@ -154,7 +155,34 @@ class StripModule:
     @property
     def fewest_rows(self) -> int:
         """The fewest rows of a strip: whole tiles, of which at most half are context."""
+        if self.spec.packed:
+            return self.context_places + TILE
         return -(-2 * max(self.spec.context, 1) // CONVOLUTION_ROWS) * CONVOLUTION_ROWS
+
+    @property
+    def tile(self) -> int:
+        """Places of a tile: a document's begin with one, and so do strips of packed documents."""
+        return TILE
+
+    @property
+    def record(self) -> tuple[str, ...]:
+        """What kernels are told of each tile of places."""
+        return RECORD
+
+    @property
+    def context_places(self) -> int:
+        """Places of a strip before those of its outputs, of packed documents."""
+        return context_places(self.spec.context)
+
+    @property
+    def part(self) -> int:
+        """Places of a partial sum of the gradient of a convolution's weight, of packed documents."""
+        return PART
+
+    @property
+    def by_descriptor(self) -> bool:
+        """Whether tensor descriptors load and store tiles."""
+        return by_descriptor(self.spec, self.target)
 
     @property
     def programs(self) -> int:
@@ -180,8 +208,20 @@ class StripModule:
     @property
     def legend(self) -> Iterator[str]:
         """What the numbers of the source mean."""
+        if self.spec.packed:
+            yield from self._legend_of_documents
+            return
         yield f"Mask {self.mask.name}; query i sits at position i + off."
         yield "In a strip: rows first .. first + count of queries, of which the first `skip` are context and the first"
         yield "`valid` have scores that lack context of their own; keys 0 .. keys; `pitch` elements from row to row."
         if self.mask.hides_earlier:
             yield "Its keys are those that its rows see; j, and with it `off`, counts from the first of them."
+
+    @property
+    def _legend_of_documents(self) -> Iterator[str]:
+        yield f"Mask {self.mask.name}. The rows of a document have places, one after the other, from a multiple of"
+        yield f"{TILE} on: a tile of {TILE} places belongs to one document. A strip is `count` places from `place0` on,"
+        yield "of whose outputs those of the first `skip` are another strip's, and the first `valid` have no scores."
+        yield "Of a tile's document, row r of the strip is query first + r, at position first + r + off, and"
+        yield "top <= r < bottom are its rows. key0 is the first of the keys that these see; j counts from it, and"
+        yield "there are `keys` of them, or none if the tile has no rows. It is `pitch` elements from row to row."

@@ -115,6 +115,8 @@ class StripPass(PassPlan):
         if self.pass_name == "decode":  # the rows of one new token; keys and values are read besides
             read = (spec.head_dim + spec.value_head_dim) * spec.itemsize / target.dram_bytes_per_cycle
             return (spec.context + 1) * scores + read
+        if spec.packed:  # products are kernels, too
+            return scores
         products = 1 if self.pass_name == "forward" else 3 + ("grad_shares" not in kernels)
         return scores + products * streamed("values", spec.itemsize, target)
 
@@ -166,6 +168,8 @@ class StripPass(PassPlan):
             yield from rows_of_table(self.fused)
             yield self.pass_name, "mixed_outputs", _of_triton(self.kernels[-1])
             return
+        if self.spec.packed and self.stages.mixes_after_alone and (self.pass_name, self.backend) == ("forward", "cuda"):
+            yield self.pass_name, "values", "not side by side: no fused kernel does so for packed documents"
         if self.spec.dropout:
             roles = " and ".join(kernel.role for kernel in self.kernels if kernel.role in self.stages.dropping)
             fuses = replace(self, spec=replace(self.spec, dropout=False)).fused

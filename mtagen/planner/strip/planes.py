@@ -23,6 +23,7 @@ from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, FLOP_OF_MMA, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
 from .cost import DRAIN, START, STRIP_ROWS, Work
+from .documents import PART
 from .sizes import COUNT, KEYS, SLOTS
 from .source import Form, StripSource
 from .stages import Convolution
@@ -205,6 +206,11 @@ class PlaneKernel(StripSource):
         """Chunks of the slab that the windows of a chunk of results touch."""
         return (CHUNK - 1 + self.spare + self.stage.ck - 1) // CHUNK + 1
 
+    @property
+    def places(self) -> int:
+        """Places of packed documents that a CTA sums up."""
+        return PART
+
     @cached_property
     def weight_gradient(self) -> WeightGradient:
         """How warps share it."""
@@ -278,23 +284,24 @@ class PlaneKernel(StripSource):
 
     @property
     def kernel(self) -> Kernel:
-        registers = 65536 // (32 * RESIDENT_WARPS)
+        registers, packed = 65536 // (32 * RESIDENT_WARPS), self.spec.packed
+        sequence = () if packed else numbers("int", "b0")
         if self.part == "gradient":
             arguments = (
                 *reads("Source", "x"),
                 *reads("Element", "dy"),
                 *writes("float", "partial"),
-                *numbers("int", "count", "keys", "off", "first", "pitch", "n_heads", "b0", "all_chunks"),
+                *self.strip_arguments("n_heads", *(argument.name for argument in sequence), "all_chunks", skips=False),
             )
-            grid = (ceiling(KEYS / self.tile_keys) * SLOTS,)
+            grid = (ceiling(KEYS / self.tile_keys) * SLOTS * (ceiling(COUNT / self.places) if packed else 1),)
         else:
             arguments = (
                 *reads("Source", self.reads),
                 *reads("float", self.stage.weight),
                 *writes("Result", self.writes),
-                *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads"),
+                *self.strip_arguments("n_heads"),
                 *self.dropout,
-                *((*numbers("int", "b0"), *numbers("float", "keep_scale")) if self.drops else ()),
+                *(sequence + numbers("float", "keep_scale") if self.drops else ()),
             )
             grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.form.walk) * SLOTS,)
         return Kernel(self.role, self.name, arguments, grid, 32 * self.warps, self.shared_bytes, registers)

@@ -170,7 +170,7 @@ class ProductKernel(StripSource):
             *writes("Result", "plane"),
             *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
             *strides("x", "y"),
-            *numbers("int", "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0"),
+            *self.strip_arguments("n_heads", "group", "b0"),
             *numbers("float", "factor"),
             *self.dropout,
         )
@@ -202,7 +202,7 @@ class MmaProduct(ProductKernel):
     @property
     def fits(self) -> bool:
         # Where no zeros are asked for, cuBLAS makes gradients of shares, faster than mma instructions.
-        return super().fits and (self.role != _GRAD_SHARES or self.zeroes)
+        return super().fits and (self.role != _GRAD_SHARES or self.stages.owns_grad_shares)
 
     @property
     def row_warps(self) -> int:

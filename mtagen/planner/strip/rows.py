@@ -284,7 +284,7 @@ class RowKernel(StripSource):
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
             (made,) = writes("float", name)
         else:
-            types = {"x": "Score", "g": "Element", "seqlens": "int", "seed": "long long"}
+            types = {"x": "Score", "g": "Element", "seqlens": "int", "documents": "int", "seed": "long long"}
             (made,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return made
 

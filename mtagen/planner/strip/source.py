@@ -14,6 +14,7 @@ from ..names import kernel_name
 from ..passes import Fields
 from ..targets import get_target
 from .cost import streamed
+from .documents import RECORD, TILE
 from .kernels import dropout_numbers
 from .stages import Stages
 
@@ -146,6 +147,28 @@ class StripSource(ABC):
     def mask(self) -> Mask:
         """Which keys a query sees."""
         return Mask.of(self.spec)
+
+    @property
+    def tile(self) -> int:
+        """Places of a tile: a document's begin with one."""
+        return TILE
+
+    @property
+    def record(self) -> tuple[str, ...]:
+        """What kernels are told of each tile of places."""
+        return RECORD
+
+    def strip_arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
+        """Where the strip is, and other numbers.
+
+        Args:
+            more: names of these.
+            skips: whether rows before ``skip`` differ from others. Of documents, rows that a strip does not need do.
+        """
+        if self.spec.packed:
+            return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
+        skip = ("skip",) if skips else ()
+        return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
 
     def shared_of(self, ctas: int) -> int:
         """Bytes of shared memory that each of so many CTAs of a multiprocessor may take."""

@@ -143,6 +143,11 @@ class Stages:
         return self.post_convolution is not None and self.post_mix is None
 
     @property
+    def owns_grad_shares(self) -> bool:
+        """Whether there is always a kernel for gradients of shares: a product of whole matrices knows no documents."""
+        return self.masks_grad_shares or self.spec.packed
+
+    @property
     def dropping(self) -> tuple[str, ...]:
         """Roles of the kernels that drop: the last one that writes shares, and the first one that has their gradients.
 
