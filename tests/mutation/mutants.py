@@ -230,8 +230,8 @@ BACKWARD = (
     Mutant(
         "triton-gradient-of-keys-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        'else "(head0 // group + kv_slot) * n_x"',
-        'else "kv_slot * n_x"',
+        '{% set kv_head = "head0 // group + kv_slot" %}',
+        '{% set kv_head = "kv_slot" %}',
         "Where the workspace holds fewer heads than there are, all gradients of keys go to the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
@@ -1225,11 +1225,11 @@ DOCUMENTS = (
 
 LIFTED_DOCUMENTS = (
     Mutant(
-        "lifted-documents-not-ended",
-        "mtagen/codegen/documents.py",
-        "{stride}, {axis.length}, {width}",
-        "{stride}, {axis.length} + 1, {width}",
-        "Tiles go on to the first row of the next document.",
+        "lifted-documents-that-begin-before",
+        f"{TRITON}/tiles.j2",
+        "((i >= 0) & (i < rows))",
+        "(i < rows)",
+        "A halo of queries is that of the document before.",
         (f"{INTERPRETED_DOCUMENTS}::test_nothing_leaks",),
     ),
     Mutant(

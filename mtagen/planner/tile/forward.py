@@ -33,6 +33,7 @@ from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
 
 FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)  # a CTA's rows, in the names of the templates
+_SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
 _SOFTMAX = 0.06  # a score's share of what tensor cores do not do
@@ -234,11 +235,16 @@ class TileForward(TilePass):
     def register_split(self) -> tuple[int, int]:
         """Registers a thread of a warpgroup that computes, and of the one that loads."""
         if self.hopper:
-            # To draw what is kept takes more than to load; of three warpgroups that compute none can spare it.
-            drawing = {1: (240, 56), 2: (224, 56), 3: (160, 32)}
+            # To draw what is kept takes more than to load.
+            drawing = {1: (240, 56), 2: (224, 56), 3: (160 - _SPARED_REGISTERS, 56)}
             return (drawing if self.spec.dropout else {1: (240, 24), 2: (240, 24), 3: (160, 32)})[self.warps // 4]
         target = get_target(self.target)
         return min(target.registers_per_thread, target.registers_per_multiprocessor // (self.threads * self.blocks)), 0
+
+    @property
+    def spared(self) -> int:
+        """Registers that a thread that computes gives to those that draw what is kept; it may then spill as many."""
+        return _SPARED_REGISTERS if self.kept and self.hopper else 0
 
     @property
     def registers(self) -> int:
@@ -326,7 +332,7 @@ def forward_candidates(spec: Spec, target: Target) -> list[TileForward]:
     for candidate in _candidates(spec, target):
         blocks = candidate.blocks
         shared = min(target.shared_per_block, target.shared_per_multiprocessor // blocks - RESERVED_SHARED)
-        if candidate.shared.size <= shared and candidate.registers <= candidate.register_split[0]:
+        if candidate.shared.size <= shared and candidate.registers <= candidate.register_split[0] + candidate.spared:
             fitting.append(candidate)
     if fitting:
         return fitting
