@@ -187,5 +187,6 @@ def test_packed_documents_and_dropout_follow_what_was_measured_without(stages: d
     before = decided(plan(plain, HOPPER))
     for data in ({"packed": True}, {"dropout": True}, {"packed": True, "dropout": True}):
         ours = decided(plan(replace(plain, **data), HOPPER))
-        assert ours == {key: before[key] for key in ours}
+        shared = ours.keys() & before.keys()  # where a fused kernel served small groups, there are other decisions, too
+        assert {key: ours[key] for key in shared} == {key: before[key] for key in shared}
         assert SHIPPED in {source for _, source in ours.values()}

@@ -653,8 +653,8 @@ STRIPS = (
     Mutant(
         "strip-dropout-draws-for-a-strip-of-sequences",
         f"{TRITON}/strip_convolve.j2",
-        '"b0 * n_heads + slot"',
-        '"slot"',
+        'keep("        ", "b0 * n_heads + slot"',
+        'keep("        ", "slot"',
         "The sequences of all strips drop what those of the first one do.",
         (f"{INTERPRETED_STRIP}::test_dropout",),
     ),
