@@ -248,6 +248,8 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "post_kernel": (2, 3),
         "post_mixed_heads": 2,
         "window": (8, 0),
+        "packed": True,
+        "dropout": True,
     }
     assert set(others) == {field.name for field in fields(Spec)}
     for name, value in others.items():

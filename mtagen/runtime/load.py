@@ -24,7 +24,7 @@ from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .devices import devices_for
 from .loader import load_module
-from .nvrtc import cached_cubin, cuda_is_installed
+from .nvrtc import cached_cubin, cuda_is_installed, toolchain
 from .triton import require_triton, triton_is_installed, triton_version
 
 
@@ -115,6 +115,8 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
         BackendError: CUDA's compiler is missing, or cannot compile for a GPU; the driver refuses a kernel.
     """
     devices, arch = devices_for(plan.target), get_target(plan.target).sm
+    if plan.cuda:
+        toolchain()  # it imports cuda.core, of which threads that import it at once may find a part only
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
         if not devices:
             list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.cuda[name].name), plan.cuda))
