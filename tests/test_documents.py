@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import mtagen
@@ -17,6 +20,7 @@ from mtagen.check import failures
 from mtagen.codegen.templates import environment
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.executor import Executor
 
 LENGTHS = ((9, 9), (0, 4), (17, 20), (1, 1), (3, 0), (6, 2), (2, 5))  # queries and keys of documents
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -125,6 +129,71 @@ def test_checkpoint() -> None:
     expected = train(lambda **x: op.varlen(**x, dropout_p=0.2), given)
     torch.manual_seed(0)
     assert all(map(torch.equal, train(recomputed, given), expected))
+
+
+def test_selective_checkpoint_saves_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved by name is not computed again, and drops the same."""
+    op = built(dropout=True)
+    given = arguments(op)
+    calls = []
+    forward = Executor.forward
+
+    def counted(self: Executor, *args: Any) -> Any:
+        calls.append(args)
+        return forward(self, *args)
+
+    def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = function is torch.ops.mtagen.forward.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def recomputed(q: Tensor, **given: Any) -> Tensor:
+        out: Tensor = checkpoint(
+            lambda q: op.varlen(2 * q, **given, dropout_p=0.2),
+            q,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, policy),
+        )
+        return out
+
+    torch.manual_seed(0)
+    expected = train(lambda q, **x: op.varlen(2 * q, **x, dropout_p=0.2), given)
+    monkeypatch.setattr(Executor, "forward", counted)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, train(recomputed, given), expected))
+    assert len(calls) == 1
+
+
+class Layer(torch.nn.Module):
+    """Attention with a projection, as FSDP wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(64, 192)
+        self.weight = torch.nn.Parameter(torch.randn(4, 3, 5))
+        self.op = built(dropout=True)
+
+    def forward(self, x: Tensor, cu_seq: Tensor, longest: int) -> Tensor:
+        q, k, v = self.project(x).view(-1, 3, 4, 16).unbind(1)
+        starts = {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq, "max_q": longest, "max_k": longest}
+        out: Tensor = self.op.varlen(q, k, v, self.weight, **starts, dropout_p=0.1)
+        return out
+
+
+def test_mixed_precision_of_fsdp() -> None:
+    """Parameters of fp32 come in bf16, slices of a projection in place; gradients are of fp32."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer = Layer()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        out = layer(torch.randn(20, 64), starts((7, 0, 13)), 13)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        for parameter in layer.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.float32
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_autocast() -> None:

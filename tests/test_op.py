@@ -252,6 +252,13 @@ def test_compile_fullgraph(op: MultiTokenAttention, dynamic: bool) -> None:
     assert counter.frame_count == 1
 
 
+def test_compile_as_the_first_call() -> None:
+    op = build(value_head_dim=DV)
+    torch._dynamo.reset()
+    tensors = leaves()
+    torch.testing.assert_close(torch.compile(op, fullgraph=True, backend="eager")(*tensors), op(*tensors))
+
+
 def test_compile_with_a_scale_that_changes(op: MultiTokenAttention) -> None:
     torch._dynamo.reset()
     tensors = leaves()
