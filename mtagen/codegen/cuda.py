@@ -17,7 +17,7 @@ from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..version import __version__
-from .host import allocate, codes, launch
+from .host import allocate, codes, launch, options
 from .printers import Source, c_code, python_code
 from .templates import environment
 
@@ -98,11 +98,8 @@ def host_name(plan: Plan) -> str:
 
 def render_host(plan: Plan) -> str:
     """The Python module that launches a plan's CUDA kernels."""
-    return (
-        _environment()
-        .get_template("host.py.j2")
-        .render(name=host_name(plan), spec=plan.spec, target=plan.target, cuda=plan.tile, version=__version__)
-    )
+    context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
+    return _environment().get_template("host.py.j2").render(**context, cuda=plan.tile, version=__version__)
 
 
 @cache

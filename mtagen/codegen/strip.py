@@ -34,6 +34,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "module": module,
         "stages": stages,
         "spec": spec,
+        "options": host.options(spec),
         "mask": module.mask,
         "pitch_multiple": module.pitch_multiple,
         "block_of": block_of,
