@@ -63,11 +63,14 @@ def train(op: Any, **options: Any) -> list[Tensor]:
 def test_words_are_those_of_philox() -> None:
     """Random123's known answer of philox4x32-7: a counter of zeros, a key of zeros."""
     words = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
-    halves = [half & 0x7FFF for word in words for half in (word, word >> 16)]
+    shared = [word >> 8 * byte + 7 & 1 for byte in (3, 2, 1, 0) for word in words[:2]]
+    lower = int("".join(map(str, shared)), base=2)
+    bytes_of_keys = [(j % 8 // 2, 2 * (j % 2) + j // 8) for j in range(16)]
+    numbers = [(words[word] >> 8 * byte & 127) * 2**8 + lower for word, byte in bytes_of_keys]
     seed = torch.zeros(2, dtype=torch.int64)
-    for half in sorted(halves):
-        kept = Dropout(seed, half / 2**15).keep(range(1), range(1), range(8))[0, 0]
-        assert kept.tolist() == [one >= half for one in halves]
+    for limit in (limit for number in numbers for limit in (number, number + 1)):
+        kept = Dropout(seed, limit / 2**15).keep(range(1), range(1), range(16))[0, 0]
+        assert kept.tolist() == [number >= limit for number in numbers]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])

@@ -16,6 +16,7 @@ import torch
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
+from mtagen.dropout import GROUP
 from mtagen.planner.choice import GENERATED, lowering
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import decode_rows
@@ -282,10 +283,10 @@ def test_strips_in_a_window(
 ) -> None:
     """They have the keys that some row sees, from the first of them on, and few besides.
 
-    Dropout draws for groups of 8 keys, with one of which they begin.
+    Dropout draws for groups of keys, with one of which they begin.
     """
     spec = Spec.from_dict(EVERYTHING.to_dict() | {"causal": causal, "window": window, "dropout": dropout})
-    group = 8 if dropout else 1
+    group = GROUP if dropout else 1
     module = loaded(spec, tmp_path, monkeypatch)
     nowhere = torch.device("meta")
     for batch, heads, n_q, n_k in ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)):

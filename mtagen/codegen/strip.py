@@ -57,7 +57,6 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "last_key": partial(last_key, module.mask),
         "first_position": partial(first_position, module.mask),
         "last_position": partial(last_position, module.mask),
-        "vector": 16 // spec.itemsize,
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
             f"{stages.post_heads if name.startswith('post') else stages.heads})"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jinja2
 
+from ..dropout import GROUP
+
 
 def environment(folder: str) -> jinja2.Environment:
     """For source code: undefined names raise, blocks leave no lines, nothing is escaped."""
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader("mtagen", f"templates/{name}") for name in (folder, "host")]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -15,3 +17,5 @@ def environment(folder: str) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    made.globals["DROPOUT_GROUP"] = GROUP
+    return made

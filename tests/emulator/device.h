@@ -63,6 +63,7 @@ inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
 inline u32 __umulhi(u32 x, u32 y) { return static_cast<u64>(x) * y >> 32; }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (low | static_cast<u64>(high) << 32) >> (shift & 31); }
+inline u64 multiply_wide(u32 x, u32 y) { return static_cast<u64>(x) * y; }
 inline u32 signs_of_bytes(u32 x, u32 y, u32 bytes) {
   const u64 both = x | static_cast<u64>(y) << 32;
   u32 signs = 0;

@@ -12,12 +12,12 @@ from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
-from .documents import PART, RECORD, TILE, context_places
+from .documents import PART, RECORD, TILE, begin_multiple, context_places
 from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, by_descriptor, row_keys
 from .passes import ENOUGH_ROWS, KEY_MULTIPLE, WINDOW_ROWS, StripPass
 from .planes import PlaneKernel
 from .source import StripSource
-from .stages import DROPOUT_KEYS, SCORE_SCALE, SHARE_SCALE, Stages
+from .stages import SCORE_SCALE, SHARE_SCALE, Stages
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class StripModule:
 
     @property
     def begin_multiple(self) -> int:
-        """The first key of a strip in a window is a multiple of this: dropout draws for whole groups of keys."""
-        return DROPOUT_KEYS if self.spec.dropout else 1
+        """In a window, the first key of a strip, or of a document in it, is a multiple of this."""
+        return begin_multiple(self.spec)
 
     @property
     def fewest_rows(self) -> int:

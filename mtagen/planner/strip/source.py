@@ -14,7 +14,7 @@ from ..names import kernel_name
 from ..passes import Fields
 from ..targets import get_target
 from .cost import streamed
-from .documents import RECORD, TILE
+from .documents import RECORD, TILE, begin_multiple
 from .kernels import dropout_numbers
 from .stages import Stages
 
@@ -152,6 +152,11 @@ class StripSource(ABC):
     def tile(self) -> int:
         """Places of a tile: a document's begin with one."""
         return TILE
+
+    @property
+    def begin_multiple(self) -> int:
+        """In a window, the first key of a document in a strip is a multiple of this."""
+        return begin_multiple(self.spec)
 
     @property
     def record(self) -> tuple[str, ...]:

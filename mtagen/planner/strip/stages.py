@@ -10,7 +10,6 @@ from ...spec import MAX_MIXED_HEADS, Spec
 
 SCORE_SCALE = 2.0**-6  # what planes hold of a scaled score: fp16 reaches 4 million
 SHARE_SCALE = 2.0**8  # and of a probability: fp16 keeps 11 bits down to 2e-7
-DROPOUT_KEYS = 8  # that dropout draws for at a time
 _ALIGNED = 8  # keys: 16 bytes of the narrowest elements
 _DOT = 16  # rows, columns and terms of a product on tensor cores, at least
 

@@ -277,7 +277,7 @@ class TileBackward(TilePass):
     @cached_property
     def kept(self) -> KeptBits | None:
         """What dropout keeps of a step's P, of two steps where a helper draws it; keys begin anywhere in a group."""
-        return KeptBits(self.rows, self.output_columns, CHUNK - 1, 1 + self.hopper) if self.spec.dropout else None
+        return KeptBits(self.rows, self.output_columns, self.parts, False, 1 + self.hopper) if self.spec.dropout else None
 
     @cached_property
     def shared(self) -> SharedMap:

@@ -4,41 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...dropout import GROUP
 from ..kernel import numbers, reads
 
 # What kernels take: those that draw, and those that scale what is kept.
 DRAW = (*reads("long long", "seed"), *numbers("int", "threshold"))
 KEEP_SCALE = numbers("float", "keep_scale")
-_GROUP = 8  # keys that one call of the generator serves
+_LAST_PAIR = 6  # the first column of a chunk's last pair, which the last thread of four has
 
 
 @dataclass(frozen=True)
 class KeptBits:
     """The bits of a tile, in the order of the keys.
 
-    A thread draws two groups of keys at a time; the first one begins at most ``shift`` keys before the tile.
-
     Attributes:
         rows: rows of the tile.
         columns: its keys.
-        shift: the most keys that are drawn before its first one.
+        parts: parts of its keys, each of which other warps read.
+        aligned: whether its first key is the first of a group, else any key of one.
         buffers: tiles whose bits are kept at a time.
     """
 
     rows: int
     columns: int
-    shift: int
+    parts: int
+    aligned: bool
     buffers: int
 
     @property
-    def pairs(self) -> int:
-        """Pairs of groups that are drawn of a row."""
-        return -(-(self.shift + self.columns) // (2 * _GROUP))
+    def groups(self) -> int:
+        """Groups of keys that are drawn of a row."""
+        return -(-(self.columns + (0 if self.aligned else GROUP - 1)) // GROUP)
 
     @property
     def row(self) -> int:
-        """Bytes of a row: the words of its columns, and one more that a shifted word ends in."""
-        return 4 * (-(-self.columns // 32) + (self.shift > 0))
+        """Bytes of a row: the words that threads read, whose part's first bit may lie anywhere in a word."""
+        part = self.columns // self.parts
+        if self.aligned:
+            return 4 * -(-self.columns // 32)
+        last_first = GROUP - 1 + self.columns - part + _LAST_PAIR
+        return 4 * (last_first // 32 + -(-part // 32) + 1)
 
     @property
     def tile(self) -> int:

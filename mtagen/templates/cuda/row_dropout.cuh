@@ -15,7 +15,7 @@ DEVICE u32 kept_of_block(const Dropout& dropout, u32 first_slot, u32 query, u32 
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     u32 kept[4];
-    dropout.keep(kept, first_slot + copied_head(n, lane), query, (key + copied_key(lane)) / 8);
+    dropout.keep_chunk(kept, first_slot + copied_head(n, lane), query, (key + copied_key(lane)) / 8);
 #pragma unroll
     for (int w = 0; w < 4; ++w) bits |= (kept[w] & 0x80008000u) >> (4 * n + w);
   }
