@@ -193,7 +193,17 @@ def _place(case: Case) -> tuple[object, ...]:
     spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
     kernels = spec.kernel or (0, 0), spec.post_kernel or (0, 0)
     stages = *kernels, spec.mixed_heads or 0, spec.post_mixed_heads or 0
-    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, *stages, -sizes.kv_heads, sizes.nq, step
+    data = spec.window, spec.packed, spec.dropout
+    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, *stages, -sizes.kv_heads, sizes.nq, *data, step
+
+
+def predicted(case: Case, name: str, cases: Mapping[Case, Rows]) -> Row | None:
+    """What a contender would take at ``case`` if it took as long for a pair of query and key as at the case's base.
+
+    That is its own measurement there among ``cases``, scaled by the pairs that count; None where none was made.
+    """
+    row = cases.get(case.base, {}).get(name) if case != case.base else None
+    return row and {**row, "ms": row["ms"] * case.seen_scores / case.base.seen_scores}
 
 
 def fastest(rows: Rows, names: Iterable[str]) -> Row | None:
