@@ -32,10 +32,11 @@ _Found = TypeVar("_Found")
 
 
 class Measured(NamedTuple):
-    """A case's measurements by contender, all of one run."""
+    """A case's measurements by contender, all of one run, which has measured ``cases``."""
 
     rows: Rows
     run: Run
+    cases: Cases
 
 
 Results = dict[Case, Measured]  # of one device
@@ -181,8 +182,9 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
 
     results: Results = {}
     for run in runs:
-        for case, measured in measurements(run).items():
-            found = Measured({name: row for name, row in measured.items() if row.get(key) is not None}, run)
+        cases = measurements(run)
+        for case, measured in cases.items():
+            found = Measured({name: row for name, row in measured.items() if row.get(key) is not None}, run, cases)
             if case not in results or rank(found) > rank(results[case]):
                 results[case] = found
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))

@@ -21,7 +21,6 @@ from .runs import (
     Rows,
     Run,
     fastest,
-    measurements,
     merge,
     predicted,
     skipped,
@@ -122,7 +121,7 @@ def slow_cases(results: Results) -> str:
         return ""
     slow = [
         f"{name_mask(case)} {name_size(case)} d={case.spec.head_dim} ({ratio(_ours(rows), plain)})"
-        for case, (rows, _) in compared.items()
+        for case, (rows, *_) in compared.items()
         if (plain := fastest(rows, SAME_MATH)) and _ours(rows)["ms"] > plain["ms"]
     ]
     verdict = f"{len(slow) or 'none'} of {len(compared)} cases"
@@ -146,7 +145,7 @@ def kernels_table(results: Results) -> str:
     n, cases = _at_typical_length(cases)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
-    for case, (rows, _) in cases.items():
+    for case, (rows, *_) in cases.items():
         line = lines.setdefault((str(case.spec.kernel), name_mask(case), str(case.spec.head_dim)), {})
         for name in backends:
             ours = rows.get(name)
@@ -204,10 +203,8 @@ def data_table(results: Results) -> str:
     others = {name: _present(cases, (f"{name} one by one", f"{name} padded")) for name in backends}
 
     def over_predicted(name: str) -> Column:
-        """The run of a case has its base as well."""
         return Column(
-            f"/ {PREDICTED}",
-            lambda case, rows: ratio(rows.get(name), predicted(case, name, measurements(cases[case].run))),
+            f"/ {PREDICTED}", lambda case, rows: ratio(rows.get(name), predicted(case, name, cases[case].cases))
         )
 
     shown = [
@@ -236,13 +233,13 @@ def overhead_table(results: Results, max_cpu_us: float) -> str:
             short_name(name),
             *(figure(rows[name], key) for key in ("ms", "graph_ms", "cpu_us")),
         ]
-        for case, (rows, _) in cases.items()
+        for case, (rows, *_) in cases.items()
         for name in OURS
         if name in rows
     ]
     header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "us to issue a call"]
     served = ("mtagen auto", *BACKENDS)  # where auto is all of one backend it is no contender; on an H200, CUDA
-    longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, _ in cases.values())
+    longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, *_ in cases.values())
     verdict = f"{'met' if longest <= max_cpu_us else '**not met**'}, up to {number(longest)} us"
     limit = f"the goal is that the CPU issues a call of auto in {max_cpu_us:g} us: {verdict}"
     return _write(Table(f"Forward of short sequences, {_common(cases)}; {limit}", header, lines), cases, ())
@@ -293,7 +290,7 @@ class Goal(NamedTuple):
         """The contender's and the peer's, of one run."""
         ours = found.rows.get(self.contender)
         if self.peer == PREDICTED:
-            return ours, predicted(self.case, self.contender, measurements(found.run))
+            return ours, predicted(self.case, self.contender, found.cases)
         return ours, found.rows.get(self.peer)
 
 
@@ -359,7 +356,7 @@ def _ours(rows: Rows) -> Row:
 
 def _our_memory(results: Results) -> list[Column]:
     """The column of mtagen's peak memory, if it was measured, which it is on a GPU."""
-    measured = any(_ours(rows).get("peak_MiB") is not None for rows, _ in results.values())
+    measured = any(_ours(rows).get("peak_MiB") is not None for rows, *_ in results.values())
     return [Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))] if measured else []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -116,19 +117,9 @@ class Case:
     @property
     def seen_scores(self) -> int:
         """(row, key) pairs over all heads and sequences whose key the row sees."""
-        if self.spec.packed:
-            return self.sizes.heads * sum(self._seen(n, n) for n in self.documents)
-        return self.sizes.heads * self.sizes.batch * self._seen(self.sizes.nq, self.sizes.nk)
-
-    def _seen(self, nq: int, nk: int) -> int:
-        """The pairs of one head of one sequence."""
-        left, right = self.spec.left, self.spec.right
-        seen = 0
-        for position in range(nk - nq, nk):
-            first = 0 if left is None else max(0, position - left)
-            end = nk if right is None else min(nk, position + right + 1)
-            seen += max(0, end - first)
-        return seen
+        batch, heads, _, nq, nk = self.sizes
+        sequences = [(n, n) for n in self.documents] if self.spec.packed else [(nq, nk)] * batch
+        return heads * sum(_seen_pairs(*lengths, self.spec.left, self.spec.right) for lengths in sequences)
 
     @property
     def score_bytes(self) -> int:
@@ -174,6 +165,17 @@ class Case:
         special = {name: row[name] for name in Spec.__dataclass_fields__ if name in row}
         spec = Spec.from_dict({name: row[name] for name in _ROW_SPEC} | special)
         return cls(spec, Sizes(*(row[name] for name in Sizes._fields)), row["pass"])
+
+
+@cache
+def _seen_pairs(nq: int, nk: int, left: int | None, right: int | None) -> int:
+    """The pairs of one head of one sequence."""
+    seen = 0
+    for position in range(nk - nq, nk):
+        first = 0 if left is None else max(0, position - left)
+        end = nk if right is None else min(nk, position + right + 1)
+        seen += max(0, end - first)
+    return seen
 
 
 ROW_KEYS = (*_ROW_SPEC, *Sizes._fields, "pass")  # what tells the case in every row of results
