@@ -810,8 +810,13 @@ def test_gpu_contenders_are_right() -> None:
     device = torch.device("cuda", 0)
     training = Case(Spec((2, 3), 64), Sizes(2, 4, 4, 300, 300), "forward")
     decode = Case(Spec((2, 3), 64), Sizes(2, 4, 2, 1, 300), "decode")
+    packed = Case(Spec((2, 3), 64, packed=True), Sizes(3, 4, 4, 300, 300), "forward")
+    special = [
+        packed,
+        *(replace(training, spec=Spec((2, 3), 64, **x)) for x in ({"window": (64, -1)}, {"dropout": True})),
+    ]
     for contender in entrants("full", device):
-        for one in (training, decode):
+        for one in (training, decode, *special):
             if contender.enters(one) and contender.refusal(one) is None:
                 judged = contender.check(one)
                 assert all(comparison.ok for comparison in judged.values()), (contender.name, judged)

@@ -58,7 +58,8 @@ def check_path(path: Path) -> None:
 
 
 def plot_run(run: Run, path: Path) -> None:
-    """Draw a run: time and memory over N and ratios to cuDNN by kernel; for decode, GB/s over the length of the cache.
+    """Draw a run: time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by
+    kernel; for decode, GB/s over the length of the cache.
 
     Panels over lengths show one kernel, (6, 11) where the run has it, at the smallest batch of each length; all show
     causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
@@ -108,6 +109,8 @@ def _draw(panel: _Panel, ax: Axes) -> None:
         ax.minorticks_off()
     else:
         ax.axhline(1, color="0.5", linewidth=0.8)
+        names = dict.fromkeys(name for points in panel.lines.values() for name in points)
+        ax.set_xticks(range(len(names)), [name.replace(" | ", "\n| ") for name in names])
     if panel.log:
         ax.set_yscale("log")
     else:
