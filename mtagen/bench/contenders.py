@@ -485,7 +485,8 @@ def entrants(
     Args:
         suite: its name.
         device: where they run.
-        names: these alone; default: mtagen's in ``overhead`` and ``data``, these and eager in ``memory``, else all.
+        names: these alone; default: mtagen's in ``overhead`` and ``data``, these and eager in ``memory``, else all;
+            those that take packed documents in another form are in ``data`` alone.
         max_materialised: lengths beyond are refused by those that materialise scores.
 
     Raises:
@@ -496,7 +497,11 @@ def entrants(
         if name not in present:
             raise InputError(explain("contender", name, f"is not known on {device.type}", tuple(present)))
     prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager"), "data": ("mtagen",)}.get(suite, ("",))
-    return [present[name] for name in present if (name in names if names else name.startswith(prefixes))]
+    if names:
+        return [present[name] for name in present if name in names]
+    has_documents = suite == "data"
+    listed = [contender for contender in present.values() if contender.name.startswith(prefixes)]
+    return [contender for contender in listed if has_documents or not isinstance(contender, Unpacked)]
 
 
 def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
