@@ -19,7 +19,7 @@ from mtagen.bench.columns import NOTHING
 from mtagen.bench.names import OURS, PEERS, SAME_MATH, SDPA
 from mtagen.bench.plots import plot_run
 from mtagen.bench.runs import Run, by_device, load_folder, suite_of
-from mtagen.bench.summary import Goal, Part, runs_table, written
+from mtagen.bench.summary import PREDICTED, Goal, Part, runs_table, written
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
@@ -74,6 +74,23 @@ GOALS = (
     Goal("mtagen cuda", "forward+backward", 128, 4.5, post_mixed_heads=2),
     Goal("mtagen cuda", "decode", 128, 1.5, 8, 32768, peer="sdpa flash", **EVERYTHING),
 )
+DATA_GOALS = (
+    Goal("mtagen cuda", "forward+backward", 128, 1.8, n=32768, peer=PREDICTED, window=(1024, -1)),
+    *(
+        Goal("mtagen cuda", step, 128, limit, batch=16, peer=f"mtagen cuda {form}", packed=True, **stages)
+        for stages in ({}, {"kernel": None}, MIXING, EVERYTHING)
+        for form, limit in (("one by one", 1.15), ("padded", 1.0))
+        for step in ("forward", "forward+backward")
+    ),
+    Goal("mtagen cuda", "forward", 128, 1.2, peer=PREDICTED, dropout=True),
+    Goal("mtagen cuda", "backward", 128, 1.15, peer=PREDICTED, dropout=True),
+    *(
+        Goal(f"mtagen triton {target}", step, d, 2.0, peer="mtagen triton")
+        for target in ("sm_80", "sm_89")
+        for step in ("forward", "backward")
+        for d in (128, 64)
+    ),
+)
 
 HEADLINES = (  # those in the README
     Part(summary.paper_table, names=(*OURS, *SDPA)),
@@ -89,6 +106,8 @@ PARTS = (
     Part(summary.decode_table, names=(*OURS, *SDPA)),
     Part(partial(summary.overhead_table, max_cpu_us=MAX_CPU_US), "cpu_us", OURS),
     Part(partial(summary.goals_table, goals=GOALS)),
+    Part(summary.data_table, suite="data"),
+    Part(partial(summary.goals_table, goals=DATA_GOALS), suite="data"),
 )
 
 

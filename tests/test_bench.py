@@ -28,6 +28,8 @@ from mtagen.bench.contenders import (
     Contender,
     Eager,
     Liger,
+    OneByOne,
+    Padded,
     Sdpa,
     entrants,
     make_inputs,
@@ -37,7 +39,7 @@ from mtagen.bench.suites import KERNELS, SUITES, suite
 from mtagen.cli import app
 from mtagen.errors import InputError, SpecError
 from mtagen.measure import timing
-from mtagen.measure.cases import PAPER, TRAINING_PASSES, Case, Sizes
+from mtagen.measure.cases import DOCUMENTS, DROPOUT_P, PAPER, TRAINING_PASSES, Case, Sizes
 from mtagen.measure.timing import time_call
 from mtagen.planner.choice import LOWERINGS, PlannedPass
 from mtagen.spec import Spec
@@ -198,6 +200,46 @@ def test_layers_of_other_head_dims_and_lengths() -> None:
     assert {c.sizes.nk for c in cases if not c.decodes} == {64}
 
 
+def test_data_suite() -> None:
+    cases = suite("data", "cuda")
+    paper, plain = Spec(PAPER, 128), Spec(None, 128)
+    mixing = Spec(None, 128, mixed_heads=16, post_mixed_heads=16)
+    everything = Spec(PAPER, 128, mixed_heads=16, post_kernel=PAPER, post_mixed_heads=16)
+    pairs = Spec(PAPER, 128, post_mixed_heads=2)
+    dropping = (paper, Spec(PAPER, 64), plain, mixing, everything, pairs)
+    sequences = {(spec, 8192): [spec, replace(spec, dropout=True)] for spec in dropping}
+    sequences |= {
+        (spec, n): [spec, replace(spec, window=(1024, -1))]
+        for spec, n in ((paper, 32768), (mixing, 16384), (everything, 16384))
+    }
+    expected = {(one, Sizes(1, 16, 16, n, n)) for (_, n), specs in sequences.items() for one in specs}
+    packed = [replace(spec, packed=True) for spec in (paper, plain, mixing, everything)]
+    expected |= {(spec, Sizes(16, 16, 16, 8192, 8192)) for spec in packed}
+    assert {(c.spec, c.sizes, c.pass_name) for c in cases} == {
+        (*problem, name) for problem in expected for name in TRAINING_PASSES
+    }
+    assert [x.name for x in entrants("data", CPU)] == ["mtagen torch", "mtagen torch one by one", "mtagen torch padded"]
+
+
+def test_data_suite_has_the_base_of_each_window_and_of_dropout() -> None:
+    for cases in (suite("data", "cuda"), suite("data", "cpu"), suite("data", "cpu", head_dims=[16], lengths=[1])):
+        costly = [case for case in cases if case.base != case and not case.spec.packed]
+        assert costly
+        assert {case.base for case in costly} <= set(cases)
+
+
+def test_documents() -> None:
+    packed = Case(Spec(PAPER, 128, packed=True), Sizes(16, 16, 4, 8192, 8192), "forward")
+    assert tuple(packed.documents) == DOCUMENTS
+    assert sum(packed.documents) == 32768
+    assert packed.seen_scores == 16 * sum(n * (n + 1) // 2 for n in DOCUMENTS)
+    assert packed.row_bytes == 4 * packed.cache_bytes == 32768 * 16 * 256 * 2
+    few = replace(packed, sizes=Sizes(18, 1, 1, 64, 64))
+    assert few.documents == [64, 48, 32, 24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1, 1, 64, 48]
+    assert packed.base.documents == []
+    assert packed.base.spec == Spec(PAPER, 128)
+
+
 def test_axes_replace_those_of_the_suite() -> None:
     cases = suite("full", "cpu", [(2, 3), (1, 1)], [16], [40])
     assert {(c.spec.kernel, c.spec.head_dim, c.sizes.nk) for c in cases} == {((2, 3), 16, 40), ((1, 1), 16, 40)}
@@ -279,6 +321,88 @@ def test_contenders_of_the_cpu_are_right(name: str) -> None:
     assert {"out", "dq", "dk", "dv"} <= judged.keys()
     assert ("dweight" in judged) == contender.convolves
     assert all(comparison.ok for comparison in judged.values())
+
+
+def documents(**stages: Any) -> Case:
+    spec = Spec(head_dim=16, dtype="fp32", packed=True, **{"kernel": (2, 3)} | stages)
+    return Case(spec, Sizes(16, 4, 2, 64, 64), "forward")
+
+
+STAGES = [{}, {"kernel": None}, {"mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 2}]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", ["mtagen torch", "mtagen torch one by one", "mtagen torch padded"])
+def test_contenders_of_packed_documents_are_right(name: str, stages: dict[str, Any]) -> None:
+    packed = documents(**stages)
+    judged = entrants("data", CPU, [name])[0].check(packed)
+    assert {"out", "dq", "dk", "dv", *(f"d{weight}" for weight in packed.spec.weight_names)} <= judged.keys()
+    assert all(comparison.ok for comparison in judged.values()), judged
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_forms_of_packed_documents_are_timed_on_the_same_rows(stages: dict[str, Any]) -> None:
+    """All give the same documents from the same inputs, in a form of their own."""
+    packed = documents(**stages)
+    inputs = make_inputs(packed, CPU)
+    assert inputs.q.shape == (sum(packed.documents), 4, 16)
+    assert inputs.k.shape == (sum(packed.documents), 2, 16)
+    whole, one_by_one, padded = entrants("data", CPU)
+    assert isinstance(one_by_one, OneByOne)
+    assert isinstance(padded, Padded)
+    out = whole.prepare(packed)(*whole.arguments(packed, inputs))
+    outs = one_by_one.prepare(packed)(*one_by_one.arguments(packed, inputs))
+    assert [x.shape[2] for x in outs] == packed.documents
+    torch.testing.assert_close(one_by_one.join(packed, outs), out)
+    batch = padded.prepare(packed)(*padded.arguments(packed, inputs))
+    assert batch.shape == (16, 4, 64, 16)
+    torch.testing.assert_close(padded.join(packed, batch), out)
+
+
+def test_documents_in_a_wrong_form_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    (padded,) = entrants("data", CPU, ["mtagen torch padded"])
+    original = padded.arguments
+
+    def shifted(case: Case, inputs: Any) -> list[Tensor]:
+        q, k, v, *weights = original(case, inputs)
+        return [q, k.roll(1, 2), v, *weights]
+
+    monkeypatch.setattr(padded, "arguments", shifted)
+    assert not all(comparison.ok for comparison in padded.check(documents()).values())
+
+
+def test_windows_are_checked_where_they_hide_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Sizes] = []
+    monkeypatch.setattr(contenders, "check_op", lambda op, spec, device, sizes: checked.extend(sizes) or [])
+    spec = Spec((2, 3), 16, dtype="fp32", window=(1024, -1))
+    entrants("data", CPU, ["mtagen torch"])[0].check(Case(spec, Sizes(1, 2, 2, 8192, 8192), "forward"))
+    (sizes,) = checked
+    assert sizes.nk > 1024 + contenders._CHECKED_LENGTH - 1
+
+
+def test_dropout_is_timed_with_a_seed_of_each_call() -> None:
+    dropping = Case(Spec((2, 3), 16, dtype="fp32", dropout=True), Sizes(1, 2, 2, 64, 64), "forward")
+    inputs = make_inputs(dropping, CPU)
+    (ours,) = entrants("data", CPU, ["mtagen torch"])
+    attend = ours.prepare(dropping)
+    first, second = (attend(*ours.arguments(dropping, inputs)) for _ in range(2))
+    assert not torch.equal(first, second)
+    op = mtagen.build((2, 3), 16, backend="torch", target="cpu", dtype="fp32", dropout=True)
+    torch.manual_seed(0)
+    first = attend(*inputs.arguments)
+    torch.manual_seed(0)
+    torch.testing.assert_close(first, op(*inputs.arguments, dropout_p=DROPOUT_P))
+
+
+@pytest.mark.parametrize("special", [{"window": (8, -1)}, {"packed": True}, {"dropout": True}])
+def test_peers_enter_on_whole_sequences_only(special: dict[str, Any]) -> None:
+    base = Case(Spec(None, 16, dtype="fp32", mixed_heads=2), Sizes(1, 2, 2, 40, 40), "forward")
+    peers = [x for x in entrants("full", CPU) if not x.name.startswith("mtagen")]
+    assert len(peers) == 5
+    for peer in peers:
+        assert peer.enters(base)
+        assert not peer.enters(replace(base, spec=replace(base.spec, **special)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -480,6 +604,18 @@ def test_rows_follow_the_contract() -> None:
     ]
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_data_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "_CHECKED_LENGTH", 40)
+    cases = suite("data", "cpu", head_dims=[16], lengths=[16, 64])
+    made = measured(cases, *entrants("data", CPU))
+    packed = [one for one in cases if one.spec.packed]
+    assert len(packed) == 12
+    assert len(made["results"]) == len(cases) + 2 * len(packed)
+    assert all(row["error"] <= row["allowed"] and row["ms"] > 0 for row in made["results"])
+    assert {Case.from_dict(row) for row in made["results"]} == set(cases)
+
+
 def test_a_wrong_contender_is_not_timed() -> None:
     wrong = Fake("wrong", error=2.0)
     made = measured([case()], wrong, Fake("right"))
@@ -674,8 +810,15 @@ def test_gpu_contenders_are_right() -> None:
     device = torch.device("cuda", 0)
     training = Case(Spec((2, 3), 64), Sizes(2, 4, 4, 300, 300), "forward")
     decode = Case(Spec((2, 3), 64), Sizes(2, 4, 2, 1, 300), "decode")
-    for contender in entrants("full", device):
-        for one in (training, decode):
+    packed = Case(Spec((2, 3), 64, packed=True), Sizes(3, 4, 4, 300, 300), "forward")
+    special = [
+        packed,
+        *(replace(training, spec=Spec((2, 3), 64, **x)) for x in ({"window": (64, -1)}, {"dropout": True})),
+    ]
+    competing = {contender.name: contender for name in ("full", "data") for contender in entrants(name, device)}
+    assert {"mtagen cuda one by one", "mtagen cuda padded", "sdpa cudnn"} <= competing.keys()
+    for contender in competing.values():
+        for one in (training, decode, *special):
             if contender.enters(one) and contender.refusal(one) is None:
                 judged = contender.check(one)
                 assert all(comparison.ok for comparison in judged.values()), (contender.name, judged)

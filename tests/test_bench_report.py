@@ -101,6 +101,25 @@ def overhead_run(slowest: float = 47.0) -> dict[str, Any]:
     return run
 
 
+def data_run(window: float = 1.5, dropout: float = 1.1, packed: float = 0.8) -> dict[str, Any]:
+    """Times of windows and dropout, as multiples of what is predicted, and of packed documents, of their own calls'."""
+    run = make_run(suite("data", "cuda"), "mtagen bench --suite=data")
+    rows = []
+    for row in run["results"]:
+        if not row["contender"].startswith("mtagen"):
+            continue
+        case, ms = Case.from_dict(row), row["ms"]
+        if case.spec.packed and row["contender"] == "mtagen cuda":
+            for form, ours in (("one by one", packed), ("padded", packed / 2)):
+                rows.append(row | {"contender": f"mtagen cuda {form}", "ms": ms / ours})
+        if case.base == case and row["contender"] == "mtagen triton":
+            for target, times in (("sm_80", 1.9), ("sm_89", 2.1)):
+                rows.append(row | {"contender": f"mtagen triton {target}", "ms": times * ms})
+        slowdown = window if case.spec.window != (-1, -1) else dropout if case.spec.dropout else 1
+        rows.append(row | {"ms": slowdown * ms})
+    return run | {"results": rows}
+
+
 RUNS = {
     **{
         name: make_run(suite(name, "cuda"), f"mtagen bench --suite {name}")
@@ -192,10 +211,10 @@ def test_widest_table_is_readable_at_120_columns(monkeypatch: pytest.MonkeyPatch
     assert "…" not in text
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "data"])
 def test_plot_is_an_image(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.png"
-    plots.plot_run(RUNS[name], path)
+    plots.plot_run((RUNS | {"data": data_run()})[name], path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
@@ -221,6 +240,24 @@ def test_panels_show_what_was_measured() -> None:
         "6,11: decode, 1 new token, d = 64, 16 heads, 4 of keys, bf16",
         "6,11: decode, 4 new tokens, d = 64, 16 heads, bf16",
     ]
+
+
+def test_panels_show_what_data_costs() -> None:
+    *_, costs = plots._sections(runs.measurements(data_run()))
+    panels = {panel.title: panel for panel in costs}
+    assert len(panels) == len(costs) == 12  # three passes of: dropout at two head dims, windows, packed documents
+    window = panels["forward, causal, window (1024, -1), d = 128, 16 heads, bf16"]
+    assert window.label == "time / predicted"
+    assert window.lines == {
+        name: pytest.approx(dict.fromkeys(("6,11", "mix 16 | mix 16", "6,11 mix 16 | 6,11 mix 16"), 1.5))
+        for name in ("mtagen cuda", "mtagen triton")
+    }
+    dropout = panels["backward, causal, dropout, d = 128, 16 heads, bf16"]
+    assert [*dropout.lines["mtagen cuda"].values()] == [pytest.approx(1.1)] * 5
+    packed = panels["forward+backward, causal, packed, d = 128, 16 heads, bf16"]
+    assert packed.label == "time / one by one"
+    assert [*packed.lines] == ["mtagen cuda"]
+    assert [*packed.lines["mtagen cuda"].values()] == [pytest.approx(0.8)] * 4
 
 
 @pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("layers", 14), ("cpu", 8)])
@@ -554,6 +591,67 @@ def test_layers_table_compares_with_all_who_compute_the_same() -> None:
     )
     assert line.startswith(r"| 6,11 \| mix 2 | 128 | 8192 | 1 | forward+backward | ")
     assert line.endswith(" | 20.0 | 20 |")
+
+
+def test_nothing_of_data_is_written_where_it_was_not_measured() -> None:
+    text = rendered(*RUNS.values())
+    assert "packed" not in text
+    assert len(lines(text, "Goals")) == 1
+
+
+def test_data_table_shows_what_data_costs() -> None:
+    text = rendered(RUNS["full"], RUNS["layers"], data_run())
+    assert len(lines(text, "Windows, packed documents and dropout, causal, 16 heads, bf16")) == 1
+    (header,) = lines(text, "| stages | data |")
+    assert header == (
+        "| stages | data | d | N | B | pass | cuda, ms | / predicted | / cuda one by one | / cuda padded "
+        "| triton, ms | / predicted |"
+    )
+
+    def ratios(stages: str, data: str, n: int, batch: int = 1) -> list[str]:
+        (line,) = lines(text, f"| {stages} | {data} | 128 | {n} | {batch} | forward+backward |")
+        _, predicted, one_by_one, padded, _, of_triton = line.strip("| ").split(" | ")[6:]
+        return [predicted, one_by_one, padded, of_triton]
+
+    assert ratios("6,11", "window (1024, -1)", 32768) == ["1.50", "–", "–", "1.50"]
+    assert ratios(r"mix 16 \| mix 16", "window (1024, -1)", 16384) == ["1.50", "–", "–", "1.50"]
+    assert ratios(r"6,11 \| mix 2", "dropout", 8192) == ["1.10", "–", "–", "1.10"]
+    assert ratios("1,1", "packed", 8192, 16) == ["–", "0.80", "0.40", "–"]
+
+
+def test_goals_of_data_are_judged() -> None:
+    def goals(run: dict[str, Any]) -> str:
+        text = rendered(RUNS["full"], RUNS["layers"], run)
+        assert len(lines(text, "Goals")) == 2
+        return text.rpartition("Goals")[2]
+
+    met, missed = goals(data_run()), goals(data_run(window=1.81, dropout=1.21, packed=1.2))
+    assert len(lines(met, "| mtagen ")) == len(render.DATA_GOALS) == 27
+    assert "not measured" not in met
+    window = "| mtagen cuda / predicted | 6,11 | forward+backward, window (1024, -1) | 128 | 1 | 32768 | 1.8 |"
+    assert f"{window} 1.50 | yes |" in met
+    assert f"{window} 1.81 | **no** |" in missed
+    dropout = "| mtagen cuda / predicted | 6,11 | backward, dropout | 128 | 1 | 8192 | 1.15 |"
+    assert f"{dropout} 1.10 | yes |" in met
+    assert f"{dropout} 1.21 | **no** |" in missed
+    alone = r"| mtagen cuda / mtagen cuda one by one | mix 16 \| mix 16 | forward, packed | 128 | 16 | 8192 | 1.15 |"
+    assert f"{alone} 0.80 | yes |" in met
+    assert f"{alone} 1.20 | **no** |" in missed
+    padded = "| mtagen cuda / mtagen cuda padded | 6,11 | forward+backward, packed | 128 | 16 | 8192 | 1 |"
+    assert f"{padded} 0.40 | yes |" in met
+    for target, verdict in (("sm_80", "1.90 | yes"), ("sm_89", "2.10 | **no**")):
+        assert f"| mtagen triton {target} / mtagen triton | 6,11 | backward | 64 | 1 | 8192 | 2 | {verdict} |" in met
+
+
+def test_what_is_predicted_is_of_the_same_run() -> None:
+    """A base that another run has, on whatever day, tells nothing of what a window costs."""
+    run = data_run()
+    apart = [
+        run | {"results": [row for row in run["results"] if ("dropout" in row) is dropping]}
+        for dropping in (False, True)
+    ]
+    goals = rendered(*apart).rpartition("Goals")[2]
+    assert "| backward, dropout | 128 | 1 | 8192 | 1.15 | not measured | – |" in goals
 
 
 def test_slower_steps_are_listed() -> None:

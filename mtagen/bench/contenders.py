@@ -18,13 +18,15 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from ..accuracy import Comparison
 from ..check import check as check_op
+from ..documents import Documents
 from ..errors import BackendError, InputError, PlanError, explain
-from ..measure.cases import LENGTH, PAPER, Case, Sizes
+from ..measure.cases import DROPOUT_P, LENGTH, PAPER, Case, Sizes
 from ..measure.inputs import Inputs, Sampler
-from ..measure.judge import eager_op, judge
+from ..measure.judge import documents_op, eager_op, judge
 from ..op import build
 from ..ops.attention import MultiTokenAttention
 from ..planner import Plan
@@ -32,10 +34,11 @@ from ..spec import Spec
 from .authors import authors_attention
 from .suites import MAX_MATERIALISED
 
-Attention = Callable[..., Tensor]  # of q, k, v and, if it convolves, the weights in their order
+Attention = Callable[..., Any]  # of a contender's arguments; returns out, or the outs of several calls
 
 _SCORE_TENSORS = 10  # alive at once in forward + backward; eager was seen to need 5
 _CHECKED_LENGTH = 257
+_CHECKED_DOCUMENTS = 3
 _LIGER_MAX_LENGTH = 1024
 
 
@@ -69,6 +72,10 @@ class Contender(ABC):
     @abstractmethod
     def prepare(self, case: Case) -> Attention:
         """What is to be timed."""
+
+    def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
+        """What is given to that: q, k, v and, if it convolves, the weights in their order."""
+        return inputs.arguments if self.convolves else [inputs.q[:, :, -case.sizes.nq :], inputs.k, inputs.v]
 
     @abstractmethod
     def check(self, case: Case) -> Mapping[str, Comparison]:
@@ -108,11 +115,18 @@ class Built(Contender):
 
     def prepare(self, case: Case) -> Attention:
         op = self._op(case)
-        return _by_position(op.decode if case.decodes else op, case)
+        call: Callable[..., Any] = op.decode if case.decodes else op
+        if case.spec.packed:
+            cu_seq = torch.tensor([0, *case.documents], device=self.device).cumsum(0).to(torch.int32)
+            call = partial(op.varlen, **Documents(cu_seq, cu_seq, case.sizes.nk, case.sizes.nk)._asdict())
+        if case.spec.dropout:
+            call = partial(call, dropout_p=DROPOUT_P)
+        return _by_position(call, case)
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
         kv_heads = 1 if case.sizes.kv_heads < case.sizes.heads else 2
-        sizes = Sizes(1, 2, kv_heads, _CHECKED_LENGTH, _CHECKED_LENGTH)
+        n = _CHECKED_LENGTH + max(0, case.spec.window[0])  # long enough for a window to hide keys
+        sizes = Sizes(_CHECKED_DOCUMENTS if case.spec.packed else 1, 2, kv_heads, n, n)
         return {row.result: row.comparison for row in check_op(self._op(case), case.spec, self.device, [sizes])}
 
     def plan(self, case: Case) -> Plan:
@@ -146,8 +160,88 @@ class Auto(Built):
         return None  # those that it mixes are built anyway
 
 
+class Unpacked(Built):
+    """An op of ``mtagen.build`` that takes packed documents in another form, with which packing is compared.
+
+    To bring them into that form is no part of what is timed.
+    """
+
+    @abstractmethod
+    def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
+        """The documents in that form."""
+
+    @abstractmethod
+    def join(self, case: Case, outs: Any) -> Tensor:
+        """What it returns, packed again."""
+
+    def enters(self, case: Case) -> bool:
+        return case.spec.packed and super().enters(case)
+
+    def prepare(self, case: Case) -> Attention:
+        return super().prepare(case.base)
+
+    def check(self, case: Case) -> Mapping[str, Comparison]:
+        sizes = case.sizes._replace(batch=_CHECKED_DOCUMENTS, nq=_CHECKED_LENGTH, nk=_CHECKED_LENGTH)
+        small = replace(case, sizes=sizes)
+        inputs, grad_out = _packed(small, Sampler.for_checks, self.device)
+        attend, eager = self.prepare(small), eager_op(case.spec, return_lse=True)
+
+        def packed(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Tensor:
+            return self.join(small, attend(*self.arguments(small, Inputs(q, k, v, weights))))
+
+        def alone(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+            return eager(*tensors, **weights)
+
+        def formula(*tensors: Tensor, **weights: Tensor) -> Tensor:
+            out: Tensor = documents_op(alone, small.documents, small.documents)(*tensors, **weights)[0]
+            return out
+
+        return judge(packed, formula, inputs, grad_out)
+
+    def warm_key(self, case: Case) -> Hashable | None:
+        return None  # who takes them packed builds these kernels, too
+
+    def _op(self, case: Case) -> MultiTokenAttention:
+        return super()._op(case.base)
+
+
+class OneByOne(Unpacked):
+    """A call for each document, with weights of its own, so that none waits to add gradients of these."""
+
+    def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
+        documents = zip(*(torch.split(x, case.documents) for x in (inputs.q, inputs.k, inputs.v)), strict=True)
+        alone = ([x.transpose(0, 1)[None].contiguous() for x in document] for document in documents)
+        return [x for document in alone for x in (*document, *inputs.weights.values())]
+
+    def prepare(self, case: Case) -> Attention:
+        attend, size = super().prepare(case), 3 + len(case.spec.weight_names)
+
+        def one_by_one(*tensors: Tensor) -> list[Tensor]:
+            return [attend(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
+
+        return one_by_one
+
+    def join(self, case: Case, outs: Sequence[Tensor]) -> Tensor:
+        return torch.cat([out[0].transpose(0, 1) for out in outs])
+
+
+class Padded(Unpacked):
+    """One call on a batch of all documents, with zeros after the shorter ones."""
+
+    def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
+        documents = (torch.split(x, case.documents) for x in (inputs.q, inputs.k, inputs.v))
+        padded = (pad_sequence([*parts], batch_first=True) for parts in documents)
+        return [*(x.transpose(1, 2).contiguous() for x in padded), *inputs.weights.values()]
+
+    def join(self, case: Case, outs: Tensor) -> Tensor:
+        return torch.cat([out[:, :n].transpose(0, 1) for out, n in zip(outs, case.documents, strict=True)])
+
+
 class Peer(Contender):
-    """Attention that is judged against a formula of its own."""
+    """Attention that is judged against a formula of its own, on a batch of whole sequences."""
+
+    def enters(self, case: Case) -> bool:
+        return case.base == case and super().enters(case)
 
     @abstractmethod
     def formula(self, case: Case) -> Attention:
@@ -260,7 +354,7 @@ class Compiled(Eager):
         inductor_config.compile_threads = 1  # there are many such processes
         function, tensors = self.prepare(case), make_inputs(case, self.device).arguments
         function(*tensors)
-        function(*(x.requires_grad_() for x in tensors)).sum().backward()  # type: ignore[no-untyped-call]
+        function(*(x.requires_grad_() for x in tensors)).sum().backward()
 
 
 class Liger(Materialising):
@@ -292,7 +386,7 @@ class Liger(Materialising):
         for sizes in (few, few._replace(nq=_CHECKED_LENGTH, nk=_CHECKED_LENGTH)):
             small = replace(case, sizes=sizes)
             leaves = [x.requires_grad_() for x in make_inputs(small, self.device).arguments]
-            self.prepare(small)(*leaves).sum().backward()  # type: ignore[no-untyped-call]
+            self.prepare(small)(*leaves).sum().backward()
 
     def prepare(self, case: Case) -> Attention:
         from liger_kernel.ops.multi_token_attention import LigerMultiTokenAttentionFunction
@@ -391,7 +485,8 @@ def entrants(
     Args:
         suite: its name.
         device: where they run.
-        names: these alone; default: mtagen's in ``overhead``, these and eager in ``memory``, else all.
+        names: these alone; default: mtagen's in ``overhead`` and ``data``, these and eager in ``memory``, else all;
+            those that take packed documents in another form are in ``data`` alone.
         max_materialised: lengths beyond are refused by those that materialise scores.
 
     Raises:
@@ -401,8 +496,12 @@ def entrants(
     for name in names:
         if name not in present:
             raise InputError(explain("contender", name, f"is not known on {device.type}", tuple(present)))
-    prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager")}.get(suite, ("",))
-    return [present[name] for name in present if (name in names if names else name.startswith(prefixes))]
+    prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager"), "data": ("mtagen",)}.get(suite, ("",))
+    if names:
+        return [present[name] for name in present if name in names]
+    has_documents = suite == "data"
+    listed = [contender for contender in present.values() if contender.name.startswith(prefixes)]
+    return [contender for contender in listed if has_documents or not isinstance(contender, Unpacked)]
 
 
 def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
@@ -414,7 +513,14 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
         Compiled("authors compiled", device, max_materialised, **theirs),
     ]
     if device.type == "cpu":
-        return [Built("mtagen torch", device, backend="torch", target="cpu"), *plain, Sdpa("sdpa", device)]
+        ours: dict[str, Any] = {"backend": "torch", "target": "cpu"}
+        return [
+            Built("mtagen torch", device, **ours),
+            OneByOne("mtagen torch one by one", device, **ours),
+            Padded("mtagen torch padded", device, **ours),
+            *plain,
+            Sdpa("sdpa", device),
+        ]
     return [
         Built("mtagen cuda", device, backend="cuda"),
         Built("mtagen triton", device, backend="triton"),
@@ -423,6 +529,8 @@ def _contenders(device: torch.device, max_materialised: int) -> list[Contender]:
         Built("mtagen triton sm_80", device, only=_is_the_papers, backend="triton", target="sm_80"),
         Built("mtagen triton sm_89", device, only=_is_the_papers, backend="triton", target="sm_89"),
         Built("mtagen cuda deterministic", device, only=_is_the_papers, backend="cuda", deterministic=True),
+        OneByOne("mtagen cuda one by one", device, backend="cuda"),
+        Padded("mtagen cuda padded", device, backend="cuda"),
         *plain,
         Liger("liger (post-softmax)", device, max_materialised),
         Sdpa("sdpa flash", device, SDPBackend.FLASH_ATTENTION),
@@ -435,9 +543,22 @@ def _is_a_pipeline(case: Case) -> bool:
 
 
 def _is_the_papers(case: Case) -> bool:
-    return case.spec.kernel == PAPER and case.sizes.nk == LENGTH and not case.decodes
+    return case.spec.kernel == PAPER and case.base == case and case.sizes.nk == LENGTH and not case.decodes
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """What a case is timed on."""
+    """What a case is timed on; packed documents are ``(total, H, D)``, one after the other."""
+    if case.spec.packed:
+        return _packed(case, Sampler.for_timing, device)[0]
     return Sampler.for_timing(case.spec, case.sizes, device).inputs(decode=case.decodes)
+
+
+def _packed(
+    case: Case, sampler: Callable[[Spec, Sizes, torch.device], Sampler], device: torch.device
+) -> tuple[Inputs, Tensor]:
+    """Packed documents and the gradient of their output: a sequence of all tokens, without an axis for the batch."""
+    total = sum(case.documents)
+    one = replace(sampler(case.spec, case.sizes._replace(batch=1, nq=total, nk=total), device), rows_outside_heads=True)
+    inputs = one.inputs()
+    q, k, v, grad_out = (x[0].transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v, one.outputs()))
+    return replace(inputs, q=q, k=k, v=v), grad_out

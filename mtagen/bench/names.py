@@ -12,7 +12,7 @@ OURS = (*BACKENDS, "mtagen auto")  # without those that only some cases ask for:
 SAME_MATH = ("eager", "torch.compile", "authors", "authors compiled")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
-ONLY_ON_CPU = ("mtagen torch", "sdpa")
+ONLY_ON_CPU = ("mtagen torch", "mtagen torch one by one", "mtagen torch padded", "sdpa")
 
 # In the order of tables and legends. Okabe and Ito's colours, which the colour-blind can tell apart; plain attention,
 # the lower bound, is dashed.
@@ -20,11 +20,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "mtagen cuda": {"color": "#0072B2", "marker": "o"},
     "mtagen cuda sm_80": {"color": "#0072B2", "marker": "^"},
     "mtagen cuda deterministic": {"color": "#0072B2", "marker": "x"},
+    "mtagen cuda one by one": {"color": "#0072B2", "marker": "1"},
+    "mtagen cuda padded": {"color": "#0072B2", "marker": "2"},
     "mtagen triton": {"color": "#009E73", "marker": "s"},
     "mtagen triton sm_80": {"color": "#009E73", "marker": "^"},
     "mtagen triton sm_89": {"color": "#009E73", "marker": "v"},
     "mtagen auto": {"color": "#56B4E9", "marker": "*"},
     "mtagen torch": {"color": "#0072B2", "marker": "o"},
+    "mtagen torch one by one": {"color": "#0072B2", "marker": "1"},
+    "mtagen torch padded": {"color": "#0072B2", "marker": "2"},
     "eager": {"color": "#000000", "marker": "."},
     "torch.compile": {"color": "#E69F00", "marker": "."},
     "authors": {"color": "#000000", "marker": "v"},
@@ -80,9 +84,17 @@ def name_mask(case: Case) -> str:
     return "causal" if case.causal else "not causal"
 
 
+def name_data(case: Case) -> str:
+    """What a case has that its base has not, separated by commas."""
+    spec = case.spec
+    names = [f"window {spec.window}"] if spec.window != (-1, -1) else []
+    return ", ".join(names + ["packed"] * spec.packed + ["dropout"] * spec.dropout)
+
+
 def name_group(case: Case) -> str:
     """What a table of cases has in common."""
     sizes = case.sizes
     which = f"{sizes.nq} new token{'s' * (sizes.nq > 1)}" if case.decodes else name_mask(case)
     heads = f"{sizes.heads} heads" + (f", {sizes.kv_heads} of keys" if sizes.kv_heads != sizes.heads else "")
-    return f"{case.pass_name}, {which}, d = {case.spec.head_dim}, {heads}, {case.spec.dtype}"
+    common = (case.pass_name, which, name_data(case), f"d = {case.spec.head_dim}", heads, case.spec.dtype)
+    return ", ".join(filter(None, common))

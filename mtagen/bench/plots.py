@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, explain
 from .names import STYLES, is_ours, name_kernel, ordered
-from .runs import Cases, Run, groups, measurements, smallest_batches, source, typical_kernel, typical_length
+from .runs import (
+    Cases,
+    Run,
+    groups,
+    measurements,
+    predicted,
+    smallest_batches,
+    source,
+    typical_kernel,
+    typical_length,
+)
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -48,7 +58,8 @@ def check_path(path: Path) -> None:
 
 
 def plot_run(run: Run, path: Path) -> None:
-    """Draw a run: time and memory over N and ratios to cuDNN by kernel; for decode, GB/s over the length of the cache.
+    """Draw a run: time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by
+    kernel; for decode, GB/s over the length of the cache.
 
     Panels over lengths show one kernel, (6, 11) where the run has it, at the smallest batch of each length; all show
     causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
@@ -98,6 +109,8 @@ def _draw(panel: _Panel, ax: Axes) -> None:
         ax.minorticks_off()
     else:
         ax.axhline(1, color="0.5", linewidth=0.8)
+        names = dict.fromkeys(name for points in panel.lines.values() for name in points)
+        ax.set_xticks(range(len(names)), [name.replace(" | ", "\n| ") for name in names])
     if panel.log:
         ax.set_yscale("log")
     else:
@@ -113,7 +126,8 @@ def _draw(panel: _Panel, ax: Axes) -> None:
 def _sections(cases: Cases) -> Iterator[list[_Panel]]:
     """Panels that belong together; each section begins a line of the figure."""
     cases = smallest_batches({case: rows for case, rows in cases.items() if rows})
-    training = {case: rows for case, rows in cases.items() if not case.decodes}
+    training = {case: rows for case, rows in cases.items() if not case.decodes and case.base == case}
+    data = {case: rows for case, rows in cases.items() if not case.decodes and case.base != case}
     decode = {case: rows for case, rows in cases.items() if case.decodes}
     if training:
         causal = any(case.causal for case in training)
@@ -125,6 +139,8 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
         steps = {case: rows for case, rows in lengthwise.items() if case.pass_name == "forward+backward"}
         yield _panels(steps, partial(_over_lengths, label="peak MiB", key="peak_MiB", log=True))
         yield _panels(kernelwise, _over_kernels)
+    if data:
+        yield _panels(data, partial(_over_base, measured=cases))
     if decode:
         kernel = typical_kernel(decode)
         lengthwise = {case: rows for case, rows in decode.items() if name_kernel(case) == kernel}
@@ -154,3 +170,15 @@ def _over_kernels(group: str, cases: Cases) -> _Panel:
             if peer in rows and is_ours(name):
                 lines.setdefault(name, {})[name_kernel(case)] = row["ms"] / rows[peer]["ms"]
     return _Panel(f"N = {next(iter(cases)).sizes.nk}: {group}", f"time / {peer}", lines)
+
+
+def _over_base(group: str, cases: Cases, *, measured: Cases) -> _Panel:
+    """Over kernels, what windows and dropout cost, and what packed documents take beside a call for each."""
+    lines: dict[str, dict[Any, float]] = {}
+    for case, rows in cases.items():
+        for name, row in rows.items():
+            peer = rows.get(f"{name} one by one") if case.spec.packed else predicted(case, name, measured)
+            if peer:
+                lines.setdefault(name, {})[name_kernel(case)] = row["ms"] / peer["ms"]
+    packed = any(case.spec.packed for case in cases)
+    return _Panel(group, "time / one by one" if packed else "time / predicted", lines)

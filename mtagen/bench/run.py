@@ -142,9 +142,7 @@ class _Session:
         if "skipped" in verdict:
             return [(verdict, None)] * len(group)
         function = contender.prepare(group[0])
-        rows = group[0].sizes.nq
-        plain = [inputs.q[:, :, -rows:], inputs.k, inputs.v]
-        tensors = inputs.arguments if contender.convolves else plain
+        tensors = contender.arguments(group[0], inputs)
         found: list[_Measured] = []
         for case in group:
             figures = _attempt(partial(self._time, contender, case, function, tensors, verdict))
@@ -240,14 +238,19 @@ def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor
     if pass_name in ("forward", "decode"):
         return partial(function, *tensors)
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = function(*leaves)
-    grad_out = torch.randn_like(out)
+
+    def forward() -> tuple[Tensor, ...]:
+        out = function(*leaves)
+        return (out,) if isinstance(out, Tensor) else tuple(out)
+
+    outs = forward()
+    grad_outs = [torch.randn_like(out) for out in outs]
     if pass_name == "backward":
-        return partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
+        return partial(torch.autograd.grad, outs, leaves, grad_outs, retain_graph=True)
 
     def both() -> tuple[Tensor, ...]:
-        out = function(*leaves)
-        return (out, *torch.autograd.grad(out, leaves, grad_out))
+        outs = forward()
+        return (*outs, *torch.autograd.grad(outs, leaves, grad_outs))
 
     return both
 

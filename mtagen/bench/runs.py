@@ -32,10 +32,11 @@ _Found = TypeVar("_Found")
 
 
 class Measured(NamedTuple):
-    """A case's measurements by contender, all of one run."""
+    """A case's measurements by contender, all of one run, which has measured ``cases``."""
 
     rows: Rows
     run: Run
+    cases: Cases
 
 
 Results = dict[Case, Measured]  # of one device
@@ -181,8 +182,9 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
 
     results: Results = {}
     for run in runs:
-        for case, measured in measurements(run).items():
-            found = Measured({name: row for name, row in measured.items() if row.get(key) is not None}, run)
+        cases = measurements(run)
+        for case, measured in cases.items():
+            found = Measured({name: row for name, row in measured.items() if row.get(key) is not None}, run, cases)
             if case not in results or rank(found) > rank(results[case]):
                 results[case] = found
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))
@@ -193,7 +195,17 @@ def _place(case: Case) -> tuple[object, ...]:
     spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
     kernels = spec.kernel or (0, 0), spec.post_kernel or (0, 0)
     stages = *kernels, spec.mixed_heads or 0, spec.post_mixed_heads or 0
-    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, *stages, -sizes.kv_heads, sizes.nq, step
+    data = spec.window, spec.packed, spec.dropout
+    return spec.head_dim, not case.causal, sizes.nk, sizes.batch, *stages, -sizes.kv_heads, sizes.nq, *data, step
+
+
+def predicted(case: Case, name: str, cases: Mapping[Case, Rows]) -> Row | None:
+    """What a contender would take at ``case`` if it took as long for a pair of query and key as at the case's base.
+
+    That is its own measurement there among ``cases``, scaled by the pairs that count; None where none was made.
+    """
+    row = cases.get(case.base, {}).get(name) if case != case.base else None
+    return row and {**row, "ms": row["ms"] * case.seen_scores / case.base.seen_scores}
 
 
 def fastest(rows: Rows, names: Iterable[str]) -> Row | None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from ..errors import InputError, explain
-from ..measure.cases import CACHE_LENGTH, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
+from ..measure.cases import CACHE_LENGTH, DOCUMENTS, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
 from ..spec import Spec
 
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
 PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
-SUITES = ("quick", "full", "decode", "memory", "overhead", "layers")
+SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data")
 
 _LARGE_BATCH_LENGTHS = (4096, 8192)  # measured at a batch of 4 besides
 # Heads and head dims of the paper's models of 550M and 830M parameters; those of 300M and 1B have 16 of 64 and of 128.
@@ -27,12 +28,14 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "memory": (8192, 16384, 32768, 65536),
         "overhead": (512, 1024, 2048),
         "layers": (2048, 8192),
+        "data": (8192, 32768),
     },
     "cpu": {
         "quick": (256, 512),
         "full": (256, 512, 1024, 2048),
         "decode": (4096, 16384),
         "layers": (256, 512),
+        "data": (256, 512),
     },
 }
 _QUICK_CACHES = {"cuda": CACHE_LENGTH, "cpu": 4096}
@@ -84,6 +87,8 @@ def suite(
         found = [case for case in steps if case.pass_name == "forward+backward"]
     elif name == "layers":
         found = [*_layers(scale, head_dims, lengths, others)]
+    elif name == "data":
+        found = [*_data(scale, head_dims, lengths)]
     else:  # overhead
         calls = _training(scale, head_dims, lengths, kernels or (PAPER, (1, 1)), batch=8)
         found = [case for case in calls if case.pass_name == "forward"]
@@ -146,6 +151,25 @@ def _layer_specs(heads: int, head_dim: int, dtype: str) -> Iterator[Spec]:
     yield Spec(None, head_dim, dtype=dtype, mixed_heads=heads, post_mixed_heads=heads)
     yield Spec(PAPER, head_dim, dtype=dtype, post_mixed_heads=2)
     yield Spec(None, head_dim, dtype=dtype)
+
+
+def _data(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
+    """What training data asks for: dropout, windows, each beside the case without, and packed documents.
+
+    One sequence of the first length is dropped of, as long as the longest document; that of a window has the last
+    length, or half of it where heads are mixed, and 1/32 of the last length is seen. Only the paper's kernel has all
+    head dims, and is there on all targets; all else has the largest.
+    """
+    first, last, d = lengths[0], lengths[-1], max(head_dims)
+    everything, mixing, pairs, plain = _layer_specs(scale.heads, d, scale.dtype)
+    paper = Spec(PAPER, d, dtype=scale.dtype)
+    dropping = [*(replace(paper, head_dim=d, value_head_dim=d) for d in head_dims), plain, mixing, everything, pairs]
+    for spec in dropping:
+        yield from _passes([spec, replace(spec, dropout=True)], scale.training(first, batch=1))
+    for spec, n in ((paper, last), *((spec, max(1, last // 2)) for spec in (mixing, everything))):
+        yield from _passes([spec, replace(spec, window=(last // 32, -1))], scale.training(n, batch=1))
+    documents = Sizes(len(DOCUMENTS), scale.heads, scale.heads, first, first)
+    yield from _passes([replace(spec, packed=True) for spec in (paper, plain, mixing, everything)], documents)
 
 
 def _passes(specs: Iterable[Spec], sizes: Sizes) -> Iterator[Case]:

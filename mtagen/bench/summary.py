@@ -13,9 +13,24 @@ from ..measure.cases import LENGTH, PAPER, SCALES, Case, Sizes
 from ..spec import Spec
 from . import columns
 from .columns import NOTHING, Column, figure, figures_of, number, ratio, table_of_cases
-from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, name_kernel, name_mask, name_size, short_name
-from .runs import Results, Row, Rows, Run, fastest, merge, skipped, smallest_batches, source, typical_length
+from .names import BACKENDS, OURS, PEERS, SAME_MATH, SDPA, name_data, name_kernel, name_mask, name_size, short_name
+from .runs import (
+    Measured,
+    Results,
+    Row,
+    Rows,
+    Run,
+    fastest,
+    merge,
+    predicted,
+    skipped,
+    smallest_batches,
+    source,
+    typical_length,
+)
 from .tables import Table, to_markdown
+
+PREDICTED = "predicted"  # a peer of goals: the contender's own time at the case's base, scaled by the pairs that count
 
 
 class Part(NamedTuple):
@@ -76,7 +91,8 @@ def peers_table(results: Results) -> str:
 
 def layers_table(results: Results) -> str:
     """Operators with other stages than a convolution before the softmax, which are the layers of the paper's models."""
-    cases = _select(results, lambda case: not case.spec.convolves_only and case.causal)
+    layers = _select(results, lambda case: not case.spec.convolves_only and case.causal and case.base == case)
+    cases = {case: found for case, found in layers.items() if fastest(found.rows, (*SAME_MATH, *SDPA))}
     plain = _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     peers = _present(cases, SAME_MATH)
     best = Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, SAME_MATH), _ours(rows), 1))
@@ -105,7 +121,7 @@ def slow_cases(results: Results) -> str:
         return ""
     slow = [
         f"{name_mask(case)} {name_size(case)} d={case.spec.head_dim} ({ratio(_ours(rows), plain)})"
-        for case, (rows, _) in compared.items()
+        for case, (rows, *_) in compared.items()
         if (plain := fastest(rows, SAME_MATH)) and _ours(rows)["ms"] > plain["ms"]
     ]
     verdict = f"{len(slow) or 'none'} of {len(compared)} cases"
@@ -119,12 +135,17 @@ def kernels_table(results: Results) -> str:
     steps = ("forward", "backward")
     cases = _select(
         results,
-        lambda case: case.spec.weight_names == ("weight",) and case.pass_name in steps and case.sizes.batch == 1,
+        lambda case: (
+            case.spec.weight_names == ("weight",)
+            and case.pass_name in steps
+            and case.sizes.batch == 1
+            and case.base == case
+        ),
     )
     n, cases = _at_typical_length(cases)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
-    for case, (rows, _) in cases.items():
+    for case, (rows, *_) in cases.items():
         line = lines.setdefault((str(case.spec.kernel), name_mask(case), str(case.spec.head_dim)), {})
         for name in backends:
             ours = rows.get(name)
@@ -175,6 +196,32 @@ def decode_table(results: Results) -> str:
     return _write_cases(f"Decode, (6, 11), {_common(cases)}", shown, cases, (*backends, *peer))
 
 
+def data_table(results: Results) -> str:
+    """Windows and dropout on each backend beside the cases without, and packed documents beside their own calls."""
+    cases = _select(results, lambda case: case.base != case)
+    backends = _present(cases, BACKENDS)
+    others = {name: _present(cases, (f"{name} one by one", f"{name} padded")) for name in backends}
+
+    def over_predicted(name: str) -> Column:
+        return Column(
+            f"/ {PREDICTED}", lambda case, rows: ratio(rows.get(name), predicted(case, name, cases[case].cases))
+        )
+
+    shown = [
+        columns.STAGES,
+        Column("data", lambda case, rows: name_data(case)),
+        *(columns.HEAD_DIM, columns.LENGTH, columns.BATCH, columns.PASS),
+    ]
+    for name in backends:
+        shown += [figures_of(name, f"{short_name(name)}, ms"), over_predicted(name)]
+        shown += [_over(name, peer)._replace(name=f"/ {short_name(peer)}") for peer in others[name]]
+    title = (
+        f"Windows, packed documents and dropout, causal, {_common(cases)}; predicted is the time without window and "
+    )
+    title += "dropout, times the share of pairs (query, key) that count; of B packed documents the longest has N tokens"
+    return _write_cases(title, shown, cases, (*backends, *(peer for peers in others.values() for peer in peers)))
+
+
 def overhead_table(results: Results, max_cpu_us: float) -> str:
     """What a forward call costs where sequences are short: CPU time, of which there is a goal, and the time without."""
     cases = _select(results, lambda case: case.pass_name == "forward")
@@ -186,20 +233,23 @@ def overhead_table(results: Results, max_cpu_us: float) -> str:
             short_name(name),
             *(figure(rows[name], key) for key in ("ms", "graph_ms", "cpu_us")),
         ]
-        for case, (rows, _) in cases.items()
+        for case, (rows, *_) in cases.items()
         for name in OURS
         if name in rows
     ]
     header = ["kernel", "d", "N", "B", "backend", "ms", "in a CUDA graph, ms", "us to issue a call"]
     served = ("mtagen auto", *BACKENDS)  # where auto is all of one backend it is no contender; on an H200, CUDA
-    longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, _ in cases.values())
+    longest = max(next(rows[name] for name in served if name in rows)["cpu_us"] for rows, *_ in cases.values())
     verdict = f"{'met' if longest <= max_cpu_us else '**not met**'}, up to {number(longest)} us"
     limit = f"the goal is that the CPU issues a call of auto in {max_cpu_us:g} us: {verdict}"
     return _write(Table(f"Forward of short sequences, {_common(cases)}; {limit}", header, lines), cases, ())
 
 
 class Goal(NamedTuple):
-    """A contender's time over a peer's that is not to be exceeded, at the heads and dtype that suit a GPU."""
+    """A contender's time over a peer's that is not to be exceeded, at the heads and dtype that suit a GPU.
+
+    The peer is a contender, or ``PREDICTED``.
+    """
 
     contender: str
     step: str
@@ -213,6 +263,9 @@ class Goal(NamedTuple):
     mixed_heads: int | None = None
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
+    window: tuple[int, int] = (-1, -1)
+    packed: bool = False
+    dropout: bool = False
 
     @property
     def case(self) -> Case:
@@ -227,8 +280,18 @@ class Goal(NamedTuple):
             mixed_heads=self.mixed_heads,
             post_kernel=self.post_kernel,
             post_mixed_heads=self.post_mixed_heads,
+            window=self.window,
+            packed=self.packed,
+            dropout=self.dropout,
         )
         return Case(spec, sizes, self.step)
+
+    def times(self, found: Measured) -> tuple[Row | None, Row | None]:
+        """The contender's and the peer's, of one run."""
+        ours = found.rows.get(self.contender)
+        if self.peer == PREDICTED:
+            return ours, predicted(self.case, self.contender, found.cases)
+        return ours, found.rows.get(self.peer)
 
 
 def goals_table(results: Results, goals: Iterable[Goal]) -> str:
@@ -236,14 +299,13 @@ def goals_table(results: Results, goals: Iterable[Goal]) -> str:
     lines, cases = [], {}
     for goal in goals:
         found = results.get(goal.case)
-        rows = found.rows if found else {}
-        ours, peer = rows.get(goal.contender), rows.get(goal.peer)
+        ours, peer = goal.times(found) if found else (None, None)
         measured, verdict = "not measured", NOTHING
         if found and ours and peer:
             cases[goal.case] = found
             measured = ratio(ours, peer, 2 if goal.limit >= 1 else 4)
             verdict = "yes" if ours["ms"] <= goal.limit * peer["ms"] else "**no**"
-        step = goal.step if goal.causal else f"{goal.step}, not causal"
+        step = ", ".join(filter(None, (goal.step, "" if goal.causal else name_mask(goal.case), name_data(goal.case))))
         sizes = [str(size) for size in (goal.head_dim, goal.batch, goal.n)]
         what = f"{goal.contender} / {goal.peer}"
         limit = f"{goal.limit:g}" if goal.limit >= 1 else f"1/{1 / goal.limit:g}"
@@ -277,7 +339,7 @@ def _training_steps(results: Results) -> Results:
 
 
 def _is_the_papers(case: Case) -> bool:
-    return case.spec.kernel == PAPER and case.spec.convolves_only and case.causal
+    return case.spec.kernel == PAPER and case.spec.convolves_only and case.causal and case.base == case
 
 
 def _present(results: Results, names: Iterable[str]) -> list[str]:
@@ -294,7 +356,7 @@ def _ours(rows: Rows) -> Row:
 
 def _our_memory(results: Results) -> list[Column]:
     """The column of mtagen's peak memory, if it was measured, which it is on a GPU."""
-    measured = any(_ours(rows).get("peak_MiB") is not None for rows, _ in results.values())
+    measured = any(_ours(rows).get("peak_MiB") is not None for rows, *_ in results.values())
     return [Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))] if measured else []
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from ..spec import Spec
@@ -12,6 +14,8 @@ PAPER = (6, 11)  # the kernel of the paper
 TRAINING_PASSES = ("forward", "backward", "forward+backward")
 LENGTH = 8192  # of sequences, where one length stands for all
 CACHE_LENGTH = 32768  # of decode's caches, where one length stands for all
+DROPOUT_P = 0.1  # of what is timed
+DOCUMENTS = (8192, 6144, 4096, 3072, 2560, 2048, 1536, 1280, 1024, 768, 640, 512, 384, 256, 160, 96)  # 32768 tokens
 
 _ROW_SPEC = ("kernel", "head_dim", "causal", "dtype")  # fields of the spec that every row of results has
 
@@ -20,11 +24,11 @@ class Sizes(NamedTuple):
     """Sizes of one problem.
 
     Attributes:
-        batch: sequences.
+        batch: sequences, or packed documents.
         heads: of queries.
         kv_heads: of keys and values.
-        nq: queries of a sequence; for decode its new tokens.
-        nk: keys of a sequence; for decode the length of its cache.
+        nq: queries of a sequence, or of the longest document; for decode its new tokens.
+        nk: keys of a sequence, or of the longest document; for decode the length of its cache.
     """
 
     batch: int
@@ -100,16 +104,22 @@ class Case:
         return self if self.decodes else replace(self, pass_name="forward")
 
     @property
+    def base(self) -> Case:
+        """The same without window and dropout, on a batch of sequences of one length: what those cost is told by it."""
+        return replace(self, spec=replace(self.spec, window=(-1, -1), packed=False, dropout=False))
+
+    @property
+    def documents(self) -> list[int]:
+        """Tokens of each packed document: as many as ``nk`` of the longest, whose shares are those of ``DOCUMENTS``."""
+        batch, longest = (self.sizes.batch, self.sizes.nk) if self.spec.packed else (0, 0)
+        return [max(1, n * longest // DOCUMENTS[0]) for n in islice(cycle(DOCUMENTS), batch)]
+
+    @property
     def seen_scores(self) -> int:
         """(row, key) pairs over all heads and sequences whose key the row sees."""
         batch, heads, _, nq, nk = self.sizes
-        left, right = self.spec.left, self.spec.right
-        seen = 0
-        for position in range(nk - nq, nk):
-            first = 0 if left is None else max(0, position - left)
-            end = nk if right is None else min(nk, position + right + 1)
-            seen += max(0, end - first)
-        return batch * heads * seen
+        sequences = [(n, n) for n in self.documents] if self.spec.packed else [(nq, nk)] * batch
+        return heads * sum(_seen_pairs(*lengths, self.spec.left, self.spec.right) for lengths in sequences)
 
     @property
     def score_bytes(self) -> int:
@@ -120,12 +130,14 @@ class Case:
     @property
     def row_bytes(self) -> int:
         """Size of q and out together, or of both gradients."""
-        return self.sizes.batch * self.sizes.heads * self.sizes.nq * self._bytes_of_both_dims
+        rows = sum(self.documents) if self.spec.packed else self.sizes.batch * self.sizes.nq
+        return rows * self.sizes.heads * self._bytes_of_both_dims
 
     @property
     def cache_bytes(self) -> int:
         """Size of k and v together, or of both gradients."""
-        return self.sizes.batch * self.sizes.kv_heads * self.sizes.nk * self._bytes_of_both_dims
+        keys = sum(self.documents) if self.spec.packed else self.sizes.batch * self.sizes.nk
+        return keys * self.sizes.kv_heads * self._bytes_of_both_dims
 
     @property
     def _bytes_of_both_dims(self) -> int:
@@ -153,6 +165,17 @@ class Case:
         special = {name: row[name] for name in Spec.__dataclass_fields__ if name in row}
         spec = Spec.from_dict({name: row[name] for name in _ROW_SPEC} | special)
         return cls(spec, Sizes(*(row[name] for name in Sizes._fields)), row["pass"])
+
+
+@cache
+def _seen_pairs(nq: int, nk: int, left: int | None, right: int | None) -> int:
+    """The pairs of one head of one sequence."""
+    seen = 0
+    for position in range(nk - nq, nk):
+        first = 0 if left is None else max(0, position - left)
+        end = nk if right is None else min(nk, position + right + 1)
+        seen += max(0, end - first)
+    return seen
 
 
 ROW_KEYS = (*_ROW_SPEC, *Sizes._fields, "pass")  # what tells the case in every row of results
