@@ -616,7 +616,7 @@ def _matrices(partial, n_heads, mixed, heads):
     if groups == 1:
         return sums.contiguous()
     blocks = sums.reshape(bundles, groups, mixed, groups, mixed).diagonal(dim1=1, dim2=3)  # (bundles, m, m, groups)
-    return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed]
+    return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
 @torch.no_grad()

@@ -71,12 +71,6 @@ inline u32 signs_of_bytes(u32 x, u32 y, u32 bytes) {
     if (both >> 8 * (bytes >> 4 * i & 7) >> 7 & 1) signs |= 255u << 8 * i;
   return signs;
 }
-inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
-  const u64 bytes = x | static_cast<u64>(y) << 32;
-  u32 result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<u32>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-  return result;
-}
 template <class T>
 T __ldg(const T* from) {
   return *from;
