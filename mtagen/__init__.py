@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
+    from . import nn
     from .dropout import draw_seed, dropout_mask
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
     from .naive import reference
@@ -52,12 +53,15 @@ __all__ = [
     "build",
     "draw_seed",
     "dropout_mask",
+    "nn",
     "plan",
     "reference",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name == "nn":
+        return import_module(".nn", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,89 @@
+"""What generation keeps of earlier tokens: their keys and values, and the last few queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, explain
+
+
+@dataclass(eq=False)
+class Cache:
+    """Keys, values and the last queries of a layer, made by :meth:`MultiTokenAttention.new_cache`.
+
+    A convolved score needs scores of the queries before it, so that these are kept besides keys and values: as many as
+    the convolutions before and after the softmax reach back together, cq - 1 each. Keys and queries are kept after
+    their rotary embedding. Buffers are written in place and never grow.
+
+    Attributes:
+        keys: ``(B, Hkv, max_len, D)``.
+        values: ``(B, Hkv, max_len, D)``.
+        queries: ``(B, H, context, D)``, the last queries of each entry; rows before its first token hold anything.
+        lengths: ``(B,)`` int32, tokens of each entry.
+        longest: the largest of ``lengths``, or more, known without waiting for the GPU.
+        ragged: whether ``lengths`` may differ.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    lengths: Tensor
+    longest: int = 0
+    ragged: bool = False
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that an entry can have."""
+        return self.keys.shape[2]
+
+    def positions(self, count: int) -> Tensor:
+        """The positions ``(B, count)`` of the next tokens."""
+        return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Put keys and values ``(B, count, Hkv, D)`` where those of the next tokens belong."""
+        entries = torch.arange(len(k), device=k.device).unsqueeze(1)
+        positions = self.positions(k.shape[1])
+        self.keys[entries, :, positions] = k
+        self.values[entries, :, positions] = v
+
+    def advance(self, count: int, queries: Tensor) -> None:
+        """Count the tokens that were written, and keep the last queries ``(B, H, context, D)``."""
+        self.queries.copy_(queries)
+        self.lengths += count
+        self.longest += count
+
+    @classmethod
+    def cat(cls, caches: Sequence[Cache]) -> Cache:
+        """A cache with the entries of several caches of one layer, whose lengths may differ.
+
+        So prompts of different lengths are taken one by one and continued together.
+
+        Raises:
+            InputError: there is none, or their ``max_len`` differ.
+        """
+        sizes = {cache.max_len for cache in caches}
+        if len(sizes) != 1:
+            raise InputError(explain("caches", sizes, "must have one max_len in common", "caches of one layer"))
+        keys, values, queries, lengths = (
+            torch.cat([getattr(cache, name) for cache in caches]) for name in ("keys", "values", "queries", "lengths")
+        )
+        longest = max(cache.longest for cache in caches)
+        ragged = any(cache.ragged or cache.longest != longest for cache in caches)
+        return cls(keys, values, queries, lengths, longest, ragged)
+
+    def select(self, entries: Tensor) -> Cache:
+        """A cache with copies of some entries, in this order, as often as they are named.
+
+        So beams are chosen, and sequences that have ended leave a batch.
+
+        Args:
+            entries: ``(n,)`` integers.
+        """
+        keys, values, queries, lengths = (x[entries] for x in (self.keys, self.values, self.queries, self.lengths))
+        longest = max(lengths.tolist(), default=0) if self.ragged else self.longest
+        return Cache(keys, values, queries, lengths, longest, self.ragged)

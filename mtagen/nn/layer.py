@@ -1,0 +1,385 @@
+"""The layer: projections, rotary embedding, the op of its stages, norm and gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, SpecError, explain
+from ..op import build
+from ..spec import MAX_NEW_TOKENS
+from .cache import Cache
+from .inputs import check_count, check_divisor, check_input, check_options, is_count
+from .parts import Gate, HeadMixer, HeadNorm, set_parameter
+from .rope import document_positions, rotate, rotation
+
+
+class MultiTokenAttention(nn.Module):
+    """Multi-token attention between its projections, as the authors' layer: same parameters, same order, same results.
+
+    For a row x of ``dim`` values per token, with q, k, v of H heads (Hkv of keys and values) of D values:
+
+        q, k, v = rope(wq x), rope(wk x), wv x
+        o = dropout(mix(conv(softmax(mix(conv(q k^T / sqrt(D))))))) v
+        out = wo gate(norm(o))
+
+    Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, and their code (facebookresearch/RAM,
+    ``projects/mta``), whose state dicts load as they are. Each stage is left out unless it is asked for;
+    :func:`mtagen.reference` defines the second line. Parameters, of which those of stages that are left out do not
+    exist:
+
+    ======================================  ====================================================================
+    ``wq.weight``, ``wo.weight``            (H D, dim), (dim, H D)
+    ``wk.weight``, ``wv.weight``            (Hkv D, dim)
+    ``mta_kernel``, ``mta_kernel_after_sm``  (H, 1, cq, ck): convolutions before and after the softmax
+    ``wpsm.weight``                         (H, H), [out, in]: heads mixed before the softmax; (H/m, m, m), [group, out,
+                                            in], in groups of m < H, which the authors' layer does not have
+    ``wposm.weight``                        (H, H), [out, in]: all heads mixed after the softmax
+    ``head_kernel``                         (H/m, m, m), [group, in, out]: heads mixed after the softmax in groups of
+                                            m < H
+    ``subln.weight``                        (D,): the norm's scale
+    ``gate.weight``, ``gate.bias``          (1, D), (1,), or (D, D), (D,)
+    ======================================  ====================================================================
+
+    The authors' layer stores a mixture of all heads after the softmax as ``wposm.weight`` or, the transpose of it, as
+    ``head_kernel`` of one group. This one stores the former, and loads both.
+
+    Initially stages pass on what they get: convolutions are 1 at a score's own place, mixtures and scales are the
+    identity. Projections and the gate start as ``torch.nn.Linear``, the gate's bias as 0.
+
+    Args:
+        dim: of a token's vector.
+        n_heads: H, heads of queries.
+        n_kv_heads: Hkv, heads of keys and values, a divisor of H; default H.
+        head_dim: D, 16..256 in multiples of 8; default dim / H.
+        kernel: ``(cq, ck)``, extents of the convolution before the softmax over queries and keys; None: there is none.
+        mixed_heads: m, a divisor of H: before the softmax heads are mixed in groups of m; default not at all.
+        post_kernel: extents of the convolution after the softmax; default none.
+        post_mixed_heads: as ``mixed_heads``, after the softmax.
+        key_padding: of both convolutions: ``both``, ``left`` or ``right``.
+        group_norm: whether each head's output is normed.
+        depth_rescale: the layer's number from 0 on, by which the norm rescales its result
+            (:class:`mtagen.nn.parts.HeadNorm`); default not at all.
+        gate: ``scalar``: a head's output is multiplied by the sigmoid of one number; ``channel``: of one for each of
+            its elements; default neither.
+        rope_theta: base of the rotary embedding; None: there is none, and positions are not used.
+        dropout: probability that a factor of the values is dropped in training.
+        window: ``(left, right)``: keys before and after its own position that a query sees; -1 is no limit.
+        causal: whether a query sees no later keys.
+        mask: of both convolutions, ``source`` (as the authors' code) or ``output``; see :class:`mtagen.Spec`.
+        backend: as of :func:`mtagen.build`.
+        compute_dtype: of q, k and v, for which kernels are built: under autocast or a mixed-precision policy not that
+            of the parameters. By default it is ``dtype`` if that has 16 bits; else, on a GPU, bf16, and on the CPU any.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        op: the built op; ``print(layer.op.plan)`` shows what its kernels are.
+
+    Raises:
+        SpecError: an argument is not legal.
+        PlanError: this machine's target has no plan of the stages; the message names the limit.
+        BackendError: the backend cannot be used here.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        kernel: tuple[int, int] | None = (6, 11),
+        mixed_heads: int | None = None,
+        post_kernel: tuple[int, int] | None = None,
+        post_mixed_heads: int | None = None,
+        key_padding: str = "both",
+        group_norm: bool = False,
+        depth_rescale: int | None = None,
+        gate: str | None = None,
+        rope_theta: float | None = 100000.0,
+        dropout: float = 0.0,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        mask: str = "source",
+        backend: str = "auto",
+        compute_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        self.n_kv_heads = n_heads if n_kv_heads is None else check_divisor("n_kv_heads", n_kv_heads, n_heads)
+        if head_dim is None and dim % n_heads:
+            raise SpecError(explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "head_dim=... besides"))
+        self.head_dim = dim // n_heads if head_dim is None else head_dim
+        for name, group in (("mixed_heads", mixed_heads), ("post_mixed_heads", post_mixed_heads)):
+            if group is not None:
+                check_divisor(name, group, n_heads)
+        check_options(group_norm, depth_rescale, gate, rope_theta, dropout)
+        self.rope_theta, self.dropout = rope_theta, dropout
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if compute_dtype is None and dtype in (torch.bfloat16, torch.float16):
+            compute_dtype = dtype
+        self._request: dict[str, Any] = {
+            "kernel": kernel,
+            "head_dim": self.head_dim,
+            "mixed_heads": mixed_heads,
+            "post_kernel": post_kernel,
+            "post_mixed_heads": post_mixed_heads,
+            "window": window,
+            "causal": causal,
+            "key_padding": key_padding,
+            "mask": mask,
+            "backend": backend,
+            "dtype": compute_dtype,
+            "dropout": dropout > 0,
+        }
+        self.op = build(**self._request)
+
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide, narrow = n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.wq = nn.Linear(dim, wide, bias=False, **made)
+        self.wk = nn.Linear(dim, narrow, bias=False, **made)
+        self.wv = nn.Linear(dim, narrow, bias=False, **made)
+        self.wo = nn.Linear(wide, dim, bias=False, **made)
+        self.mta_kernel = self._kernel(kernel, made)
+        self.mta_kernel_after_sm = self._kernel(post_kernel, made)
+        self.wpsm = None if mixed_heads is None else HeadMixer(n_heads, mixed_heads, **made)
+        self.wposm = HeadMixer(n_heads, n_heads, **made) if post_mixed_heads == n_heads else None
+        self.head_kernel: nn.Parameter | None = None
+        if post_mixed_heads is not None and post_mixed_heads < n_heads:
+            shape = n_heads // post_mixed_heads, post_mixed_heads, post_mixed_heads
+            self.head_kernel = nn.Parameter(torch.empty(shape, **made))
+        self.subln = HeadNorm(self.head_dim, depth_rescale, **made) if group_norm else None
+        self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
+        self._pass_on()
+        self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
+
+    def _kernel(self, extents: tuple[int, int] | None, made: dict[str, Any]) -> nn.Parameter | None:
+        return None if extents is None else nn.Parameter(torch.empty(self.n_heads, 1, *extents, **made))
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a layer on the meta device."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give the parameters that are the layer's own the values of the identity."""
+        spec = self.op.plan.spec
+        for taps in (self.mta_kernel, self.mta_kernel_after_sm):
+            if taps is not None:
+                own = torch.zeros(taps.shape)
+                own[..., -1, spec.padding(taps.shape[-1])[0]] = 1
+                set_parameter(taps, own)
+        if self.head_kernel is not None:
+            set_parameter(self.head_kernel, torch.eye(self.head_kernel.shape[-1]).expand(self.head_kernel.shape))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Attend among the tokens of each sequence, or of each document, or to those in a cache.
+
+        Args:
+            x: ``(B, N, dim)``; of packed documents ``(total, dim)`` or ``(1, total, dim)``.
+            positions: ``(N,)`` or ``(B, N)`` integers that the rotary embedding takes; of packed documents ``(total,)``
+                or ``(1, total)``. By default they count from 0 in each sequence or document, and on from what a cache
+                holds. They have no effect on which keys a query sees.
+            cu_seqlens: ``(documents + 1,)`` int32 on x's device: where each of the packed documents begins, and total.
+                Each is a sequence of its own, for the convolutions too (:meth:`varlen` of the op).
+            max_seqlen: tokens of the longest document, or more; default total. Memory may grow with it.
+            cache: what :meth:`new_cache` returns: x are the next tokens of each entry, whose keys, values and last
+                queries it then holds as well.
+
+        Returns:
+            In the shape of ``x``.
+
+        Raises:
+            InputError: an argument does not fit; the cache is as it was.
+            BackendError: ``x`` is on a device that the op was not built for.
+        """
+        check_input(x, self.dim, positions, cu_seqlens, max_seqlen)
+        if cache is not None:
+            self._check_cache(x, cu_seqlens, cache)
+        rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
+        q, k, v = (project(rows).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        if self.rope_theta is not None:
+            at = _positions(rows, cu_seqlens, cache) if positions is None else positions
+            at = at if cu_seqlens is None else at.reshape(-1)
+            cos, sin = rotation(at, self.head_dim, self.rope_theta, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self._attend(q, k, v, cu_seqlens, max_seqlen) if cache is None else self._attend_to_cache(q, k, v, cache)
+        if self.subln is not None:
+            out = self.subln(out)
+        if self.gate is not None:
+            out = self.gate(out)
+        projected: Tensor = self.wo(out.flatten(-2))
+        return projected.view(x.shape)
+
+    def _weights(self) -> dict[str, Any]:
+        """What the op takes."""
+        mixing = None if self.wposm is None else self.wposm.weight
+        return {
+            "weight": self.mta_kernel,
+            "head_weight": None if self.wpsm is None else self.wpsm.weight,
+            "post_weight": self.mta_kernel_after_sm,
+            "post_head_weight": mixing if self.head_kernel is None else self.head_kernel.mT,
+        }
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+        """Outputs in the shape of q: ``(B, N, H, D)``, or of packed documents ``(total, H, D)``."""
+        options = self._weights() | {"dropout_p": self.dropout if self.training else 0}
+        out: Any
+        if cu_seqlens is None:
+            out = self.op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+            return out.transpose(1, 2)  # type: ignore[no-any-return]
+        longest = len(q) if max_seqlen is None else max_seqlen
+        out = self.op.varlen(q, k, v, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest, **options)
+        return out  # type: ignore[no-any-return]
+
+    def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+        """Outputs ``(B, N, H, D)`` of the next tokens of each entry, which the cache then holds.
+
+        A few tokens are decoded, from whole buffers and lengths that the GPU reads, so that a step's shapes stay the
+        same. More tokens of entries of equal lengths go through the op's forward pass in one call, together with the
+        queries before them, whose rows of outputs are left out. Entries of different lengths, which its tensors cannot
+        have, are decoded a few tokens at a time.
+        """
+        count, context = q.shape[1], self.op.plan.spec.context
+        if q.dtype != cache.keys.dtype:
+            rule = "must be the dtype of the queries and keys of this call"
+            raise InputError(explain("cache.keys.dtype", cache.keys.dtype, rule, f"new_cache(..., dtype={q.dtype})"))
+        cache.write(k, v)
+        queries = torch.cat([cache.queries, q.transpose(1, 2)], 2)
+        weights = self._weights()
+        if count <= MAX_NEW_TOKENS or cache.ragged:
+            parts: list[Any] = []
+            for first in range(0, count, MAX_NEW_TOKENS):
+                end = min(first + MAX_NEW_TOKENS, count)
+                tail = queries[:, :, first : end + context]
+                parts.append(
+                    self.op.decode(tail, cache.keys, cache.values, **weights, cache_seqlens=cache.lengths + end)
+                )
+            out: Any = torch.cat(parts, 2)
+        else:
+            earlier = min(context, cache.longest)
+            keys, values = (y[:, :, : cache.longest + count] for y in (cache.keys, cache.values))
+            out = self.op(queries[:, :, context - earlier :], keys, values, **weights)
+            out = out[:, :, earlier:]
+        cache.advance(count, queries[:, :, count:])
+        return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+    def new_cache(
+        self,
+        batch: int,
+        max_len: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Cache:
+        """An empty cache for generation, which calls of the layer fill: a prompt at once or in parts, then new tokens.
+
+        However the tokens are divided into calls, the outputs are those of one call with all of them. It takes calls
+        without gradients and dropout, of a layer whose queries see no later keys. All entries get as many tokens in a
+        call; entries of different lengths come from prompts that are taken one by one (:meth:`Cache.cat`).
+
+        Args:
+            batch: B, sequences.
+            max_len: tokens that each can have.
+            device: by default that of the parameters.
+            dtype: of keys, values and queries: under autocast its dtype by default, else that of the parameters.
+
+        Raises:
+            InputError: an argument does not fit, or queries see later keys.
+        """
+        for name, count in (("batch", batch), ("max_len", max_len)):
+            if not is_count(count):
+                raise InputError(explain(name, count, "must be a positive int", "1, 2, ..."))
+        spec = self.op.plan.spec
+        if spec.right != 0:
+            rule = "a token's output depends on later tokens, which a cache cannot know"
+            raise InputError(explain("causal", False, rule, "causal=True, or calls without a cache"))
+        device = self.wk.weight.device if device is None else torch.device(device)
+        if dtype is None:
+            dtype = _autocast_dtype(device) or self.wk.weight.dtype
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        shape = batch, self.n_kv_heads, max_len, self.head_dim
+        queries = torch.zeros(batch, self.n_heads, spec.context, self.head_dim, **made)
+        lengths = torch.zeros(batch, device=device, dtype=torch.int32)
+        return Cache(torch.zeros(shape, **made), torch.zeros(shape, **made), queries, lengths)
+
+    def _check_cache(self, x: Tensor, cu_seqlens: Tensor | None, cache: Cache) -> None:
+        """Check a call with a cache.
+
+        Raises:
+            InputError: it does not fit.
+        """
+        if not isinstance(cache, Cache):
+            raise InputError(explain("cache", type(cache).__name__, "must be a cache", "layer.new_cache(...)"))
+        if cu_seqlens is not None:
+            raise InputError(explain("cache", "cu_seqlens besides", "packed documents have no cache", "one of the two"))
+        if torch.is_grad_enabled():
+            rule = "generation has no gradients"
+            raise InputError(explain("cache", "gradients enabled", rule, "torch.no_grad() or torch.inference_mode()"))
+        if self.training and self.dropout:
+            rule = "generation does not drop"
+            raise InputError(explain("cache", "a layer in training mode, with dropout", rule, "layer.eval()"))
+        batch, heads, context, head_dim = cache.queries.shape
+        mine = (len(x), self.n_heads, self.n_kv_heads, self.op.plan.spec.context, self.head_dim)
+        if (batch, heads, cache.keys.shape[1], context, head_dim) != mine:
+            got = tuple(cache.keys.shape), tuple(cache.queries.shape)
+            legal = f"layer.new_cache({len(x)}, max_len) of this layer"
+            raise InputError(explain("cache", got, "its keys and queries do not fit x or the layer", legal))
+        if cache.keys.device != x.device:
+            raise InputError(explain("cache.keys.device", cache.keys.device, "must be x's device", x.device))
+        room = cache.max_len - cache.longest
+        if not 1 <= x.shape[1] <= room:
+            rule = f"the cache holds {cache.longest} of {cache.max_len} tokens"
+            raise InputError(explain("tokens", x.shape[1], rule, f"1..{room}"))
+
+    def extra_repr(self) -> str:
+        """What was asked for, besides what submodules show."""
+        heads = f"{self.dim}, {self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
+        stages = ", ".join(f"{name}={x}" for name, x in self.op.plan.spec.weights(self.n_heads).items())
+        return f"{heads}, {stages or 'plain'}, rope_theta={self.rope_theta}, dropout={self.dropout}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the op, which is of this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "op"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With the op built again."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.op = build(**self._request)
+
+
+def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take ``head_kernel`` of one group, [1, in, out], for ``wposm.weight``, [out, in]."""
+    kernel = state_dict.get(f"{prefix}head_kernel")
+    if isinstance(layer.wposm, HeadMixer) and kernel is not None and kernel.shape == (1, *layer.wposm.weight.shape):
+        del state_dict[f"{prefix}head_kernel"]
+        state_dict[f"{prefix}wposm.weight"] = kernel[0].T.contiguous()
+
+
+def _positions(rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> Tensor:
+    """The positions of the tokens of a call, where they are not given."""
+    if cu_seqlens is not None:
+        return document_positions(cu_seqlens, len(rows))
+    count = rows.shape[1]
+    return torch.arange(count, device=rows.device) if cache is None else cache.positions(count)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on a device, if it is on."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -1,0 +1,90 @@
+"""The parts of the layer that have parameters of their own, named as in the authors' state dicts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+_EPSILON = 1e-5  # of the norm
+
+
+@torch.no_grad()
+def set_parameter(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter, which may be sharded, the same value on every rank."""
+    value = value.to(parameter.device, parameter.dtype)
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import DTensor, distribute_tensor  # only here, for not every PyTorch has it
+
+        assert isinstance(parameter, DTensor)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+class HeadMixer(nn.Module):
+    """Matrices that mix heads, ``[out, in]``, or ``[group, out, in]`` where groups are smaller than all heads.
+
+    The op applies them; this module holds them under their name.
+    """
+
+    def __init__(
+        self, heads: int, group: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        shape = (heads, heads) if group == heads else (heads // group, group, group)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Mix nothing: the identity."""
+        set_parameter(self.weight, torch.eye(self.weight.shape[-1]).expand(self.weight.shape))
+
+    def extra_repr(self) -> str:
+        """The shape of the matrices."""
+        return f"{tuple(self.weight.shape)}"
+
+
+class HeadNorm(nn.Module):
+    """The root mean square norm of each head's output, with a scale that heads share.
+
+    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 at least and cast to the dtype of ``x`` before it is scaled. With a
+    depth it is multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth)) besides (Ye et al., "Differential Transformer", arXiv
+    2410.05258).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        depth: int | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.factor = None if depth is None else 1 - (0.8 - 0.6 * math.exp(-0.3 * depth))
+        self.weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A scale of 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm over the last axis, head_dim."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
+        scaled = normed.to(x.dtype) * self.weight
+        return scaled if self.factor is None else scaled * self.factor
+
+
+class Gate(nn.Linear):
+    """What a head's output is multiplied by: the sigmoid of a linear function of it, one for all channels or each."""
+
+    def reset_parameters(self) -> None:
+        """As of ``torch.nn.Linear``, with a bias of 0."""
+        super().reset_parameters()
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x * sigmoid(weight x + bias) over the last axis, head_dim."""
+        return x * torch.sigmoid(super().forward(x))
