@@ -222,8 +222,8 @@ class MultiTokenAttention(nn.Module):
             out = self.subln(out)
         if self.gate is not None:
             out = self.gate(out)
-        projected: Tensor = self.wo(out.flatten(-2))
-        return projected.view(x.shape)
+        result: Tensor = self.wo(out.reshape(*x.shape[:-1], -1))
+        return result
 
     def _weights(self) -> dict[str, Any]:
         """What the op takes."""

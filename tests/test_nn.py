@@ -1,0 +1,747 @@
+"""The layer against an implementation of the authors' formulas that shares no code with it, and what a module must do.
+
+``authors_layer`` follows the authors' code (facebookresearch/RAM, ``projects/mta``) step by step, on whole scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mtagen
+from mtagen import InputError, SpecError
+from mtagen.accuracy import GRADIENT_FACTOR, compare
+from mtagen.nn import Cache, MultiTokenAttention
+from mtagen.ops import library
+from mtagen.ops.executor import Executor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DIM, HEADS = 48, 4
+EVERYTHING: dict[str, Any] = {
+    "kernel": (3, 5),
+    "mixed_heads": HEADS,
+    "post_kernel": (2, 3),
+    "post_mixed_heads": HEADS,
+    "group_norm": True,
+    "gate": "scalar",
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "convolution": {"kernel": (3, 5)},
+    "left": {"kernel": (3, 4), "post_kernel": (2, 3), "key_padding": "left"},
+    "right": {"kernel": (3, 4), "post_kernel": (2, 3), "key_padding": "right"},
+    "mixing": {"kernel": None, "mixed_heads": HEADS},
+    "pairs before": {"kernel": None, "mixed_heads": 2},
+    "convolution after": {"kernel": None, "post_kernel": (2, 3)},
+    "all mixed after": {"kernel": None, "post_mixed_heads": HEADS},
+    "pairs after": {"kernel": (3, 5), "post_mixed_heads": 2},
+    "norm": {"kernel": None, "group_norm": True},
+    "norm, first layer": {"kernel": None, "group_norm": True, "depth_rescale": 0},
+    "norm, fourth layer": {"kernel": None, "group_norm": True, "depth_rescale": 3},
+    "scalar gate": {"kernel": None, "gate": "scalar"},
+    "gate of channels": {"kernel": None, "gate": "channel"},
+    "no positions": {"kernel": (3, 5), "rope_theta": None},
+    "another theta": {"kernel": (3, 5), "rope_theta": 100.0},
+    "a window": {"kernel": (3, 5), "post_kernel": (2, 3), "window": (4, -1)},
+    "not causal": {"kernel": (3, 5), "post_kernel": (2, 3), "causal": False},
+    "a window to both sides": {"kernel": (3, 5), "post_mixed_heads": 2, "causal": False, "window": (3, 2)},
+    "everything": EVERYTHING | {"n_kv_heads": 2, "depth_rescale": 5},
+    "everything else": EVERYTHING | {"n_kv_heads": 1, "gate": "channel", "post_mixed_heads": 2, "head_dim": 24},
+}
+every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+
+
+# The authors' layer.
+
+
+def head_dim(options: dict[str, Any]) -> int:
+    return options.get("head_dim", 16)
+
+
+def authors_state(options: dict[str, Any], heads: int = HEADS, dim: int = DIM) -> dict[str, Tensor]:
+    """Random parameters with the names and shapes of the authors' layer, float64."""
+    d, kv_heads = head_dim(options), options.get("n_kv_heads", heads)
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq.weight": (heads * d, dim),
+        "wk.weight": (kv_heads * d, dim),
+        "wv.weight": (kv_heads * d, dim),
+        "wo.weight": (dim, heads * d),
+    }
+    if options["kernel"]:
+        shapes["mta_kernel"] = (heads, 1, *options["kernel"])
+    if options.get("mixed_heads") == heads:
+        shapes["wpsm.weight"] = (heads, heads)
+    elif m := options.get("mixed_heads"):
+        shapes["wpsm.weight"] = (heads // m, m, m)
+    if options.get("post_kernel"):
+        shapes["mta_kernel_after_sm"] = (heads, 1, *options["post_kernel"])
+    if options.get("post_mixed_heads") == heads:
+        shapes["wposm.weight"] = (heads, heads)
+    elif m := options.get("post_mixed_heads"):
+        shapes["head_kernel"] = (heads // m, m, m)
+    if options.get("group_norm"):
+        shapes["subln.weight"] = (d,)
+    if options.get("gate"):
+        outputs = 1 if options["gate"] == "scalar" else d
+        shapes |= {"gate.weight": (outputs, d), "gate.bias": (outputs,)}
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) / math.prod(shape[1:]) ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
+def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Interleaved rotary embedding of (B, heads, N, D), by complex numbers."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    frequencies = 1 / theta ** (torch.arange(0, x.shape[-1], 2, dtype=wide.dtype) / x.shape[-1])
+    angles = positions.to(wide.dtype)[..., None] * frequencies
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
+
+
+def convolved(scores: Tensor, kernel: Tensor, hidden: Tensor, key_padding: str) -> Tensor:
+    cq, ck = kernel.shape[2:]
+    sides = {"both": (ck // 2, ck // 2), "left": (ck - 1, 0), "right": (0, ck - 1)}[key_padding]
+    padded = F.pad(torch.where(hidden, 0.0, scores), (*sides, cq - 1, 0))
+    return F.conv2d(padded, kernel.to(scores.dtype), groups=scores.shape[1])
+
+
+def authors_layer(
+    state: dict[str, Tensor],
+    x: Tensor,
+    options: dict[str, Any],
+    *,
+    heads: int = HEADS,
+    positions: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Out (B, N, dim) of x (B, N, dim) with these parameters; ``kept`` are the shares that dropout keeps."""
+    d, n = head_dim(options), x.shape[1]
+    q, k, v = (F.linear(x, state[f"w{name}.weight"]).unflatten(-1, (-1, d)).transpose(1, 2) for name in "qkv")
+    theta = options.get("rope_theta", 100000.0)
+    if theta is not None:
+        positions = torch.arange(n) if positions is None else positions
+        q, k = turned(q, positions, theta), turned(k, positions, theta)
+    k, v = (y.repeat_interleave(heads // y.shape[1], 1) for y in (k, v))
+    scores = q @ k.mT * d**-0.5
+    ahead = torch.arange(n) - torch.arange(n)[:, None]
+    left, right = options.get("window", (-1, -1))
+    right = 0 if options.get("causal", True) else right
+    hidden = ((ahead < -left) & (left >= 0)) | ((ahead > right) & (right >= 0))
+    if "mta_kernel" in state:
+        scores = convolved(scores, state["mta_kernel"], hidden, options.get("key_padding", "both"))
+    if "wpsm.weight" in state:
+        matrices = state["wpsm.weight"]
+        scores = torch.einsum("oh,bhqk->boqk", torch.block_diag(*matrices.reshape(-1, *matrices.shape[-2:])), scores)
+    masked = scores + torch.where(hidden, -torch.inf, 0.0)
+    shares = masked.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(q.dtype)
+    if "mta_kernel_after_sm" in state:
+        shares = convolved(shares, state["mta_kernel_after_sm"], hidden, options.get("key_padding", "both"))
+        shares = torch.where(hidden, 0.0, shares)
+    if "head_kernel" in state:
+        groups = shares.unflatten(1, state["head_kernel"].shape[:2])
+        shares = torch.einsum("bgcqk,gco->bgoqk", groups, state["head_kernel"]).flatten(1, 2)
+    if "wposm.weight" in state:
+        shares = torch.einsum("oh,bhqk->boqk", state["wposm.weight"], shares)
+    if kept is not None:
+        shares = shares * kept / (1 - options["dropout"])
+    out = shares.to(v.dtype) @ v
+    if "subln.weight" in state:
+        wide = out.to(torch.promote_types(out.dtype, torch.float32))
+        out = (wide * torch.rsqrt((wide**2).mean(-1, keepdim=True) + 1e-5)).to(out.dtype) * state["subln.weight"]
+        if options.get("depth_rescale") is not None:
+            out = out * (1 - (0.8 - 0.6 * math.exp(-0.3 * options["depth_rescale"])))
+    if "gate.weight" in state:
+        out = out * torch.sigmoid(F.linear(out, state["gate.weight"], state["gate.bias"]))
+    return F.linear(out.transpose(1, 2).flatten(2), state["wo.weight"])
+
+
+def made(
+    options: dict[str, Any], heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = torch.float64, **more: Any
+) -> MultiTokenAttention:
+    """The layer with the authors' parameters."""
+    layer = MultiTokenAttention(dim, heads, **{"head_dim": 16} | options | more, dtype=dtype)
+    layer.load_state_dict(authors_state(options, heads, dim), strict=True)
+    return layer
+
+
+def tokens(batch: int, n: int, dim: int = DIM, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, n, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def train(layer: MultiTokenAttention, x: Tensor, function: Any = None, **arguments: Any) -> dict[str, Tensor]:
+    """Out and the gradients of x and of all parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    out = (function or layer)(x, **arguments)
+    out.square().sum().backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"out": out.detach(), "x": x.grad} | grads
+
+
+def train_authors(state: dict[str, Tensor], x: Tensor, options: dict[str, Any], **arguments: Any) -> dict[str, Tensor]:
+    """The same of the authors' layer."""
+    leaves = {"x": x.clone().requires_grad_()} | {name: y.clone().requires_grad_() for name, y in state.items()}
+    parameters = {name: leaves[name] for name in state}
+    out = authors_layer(parameters, leaves["x"], options, **arguments)
+    grads = torch.autograd.grad(out.square().sum(), [*leaves.values()])
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+@every_layer
+def test_is_the_authors_layer(options: dict[str, Any]) -> None:
+    state, x = authors_state(options), tokens(2, 13)
+    torch.testing.assert_close(train(made(options), x), train_authors(state, x, options), check_stride=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["everything", "everything else"])
+def test_accurate(name: str, dtype: torch.dtype) -> None:
+    options = LAYERS[name]
+    state = {name: y.to(dtype) for name, y in authors_state(options).items()}
+    x = tokens(2, 40, dtype=dtype)
+    layer = MultiTokenAttention(DIM, HEADS, **{"head_dim": 16} | options, dtype=dtype)
+    layer.load_state_dict(state)
+    eager = train_authors(state, x, options)
+    exact = train_authors({name: y.double() for name, y in state.items()}, x.double(), options)
+    for result, ours in train(layer, x).items():
+        factor = 2.0 if result == "out" else GRADIENT_FACTOR
+        judged = compare(ours, eager[result], exact[result], factor=factor)
+        assert judged.ok, (result, judged)
+
+
+# State dicts.
+
+
+@every_layer
+def test_names_and_shapes_of_parameters(options: dict[str, Any]) -> None:
+    layer = MultiTokenAttention(DIM, HEADS, **{"head_dim": 16} | options)
+    shapes = {name: x.shape for name, x in authors_state(options).items()}
+    assert {name: x.shape for name, x in layer.state_dict().items()} == shapes
+    assert not [*layer.buffers()]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_head_kernel_of_all_heads(assign: bool) -> None:
+    """The transpose of the linear layer, below whatever prefix."""
+    options = LAYERS["all mixed after"]
+    state = authors_state(options)
+    other = dict(state)
+    other["head_kernel"] = other.pop("wposm.weight").T[None]
+    model = torch.nn.ModuleDict({"attention": MultiTokenAttention(DIM, HEADS, **options, head_dim=16).double()})
+    theirs = {f"attention.{name}": x for name, x in other.items()}
+    model.load_state_dict(theirs, assign=assign)
+    assert "attention.head_kernel" in theirs
+    assert all(torch.equal(x, state[name]) for name, x in model["attention"].state_dict().items())
+
+
+@pytest.mark.parametrize(("mixed", "missing"), [(2, "head_kernel"), (HEADS, r"wposm\.weight"), (None, None)])
+def test_state_of_another_layer_is_refused(mixed: int | None, missing: str | None) -> None:
+    """Groups of another size are not what the layer mixes."""
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, kernel=None, post_mixed_heads=mixed)
+    state = layer.state_dict()
+    for name in ("head_kernel", "wposm.weight"):
+        state.pop(name, None)
+    other = {2: {"wposm.weight": torch.eye(4)}, HEADS: {"head_kernel": torch.ones(2, 2, 2)}}
+    with pytest.raises(RuntimeError, match=f"Missing.*{missing}.*|Unexpected" if missing else "Unexpected"):
+        layer.load_state_dict(state | other.get(mixed, {"head_kernel": torch.ones(2, 2, 2)}))
+
+
+# Initial values.
+
+
+@pytest.mark.parametrize("key_padding", ["both", "left", "right"])
+@pytest.mark.parametrize("group", [2, HEADS])
+@pytest.mark.parametrize("ck", [4, 5])
+def test_stages_pass_on_initially(key_padding: str, group: int, ck: int) -> None:
+    stages = {"kernel": (3, ck), "mixed_heads": group, "post_kernel": (2, ck), "post_mixed_heads": group}
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, **stages, key_padding=key_padding, dtype=torch.float64)
+    plain = MultiTokenAttention(DIM, HEADS, head_dim=16, kernel=None, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = tokens(2, 11)
+    torch.testing.assert_close(layer(x), plain(x))
+
+
+def test_initial_values_are_the_authors() -> None:
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, **EVERYTHING | {"kernel": (6, 11)})
+    expected = torch.zeros(HEADS, 1, 6, 11)
+    expected[:, :, -1, 5] = 1
+    assert torch.equal(layer.mta_kernel, expected)
+    assert torch.equal(layer.wpsm.weight, torch.eye(HEADS))
+    assert torch.equal(layer.wposm.weight, torch.eye(HEADS))
+    assert layer.subln.weight.eq(1).all()
+    assert not layer.gate.bias.any()
+
+
+def test_meta_device() -> None:
+    options = EVERYTHING | {"head_dim": 16}
+    layer = MultiTokenAttention(DIM, HEADS, **options, device="meta")
+    assert layer(torch.empty(2, 7, DIM, device="meta")).shape == (2, 7, DIM)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    stages = MultiTokenAttention(DIM, HEADS, **options).state_dict()
+    drawn = [name for name in stages if name.startswith("w") and len(name) == len("wq.weight")] + ["gate.weight"]
+    for name, x in layer.state_dict().items():
+        assert x.isfinite().all()
+        assert name in drawn or torch.equal(x, stages[name])
+
+
+# Calls.
+
+
+@pytest.mark.parametrize("shape", [(13,), (1, 13), (2, 13)])
+def test_positions(shape: tuple[int, ...]) -> None:
+    options = LAYERS["everything"]
+    x, positions = tokens(2, 13), torch.randint(0, 2000, shape, generator=torch.Generator().manual_seed(2))
+    expected = train_authors(authors_state(options), x, options, positions=positions)
+    torch.testing.assert_close(train(made(options), x, positions=positions), expected, check_stride=False)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["their own positions", "given positions"])
+@pytest.mark.parametrize("shape", [(-1, DIM), (1, -1, DIM)], ids=["(total, dim)", "(1, total, dim)"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_documents(name: str, shape: tuple[int, ...], given: bool) -> None:
+    """Each is a sequence of its own."""
+    options, lengths = LAYERS[name], [7, 0, 13, 1]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    x, state = tokens(1, sum(lengths)), authors_state(options)
+    positions = torch.arange(sum(lengths)) * 3 if given else None
+    ours = train(made(options), x.view(shape), cu_seqlens=cu_seqlens, max_seqlen=13, positions=positions)
+    assert ours["out"].shape == ours["x"].shape == x.view(shape).shape
+    places = [None] * len(lengths) if positions is None else positions.split(lengths)
+    each = [
+        train_authors(state, document, options, positions=place)
+        for document, place in zip(x.split(lengths, 1), places, strict=True)
+        if document.numel()
+    ]
+    expected = {name: sum(one[name] for one in each) for name in state}
+    expected |= {name: torch.cat([one[name] for one in each], 1).view(shape) for name in ("out", "x")}
+    torch.testing.assert_close(ours, expected, check_stride=False)
+    with torch.no_grad():
+        same = made(options)(x.view(shape), cu_seqlens=cu_seqlens, positions=positions)
+    assert torch.equal(same, ours["out"])  # without max_seqlen
+
+
+def test_dropout() -> None:
+    """In training mode what ``mtagen.dropout_mask`` names is dropped, of documents as well; else nothing."""
+    options = LAYERS["everything"] | {"dropout": 0.25}
+    state, x, layer = authors_state(options), tokens(2, 13), made(options)
+    torch.manual_seed(5)
+    kept = mtagen.dropout_mask(mtagen.draw_seed("cpu"), 0.25, 2, HEADS, 13, 13)
+    torch.manual_seed(5)
+    torch.testing.assert_close(train(layer, x), train_authors(state, x, options, kept=kept), check_stride=False)
+    torch.manual_seed(5)
+    packed = layer(x.reshape(-1, DIM), cu_seqlens=torch.tensor([0, 13, 26], dtype=torch.int32), max_seqlen=13)
+    torch.testing.assert_close(packed.view(x.shape), authors_layer(state, x, options, kept=kept))
+    torch.testing.assert_close(layer.eval()(x), authors_layer(state, x, options))
+
+
+# Generation.
+
+PUBLISHED: dict[str, tuple[int, int]] = {"300M": (16, 16), "550M": (10, 16), "830M": (16, 24), "1B": (16, 32)}  # H, D
+MIXED: dict[str, Any] = {"kernel": None, "group_norm": True, "gate": "scalar"}  # all heads, before and after
+CONVOLVED: dict[str, Any] = MIXED | {"kernel": (6, 11), "post_kernel": (6, 11)}
+SCHEDULES = {
+    "at once": [40],
+    "a prompt, then token by token": [23, *[1] * 17],
+    "token by token": [1] * 40,
+    "several at once": [8, 3, 2, 8, 7, 4, 8],
+    "a prompt in parts": [3, 17, 9, 10, 1],
+}
+
+
+def generate(layer: MultiTokenAttention, x: Tensor, schedule: list[int], cache: Cache | None = None) -> Tensor:
+    """The outputs of so many tokens at a time."""
+    cache = layer.new_cache(len(x), sum(schedule) + 3) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([layer(part, cache=cache) for part in x.split(schedule, 1)], 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("layer", ["without convolutions", "with convolutions"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_generation_of_published_configurations(name: str, layer: str, schedule: list[int]) -> None:
+    """However tokens are divided into calls, outputs keep the accuracy rule that those of one call keep."""
+    heads, d = PUBLISHED[name]
+    options = (CONVOLVED if layer == "with convolutions" else MIXED) | {
+        "mixed_heads": heads,
+        "post_mixed_heads": heads,
+        "head_dim": d,
+    }
+    state = {name: y.float() for name, y in authors_state(options, heads).items()}
+    x = tokens(2, 40, dtype=torch.float32)
+    eager = authors_layer(state, x, options, heads=heads)
+    exact = authors_layer({name: y.double() for name, y in state.items()}, x.double(), options, heads=heads)
+    module = made(options, heads, dtype=torch.float32)
+    for ours in (module(x), generate(module, x, schedule)):
+        judged = compare(ours, eager, exact)
+        assert judged.ok, judged
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("name", ["plain", "pairs after", "no positions", "a window", "right", "everything else"])
+def test_generation(name: str, schedule: list[int]) -> None:
+    layer, x = made(LAYERS[name]), tokens(2, 40)
+    torch.testing.assert_close(generate(layer, x, schedule), layer(x))
+
+
+def test_generation_masked_by_output() -> None:
+    """Queries before the first do not exist, whatever the mask."""
+    layer, x = made(LAYERS["convolution"], mask="output"), tokens(2, 40)
+    for schedule in SCHEDULES.values():
+        torch.testing.assert_close(generate(layer, x, schedule), layer(x))
+
+
+def test_generation_at_given_positions() -> None:
+    layer, x = made(LAYERS["everything"]), tokens(2, 20)
+    positions = torch.stack([torch.arange(20) + 7, 2 * torch.arange(20)])
+    cache = layer.new_cache(2, 20)
+    with torch.no_grad():
+        parts = [layer(x[:, part], positions=positions[:, part], cache=cache) for part in (slice(0, 15), slice(15, 20))]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x, positions=positions))
+
+
+def test_generation_reads_nothing_but_what_was_written() -> None:
+    layer, x = made(LAYERS["everything"]), tokens(2, 40)
+    for schedule in SCHEDULES.values():
+        cache = layer.new_cache(2, 50)
+        for buffer in (cache.keys, cache.values, cache.queries):
+            buffer.fill_(torch.nan)
+        torch.testing.assert_close(generate(layer, x, schedule, cache), layer(x))
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_entries_of_different_lengths(name: str) -> None:
+    """Prompts are taken one by one and continued together; entries may leave, and come twice."""
+    layer, x = made(LAYERS[name]), tokens(3, 40)
+    lengths = (17, 2, 9)
+    caches = [layer.new_cache(1, 40) for _ in lengths]
+    for entry, (n, cache) in enumerate(zip(lengths, caches, strict=True)):
+        generate(layer, x[entry : entry + 1, :n], [n], cache)
+    cache = Cache.cat(caches)
+    assert (cache.ragged, cache.longest, cache.lengths.tolist()) == (True, 17, [17, 2, 9])
+    expected = layer(x).detach()
+
+    def following(entries: list[int], done: int, count: int) -> Any:
+        return torch.stack([(x, expected)[0][b, lengths[b] + done :][:count] for b in entries]), torch.stack(
+            [expected[b, lengths[b] + done :][:count] for b in entries]
+        )
+
+    done, entries = 0, [0, 1, 2]
+    for count in (1, 3, 11):  # eleven are decoded in two steps
+        given, outputs = following(entries, done, count)
+        torch.testing.assert_close(generate(layer, given, [count], cache), outputs)
+        done += count
+    cache, entries = cache.select(torch.tensor([2, 1, 2])), [2, 1, 2]
+    assert cache.longest == 24
+    given, outputs = following(entries, done, 2)
+    torch.testing.assert_close(generate(layer, given, [1, 1], cache), outputs)
+
+
+def test_caches_of_equal_lengths_stay_so() -> None:
+    layer = made(LAYERS["plain"])
+    one = layer.new_cache(1, 8)
+    generate(layer, tokens(1, 3), [3], one)
+    both = Cache.cat([one, one])
+    assert (both.ragged, both.longest, both.max_len) == (False, 3, 8)
+    assert both.select(torch.tensor([1])).longest == 3
+    with pytest.raises(InputError, match=r"caches: .*max_len"):
+        Cache.cat([one, layer.new_cache(1, 9)])
+
+
+def test_cache_takes_the_dtype_of_autocast() -> None:
+    layer = made(LAYERS["everything"], dtype=torch.float32)
+    assert layer.new_cache(2, 5).keys.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = layer.new_cache(2, 5)
+        assert {x.dtype for x in (cache.keys, cache.values, cache.queries)} == {torch.bfloat16}
+        assert generate(layer, tokens(2, 5, dtype=torch.float32), [4, 1], cache).dtype == torch.bfloat16
+    with pytest.raises(InputError, match=r"cache\.keys\.dtype: got torch\.bfloat16; .*dtype=torch\.float32"):
+        generate(layer, tokens(2, 1, dtype=torch.float32), [1], layer.new_cache(2, 5, dtype=torch.bfloat16))
+
+
+# What a module must survive.
+
+
+@pytest.fixture
+def layer() -> MultiTokenAttention:
+    return made(LAYERS["everything"] | {"dropout": 0.1}, dtype=torch.float32)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return tokens(2, 13, dtype=torch.float32)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def seeded(layer: MultiTokenAttention, x: Tensor, function: Any = None, **arguments: Any) -> dict[str, Tensor]:
+    """As :func:`train`; every call drops the same."""
+    torch.manual_seed(0)
+    return train(layer, x, function, **arguments)
+
+
+def test_compile(layer: MultiTokenAttention) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for n in (13, 21, 30):  # the second length makes it dynamic
+        x = tokens(2, n, dtype=torch.float32)
+        torch.testing.assert_close(seeded(layer, x, compiled), seeded(layer, x))
+    assert counter.frame_count == 2
+
+
+def test_compile_with_documents(layer: MultiTokenAttention) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ([5, 4], [3, 9, 1]):
+        x = tokens(1, sum(lengths), dtype=torch.float32)[0]
+        documents = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), "max_seqlen": max(lengths)}
+        torch.testing.assert_close(seeded(layer, x, compiled, **documents), seeded(layer, x, **documents))
+
+
+def test_compile_of_generation(layer: MultiTokenAttention) -> None:
+    """Steps have the same shapes, so that they are compiled for a first length and for all."""
+    torch._dynamo.reset()
+    layer.eval()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x, cache: layer(x, cache=cache), fullgraph=True, backend=counter)
+    x, cache = tokens(2, 30, dtype=torch.float32), layer.new_cache(2, 32)
+    with torch.no_grad():
+        outs = [layer(x[:, :20], cache=cache), *(step(x[:, n : n + 1], cache) for n in range(20, 30))]
+        torch.testing.assert_close(torch.cat(outs, 1), layer(x))
+    assert counter.frame_count == 2
+
+
+def test_autocast(layer: MultiTokenAttention, x: Tensor) -> None:
+    """The parameters stay in fp32, and so do their gradients."""
+    layer.eval()
+    options = LAYERS["everything"]
+    state = authors_state(options)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = train(layer, x)
+        eager = train_authors({name: y.float() for name, y in state.items()}, x, options)
+    exact = train_authors({name: y.float().double() for name, y in state.items()}, x.double(), options)
+    assert ours["out"].dtype == torch.bfloat16
+    for name, result in ours.items():
+        assert name == "out" or result.dtype == torch.float32
+        judged = compare(result, eager[name], exact[name], factor=2.0 if name == "out" else GRADIENT_FACTOR)
+        assert judged.ok, (name, judged)
+
+
+def test_selective_checkpoint_saves_attention(
+    layer: MultiTokenAttention, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Projections are computed again, attention is not, and what is dropped is the same."""
+    expected = seeded(layer, x)
+    calls: list[Any] = []
+    forward = Executor.forward
+
+    def counted(self: Executor, *args: Any) -> Any:
+        calls.append(args)
+        return forward(self, *args)
+
+    def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = function is torch.ops.mtagen.forward.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    monkeypatch.setattr(Executor, "forward", counted)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    recomputed = partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    torch.testing.assert_close(seeded(layer, x, recomputed), expected, rtol=0, atol=0)
+    assert len(calls) == 1
+
+
+def test_copies_share_nothing_but_values(layer: MultiTokenAttention, x: Tensor) -> None:
+    copied = copy.deepcopy(layer)
+    torch.testing.assert_close(seeded(copied, x), seeded(layer, x), rtol=0, atol=0)
+    with torch.no_grad():
+        copied.mta_kernel.zero_()
+    assert layer.mta_kernel.any()
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_pickled_to_another_process(
+    layer: MultiTokenAttention, x: Tensor, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no op has been built yet."""
+    expected = seeded(layer, x)
+    file = io.BytesIO()
+    (pickle.dump if how == "pickle" else torch.save)(layer, file)
+    monkeypatch.setattr(library, "_executors", {})
+    file.seek(0)
+    loaded = pickle.load(file) if how == "pickle" else torch.load(file, weights_only=False)
+    torch.testing.assert_close(seeded(loaded, x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ddp(layer: MultiTokenAttention, x: Tensor) -> None:
+    expected = seeded(layer, x)
+    torch.testing.assert_close(seeded(layer, x, DistributedDataParallel(layer)), expected)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+@pytest.mark.parametrize("group", [2, HEADS])
+def test_fsdp(group: int) -> None:
+    """Sharded on the meta device, made, initialised, loaded, trained in mixed precision, and saved."""
+    options = LAYERS["everything"] | {"post_mixed_heads": group}
+    state = {name: y.float() for name, y in authors_state(options).items()}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, **options, device="meta")
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    full = StateDictOptions(full_state_dict=True)
+    initial = get_model_state_dict(layer, options=full)
+    assert torch.equal(initial["wpsm.weight"], torch.eye(HEADS))
+    assert torch.equal(initial["mta_kernel"].flatten(1).sum(1), torch.ones(HEADS))
+    set_model_state_dict(layer, dict(state), options=full)
+    results = train(layer, tokens(2, 13, dtype=torch.float32))
+    half = {name: y.bfloat16() for name, y in state.items()}
+    x = tokens(2, 13, dtype=torch.bfloat16)
+    eager = train_authors(half, x, options)
+    exact = train_authors({name: y.double() for name, y in half.items()}, x.double(), options)
+    assert results["out"].dtype == torch.bfloat16
+    for name in state:
+        gradient = results[name].full_tensor()
+        assert gradient.dtype == torch.float32
+        assert compare(gradient, eager[name], exact[name], factor=GRADIENT_FACTOR).ok, name
+    assert all(torch.equal(y, state[name]) for name, y in get_model_state_dict(layer, options=full).items())
+
+
+def test_repr(layer: MultiTokenAttention) -> None:
+    text = repr(layer)
+    assert "48, 4, n_kv_heads=2, head_dim=16" in text
+    assert "weight=(4, 3, 5)" in text
+
+
+def test_names_on_the_package() -> None:
+    assert mtagen.nn.MultiTokenAttention is MultiTokenAttention
+    assert mtagen.nn.Cache is Cache
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dim": 0}, "dim: got 0; must be a positive int"),
+        ({"n_heads": 2.0}, r"n_heads: got 2\.0; must be a positive int"),
+        ({"dim": 50}, "dim: got 50; is no multiple of n_heads = 4; legal: head_dim="),
+        ({"n_kv_heads": 3}, r"n_kv_heads: got 3; must divide n_heads = 4; legal: \[1, 2, 4\]"),
+        ({"mixed_heads": 3}, "mixed_heads: got 3; must divide n_heads"),
+        ({"post_mixed_heads": 8}, "post_mixed_heads: got 8; must divide n_heads"),
+        ({"head_dim": 12}, "head_dim: got 12"),
+        ({"kernel": (6,)}, "kernel: got"),
+        ({"kernel": (0, 3)}, "kernel: got"),
+        ({"key_padding": "middle"}, "key_padding: got 'middle'"),
+        ({"group_norm": 1}, "group_norm: got 1; must be a bool"),
+        ({"depth_rescale": 3}, "depth_rescale: got 3; it is the norm that rescales; legal: group_norm=True"),
+        ({"depth_rescale": True, "group_norm": True}, "depth_rescale: got True"),
+        ({"depth_rescale": -1, "group_norm": True}, "depth_rescale: got -1"),
+        ({"gate": "both"}, r"gate: got 'both'; .*\('scalar', 'channel'\)"),
+        ({"rope_theta": 0}, "rope_theta: got 0"),
+        ({"rope_theta": "10"}, "rope_theta: got '10'"),
+        ({"dropout": 1.0}, r"dropout: got 1\.0"),
+        ({"window": (3,)}, "window: got"),
+    ],
+)
+def test_illegal_options(options: dict[str, Any], match: str) -> None:
+    given = {"dim": 64, "n_heads": HEADS} | options
+    with pytest.raises(SpecError, match=match):
+        MultiTokenAttention(given.pop("dim"), given.pop("n_heads"), **given)
+
+
+CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"x": [1.0]}, "x: got 'list'; must be a tensor"),
+        ({"x": torch.zeros(5, DIM)}, r"x\.shape: got \(5, 48\); .*\(B, N, 48\)"),
+        ({"x": torch.zeros(1, 5, 47)}, r"x\.shape: got \(1, 5, 47\)"),
+        ({"x": torch.zeros(())}, r"x\.shape: got \(\)"),
+        ({"x": torch.zeros(2, 5, DIM), "cu_seqlens": CU_SEQLENS}, r"x\.shape: got \(2, 5, 48\); .*\(1, total, 48\)"),
+        ({"positions": torch.zeros(5)}, "positions: got .*float32.*; one for each token"),
+        ({"positions": torch.zeros(6, dtype=torch.int64)}, r"positions: got \(\(6,\)"),
+        ({"positions": 3}, "positions: got 'int'"),
+        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens: got .*int64.*; where documents begin"),
+        ({"cu_seqlens": CU_SEQLENS[None]}, "cu_seqlens: got"),
+        ({"cu_seqlens": [0, 5]}, "cu_seqlens: got 'list'"),
+        ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, "cu_seq_q: got .*from 0 to 5"),
+        ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_q: got"),
+        ({"max_seqlen": 5}, "max_seqlen: got 5; is of packed documents; legal: cu_seqlens besides"),
+        ({"cache": 3}, "cache: got 'int'; must be a cache"),
+    ],
+)
+def test_illegal_calls(given: dict[str, Any], match: str) -> None:
+    layer = made(LAYERS["convolution"], dtype=torch.float32)
+    arguments = {"x": torch.zeros(1, 5, DIM)} | given
+    with pytest.raises(InputError, match=match), torch.no_grad():
+        layer(arguments.pop("x"), **arguments)
+
+
+def test_illegal_use_of_a_cache() -> None:
+    layer = made(LAYERS["everything"] | {"dropout": 0.1}, dtype=torch.float32)
+    cache, x = layer.new_cache(1, 5), torch.zeros(1, 5, DIM)
+
+    def refused(match: str, x: Tensor = x, cache: Cache = cache, **arguments: Any) -> None:
+        with pytest.raises(InputError, match=match):
+            layer(x, cache=cache, **arguments)
+
+    refused("cache: got 'gradients enabled'; .*no_grad")
+    with torch.no_grad():
+        refused(r"cache: got 'a layer in training mode, with dropout'; .*layer\.eval\(\)")
+        layer.eval()
+        refused("cache: got 'cu_seqlens besides'", cu_seqlens=CU_SEQLENS)
+        refused(r"tokens: got 6; the cache holds 0 of 5 tokens; legal: 1\.\.5", x=torch.zeros(1, 6, DIM))
+        refused("tokens: got 0", x=torch.zeros(1, 0, DIM))
+        refused(r"cache: got .*; legal: layer\.new_cache\(2, max_len\)", x=torch.zeros(2, 5, DIM))
+        refused("cache: got .*do not fit", cache=made(LAYERS["plain"]).new_cache(1, 5))
+        refused(r"cache\.keys\.device: got device\(type='meta'\)", cache=layer.new_cache(1, 5, device="meta"))
+        assert (cache.longest, cache.lengths.tolist()) == (0, [0])
+        layer(x, cache=cache)
+        refused("tokens: got 1; the cache holds 5 of 5 tokens", x=x[:, :1])
+
+
+def test_illegal_caches() -> None:
+    layer = made(LAYERS["convolution"])
+    with pytest.raises(InputError, match="batch: got 0; must be a positive int"):
+        layer.new_cache(0, 5)
+    with pytest.raises(InputError, match=r"max_len: got 1\.5"):
+        layer.new_cache(1, 1.5)
+    for name in ("not causal", "a window to both sides"):
+        with pytest.raises(InputError, match="depends on later tokens"):
+            made(LAYERS[name]).new_cache(1, 5)
