@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -194,7 +194,7 @@ def train(layer: MultiTokenAttention, x: Tensor, function: Any = None, **argumen
     """Out and the gradients of x and of all parameters."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    out = (function or layer)(x, **arguments)
+    out = (layer if function is None else function)(x, **arguments)
     out.square().sum().backward()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"out": out.detach(), "x": x.grad} | grads
@@ -256,16 +256,16 @@ def test_head_kernel_of_all_heads(assign: bool) -> None:
     assert all(torch.equal(x, state[name]) for name, x in model["attention"].state_dict().items())
 
 
-@pytest.mark.parametrize(("mixed", "missing"), [(2, "head_kernel"), (HEADS, r"wposm\.weight"), (None, None)])
-def test_state_of_another_layer_is_refused(mixed: int | None, missing: str | None) -> None:
+@pytest.mark.parametrize(
+    ("mixed", "other"),
+    [(None, "head_kernel"), (None, "wposm.weight"), (2, "wposm.weight"), (HEADS, "head_kernel")],
+)
+def test_state_of_another_layer_is_refused(mixed: int | None, other: str) -> None:
     """Groups of another size are not what the layer mixes."""
     layer = MultiTokenAttention(DIM, HEADS, head_dim=16, kernel=None, post_mixed_heads=mixed)
-    state = layer.state_dict()
-    for name in ("head_kernel", "wposm.weight"):
-        state.pop(name, None)
-    other = {2: {"wposm.weight": torch.eye(4)}, HEADS: {"head_kernel": torch.ones(2, 2, 2)}}
-    with pytest.raises(RuntimeError, match=f"Missing.*{missing}.*|Unexpected" if missing else "Unexpected"):
-        layer.load_state_dict(state | other.get(mixed, {"head_kernel": torch.ones(2, 2, 2)}))
+    state = authors_state({"kernel": None}) | {other: torch.ones(2, 2, 2) if other == "head_kernel" else torch.eye(4)}
+    with pytest.raises(RuntimeError, match=f'Unexpected key.*"{other}"'):
+        layer.load_state_dict(state)
 
 
 # Initial values.
@@ -304,7 +304,7 @@ def test_meta_device() -> None:
     torch.manual_seed(0)
     layer.reset_parameters()
     stages = MultiTokenAttention(DIM, HEADS, **options).state_dict()
-    drawn = [name for name in stages if name.startswith("w") and len(name) == len("wq.weight")] + ["gate.weight"]
+    drawn = {f"{name}.weight" for name in ("wq", "wk", "wv", "wo", "gate")}
     for name, x in layer.state_dict().items():
         assert x.isfinite().all()
         assert name in drawn or torch.equal(x, stages[name])
@@ -446,20 +446,20 @@ def test_entries_of_different_lengths(name: str) -> None:
     assert (cache.ragged, cache.longest, cache.lengths.tolist()) == (True, 17, [17, 2, 9])
     expected = layer(x).detach()
 
-    def following(entries: list[int], done: int, count: int) -> Any:
-        return torch.stack([(x, expected)[0][b, lengths[b] + done :][:count] for b in entries]), torch.stack(
-            [expected[b, lengths[b] + done :][:count] for b in entries]
+    def continued(cache: Cache, entries: list[int], done: int, schedule: list[int]) -> None:
+        """The next tokens of these entries, after so many that followed their prompts."""
+        new = [slice(lengths[b] + done, lengths[b] + done + sum(schedule)) for b in entries]
+        given, outputs = (
+            torch.stack([y[b, part] for b, part in zip(entries, new, strict=True)]) for y in (x, expected)
         )
+        torch.testing.assert_close(generate(layer, given, schedule, cache), outputs)
 
-    done, entries = 0, [0, 1, 2]
-    for count in (1, 3, 11):  # eleven are decoded in two steps
-        given, outputs = following(entries, done, count)
-        torch.testing.assert_close(generate(layer, given, [count], cache), outputs)
-        done += count
-    cache, entries = cache.select(torch.tensor([2, 1, 2])), [2, 1, 2]
-    assert cache.longest == 24
-    given, outputs = following(entries, done, 2)
-    torch.testing.assert_close(generate(layer, given, [1, 1], cache), outputs)
+    continued(cache, [0, 1, 2], 0, [1, 3, 11])  # eleven are decoded in two steps
+    assert cache.longest == 32
+    chosen = cache.select(torch.tensor([2, 1, 2]))
+    assert chosen.read_longest() == 24
+    continued(chosen, [2, 1, 2], 15, [1, 1])
+    continued(cache, [0, 1, 2], 15, [2])  # not changed
 
 
 def test_caches_of_equal_lengths_stay_so() -> None:
@@ -530,16 +530,31 @@ def test_compile_with_documents(layer: MultiTokenAttention) -> None:
 
 
 def test_compile_of_generation(layer: MultiTokenAttention) -> None:
-    """Steps have the same shapes, so that they are compiled for a first length and for all."""
+    """Steps take no length from the CPU: they are compiled once after an eager call, and once for all others."""
     torch._dynamo.reset()
     layer.eval()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = EagerAndRecordGraphs()
     step = torch.compile(lambda x, cache: layer(x, cache=cache), fullgraph=True, backend=counter)
     x, cache = tokens(2, 30, dtype=torch.float32), layer.new_cache(2, 32)
     with torch.no_grad():
         outs = [layer(x[:, :20], cache=cache), *(step(x[:, n : n + 1], cache) for n in range(20, 30))]
         torch.testing.assert_close(torch.cat(outs, 1), layer(x))
-    assert counter.frame_count == 2
+    assert len(counter.graphs) == 2
+    placeholders = [node for graph in counter.graphs for node in graph.graph.nodes if node.op == "placeholder"]
+    assert all(isinstance(node.meta["example_value"], Tensor) for node in placeholders)
+    assert (cache.longest, cache.read_longest()) == (None, 30)
+    with torch.no_grad(), pytest.raises(InputError, match="the cache holds 30 of 32"):
+        layer(x[:, :3], cache=cache)
+
+
+def test_compiled_prompt(layer: MultiTokenAttention) -> None:
+    torch._dynamo.reset()
+    layer.eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, cache = tokens(2, 30, dtype=torch.float32), layer.new_cache(2, 32)
+    with torch.no_grad():
+        outs = [compiled(x[:, :20], cache=cache), layer(x[:, 20:], cache=cache)]
+        torch.testing.assert_close(torch.cat(outs, 1), layer(x))
 
 
 def test_autocast(layer: MultiTokenAttention, x: Tensor) -> None:

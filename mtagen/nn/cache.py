@@ -19,12 +19,17 @@ class Cache:
     the convolutions before and after the softmax reach back together, cq - 1 each. Keys and queries are kept after
     their rotary embedding. Buffers are written in place and never grow.
 
+    Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU alone, so that one graph
+    serves all lengths. They make ``longest`` None, and where it is None a call does not check that there is room: more
+    than ``max_len`` tokens are then an error of indices on the GPU. After replays of a captured step, which run nothing
+    on the CPU, ``longest`` is to be set to None.
+
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.
         values: ``(B, Hkv, max_len, D)``.
         queries: ``(B, H, context, D)``, the last queries of each entry; rows before its first token hold anything.
         lengths: ``(B,)`` int32, tokens of each entry.
-        longest: the largest of ``lengths``, or more, known without waiting for the GPU.
+        longest: the largest of ``lengths``; None where the GPU alone knows it.
         ragged: whether ``lengths`` may differ.
     """
 
@@ -32,13 +37,19 @@ class Cache:
     values: Tensor
     queries: Tensor
     lengths: Tensor
-    longest: int = 0
+    longest: int | None = 0
     ragged: bool = False
 
     @property
     def max_len(self) -> int:
         """Tokens that an entry can have."""
         return self.keys.shape[2]
+
+    def read_longest(self) -> int:
+        """The largest of ``lengths``. If the GPU alone knows it, the CPU waits for that."""
+        if self.longest is None:
+            self.longest = max(self.lengths.tolist(), default=0)
+        return self.longest
 
     def positions(self, count: int) -> Tensor:
         """The positions ``(B, count)`` of the next tokens."""
@@ -55,7 +66,8 @@ class Cache:
         """Count the tokens that were written, and keep the last queries ``(B, H, context, D)``."""
         self.queries.copy_(queries)
         self.lengths += count
-        self.longest += count
+        captured = torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing())
+        self.longest = None if captured or self.longest is None else self.longest + count
 
     @classmethod
     def cat(cls, caches: Sequence[Cache]) -> Cache:
@@ -72,7 +84,7 @@ class Cache:
         keys, values, queries, lengths = (
             torch.cat([getattr(cache, name) for cache in caches]) for name in ("keys", "values", "queries", "lengths")
         )
-        longest = max(cache.longest for cache in caches)
+        longest = max(cache.read_longest() for cache in caches)
         ragged = any(cache.ragged or cache.longest != longest for cache in caches)
         return cls(keys, values, queries, lengths, longest, ragged)
 
@@ -85,5 +97,4 @@ class Cache:
             entries: ``(n,)`` integers.
         """
         keys, values, queries, lengths = (x[entries] for x in (self.keys, self.values, self.queries, self.lengths))
-        longest = max(lengths.tolist(), default=0) if self.ragged else self.longest
-        return Cache(keys, values, queries, lengths, longest, self.ragged)
+        return Cache(keys, values, queries, lengths, None if self.ragged else self.longest, self.ragged)

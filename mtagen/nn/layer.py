@@ -271,8 +271,8 @@ class MultiTokenAttention(nn.Module):
                 )
             out: Any = torch.cat(parts, 2)
         else:
-            earlier = min(context, cache.longest)
-            keys, values = (y[:, :, : cache.longest + count] for y in (cache.keys, cache.values))
+            earlier = min(context, cache.read_longest())
+            keys, values = (y[:, :, : cache.read_longest() + count] for y in (cache.keys, cache.values))
             out = self.op(queries[:, :, context - earlier :], keys, values, **weights)
             out = out[:, :, earlier:]
         cache.advance(count, queries[:, :, count:])
@@ -341,10 +341,10 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("cache", got, "its keys and queries do not fit x or the layer", legal))
         if cache.keys.device != x.device:
             raise InputError(explain("cache.keys.device", cache.keys.device, "must be x's device", x.device))
-        room = cache.max_len - cache.longest
-        if not 1 <= x.shape[1] <= room:
-            rule = f"the cache holds {cache.longest} of {cache.max_len} tokens"
-            raise InputError(explain("tokens", x.shape[1], rule, f"1..{room}"))
+        held = 0 if cache.longest is None else cache.longest
+        if not 1 <= x.shape[1] <= cache.max_len - held:
+            rule = f"the cache holds {held} of {cache.max_len} tokens"
+            raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - held}"))
 
     def extra_repr(self) -> str:
         """What was asked for, besides what submodules show."""
