@@ -1,21 +1,17 @@
-"""The layer against an implementation of the authors' formulas that shares no code with it, and what a module must do.
-
-``authors_layer`` follows the authors' code (facebookresearch/RAM, ``projects/mta``) step by step, on whole scores.
-"""
+"""The layer against one that follows the authors' code and shares no code with it, and what a module must survive."""
 
 from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import authors
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -72,120 +68,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 
 
-# The authors' layer.
-
-
-def head_dim(options: dict[str, Any]) -> int:
-    return options.get("head_dim", 16)
-
-
-def authors_state(options: dict[str, Any], heads: int = HEADS, dim: int = DIM) -> dict[str, Tensor]:
-    """Random parameters with the names and shapes of the authors' layer, float64."""
-    d, kv_heads = head_dim(options), options.get("n_kv_heads", heads)
-    shapes: dict[str, tuple[int, ...]] = {
-        "wq.weight": (heads * d, dim),
-        "wk.weight": (kv_heads * d, dim),
-        "wv.weight": (kv_heads * d, dim),
-        "wo.weight": (dim, heads * d),
-    }
-    if options["kernel"]:
-        shapes["mta_kernel"] = (heads, 1, *options["kernel"])
-    if options.get("mixed_heads") == heads:
-        shapes["wpsm.weight"] = (heads, heads)
-    elif m := options.get("mixed_heads"):
-        shapes["wpsm.weight"] = (heads // m, m, m)
-    if options.get("post_kernel"):
-        shapes["mta_kernel_after_sm"] = (heads, 1, *options["post_kernel"])
-    if options.get("post_mixed_heads") == heads:
-        shapes["wposm.weight"] = (heads, heads)
-    elif m := options.get("post_mixed_heads"):
-        shapes["head_kernel"] = (heads // m, m, m)
-    if options.get("group_norm"):
-        shapes["subln.weight"] = (d,)
-    if options.get("gate"):
-        outputs = 1 if options["gate"] == "scalar" else d
-        shapes |= {"gate.weight": (outputs, d), "gate.bias": (outputs,)}
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) / math.prod(shape[1:]) ** 0.5
-        for name, shape in shapes.items()
-    }
-
-
-def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Interleaved rotary embedding of (B, heads, N, D), by complex numbers."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    frequencies = 1 / theta ** (torch.arange(0, x.shape[-1], 2, dtype=wide.dtype) / x.shape[-1])
-    angles = positions.to(wide.dtype)[..., None] * frequencies
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
-
-
-def convolved(scores: Tensor, kernel: Tensor, hidden: Tensor, key_padding: str) -> Tensor:
-    cq, ck = kernel.shape[2:]
-    sides = {"both": (ck // 2, ck // 2), "left": (ck - 1, 0), "right": (0, ck - 1)}[key_padding]
-    padded = F.pad(torch.where(hidden, 0.0, scores), (*sides, cq - 1, 0))
-    return F.conv2d(padded, kernel.to(scores.dtype), groups=scores.shape[1])
-
-
-def authors_layer(
-    state: dict[str, Tensor],
-    x: Tensor,
-    options: dict[str, Any],
-    *,
-    heads: int = HEADS,
-    positions: Tensor | None = None,
-    kept: Tensor | None = None,
-) -> Tensor:
-    """Out (B, N, dim) of x (B, N, dim) with these parameters; ``kept`` are the shares that dropout keeps."""
-    d, n = head_dim(options), x.shape[1]
-    q, k, v = (F.linear(x, state[f"w{name}.weight"]).unflatten(-1, (-1, d)).transpose(1, 2) for name in "qkv")
-    theta = options.get("rope_theta", 100000.0)
-    if theta is not None:
-        positions = torch.arange(n) if positions is None else positions
-        q, k = turned(q, positions, theta), turned(k, positions, theta)
-    k, v = (y.repeat_interleave(heads // y.shape[1], 1) for y in (k, v))
-    scores = q @ k.mT * d**-0.5
-    ahead = torch.arange(n) - torch.arange(n)[:, None]
-    left, right = options.get("window", (-1, -1))
-    right = 0 if options.get("causal", True) else right
-    hidden = ((ahead < -left) & (left >= 0)) | ((ahead > right) & (right >= 0))
-    if "mta_kernel" in state:
-        scores = convolved(scores, state["mta_kernel"], hidden, options.get("key_padding", "both"))
-    if "wpsm.weight" in state:
-        matrices = state["wpsm.weight"]
-        scores = torch.einsum("oh,bhqk->boqk", torch.block_diag(*matrices.reshape(-1, *matrices.shape[-2:])), scores)
-    masked = scores + torch.where(hidden, -torch.inf, 0.0)
-    shares = masked.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(q.dtype)
-    if "mta_kernel_after_sm" in state:
-        shares = convolved(shares, state["mta_kernel_after_sm"], hidden, options.get("key_padding", "both"))
-        shares = torch.where(hidden, 0.0, shares)
-    if "head_kernel" in state:
-        groups = shares.unflatten(1, state["head_kernel"].shape[:2])
-        shares = torch.einsum("bgcqk,gco->bgoqk", groups, state["head_kernel"]).flatten(1, 2)
-    if "wposm.weight" in state:
-        shares = torch.einsum("oh,bhqk->boqk", state["wposm.weight"], shares)
-    if kept is not None:
-        shares = shares * kept / (1 - options["dropout"])
-    out = shares.to(v.dtype) @ v
-    if "subln.weight" in state:
-        wide = out.to(torch.promote_types(out.dtype, torch.float32))
-        out = (wide * torch.rsqrt((wide**2).mean(-1, keepdim=True) + 1e-5)).to(out.dtype) * state["subln.weight"]
-        if options.get("depth_rescale") is not None:
-            out = out * (1 - (0.8 - 0.6 * math.exp(-0.3 * options["depth_rescale"])))
-    if "gate.weight" in state:
-        out = out * torch.sigmoid(F.linear(out, state["gate.weight"], state["gate.bias"]))
-    return F.linear(out.transpose(1, 2).flatten(2), state["wo.weight"])
-
-
 def made(
     options: dict[str, Any], heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = torch.float64, **more: Any
 ) -> MultiTokenAttention:
     """The layer with the authors' parameters."""
     layer = MultiTokenAttention(dim, heads, **{"head_dim": 16} | options | more, dtype=dtype)
-    layer.load_state_dict(authors_state(options, heads, dim), strict=True)
+    layer.load_state_dict(authors.random_state(options, heads, dim), strict=True)
     return layer
 
 
@@ -204,31 +92,22 @@ def train(layer: MultiTokenAttention, x: Tensor, function: Any = None, **argumen
     return {"out": out.detach(), "x": x.grad} | grads
 
 
-def train_authors(state: dict[str, Tensor], x: Tensor, options: dict[str, Any], **arguments: Any) -> dict[str, Tensor]:
-    """The same of the authors' layer."""
-    leaves = {"x": x.clone().requires_grad_()} | {name: y.clone().requires_grad_() for name, y in state.items()}
-    parameters = {name: leaves[name] for name in state}
-    out = authors_layer(parameters, leaves["x"], options, **arguments)
-    grads = torch.autograd.grad(out.square().sum(), [*leaves.values()])
-    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-
-
 @every_layer
 def test_is_the_authors_layer(options: dict[str, Any]) -> None:
-    state, x = authors_state(options), tokens(2, 13)
-    torch.testing.assert_close(train(made(options), x), train_authors(state, x, options), check_stride=False)
+    state, x = authors.random_state(options, HEADS, DIM), tokens(2, 13)
+    torch.testing.assert_close(train(made(options), x), authors.train(state, x, options), check_stride=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["everything", "everything else"])
 def test_accurate(name: str, dtype: torch.dtype) -> None:
     options = LAYERS[name]
-    state = {name: y.to(dtype) for name, y in authors_state(options).items()}
+    state = {name: y.to(dtype) for name, y in authors.random_state(options, HEADS, DIM).items()}
     x = tokens(2, 40, dtype=dtype)
     layer = MultiTokenAttention(DIM, HEADS, **{"head_dim": 16} | options, dtype=dtype)
     layer.load_state_dict(state)
-    eager = train_authors(state, x, options)
-    exact = train_authors({name: y.double() for name, y in state.items()}, x.double(), options)
+    eager = authors.train(state, x, options)
+    exact = authors.train({name: y.double() for name, y in state.items()}, x.double(), options)
     for result, ours in train(layer, x).items():
         factor = 2.0 if result == "out" else GRADIENT_FACTOR
         judged = compare(ours, eager[result], exact[result], factor=factor)
@@ -251,7 +130,7 @@ def test_norm_rounds_as_the_authors() -> None:
 @every_layer
 def test_names_and_shapes_of_parameters(options: dict[str, Any]) -> None:
     layer = MultiTokenAttention(DIM, HEADS, **{"head_dim": 16} | options)
-    shapes = {name: x.shape for name, x in authors_state(options).items()}
+    shapes = {name: x.shape for name, x in authors.random_state(options, HEADS, DIM).items()}
     assert {name: x.shape for name, x in layer.state_dict().items()} == shapes
     assert not [*layer.buffers()]
 
@@ -260,7 +139,7 @@ def test_names_and_shapes_of_parameters(options: dict[str, Any]) -> None:
 def test_head_kernel_of_all_heads(assign: bool) -> None:
     """The transpose of the linear layer, below whatever prefix."""
     options = LAYERS["all mixed after"]
-    state = authors_state(options)
+    state = authors.random_state(options, HEADS, DIM)
     other = dict(state)
     other["head_kernel"] = other.pop("wposm.weight").T[None]
     model = torch.nn.ModuleDict({"attention": MultiTokenAttention(DIM, HEADS, **options, head_dim=16).double()})
@@ -277,7 +156,8 @@ def test_head_kernel_of_all_heads(assign: bool) -> None:
 def test_state_of_another_layer_is_refused(mixed: int | None, other: str) -> None:
     """Groups of another size are not what the layer mixes."""
     layer = MultiTokenAttention(DIM, HEADS, head_dim=16, kernel=None, post_mixed_heads=mixed)
-    state = authors_state({"kernel": None}) | {other: torch.ones(2, 2, 2) if other == "head_kernel" else torch.eye(4)}
+    mixing = {"head_kernel": torch.ones(2, 2, 2), "wposm.weight": torch.eye(HEADS)}
+    state = authors.random_state({"kernel": None}, HEADS, DIM) | {other: mixing[other]}
     with pytest.raises(RuntimeError, match=f'Unexpected key.*"{other}"'):
         layer.load_state_dict(state)
 
@@ -331,7 +211,7 @@ def test_meta_device() -> None:
 def test_positions(shape: tuple[int, ...]) -> None:
     options = LAYERS["everything"]
     x, positions = tokens(2, 13), torch.randint(0, 2000, shape, generator=torch.Generator().manual_seed(2))
-    expected = train_authors(authors_state(options), x, options, positions=positions)
+    expected = authors.train(authors.random_state(options, HEADS, DIM), x, options, positions=positions)
     torch.testing.assert_close(train(made(options), x, positions=positions), expected, check_stride=False)
 
 
@@ -342,14 +222,14 @@ def test_documents(name: str, shape: tuple[int, ...], given: bool) -> None:
     """Each is a sequence of its own."""
     options, lengths = LAYERS[name], [7, 0, 13, 1]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    x, state = tokens(1, sum(lengths)), authors_state(options)
+    x, state = tokens(1, sum(lengths)), authors.random_state(options, HEADS, DIM)
     positions = torch.arange(sum(lengths)) * 3 if given else None
-    given = None if positions is None else positions.view(shape[:-1])
-    ours = train(made(options), x.view(shape), cu_seqlens=cu_seqlens, max_seqlen=13, positions=given)
+    at = None if positions is None else positions.view(shape[:-1])
+    ours = train(made(options), x.view(shape), cu_seqlens=cu_seqlens, max_seqlen=13, positions=at)
     assert ours["out"].shape == ours["x"].shape == x.view(shape).shape
     places = [None] * len(lengths) if positions is None else positions.split(lengths)
     each = [
-        train_authors(state, document, options, positions=place)
+        authors.train(state, document, options, positions=place)
         for document, place in zip(x.split(lengths, 1), places, strict=True)
         if document.numel()
     ]
@@ -377,15 +257,15 @@ def test_longest_document(given: dict[str, int], expected: int, monkeypatch: pyt
 def test_dropout() -> None:
     """In training mode what ``mtagen.dropout_mask`` names is dropped, of documents as well; else nothing."""
     options = LAYERS["everything"] | {"dropout": 0.25}
-    state, x, layer = authors_state(options), tokens(2, 13), made(options)
+    state, x, layer = authors.random_state(options, HEADS, DIM), tokens(2, 13), made(options)
     torch.manual_seed(5)
     kept = mtagen.dropout_mask(mtagen.draw_seed("cpu"), 0.25, 2, HEADS, 13, 13)
     torch.manual_seed(5)
-    torch.testing.assert_close(train(layer, x), train_authors(state, x, options, kept=kept), check_stride=False)
+    torch.testing.assert_close(train(layer, x), authors.train(state, x, options, kept=kept), check_stride=False)
     torch.manual_seed(5)
     packed = layer(x.reshape(-1, DIM), cu_seqlens=torch.tensor([0, 13, 26], dtype=torch.int32), max_seqlen=13)
-    torch.testing.assert_close(packed.view(x.shape), authors_layer(state, x, options, kept=kept))
-    torch.testing.assert_close(layer.eval()(x), authors_layer(state, x, options))
+    torch.testing.assert_close(packed.view(x.shape), authors.layer(state, x, options, kept=kept))
+    torch.testing.assert_close(layer.eval()(x), authors.layer(state, x, options))
 
 
 # Generation.
@@ -420,10 +300,10 @@ def test_generation_of_published_configurations(name: str, layer: str, schedule:
         "post_mixed_heads": heads,
         "head_dim": d,
     }
-    state = {name: y.float() for name, y in authors_state(options, heads).items()}
+    state = {name: y.float() for name, y in authors.random_state(options, heads, DIM).items()}
     x = tokens(2, 40, dtype=torch.float32)
-    eager = authors_layer(state, x, options, heads=heads)
-    exact = authors_layer({name: y.double() for name, y in state.items()}, x.double(), options, heads=heads)
+    eager = authors.layer(state, x, options)
+    exact = authors.layer({name: y.double() for name, y in state.items()}, x.double(), options)
     module = made(options, heads, dtype=torch.float32)
     for ours in (module(x), generate(module, x, schedule)):
         judged = compare(ours, eager, exact)
@@ -594,11 +474,11 @@ def test_autocast(layer: MultiTokenAttention, x: Tensor) -> None:
     """The parameters stay in fp32, and so do their gradients."""
     layer.eval()
     options = LAYERS["everything"]
-    state = authors_state(options)
+    state = authors.random_state(options, HEADS, DIM)
     with torch.autocast("cpu", torch.bfloat16):
         ours = train(layer, x)
-        eager = train_authors({name: y.float() for name, y in state.items()}, x, options)
-    exact = train_authors({name: y.float().double() for name, y in state.items()}, x.double(), options)
+        eager = authors.train({name: y.float() for name, y in state.items()}, x, options)
+    exact = authors.train({name: y.float().double() for name, y in state.items()}, x.double(), options)
     assert ours["out"].dtype == torch.bfloat16
     for name, result in ours.items():
         assert name == "out" or result.dtype == torch.float32
@@ -664,7 +544,7 @@ def test_ddp(layer: MultiTokenAttention, x: Tensor) -> None:
 def test_fsdp(group: int) -> None:
     """Sharded on the meta device, made, initialised, loaded, trained in mixed precision, and saved."""
     options = LAYERS["everything"] | {"post_mixed_heads": group}
-    state = {name: y.float() for name, y in authors_state(options).items()}
+    state = {name: y.float() for name, y in authors.random_state(options, HEADS, DIM).items()}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layer = MultiTokenAttention(DIM, HEADS, head_dim=16, **options, device="meta")
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
@@ -678,8 +558,8 @@ def test_fsdp(group: int) -> None:
     results = train(layer, tokens(2, 13, dtype=torch.float32))
     half = {name: y.bfloat16() for name, y in state.items()}
     x = tokens(2, 13, dtype=torch.bfloat16)
-    eager = train_authors(half, x, options)
-    exact = train_authors({name: y.double() for name, y in half.items()}, x.double(), options)
+    eager = authors.train(half, x, options)
+    exact = authors.train({name: y.double() for name, y in half.items()}, x.double(), options)
     assert results["out"].dtype == torch.bfloat16
     for name in state:
         gradient = results[name].full_tensor()
@@ -688,6 +568,7 @@ def test_fsdp(group: int) -> None:
     assert all(torch.equal(y, state[name]) for name, y in get_model_state_dict(layer, options=full).items())
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_initial_values_of_a_shard() -> None:
     """Of the second of two ranks, without a word from the first."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
