@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 SHELL = [command.strip() for block in blocks("sh") for command in re.split(r"&&|\n", block)]
@@ -35,14 +35,28 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_example() -> None:
-    (example,) = blocks("python")
     names: dict[str, Any] = {}
-    exec(example, names)
+    for example in blocks("python"):
+        exec(example, names)
     q, weight, out, last = (names[name] for name in ("q", "weight", "out", "last"))
     assert out.shape == q.shape == q.grad.shape
     assert q.grad.isfinite().all()
     assert weight.grad.any()
     torch.testing.assert_close(last, out[:, :, -1:].detach())
+    layer, x, generated = (names[name] for name in ("layer", "x", "generated"))
+    torch.testing.assert_close(generated, layer(x))
+
+
+def test_page_of_the_layer() -> None:
+    """Its code, block after block, in one process."""
+    names: dict[str, Any] = {}
+    for example in blocks("python", (ROOT / "docs/layer.md").read_text(encoding="utf-8")):
+        exec(example, names)
+    heads, head_dim = names["heads"], names["head_dim"]
+    assert names["out"].shape == (2, 100, heads * head_dim)
+    assert names["packed"].shape == (100, heads * head_dim)
+    assert names["first"].lengths.tolist() == [12]
+    assert all(x.isfinite().all() for x in names["empty"].parameters())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,6 +94,7 @@ def test_every_target_is_named() -> None:
         "README.md",
         "docs/mathematics.md",
         "docs/pipelines.md",
+        "docs/layer.md",
         "CONTRIBUTING.md",
         "generated/README.md",
         "benchmarks/README.md",
