@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Iterator
@@ -137,12 +138,14 @@ def test_names_and_shapes_of_parameters(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_head_kernel_of_all_heads(assign: bool) -> None:
-    """The transpose of the linear layer, below whatever prefix."""
+    """The transpose of the linear layer, below whatever prefix, by a copy whose original is gone."""
     options = LAYERS["all mixed after"]
     state = authors.random_state(options, HEADS, DIM)
     other = dict(state)
     other["head_kernel"] = other.pop("wposm.weight").T[None]
     model = torch.nn.ModuleDict({"attention": MultiTokenAttention(DIM, HEADS, **options, head_dim=16).double()})
+    model = copy.deepcopy(model)
+    gc.collect()
     theirs = {f"attention.{name}": x for name, x in other.items()}
     model.load_state_dict(theirs, assign=assign)
     assert "attention.head_kernel" in theirs
@@ -605,7 +608,7 @@ def test_names_on_the_package() -> None:
     [
         ({"dim": 0}, "dim: got 0; must be a positive int"),
         ({"n_heads": 2.0}, r"n_heads: got 2\.0; must be a positive int"),
-        ({"dim": 50}, "dim: got 50; is no multiple of n_heads = 4; legal: head_dim="),
+        ({"dim": 50}, r"dim: got 50; is no multiple of n_heads = 4; legal: a multiple, or head_dim="),
         ({"n_kv_heads": 3}, r"n_kv_heads: got 3; must divide n_heads = 4; legal: \[1, 2, 4\]"),
         ({"mixed_heads": 3}, "mixed_heads: got 3; must divide n_heads"),
         ({"post_mixed_heads": 8}, "post_mixed_heads: got 8; must divide n_heads"),
@@ -637,6 +640,7 @@ CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
     ("given", "match"),
     [
         ({"x": [1.0]}, "x: got 'list'; must be a tensor"),
+        ({"x": torch.zeros(1, 5, DIM, dtype=torch.int64)}, r"x\.dtype: got torch\.int64"),
         ({"x": torch.zeros(5, DIM)}, r"x\.shape: got \(5, 48\); .*\(B, N, 48\)"),
         ({"x": torch.zeros(1, 5, 47)}, r"x\.shape: got \(1, 5, 47\)"),
         ({"x": torch.zeros(())}, r"x\.shape: got \(\)"),
@@ -658,6 +662,17 @@ def test_illegal_calls(given: dict[str, Any], match: str) -> None:
     arguments = {"x": torch.zeros(1, 5, DIM)} | given
     with pytest.raises(InputError, match=match), torch.no_grad():
         layer(arguments.pop("x"), **arguments)
+
+
+def test_dtype_that_kernels_were_not_built_for() -> None:
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, compute_dtype=torch.bfloat16)
+    x = torch.zeros(1, 5, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    with pytest.raises(
+        InputError, match=r"dtype of queries: got torch\.float32; .*autocast.*compute_dtype=torch\.float32"
+    ):
+        layer(x)
 
 
 def test_illegal_use_of_a_cache() -> None:

@@ -76,6 +76,8 @@ def check_input(
     """
     if not isinstance(x, Tensor):
         raise InputError(explain("x", type(x).__name__, "must be a tensor", "torch.Tensor"))
+    if not x.is_floating_point():
+        raise InputError(explain("x.dtype", x.dtype, "must be of floating point", "the dtype of the parameters"))
     packed = cu_seqlens is not None
     is_packed_shape = x.ndim == 2 or (x.ndim == 3 and len(x) == 1)
     if x.shape[-1:] != (dim,) or not (is_packed_shape if packed else x.ndim == 3):

@@ -12,7 +12,7 @@ from ..op import build
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache
 from .inputs import check_count, check_divisor, check_input, check_options, is_count
-from .parts import Gate, HeadMixer, HeadNorm, set_parameter
+from .parts import Gate, HeadMixer, HeadNorm, set_identity, set_parameter
 from .rope import document_positions, rotate, rotation
 
 
@@ -30,18 +30,18 @@ class MultiTokenAttention(nn.Module):
     :func:`mtagen.reference` defines the second line. Parameters, of which those of stages that are left out do not
     exist:
 
-    ======================================  ====================================================================
-    ``wq.weight``, ``wo.weight``            (H D, dim), (dim, H D)
-    ``wk.weight``, ``wv.weight``            (Hkv D, dim)
+    =======================================  ===================================================================
+    ``wq.weight``, ``wo.weight``             (H D, dim), (dim, H D)
+    ``wk.weight``, ``wv.weight``             (Hkv D, dim)
     ``mta_kernel``, ``mta_kernel_after_sm``  (H, 1, cq, ck): convolutions before and after the softmax
-    ``wpsm.weight``                         (H, H), [out, in]: heads mixed before the softmax; (H/m, m, m), [group, out,
-                                            in], in groups of m < H, which the authors' layer does not have
-    ``wposm.weight``                        (H, H), [out, in]: all heads mixed after the softmax
-    ``head_kernel``                         (H/m, m, m), [group, in, out]: heads mixed after the softmax in groups of
-                                            m < H
-    ``subln.weight``                        (D,): the norm's scale
-    ``gate.weight``, ``gate.bias``          (1, D), (1,), or (D, D), (D,)
-    ======================================  ====================================================================
+    ``wpsm.weight``                          (H, H), [out, in]: heads mixed before the softmax; in groups of m < H,
+                                             which the authors' layer does not have, (H/m, m, m), [group, out, in]
+    ``wposm.weight``                         (H, H), [out, in]: all heads mixed after the softmax
+    ``head_kernel``                          (H/m, m, m), [group, in, out]: heads mixed after the softmax in groups
+                                             of m < H
+    ``subln.weight``                         (D,): the norm's scale
+    ``gate.weight``, ``gate.bias``           (1, D), (1,), or (D, D), (D,)
+    =======================================  ===================================================================
 
     The authors' layer stores a mixture of all heads after the softmax as ``wposm.weight`` or, the transpose of it, as
     ``head_kernel`` of one group. This one stores the former, and loads both.
@@ -113,7 +113,9 @@ class MultiTokenAttention(nn.Module):
         self.dim, self.n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
         self.n_kv_heads = n_heads if n_kv_heads is None else check_divisor("n_kv_heads", n_kv_heads, n_heads)
         if head_dim is None and dim % n_heads:
-            raise SpecError(explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "head_dim=... besides"))
+            raise SpecError(
+                explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "a multiple, or head_dim=...")
+            )
         self.head_dim = dim // n_heads if head_dim is None else head_dim
         for name, group in (("mixed_heads", mixed_heads), ("post_mixed_heads", post_mixed_heads)):
             if group is not None:
@@ -123,7 +125,7 @@ class MultiTokenAttention(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if compute_dtype is None and dtype in (torch.bfloat16, torch.float16):
             compute_dtype = dtype
-        self._request: dict[str, Any] = {
+        self._build_options: dict[str, Any] = {
             "kernel": kernel,
             "head_dim": self.head_dim,
             "mixed_heads": mixed_heads,
@@ -137,7 +139,7 @@ class MultiTokenAttention(nn.Module):
             "dtype": compute_dtype,
             "dropout": dropout > 0,
         }
-        self.op = build(**self._request)
+        self.op = build(**self._build_options)
 
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         wide, narrow = n_heads * self.head_dim, self.n_kv_heads * self.head_dim
@@ -155,7 +157,7 @@ class MultiTokenAttention(nn.Module):
             self.head_kernel = nn.Parameter(torch.empty(shape, **made))
         self.subln = HeadNorm(self.head_dim, depth_rescale, **made) if group_norm else None
         self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
-        self._pass_on()
+        self._reset_own_parameters()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
     def _kernel(self, extents: tuple[int, int] | None, made: dict[str, Any]) -> nn.Parameter | None:
@@ -165,18 +167,18 @@ class MultiTokenAttention(nn.Module):
         """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a layer on the meta device."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
-        self._pass_on()
+        self._reset_own_parameters()
 
-    def _pass_on(self) -> None:
+    def _reset_own_parameters(self) -> None:
         """Give the parameters that are the layer's own the values of the identity."""
         spec = self.op.plan.spec
         for taps in (self.mta_kernel, self.mta_kernel_after_sm):
             if taps is not None:
-                own = torch.zeros(taps.shape)
+                own = torch.zeros(taps.shape, device=taps.device, dtype=taps.dtype)
                 own[..., -1, spec.padding(taps.shape[-1])[0]] = 1
                 set_parameter(taps, own)
         if self.head_kernel is not None:
-            set_parameter(self.head_kernel, torch.eye(self.head_kernel.shape[-1]).expand(self.head_kernel.shape))
+            set_identity(self.head_kernel)
 
     def forward(
         self,
@@ -212,6 +214,12 @@ class MultiTokenAttention(nn.Module):
             self._check_cache(x, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
         q, k, v = (project(rows).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        if q.dtype not in self.op.dtypes:
+            rule, legal = (
+                "kernels were built for another dtype",
+                f"torch.autocast, or a layer of compute_dtype={q.dtype}",
+            )
+            raise InputError(explain("dtype of queries", q.dtype, rule, legal))
         if self.rope_theta is not None:
             at = _positions(rows, cu_seqlens, cache) if positions is None else positions
             at = at if cu_seqlens is None else at.reshape(-1)
@@ -359,7 +367,7 @@ class MultiTokenAttention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """With the op built again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.op = build(**self._request)
+        self.op = build(**self._build_options)
 
 
 def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

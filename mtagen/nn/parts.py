@@ -12,14 +12,19 @@ _EPSILON = 1e-5  # of the norm
 
 @torch.no_grad()
 def set_parameter(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter, which may be sharded, the same value on every rank."""
-    value = value.to(parameter.device, parameter.dtype)
+    """Give a parameter a value that is the same on every rank, whose part each takes if it is sharded."""
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import DTensor, distribute_tensor  # only here, for not every PyTorch has it
 
         assert isinstance(parameter, DTensor)
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
+
+
+def set_identity(parameter: Tensor) -> None:
+    """Make matrices ``(..., n, n)`` the identity."""
+    eye = torch.eye(parameter.shape[-1], device=parameter.device, dtype=parameter.dtype)
+    set_parameter(parameter, eye.expand(parameter.shape))
 
 
 class HeadMixer(nn.Module):
@@ -38,7 +43,7 @@ class HeadMixer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Mix nothing: the identity."""
-        set_parameter(self.weight, torch.eye(self.weight.shape[-1]).expand(self.weight.shape))
+        set_identity(self.weight)
 
     def extra_repr(self) -> str:
         """The shape of the matrices."""

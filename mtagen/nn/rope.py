@@ -20,7 +20,7 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
-    angles = positions.to(dtype).unsqueeze(-1) / theta**exponents
+    angles = positions.to(dtype).unsqueeze(-1) * (1 / theta**exponents)
     return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 

@@ -30,13 +30,14 @@ class MultiTokenAttention:
 
     Attributes:
         plan: what was decided and why; ``print(op.plan)`` shows it as a table.
+        dtypes: those that q, k and v may have.
     """
 
     def __init__(self, plan: Plan, key: str, dtypes: tuple[torch.dtype, ...], drops: bool = False) -> None:
         self.plan = plan
         self._spec = plan.spec
         self._key = key
-        self._dtypes = dtypes
+        self.dtypes = dtypes
         self._drops = drops
         _ = plan.spec.weight_names  # cached properties are evaluated here, for torch.compile cannot trace how they are
 
@@ -90,7 +91,7 @@ class MultiTokenAttention:
         """
         q, k, v = _autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
-        weights = check_call(self._spec, self._dtypes, q, k, v, given)
+        weights = check_call(self._spec, self.dtypes, q, k, v, given)
         scale = resolve_scale(scale, self._spec.head_dim)
         if dropout_p == 0 and dropout_seed is None:
             out, lse = torch.ops.mtagen.forward.default(q, k, v, *weights, scale, self._key)
@@ -149,7 +150,7 @@ class MultiTokenAttention:
         """
         q, k, v = _autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
-        weights = check_varlen(self._spec, self._dtypes, q, k, v, given, Documents(cu_seq_q, cu_seq_k, max_q, max_k))
+        weights = check_varlen(self._spec, self.dtypes, q, k, v, given, Documents(cu_seq_q, cu_seq_k, max_q, max_k))
         seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
         scale = resolve_scale(scale, self._spec.head_dim)
         documents = cu_seq_q, cu_seq_k, max_q, max_k
@@ -212,7 +213,7 @@ class MultiTokenAttention:
         """
         q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
         given = (weight, head_weight, post_weight, post_head_weight)
-        weights = check_decode(self._spec, self._dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
+        weights = check_decode(self._spec, self.dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
         out, lse = torch.ops.mtagen.decode.default(
             q_tail,
             k_cache,
