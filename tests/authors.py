@@ -1,6 +1,6 @@
 """The layer of the authors' code (facebookresearch/RAM, ``projects/mta``), step by step on whole scores.
 
-It shares no code with ``mtagen``. Options are those of :class:`mtagen.nn.MultiTokenAttention`; ``head_dim`` is 16 by
+It shares no code with ``mtagen.nn``. Options are those of :class:`mtagen.nn.MultiTokenAttention`; ``head_dim`` is 16 by
 default.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 
 def head_dim(options: dict[str, Any]) -> int:
@@ -126,3 +128,22 @@ def train(state: dict[str, Tensor], x: Tensor, options: dict[str, Any], **argume
     out = layer(parameters, leaves["x"], options, **arguments)
     grads = torch.autograd.grad(out.square().sum(), [*leaves.values()])
     return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def failures(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
+    """Results of ``ours``, as :func:`train` returns them, that break the accuracy rule, a line each.
+
+    A scalar gate has one bias, of which eager's error is often small by luck: it is judged together with the weight.
+    """
+    ours, eager, exact = (_with_gate_as_one(results) for results in (ours, eager, exact))
+    judged = {
+        name: compare(ours[name], eager[name], exact[name], factor=OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR)
+        for name in ours
+    }
+    return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
+
+
+def _with_gate_as_one(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    gate = [x.flatten() for name, x in results.items() if name.startswith("gate.")]
+    others = {name: x for name, x in results.items() if not name.startswith("gate.")}
+    return others | {"gate": torch.cat(gate)} if gate else others
