@@ -20,9 +20,9 @@ class Cache:
     their rotary embedding. Buffers are written in place and never grow.
 
     Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU alone, so that one graph
-    serves all lengths. They make ``longest`` None, and where it is None a call does not check that there is room: more
-    than ``max_len`` tokens are then an error of indices on the GPU. After replays of a captured step, which run nothing
-    on the CPU, ``longest`` is to be set to None.
+    serves all lengths. They make ``longest`` None. Where it is None, a call of up to eight tokens does not check that
+    there is room, and more than ``max_len`` tokens are an error of indices on the GPU. After replays of a captured
+    step, which run nothing on the CPU, ``longest`` is to be set to None.
 
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.

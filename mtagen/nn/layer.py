@@ -349,7 +349,7 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("cache", got, "its keys and queries do not fit x or the layer", legal))
         if cache.keys.device != x.device:
             raise InputError(explain("cache.keys.device", cache.keys.device, "must be x's device", x.device))
-        held = 0 if cache.longest is None else cache.longest
+        held = cache.read_longest() if x.shape[1] > MAX_NEW_TOKENS else cache.longest or 0
         if not 1 <= x.shape[1] <= cache.max_len - held:
             rule = f"the cache holds {held} of {cache.max_len} tokens"
             raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - held}"))
