@@ -1,28 +1,29 @@
 """Which probabilities dropout keeps: a function of a seed and of a probability's place, in PyTorch ops.
 
-Kernels draw the same (``templates/cuda/dropout.cuh``, ``templates/triton/dropout.j2``): for every group of 16 keys of a
-query, Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four words of 32 bits. Its
-key and the last word of its counter are the seed; the other words of the counter are the number of the group, the query,
-and b * H + h, for head h of batch entry, or packed document, b.
+Kernels draw the same (``templates/cuda/dropout.cuh``, ``templates/triton/dropout.j2``): for every group of 16 keys of
+a query, Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four words of 32 bits.
+Its key and the last word of its counter are the seed; the other words of the counter are the number of the group, the
+query, and b * H + h, for head h of batch entry, or packed document, b.
 
 A key is dropped where a number of 15 bits is less than p * 2**15. The upper 7 bits of it are the key's own, the lower 7
 of a byte: key j of the group takes word j % 8 // 2 and of this byte 2 (j % 2) + j // 8. The lower 8 bits are the same
 for all keys of the group: the uppermost bits of the bytes of the words 0 and 1, from the last byte to the first,
-word 0 before word 1. So each key is dropped with probability p to 15 bits, and what 16 random bits of each would tell is
-told by 8; in exchange, the keys of a group depend on each other a little: a correlation of at most 2**-16 / (p (1 - p)).
+word 0 before word 1. So every key is dropped with the same probability, p to 15 bits, though it has only a byte of its
+own; in exchange, the keys of a group depend on each other a little: a correlation of at most 2**-16 / (p (1 - p)).
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import InputError, explain
+from .spec import DROPOUT_GROUP
 
 RESOLUTION = 2**15  # of p
-GROUP = 16  # keys that one call of the generator serves
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -42,7 +43,7 @@ class Dropout(NamedTuple):
 
     def keep(self, heads: range, rows: range, keys: range) -> Tensor:
         """What is kept of a part of the probabilities, (heads, rows, keys) bool; heads are numbered b * H + h."""
-        groups = range(keys.start // GROUP, -(-keys.stop // GROUP))
+        groups = range(keys.start // DROPOUT_GROUP, -(-keys.stop // DROPOUT_GROUP))
         counts = (torch.arange(x.start, x.stop, device=self.seed.device) for x in (heads, rows, groups))
         slots, queries, numbers = torch.meshgrid(*counts, indexing="ij")
         first, second = self.seed[0], self.seed[1]
@@ -53,10 +54,12 @@ class Dropout(NamedTuple):
             counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
             key = [(word + step) & _WORD for word, step in zip(key, _KEY_STEPS, strict=True)]
         words = torch.stack(counter, -1)
-        own = torch.stack([words >> bits & 127 for bits in (0, 16, 8, 24)], -1).unflatten(-1, (2, 2)).transpose(-3, -2)
-        shared = sum((words[..., w] >> 8 * byte + 7 & 1) << 2 * byte + 1 - w for w in range(2) for byte in range(4))
-        kept: Tensor = ((own.flatten(-3) << 8) + shared[..., None] >= threshold(self.p)).flatten(2)
-        return kept[..., keys.start % GROUP :][..., : len(keys)]
+        own = torch.cat([torch.stack([words >> 8 * byte, words >> 8 * byte + 16], -1) for byte in (0, 1)], -2) & 127
+        shared = torch.zeros_like(slots)
+        for byte, word in itertools.product((3, 2, 1, 0), (0, 1)):
+            shared = shared << 1 | words[..., word] >> 8 * byte + 7 & 1
+        kept: Tensor = ((own.flatten(-2) << 8 | shared[..., None]) >= threshold(self.p)).flatten(2)
+        return kept[..., keys.start % DROPOUT_GROUP :][..., : len(keys)]
 
 
 def draw_seed(device: torch.device | str) -> Tensor:

@@ -16,6 +16,7 @@ KEY_PADDINGS = ("both", "left", "right")
 MASKS = ("source", "output")
 MAX_NEW_TOKENS = 8  # queries of one decode step
 MAX_MIXED_HEADS = 64  # of a group
+DROPOUT_GROUP = 16  # keys for which dropout draws at a time
 WEIGHTS = ("weight", "head_weight", "post_weight", "post_head_weight")  # of stages, in the order they are applied
 
 

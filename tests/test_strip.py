@@ -16,7 +16,6 @@ import torch
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
-from mtagen.dropout import GROUP
 from mtagen.planner.choice import GENERATED, lowering
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import decode_rows
@@ -29,7 +28,7 @@ from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import TUNED, Shape, Table
 from mtagen.planner.targets import get_target
 from mtagen.runtime.load import load_triton
-from mtagen.spec import KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
+from mtagen.spec import DROPOUT_GROUP, KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
 
 GROUPS = (None, 1, 2, 3, 5, 6, 8, 10, 16, 20, 36, 48, 64)
 BEFORE: tuple[dict[str, Any], ...] = (
@@ -286,7 +285,7 @@ def test_strips_in_a_window(
     Dropout draws for groups of keys, with one of which they begin.
     """
     spec = Spec.from_dict(EVERYTHING.to_dict() | {"causal": causal, "window": window, "dropout": dropout})
-    group = GROUP if dropout else 1
+    group = DROPOUT_GROUP if dropout else 1
     module = loaded(spec, tmp_path, monkeypatch)
     nowhere = torch.device("meta")
     for batch, heads, n_q, n_k in ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)):

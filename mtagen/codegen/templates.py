@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jinja2
 
-from ..dropout import GROUP
+from ..spec import DROPOUT_GROUP
 
 
 def environment(folder: str) -> jinja2.Environment:
@@ -17,5 +17,5 @@ def environment(folder: str) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.globals["DROPOUT_GROUP"] = GROUP
+    made.globals["DROPOUT_GROUP"] = DROPOUT_GROUP
     return made

@@ -6,8 +6,7 @@ place (cu_seq_q[b] // TILE + b) * TILE. A strip has whole tiles of places. Kerne
 
 from __future__ import annotations
 
-from ...dropout import GROUP
-from ...spec import Spec
+from ...spec import DROPOUT_GROUP, Spec
 
 TILE = 128  # places; the rows of a kernel's tile divide it
 RECORD = ("document", "row", "n_q", "query", "n_k", "key")
@@ -20,7 +19,7 @@ def begin_multiple(spec: Spec) -> int:
 
     Dropout draws for whole groups of keys; rows of keys of one document begin with whole vectors of 16 bytes.
     """
-    return max(GROUP if spec.dropout else 1, 16 // spec.itemsize if spec.packed else 1)
+    return max(DROPOUT_GROUP if spec.dropout else 1, 16 // spec.itemsize if spec.packed else 1)
 
 
 def context_places(context: int) -> int:

@@ -47,6 +47,8 @@ CONTRACTION_TILES = (
     (64, 32, 1, 4),
     (32, 32, 1, 4),
 )
+# Sums over rows are added to what strips before have summed up, which takes registers.
+ROW_CONTRACTION_TILES = ((64, 64, 4, 4), *CONTRACTION_TILES[3:])
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 _PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
@@ -265,7 +267,7 @@ class _Maker:
         spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
         needs = {
             tile: spec.itemsize * tile[2] * tile[1] * (tile[0] + d)  # what is summed of both operands
-            for tile in CONTRACTION_TILES
+            for tile in (ROW_CONTRACTION_TILES if over_rows else CONTRACTION_TILES)
         }
         fitting = [tile for tile, need in needs.items() if need <= limit]
         if not fitting:
@@ -273,7 +275,9 @@ class _Maker:
             raise PlanError(explain("head dim", width, f"{rule}{min(needs.values())}", "a smaller one"))
         made, summed, stages, warps = fitting[0]
         blocks = {"BLOCK_M": summed, "BLOCK_N": made} if over_rows else {"BLOCK_M": made, "BLOCK_N": summed}
-        tiles = ceiling(COUNT / TILE) * ceiling(KEYS / made) * KV_HEADS if over_rows else ceiling(COUNT / made) * SLOTS
+        tiles = ceiling(COUNT / TILE)
+        shares = ceiling(ceiling(KEYS / made) / tiles)  # of a tile's programs: together there is one for each block
+        grid = tiles * shares * KV_HEADS if over_rows else ceiling(COUNT / made) * SLOTS
         return self._make(
             role,
             (
@@ -283,7 +287,7 @@ class _Maker:
                 *self._strip("n_heads", "group", "b0"),
                 *numbers("float", "factor"),
             ),
-            (tiles,),
+            (grid,),
             blocks | {"D": d},
             warps=warps,
             stages=stages,

@@ -277,7 +277,9 @@ class TileBackward(TilePass):
     @cached_property
     def kept(self) -> KeptBits | None:
         """What dropout keeps of a step's P, of two steps where a helper draws it; keys begin anywhere in a group."""
-        return KeptBits(self.rows, self.output_columns, self.parts, False, 1 + self.hopper) if self.spec.dropout else None
+        if not self.spec.dropout:
+            return None
+        return KeptBits(self.rows, self.keys, self.output_columns, self.parts, False, 1 + self.hopper)
 
     @cached_property
     def shared(self) -> SharedMap:

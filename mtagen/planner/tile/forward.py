@@ -17,9 +17,8 @@ from itertools import product
 
 from sympy import Expr, Min, floor, symbols
 
-from ...dropout import GROUP
 from ...errors import PlanError, explain
-from ...spec import Spec
+from ...spec import DROPOUT_GROUP, Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
 from ..kernel import HEADS, Buffer, Kernel, numbers, reads, writes
@@ -113,7 +112,7 @@ class TileForward(TilePass):
     def key_begin(self) -> Expr:
         """Where the keys begin that outputs of a CTA are made of, in the templates' names: on a chunk, or a group."""
         begin = self.mask.begin(FIRST + self.halo + N_K - N_Q - self.spec.pad_left)
-        multiple = GROUP if self.spec.dropout else CHUNK
+        multiple = DROPOUT_GROUP if self.spec.dropout else CHUNK
         return multiple * floor(begin / multiple)
 
     @property
@@ -144,7 +143,7 @@ class TileForward(TilePass):
     @property
     def lead(self) -> int:
         """Keys before the first one at which tiles begin. With dropout, those of outputs then begin with a group."""
-        return (self.spec.pad_left - self.toeplitz.carry) % GROUP if self.spec.dropout else 0
+        return (self.spec.pad_left - self.toeplitz.carry) % DROPOUT_GROUP if self.spec.dropout else 0
 
     @property
     def tiles(self) -> int:
@@ -209,7 +208,7 @@ class TileForward(TilePass):
     @cached_property
     def kept(self) -> KeptBits | None:
         """What dropout keeps of a tile; where warps that load draw it, of as many tiles as they load ahead."""
-        return KeptBits(self.rows, self.keys, 1, True, self.stages) if self.spec.dropout else None
+        return KeptBits(self.rows, self.keys, self.keys, 1, True, self.stages) if self.spec.dropout else None
 
     @cached_property
     def shared(self) -> SharedMap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...dropout import GROUP
+from ...spec import DROPOUT_GROUP
 from ..kernel import numbers, reads
 
 # What kernels take: those that draw, and those that scale what is kept.
@@ -20,6 +20,7 @@ class KeptBits:
     Attributes:
         rows: rows of the tile.
         columns: its keys.
+        drawn: the first of them that are drawn.
         parts: parts of its keys, each of which other warps read.
         aligned: whether its first key is the first of a group, else any key of one.
         buffers: tiles whose bits are kept at a time.
@@ -27,6 +28,7 @@ class KeptBits:
 
     rows: int
     columns: int
+    drawn: int
     parts: int
     aligned: bool
     buffers: int
@@ -34,7 +36,7 @@ class KeptBits:
     @property
     def groups(self) -> int:
         """Groups of keys that are drawn of a row."""
-        return -(-(self.columns + (0 if self.aligned else GROUP - 1)) // GROUP)
+        return -(-(self.drawn + (0 if self.aligned else DROPOUT_GROUP - 1)) // DROPOUT_GROUP)
 
     @property
     def row(self) -> int:
@@ -42,7 +44,7 @@ class KeptBits:
         part = self.columns // self.parts
         if self.aligned:
             return 4 * -(-self.columns // 32)
-        last_first = GROUP - 1 + self.columns - part + _LAST_PAIR
+        last_first = DROPOUT_GROUP - 1 + self.columns - part + _LAST_PAIR
         return 4 * (last_first // 32 + -(-part // 32) + 1)
 
     @property
