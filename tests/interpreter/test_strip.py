@@ -24,6 +24,7 @@ from mtagen.planner.strip import kernels
 from mtagen.planner.strip import module as strip_module
 from mtagen.planner.strip.stages import Stages
 from mtagen.runtime.load import load_triton
+from mtagen.spec import WEIGHTS
 
 BEFORE: dict[str, dict[str, Any]] = {
     "none": {"kernel": None},
@@ -292,6 +293,17 @@ def test_more_rows_than_programs() -> None:
     assert_accurate(op, Sizes(1, 2, 2, 530, 3))
 
 
+def test_results_are_laid_out_as_traced_code_expects() -> None:
+    """Of a mixture in groups, too: on chip there are more heads than a group has."""
+    op = build({"kernel": None, "mixed_heads": 2, "post_mixed_heads": 4})
+    inputs = problems.random(op.plan.spec, Sizes(1, 4, 2, 3, 5)).inputs
+    q, k, v, *_ = inputs.arguments
+    weights = [inputs.named.get(name) for name in WEIGHTS]
+    out, lse = op(**inputs.named, return_lse=True)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *weights, out, lse, 0.25, op._key)
+    torch.library.opcheck(torch.ops.mtagen.backward.default, arguments, test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("name", ["both before, both after", "mixing before, mixing after", "both before, none after"])
 def test_fp16(name: str) -> None:
     op = build(PIPELINES[name], dtype="fp16", value_head_dim=16)
@@ -407,6 +419,13 @@ def test_packed_documents_of_strips() -> None:
     """The second strip has rows of the first as context, but for the document that begins with it."""
     options = {"kernel": (3, 4), "mixed_heads": 2, "window": (60, 9), "causal": False}
     assert not packed_failures(options, ((131, 140), (3, 7)), 2, 1, workspace_bytes=2**10)
+
+
+@packs
+def test_more_blocks_of_keys_than_tiles_of_rows() -> None:
+    """Of a document with two tiles of rows, which share its keys, and of a short one beside it."""
+    options = {"kernel": None, "post_mixed_heads": 2, "causal": False}
+    assert not packed_failures(options, ((130, 330), (3, 7)), 2, 1)
 
 
 @packs
