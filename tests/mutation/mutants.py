@@ -1016,7 +1016,7 @@ TILE_DROPOUT = (
         (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),
     ),
     Mutant(
-        "dropout-by-a-key's-own-bits-alone",
+        "dropout-by-own-bits-alone",
         f"{CUDA}/dropout.cuh",
         "< shared ? 0x01010101u : 0u",
         "< shared ? 0u : 0u",

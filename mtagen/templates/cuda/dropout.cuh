@@ -32,8 +32,8 @@ struct Dropout {
     offset = static_cast<u32>(second);
   }
 
-  // Which are kept of the keys of a group, of a row of a slot, the number of the head through the batch. Of word w bits 7
-  // and 23 tell it of keys 2 w and 2 w + 1, bits 15 and 31 of keys 2 w + 8 and 2 w + 9.
+  // Which are kept of the keys of a group, of a row of a slot, the number of the head through the batch. Of word w bits
+  // 7 and 23 tell it of keys 2 w and 2 w + 1, bits 15 and 31 of keys 2 w + 8 and 2 w + 9.
   DEVICE void keep(u32 (&kept)[4], u32 slot, u32 row, u32 group) const {
     u32 c[4] = {group, row, slot, offset}, k[2] = {key[0], key[1]};
 #pragma unroll

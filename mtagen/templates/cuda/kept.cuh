@@ -6,8 +6,8 @@
 //
 // A row of the tile has KEPT_ROW bytes. Bit x tells of the key that is x after the first one of the row's first group.
 
-// DRAWERS threads draw the bits of ROWS rows of a slot, from row `row` on, of GROUPS groups each, from group `group` on.
-// Two threads share a row. Rounds of the generator that the row has not reached are the same for all rows of a group.
+// DRAWERS threads draw the bits of ROWS rows of a slot, from row `row` on, of GROUPS groups each, from group `group`
+// on. Two threads share a row. Rounds of the generator that the row has not reached are the same for all rows.
 template <int ROWS, int GROUPS, int DRAWERS>
 DEVICE void draw_kept(u32 to, const Dropout& dropout, u32 slot, int row, int group, int thread) {
 #pragma unroll 2
