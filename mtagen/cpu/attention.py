@@ -202,15 +202,16 @@ class _Group(NamedTuple):
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Iterator[_Group]:
-    """All heads of all batch entries, as many at a time as there are threads; none if there are no scores.
+    """All heads of all batch entries, as many at a time as fill a tile for each thread; none if there are no scores.
 
-    More at a time are no faster, and the lifted operands of a group are min(cq, ck) times as large as its
-    inputs.
+    So short sequences, whose ops cost more to call than to run, go many at a time. More are no faster, and the lifted
+    operands of a group are min(cq, ck) times as large as its inputs.
     """
     heads, ratio, dtype = q.shape[1], q.shape[1] // k.shape[1], _compute_dtype(q)
     if not (q.shape[2] and k.shape[2]):
         return
-    for part in _split(q.shape[0] * heads, torch.get_num_threads()):
+    filling = max(1, TILE**2 // (q.shape[2] * k.shape[2]))
+    for part in _split(q.shape[0] * heads, filling * torch.get_num_threads()):
         index = torch.arange(part.start, part.stop, device=q.device)
         batch, head = index // heads, index % heads
         kv_head = head // ratio
