@@ -1,0 +1,135 @@
+"""The command line: ``python -m examples.find_block train|demo|plot``. Run it with ``--help``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from mtagen.errors import InputError, MtagenError, explain
+
+from .data import Task
+from .model import Size
+from .train import LOG, Settings, describe
+from .train import train as run
+
+
+class _Group(TyperGroup):
+    """Turns the errors that a user can mend into one line and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MtagenError as error:
+            typer.echo(f"find_block: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+DEMO = Settings()
+DEMO_STEPS = 0
+
+
+@app.command()
+def train(
+    folder: Annotated[Path, typer.Argument(help="For the log and the checkpoint; made if absent.")],
+    kernel: Annotated[
+        str, typer.Option(help="Extents of the convolution; none: plain attention.", metavar="CQ,CK|none")
+    ] = "2,9",
+    steps: Annotated[int, typer.Option(min=1, help="In all.")] = 100_000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
+    lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 1e-4,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps until the learning rate is reached.")] = 1000,
+    samples: Annotated[
+        int | None, typer.Option(help="Before the same come again.", show_default="each step has new ones")
+    ] = None,
+    test_samples: Annotated[int, typer.Option(min=1, help="That the error is measured on.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of weights, samples and dropout.")] = 0,
+    letters: Annotated[int, typer.Option(help="Of the alphabet.")] = 26,
+    block_length: Annotated[int, typer.Option(help="Letters of a block.")] = 5,
+    blocks: Annotated[int, typer.Option(help="Of a sample.")] = 52,
+    dim: Annotated[int, typer.Option(help="Elements of a token's vector.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 2,
+    dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.1,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 1000,
+    device: Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")] = None,
+    compile_model: Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that draw samples.")] = 2,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
+) -> None:
+    """Train one model. The defaults are the paper's model and schedule, but with new samples in each step."""
+    import torch
+
+    settings = Settings(
+        Task(letters, block_length, blocks),
+        Size(dim, layers, heads, dropout),
+        _extents(kernel),
+        batch,
+        lr,
+        warmup,
+        samples,
+        test_samples,
+        seed,
+    )
+    error = run(
+        settings,
+        folder,
+        steps,
+        device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        evaluate_every=evaluate_every,
+        workers=workers,
+        compile_model=compile_model,
+        resume=resume,
+    )
+    typer.echo(f"{error:.1%} of {test_samples} blocks were not found")
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(help="For the two logs and checkpoints; made if absent.")],
+    steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEMO_STEPS,
+) -> None:
+    """See it learn: a small version of the task on the CPU, with both kinds of attention, in about two minutes."""
+    import torch
+
+    table = Table("model", "steps", "blocks not found", "seconds")
+    for kernel in (None, DEMO.kernel):
+        started = time.perf_counter()
+        settings = replace(DEMO, kernel=kernel)
+        where = folder / ("plain" if kernel is None else "mta")
+        error = run(settings, where, steps, device=torch.device("cpu"), evaluate_every=max(1, steps // 10))
+        table.add_row(describe(kernel), str(steps), f"{error:.1%}", f"{time.perf_counter() - started:.0f}")
+    Console().print(table)
+
+
+@app.command()
+def plot(
+    logs: Annotated[list[Path], typer.Argument(help=f"Files {LOG}, or their folders.", exists=True)],
+    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")],
+) -> None:
+    """Draw the error on the test samples over steps, of several runs (needs matplotlib: mtagen[bench])."""
+    from .plot import plot as draw
+
+    draw([log / LOG if log.is_dir() else log for log in logs], out)
+
+
+def _extents(kernel: str) -> tuple[int, int] | None:
+    if kernel == "none":
+        return None
+    try:
+        cq, ck = map(int, kernel.split(","))
+    except ValueError:
+        raise InputError(explain("kernel", kernel, "must be two integers", "CQ,CK, such as 2,9, or none")) from None
+    return cq, ck
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,48 @@
+"""Logs as a picture: the error of each run over its steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtagen.errors import InputError, explain
+
+from .train import describe
+
+
+def plot(logs: Sequence[Path], path: Path) -> None:
+    """Draw the errors of runs over their steps: models by colour, runs of one model by their line's style.
+
+    Raises:
+        InputError: a file is no log, or holds no evaluation.
+    """
+    from matplotlib.figure import Figure  # an extra of the package
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    ax = figure.subplots()
+    colours: dict[str, str] = {}
+    runs: dict[str, int] = {}
+    for log in logs:
+        name, seed, points = _read(log)
+        colours.setdefault(name, f"C{len(colours)}")
+        style = ("-", "--", ":", "-.")[runs.setdefault(name, 0) % 4]
+        runs[name] += 1
+        ax.plot(*zip(*points, strict=True), style, color=colours[name], linewidth=1.4, label=f"{name}, seed {seed}")
+    ax.set_xlabel("steps")
+    ax.set_ylabel("test error, %")
+    ax.set_ylim(0, 101)
+    ax.set_xlim(left=0)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _read(log: Path) -> tuple[str, int, list[tuple[int, float]]]:
+    """The model, the seed, and the error in percent after each number of steps."""
+    header, *entries = map(json.loads, log.read_text().splitlines())
+    if "settings" not in header or not entries:
+        raise InputError(explain("log", str(log), "holds no evaluation of a run", "a log.jsonl that train wrote"))
+    settings = header["settings"]
+    return describe(settings["kernel"]), settings["seed"], [(entry["steps"], 100 * entry["error"]) for entry in entries]
