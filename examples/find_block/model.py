@@ -59,7 +59,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """``(B, N, dim)`` to the same shape."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache))
-        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+        out: Tensor = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+        return out
 
 
 class Decoder(nn.Module):
@@ -88,16 +89,17 @@ class Decoder(nn.Module):
         self.to(device)
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
-        """Logits ``(B, N, vocabulary)`` of tokens ``(B, N)``, which are the next ones of ``caches`` if there are any."""
+        """Logits ``(B, N, vocabulary)`` of tokens ``(B, N)``, the next ones of ``caches`` if there are any."""
         x = self.embedding(tokens)
-        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
-            x = layer(x, cache)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, None if caches is None else caches[index])
         return F.linear(self.norm(x), self.embedding.weight)
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, count: int) -> Tensor:
         """The most probable next tokens ``(B, count)`` after prompts ``(B, N)``, one after the other."""
-        caches = [layer.attention.new_cache(len(prompts), prompts.shape[1] + count) for layer in self.layers]
+        attentions = [part for part in self.modules() if isinstance(part, MultiTokenAttention)]
+        caches = [attention.new_cache(len(prompts), prompts.shape[1] + count) for attention in attentions]
         tokens = [self(prompts, caches)[:, -1:].argmax(2)]
         for _ in range(count - 1):
             tokens.append(self(tokens[-1], caches)[:, -1:].argmax(2))

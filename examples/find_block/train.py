@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ class Settings:
         seed: 0..254, of the weights, the samples and dropout.
     """
 
-    task: Task = Task()
-    size: Size = Size()
+    task: Task = field(default_factory=Task)
+    size: Size = field(default_factory=Size)
     kernel: tuple[int, int] | None = (2, 9)
     batch: int = 64
     lr: float = 1e-4
@@ -89,7 +89,7 @@ class Trainer:
         return DataLoader(
             Batches(settings.task, settings.batch, settings.seed, settings.samples),
             batch_size=None,
-            sampler=count(self.steps),  # type: ignore[arg-type]
+            sampler=count(self.steps),
             num_workers=workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # so that it draws nothing from the one of dropout
@@ -106,7 +106,7 @@ class Trainer:
             logits = self._forward(tokens[:, :-1])[:, -answers.shape[1] :]
         loss = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten())
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1)
         self.optimizer.step()
         self.steps += 1
@@ -117,8 +117,8 @@ class Trainer:
         task, wrong = self.settings.task, 0
         test = Batches(task, self.settings.test_samples, TEST_STREAM)[0]
         self.model.eval()
-        for part in test.split(256):
-            prompts, answers = part.to(self.device).split([task.prompt_length, task.block_length], 1)
+        for part in torch.split(test, 256):
+            prompts, answers = torch.split(part.to(self.device), [task.prompt_length, task.block_length], 1)
             with self.autocast():
                 generated = self.model.generate(prompts, task.block_length)
             wrong += int((generated != answers).any(1).sum())
