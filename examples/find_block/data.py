@@ -89,7 +89,7 @@ class Task:
 
 
 def _distinct(count: int, chosen: int, choices: int, generator: torch.Generator) -> Tensor:
-    """Rows of ``chosen`` distinct numbers below ``choices``, in random order: the places of the largest random values."""
+    """Rows of ``chosen`` distinct numbers below ``choices``, in random order: the places of the largest values."""
     return torch.rand(count, choices, generator=generator).topk(chosen).indices
 
 

@@ -1,0 +1,200 @@
+"""The example: samples are the task's, the model generates what it computes, training learns and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from examples.find_block.__main__ import app
+from examples.find_block.data import TEST_STREAM, Batches, Task
+from examples.find_block.model import Decoder, Size
+from examples.find_block.train import Settings, Trainer, train
+from mtagen import InputError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+SMALL = Task(letters=6, block_length=3, blocks=4)
+SETTINGS = Settings(SMALL, Size(dim=32, layers=2, heads=2), batch=32, lr=5e-3, warmup=5, test_samples=20)
+
+
+def samples(task: Task, count: int, seed: int = 0) -> torch.Tensor:
+    return task.sample(count, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("task", "length"), [(Task(), 319), (SMALL, 21), (Task(5, 4, 20), 106), (Task(26, 2, 50), 154)]
+)
+def test_samples_are_the_tasks(task: Task, length: int) -> None:
+    """Each rule of the task, read off the text of a sample; few letters make chance break the rules often."""
+    for row in samples(task, 100):
+        text = task.text(row)
+        assert len(text) == length == task.length
+        prompt, answer = text[: task.prompt_length], text[task.prompt_length :]
+        context, pair = prompt.split("#")
+        blocks = context.split(".")
+        assert len(blocks) == len(set(blocks)) == task.blocks
+        assert all(len(block) == len(set(block)) == task.block_length for block in blocks)
+        assert len(set(pair)) == 2
+        assert [block for block in blocks if set(pair) <= set(block)] == [answer]
+
+
+def test_samples_are_drawn_evenly() -> None:
+    """Places of the answer, letters of it, and places of the pair in it, each within five standard deviations."""
+    count, task = 20_000, Task(8, 4, 5)
+    rows = samples(task, count)
+    blocks = rows[:, : task.prompt_length - 2].view(count, task.blocks, -1)[:, :, :-1]
+    pair, answer = rows[:, task.prompt_length - 2 : task.prompt_length], rows[:, task.prompt_length :]
+    place = (blocks == answer.unsqueeze(1)).all(2).int().argmax(1)
+    within = (answer.unsqueeze(1) == pair.unsqueeze(2)).int().argmax(2)
+    for drawn, choices in ((place, task.blocks), (answer[:, 0], task.letters), (within @ torch.tensor([4, 1]), 12)):
+        counts = drawn.unique(return_counts=True)[1].double()
+        expected = count / choices
+        assert len(counts) == choices
+        assert ((counts - expected).abs() < 5 * expected**0.5).all()
+
+
+def test_batches_are_by_number() -> None:
+    batches = Batches(SMALL, 4, stream=0)
+    assert torch.equal(batches[3], Batches(SMALL, 4, stream=0)[3])
+    assert not torch.equal(batches[3], batches[4])
+    assert not torch.equal(batches[3], Batches(SMALL, 4, TEST_STREAM)[3])
+    fixed = Batches(SMALL, 4, stream=0, samples=11)
+    assert len(fixed) == 2
+    assert torch.equal(fixed[5], batches[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (lambda: Task(letters=27), "letters"),
+        (lambda: Task(letters=4), "block_length"),
+        (lambda: Task(5, 5, 2), "blocks"),
+        (lambda: Batches(SMALL, 4, 256), "stream"),
+        (lambda: Batches(SMALL, 4, 0, samples=3), "samples"),
+        (lambda: Settings(seed=255), "seed"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: Any, name: str) -> None:
+    with pytest.raises(InputError, match=name):
+        wrong()
+
+
+def test_models_start_as_the_same_function() -> None:
+    tokens = samples(SMALL, 3)
+    outputs = []
+    for kernel in (None, (2, 9)):
+        torch.manual_seed(0)
+        outputs.append(Decoder(SMALL.vocabulary, Size(dim=32), kernel, CPU).eval()(tokens))
+    torch.testing.assert_close(*outputs)
+
+
+def test_size_of_the_papers_model() -> None:
+    model = Decoder(28, Size(), (2, 9), CPU)
+    layer = 4 * 256 * 256 + 3 * 256 * 768 + 2 * 256 + 2 * 2 * 9
+    assert sum(x.numel() for x in model.parameters()) == 28 * 256 + 4 * layer + 256
+
+
+@pytest.mark.parametrize("kernel", [None, (2, 9)])
+def test_generation_is_the_full_pass(kernel: tuple[int, int] | None) -> None:
+    torch.manual_seed(0)
+    model = Decoder(SMALL.vocabulary, Size(dim=32), kernel, CPU).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # so that convolutions reach other tokens
+    tokens = samples(SMALL, 50)[:, : SMALL.prompt_length]
+    generated = model.generate(tokens, 5)
+    for _ in range(5):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(2)], 1)
+    assert torch.equal(generated, tokens[:, -5:])
+    assert len(generated.unique()) > 2
+
+
+def test_error_counts_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(SETTINGS, CPU)
+    test = Batches(SMALL, 20, TEST_STREAM)[0]
+    generated = test[:, SMALL.prompt_length :].clone()
+    generated[:5, 2] += 1
+    generated[0] += 1
+    monkeypatch.setattr(trainer.model, "generate", lambda prompts, count: generated)
+    assert trainer.error() == 0.25
+    assert trainer.model.training
+
+
+def test_loss_falls(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, size=replace(SETTINGS.size, dropout=0.0))
+    train(settings, tmp_path, 60, device=CPU, evaluate_every=20)
+    losses = [entry["loss"] for entry in read(tmp_path)[1:]]
+    assert losses[0] > 1.8  # near log 6, of letters at random
+    assert losses[2] < losses[1] < losses[0]
+    assert losses[2] < 1.6
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kernel", [None, (2, 9)])
+def test_resumed_run_is_the_same(tmp_path: Path, kernel: tuple[int, int] | None) -> None:
+    """Bit by bit, with dropout, samples that come again, and a log that went on after the checkpoint."""
+    settings = replace(SETTINGS, kernel=kernel, samples=100)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(settings, whole, 6, device=CPU, evaluate_every=2)
+    train(settings, parts, 4, device=CPU, evaluate_every=2)
+    with (parts / "log.jsonl").open("a") as log:
+        log.write('{"steps": 5, "loss": 0, "error": 0, "seconds": 0}\n')
+    train(settings, parts, 6, device=CPU, evaluate_every=2, resume=True)
+    logs = [[entry | {"seconds": None} for entry in read(folder)] for folder in (whole, parts)]
+    assert logs[0] == logs[1]
+    assert [entry["steps"] for entry in logs[0][1:]] == [2, 4, 6]
+    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, parts)]
+    assert states[0]["steps"] == 6
+    for name, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][name]), name
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    train(SETTINGS, tmp_path, 1, device=CPU)
+    with pytest.raises(InputError, match="another run"):
+        train(SETTINGS, tmp_path, 1, device=CPU)
+    with pytest.raises(InputError, match="other settings"):
+        train(replace(SETTINGS, lr=1.0), tmp_path, 2, device=CPU, resume=True)
+
+
+def test_commands(tmp_path: Path) -> None:
+    """Both models of the demonstration, and a picture of their logs; a model by ``train`` that one of them equals."""
+    runner = CliRunner()
+    shown = runner.invoke(app, ["demo", str(tmp_path), "--steps", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "plain attention" in shown.output
+    picture = tmp_path / "error.svg"
+    logs = [str(tmp_path / name) for name in ("plain", "mta")]
+    assert runner.invoke(app, ["plot", *logs, "--out", str(picture)]).exit_code == 0
+    assert "multi-token attention 2 x" in picture.read_text()
+    small = [
+        "--letters",
+        "6",
+        "--block-length",
+        "3",
+        "--blocks",
+        "4",
+        "--dim",
+        "32",
+        "--layers",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    arguments = ["train", str(tmp_path / "own"), *small, "--steps", "2", "--test-samples", "10", "--workers", "0"]
+    assert runner.invoke(app, [*arguments, "--kernel", "none"]).exit_code == 0
+    header = read(tmp_path / "own")[0]["settings"]
+    assert header["kernel"] is None
+    assert header["task"] == {"letters": 6, "block_length": 3, "blocks": 4}
+    wrong = runner.invoke(app, [*arguments, "--kernel", "2"])
+    assert wrong.exit_code == 2
+    assert "CQ,CK" in wrong.output
