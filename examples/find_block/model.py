@@ -20,8 +20,7 @@ class Size:
         dim: elements of a token's vector.
         layers: blocks of attention and feed-forward.
         heads: of each attention.
-        dropout: probability that a factor of the values is dropped in training, and an element of what a layer's
-            attention or feed-forward part adds.
+        dropout: probability that a factor of the values is dropped in training.
     """
 
     dim: int = 256
@@ -54,12 +53,11 @@ class Block(nn.Module):
         )
         self.feed_forward = FeedForward(size.dim)
         self.attention_norm, self.ffn_norm = nn.RMSNorm(size.dim, eps=1e-5), nn.RMSNorm(size.dim, eps=1e-5)
-        self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """``(B, N, dim)`` to the same shape."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache))
-        out: Tensor = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+        x = x + self.attention(self.attention_norm(x), cache=cache)
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
 
 
