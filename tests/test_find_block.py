@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from examples.find_block.__main__ import app
+from examples.find_block.__main__ import DEMO, DEMO_STEPS, app
 from examples.find_block.data import TEST_STREAM, Batches, Task
 from examples.find_block.model import Decoder, Size
 from examples.find_block.train import Settings, Trainer, train
@@ -127,12 +128,11 @@ def test_error_counts_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loss_falls(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, size=replace(SETTINGS.size, dropout=0.0))
-    train(settings, tmp_path, 60, device=CPU, evaluate_every=20)
+    """A fifteenth of the demonstration's steps: more is learnt than what letters there are."""
+    train(DEMO, tmp_path, DEMO_STEPS // 15, device=CPU, evaluate_every=DEMO_STEPS // 45)
     losses = [entry["loss"] for entry in read(tmp_path)[1:]]
-    assert losses[0] > 1.8  # near log 6, of letters at random
     assert losses[2] < losses[1] < losses[0]
-    assert losses[2] < 1.6
+    assert losses[2] < 0.98 * math.log(DEMO.task.letters)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 def test_commands(tmp_path: Path) -> None:
     """Both models of the demonstration, and a picture of their logs; a model by ``train`` that one of them equals."""
     runner = CliRunner()
-    shown = runner.invoke(app, ["demo", str(tmp_path), "--steps", "2"])
+    shown = runner.invoke(app, ["demo", str(tmp_path), "--steps", "1"])
     assert shown.exit_code == 0, shown.output
     assert "plain attention" in shown.output
     picture = tmp_path / "error.svg"

@@ -33,8 +33,16 @@ class _Group(TyperGroup):
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
-DEMO = Settings()
-DEMO_STEPS = 0
+DEMO = Settings(
+    Task(letters=16, block_length=3, blocks=10),
+    Size(dim=32, layers=2, dropout=0),
+    batch=32,
+    lr=5e-3,
+    warmup=50,
+    samples=None,
+    test_samples=500,
+)
+DEMO_STEPS = 1500
 
 
 @app.command()
