@@ -36,13 +36,14 @@ app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=Fal
 DEMO = Settings(
     Task(letters=16, block_length=3, blocks=10),
     Size(dim=32, layers=2, dropout=0),
+    kernel=(2, 5),  # 2 L - 1 keys for blocks of L letters, as in the paper
     batch=32,
     lr=5e-3,
     warmup=50,
     samples=None,
     test_samples=500,
 )
-DEMO_STEPS = 1500
+DEMO_STEPS = 2400
 
 
 @app.command()

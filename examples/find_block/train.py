@@ -182,7 +182,7 @@ def train(
         evaluate_every: steps between evaluations, each of which writes a checkpoint.
         workers: processes that draw samples; 0: this one does.
         compile_model: whether steps go through ``torch.compile``.
-        resume: whether to continue from the folder's checkpoint, if there is one.
+        resume: whether to continue from the folder's checkpoint; without one yet, the run begins anew.
 
     Returns:
         The last error on the test samples, 0..1.
@@ -191,6 +191,8 @@ def train(
         InputError: the folder has a log of a run that is not to be resumed, or that had other settings.
     """
     log, checkpoint = folder / LOG, folder / CHECKPOINT
+    if log.exists() and not resume:
+        raise InputError(explain("folder", str(folder), "has a log of another run", "--resume, or another folder"))
     trainer = Trainer(settings, device, compile_model)
     lines = [json.dumps({"settings": asdict(settings), "environment": _environment(device)})]
     error = 1.0
@@ -198,8 +200,6 @@ def train(
         trainer.load(checkpoint)
         lines = [line for line in log.read_text().splitlines() if json.loads(line).get("steps", 0) <= trainer.steps]
         error = json.loads(lines[-1])["error"]
-    elif log.exists():
-        raise InputError(explain("folder", str(folder), "has a log of another run", "--resume, or another folder"))
     folder.mkdir(parents=True, exist_ok=True)
     log.write_text("".join(f"{line}\n" for line in lines))
 
@@ -218,10 +218,10 @@ def train(
             loss = torch.stack(losses).mean().item()  # waits for the steps
             trainer.seconds += time.perf_counter() - started
             error = trainer.error()
-            trainer.save(checkpoint)
             entry = {"steps": trainer.steps, "loss": loss, "error": error, "seconds": round(trainer.seconds, 2)}
             with log.open("a") as file:
                 file.write(f"{json.dumps(entry)}\n")
+            trainer.save(checkpoint)  # after the entry, for a resumed run reads it and drops later ones
             progress.update(bar, state=f"loss {loss:.3f}, error {error:.1%}")
             losses, started = [], time.perf_counter()
     return error
