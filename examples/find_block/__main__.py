@@ -105,6 +105,7 @@ def train(
 def demo(
     folder: Annotated[Path, typer.Argument(help="For the two logs and checkpoints; made if absent.")],
     steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEMO_STEPS,
+    seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 0,
 ) -> None:
     """See it learn: a small version of the task on the CPU, with both kinds of attention, in about two minutes."""
     import torch
@@ -112,7 +113,7 @@ def demo(
     table = Table("model", "steps", "blocks not found", "seconds")
     for kernel in (None, DEMO.kernel):
         started = time.perf_counter()
-        settings = replace(DEMO, kernel=kernel)
+        settings = replace(DEMO, kernel=kernel, seed=seed)
         where = folder / ("plain" if kernel is None else "mta")
         error = run(settings, where, steps, device=torch.device("cpu"), evaluate_every=max(1, steps // 10))
         table.add_row(describe(kernel), str(steps), f"{error:.1%}", f"{time.perf_counter() - started:.0f}")
