@@ -1,0 +1,1 @@
+"""Models that train with mtagen's layer."""
