@@ -12,7 +12,7 @@ import typer
 from torch import Tensor
 
 from .model import SIZES, Decoder
-from .train import DEVICE, precision
+from .train import DEVICE
 
 
 class Continuation(NamedTuple):
@@ -24,11 +24,12 @@ class Continuation(NamedTuple):
 
 
 def load(checkpoint: Path, device: torch.device) -> Decoder:
-    """The model of a checkpoint of :mod:`.train`."""
+    """The model of a checkpoint of :mod:`.train`, on a GPU in bf16."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     state = torch.load(checkpoint, map_location=device, weights_only=True)
-    model = Decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"]).to(device).eval()
+    model = Decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"])
     model.load_state_dict(state["model"])
-    return model
+    return model.to(device, dtype).eval()
 
 
 @torch.no_grad()
@@ -51,14 +52,17 @@ def generate(
         step: computes the logits of a token instead of ``model``, e.g. ``torch.compile(model)``.
     """
     device = prompt.device
-    step = model if step is None else step
-    with precision(device):
-        caches = model.new_caches(len(prompt), prompt.shape[1] + count)
-        start = _now(device)
-        tokens = [_choose(model(prompt, caches)[:, -1], temperature, generator)]
-        prompted = _now(device)
-        while len(tokens) < count:
-            tokens.append(_choose(step(tokens[-1], caches)[:, -1], temperature, generator))
+    caches = model.new_caches(len(prompt), prompt.shape[1] + count)
+    start = _now(device)
+    tokens = [_choose(model(prompt, caches)[:, -1], temperature, generator)]
+    prompted = _now(device)
+    if step is None:
+        step = model
+    else:  # a compiled step has one graph for all lengths if the device alone counts tokens from its first call on
+        for cache in caches:
+            cache.longest = None
+    while len(tokens) < count:
+        tokens.append(_choose(step(tokens[-1], caches)[:, -1], temperature, generator))
     return Continuation(torch.cat(tokens, 1), prompted - start, _now(device) - prompted)
 
 
@@ -90,10 +94,8 @@ def main(
     model = load(folder / "checkpoint.pt", place)
     tokens = torch.tensor([list(prompt.encode())], device=place)
     step = torch.compile(model) if compiled else None
-    if compiled:
-        generate(model, tokens, 3, temperature, step=step)  # compiles, so that this is not timed
-    generator = torch.Generator(place).manual_seed(seed)
-    made = generate(model, tokens, count, temperature, generator, step)
+    generate(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed
+    made = generate(model, tokens, count, temperature, torch.Generator(place).manual_seed(seed), step)
     typer.echo(prompt + bytes(made.tokens[0].tolist()).decode(errors="replace"))
     after = f", then {(count - 1) / made.tokens_s:,.0f} tokens/s" if count > 1 else ""
     typer.echo(f"prompt of {tokens.shape[1]} tokens: {1e3 * made.prompt_s:.1f} ms{after}", err=True)

@@ -187,7 +187,9 @@ def main(
     warmup: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = Settings.warmup,
     seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = Settings.seed,
     device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if there is one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if there is one.")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model and its loss.")] = False,
     until: Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")] = None,
     log_every: Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")] = 10,
