@@ -1,1 +1,1 @@
-"""Models that train with mtagen's layer."""
+"""Programs that train with mtagen, to be run from the repository's root: ``python -m examples.NAME``."""

@@ -92,7 +92,7 @@ def check_alike(ours: Decoder, theirs: Decoder, tolerance: float) -> None:
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
-    return float((result - reference).norm() / reference.norm())
+    return float((result - reference).detach().norm() / reference.detach().norm())
 
 
 @pytest.mark.parametrize("variant", ATTENTION)
@@ -184,6 +184,7 @@ def test_commands(tmp_path: Path) -> None:
     assert run(generation.main, tmp_path, "--count", 8, "--seed", 1).stdout == (
         run(generation.main, tmp_path, "--count", 8, "--seed", 1).stdout
     )
+    assert "there is no" in run(generation.main, tmp_path.parent).output
     assert "others is none of" in run(train.main, tmp_path, "--variant", "others").output
 
 

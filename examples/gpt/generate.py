@@ -90,8 +90,10 @@ def main(
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step from token to token.")] = False,
 ) -> None:
     """Continue a prompt, and say how many tokens a second that took."""
-    place = torch.device(device)
-    model = load(folder / "checkpoint.pt", place)
+    place, checkpoint = torch.device(device), folder / "checkpoint.pt"
+    if not checkpoint.exists():
+        raise typer.BadParameter(f"there is no {checkpoint}", param_hint="folder")
+    model = load(checkpoint, place)
     tokens = torch.tensor([list(prompt.encode())], device=place)
     step = torch.compile(model) if compiled else None
     generate(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -178,8 +177,8 @@ class Decoder(nn.Module):
             Logits ``(B, N, vocabulary)``.
         """
         x = self.tok_embeddings(tokens)
-        for block, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
-            x = block(x, cache)
+        for i, block in enumerate(self.layers):
+            x = block(x, None if caches is None else caches[i])
         return F.linear(self.norm(x), self.tok_embeddings.weight)
 
     def new_caches(self, batch: int, max_len: int) -> list[Cache]:

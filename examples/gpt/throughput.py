@@ -1,7 +1,7 @@
 """Time and memory of a training step of the whole model: ``python -m examples.gpt.throughput --help``.
 
 Tokens are random, and the vocabulary is that of the authors' models, so that the output layer has its real share. All
-contenders run the same code but for the attention. Compiled ones go through ``torch.compile`` as a whole, loss included.
+contenders run the same code but for the attention. Where it is compiled, so is the whole model with its loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_step(model: Decoder, batch: int, length: int, vocabulary: int, compiled
     def step() -> None:
         with precision(device):
             loss = loss_of(model, tokens)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
             step()
             marks.append(perf_counter())
         return [1e3 * (end - start) for start, end in pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
         step()
@@ -112,7 +112,7 @@ def measure(
 
 
 def measure_or_explain(size: Size, contender: str, **sizes: Any) -> dict[str, Any]:
-    """What :func:`measure` returns or, if memory does not suffice, an ``error``, with nothing left of what ran before."""
+    """What :func:`measure` returns or, if memory does not suffice, an ``error``; it starts with empty memory."""
     torch.compiler.reset()
     gc.collect()
     if sizes["device"].type == "cuda":

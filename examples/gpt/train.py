@@ -139,7 +139,7 @@ class Run:
         tokens = sample(self.text, self.settings, self.generator).to(self.device, non_blocking=True)
         with precision(self.device):
             loss = self.loss(self.model, tokens)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
