@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +183,33 @@ def test_commands(tmp_path: Path) -> None:
     made = run(generation.main, tmp_path, "--prompt", "Farewell", "--count", 8)
     assert made.stdout.startswith("Farewell"), made.output
     assert "tokens/s" in made.output
-    assert run(generation.main, tmp_path, "--count", 8, "--seed", 1).stdout == (
-        run(generation.main, tmp_path, "--count", 8, "--seed", 1).stdout
-    )
+    warm = "--count", 40, "--temperature", 1
+    first, again, other = (run(generation.main, tmp_path, *warm, "--seed", seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
     assert "there is no" in run(generation.main, tmp_path.parent).output
     assert "others is none of" in run(train.main, tmp_path, "--variant", "others").output
+
+
+COMMANDS = re.findall(r"^python -m examples\.gpt\.(\w+) (.*)$", README, flags=re.MULTILINE)
+
+
+def test_readme_has_commands_of_each_program() -> None:
+    assert {program for program, _ in COMMANDS} == {"train", "generate", "throughput"}
+
+
+@pytest.mark.parametrize(("program", "arguments"), COMMANDS)
+def test_readme_commands_are_legal(
+    program: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their options exist and take these values."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").touch()
+    for folder in ("runs/tiny", "runs/300M"):
+        Path(folder).mkdir(parents=True)
+    app = typer.Typer()
+    app.command()({"train": train, "generate": generation, "throughput": throughput}[program].main)
+    values = typer.main.get_command(app).make_context(program, shlex.split(arguments)).params
+    assert values.get("size", "300M") in SIZES
 
 
 def test_throughput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,9 @@ def _now(device: torch.device) -> float:
 def main(
     folder: Annotated[Path, typer.Argument(help="Of a training run.", exists=True, file_okay=False)],
     prompt: Annotated[str, typer.Option(help="To be continued.")] = "LORD POLONIUS\n",
-    count: Annotated[int, typer.Option(min=1, help="Bytes to generate.")] = 400,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest byte.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Bytes to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the choice; 0: the likeliest byte.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the choice, if the temperature is not 0.")] = 0,
     device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step from token to token.")] = False,
 ) -> None:

@@ -51,7 +51,7 @@ SIZES = {
 
 
 class PlainAttention(MultiTokenAttention):
-    """The layer without stages, whose scores PyTorch's fused attention computes. Generation goes through mtagen."""
+    """The layer without stages, by PyTorch's fused attention where there is no cache. Documents are not packed."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -59,7 +59,10 @@ class PlainAttention(MultiTokenAttention):
 
 
 class AuthorsAttention(MultiTokenAttention):
-    """The layer with the authors' order of operations over whole scores, for comparison."""
+    """The layer with the authors' order of operations over whole scores where there is no cache, for comparison.
+
+    Documents are not packed, and nothing is dropped.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -42,8 +42,8 @@ class Settings:
     variant: str = "mta"
     text: str = str(TEXT)
     steps: int = 300
-    batch: int = 8
-    length: int = 128
+    batch: int = 4
+    length: int = 256
     lr: float = 1.5e-4
     warmup: int = 375
     seed: int = 777
