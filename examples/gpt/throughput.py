@@ -1,0 +1,174 @@
+"""Time and memory of a training step of the whole model: ``python -m examples.gpt.throughput --help``.
+
+Tokens are random, and the vocabulary is that of the authors' models, so that the output layer has its real share. All
+contenders run the same code but for the attention. Where it is compiled, so is the whole model with its loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mtagen.environment import collect
+
+from .model import LLAMA3_VOCABULARY, SIZES, Decoder, Size, count_parameters, next_token_loss
+from .train import DEVICE, MAX_GRADIENT_NORM, make_optimizer, precision
+
+EAGER = "plain", "mta", "authors"
+CONTENDERS = (*EAGER, *(f"{name}-compiled" for name in EAGER))
+WARMUP = 3
+
+
+def make_step(model: Decoder, batch: int, length: int, vocabulary: int, compiled: bool) -> Callable[[], None]:
+    """A training step on random tokens: forward, backward, clipping, AdamW."""
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model, lr=1.5e-4)
+    tokens = torch.randint(vocabulary, (batch, length + 1), device=device)
+    loss_of = torch.compile(next_token_loss, fullgraph=True, dynamic=False) if compiled else next_token_loss
+
+    def step() -> None:
+        with precision(device):
+            loss = loss_of(model, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
+    """Milliseconds of each step; on a GPU from event to event, so that the CPU runs ahead as it does in training."""
+    if device.type == "cpu":
+        marks = [perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(perf_counter())
+        return [1e3 * (end - start) for start, end in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in pairwise(events)]
+
+
+def measure(
+    size: Size, contender: str, batch: int, length: int, vocabulary: int, steps: int, device: torch.device
+) -> dict[str, Any]:
+    """One contender's step.
+
+    Args:
+        size: of the model.
+        contender: one of :data:`CONTENDERS`.
+        batch: sequences a step.
+        length: tokens a sequence.
+        vocabulary: number of tokens.
+        steps: that are timed, after three that are not.
+        device: where.
+
+    Returns:
+        Milliseconds of a step (median, and all of them), tokens a second, the peak of the GPU's memory in GiB (None on
+        the CPU), seconds from the making of the model to the first timed step, parameters.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU's memory does not suffice.
+    """
+    torch.manual_seed(0)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    start = perf_counter()
+    with device:
+        model = Decoder(size, contender.removesuffix("-compiled"), vocabulary)
+    step = make_step(model, batch, length, vocabulary, contender.endswith("-compiled"))
+    for _ in range(WARMUP):
+        step()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    prepared = perf_counter() - start
+    times = time_steps(step, steps, device)
+    median = statistics.median(times)
+    return {
+        "ms": median,
+        "all_ms": times,
+        "tokens_per_s": 1e3 * batch * length / median,
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None,
+        "prepared_s": prepared,
+        "parameters": count_parameters(model),
+    }
+
+
+def measure_or_explain(size: Size, contender: str, **sizes: Any) -> dict[str, Any]:
+    """What :func:`measure` returns or, if memory does not suffice, an ``error``; it starts with empty memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if sizes["device"].type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        return measure(size, contender, **sizes)
+    except torch.OutOfMemoryError:
+        return {"error": "out of memory"}
+
+
+def table(results: list[dict[str, Any]], title: str) -> Table:
+    """What was measured, for the console."""
+    shown = Table(title=title)
+    shown.add_column("attention")
+    for heading in ("ms a step", "tokens/s", "peak GiB", "ready after s"):
+        shown.add_column(heading, justify="right")
+    for result in results:
+        if "error" in result:
+            shown.add_row(result["contender"], result["error"])
+            continue
+        peak = "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
+        figures = f"{result['ms']:,.1f}", f"{result['tokens_per_s']:,.0f}", peak, f"{result['prepared_s']:.0f}"
+        shown.add_row(result["contender"], *figures)
+    return shown
+
+
+def main(
+    size: Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))] = "300M",
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Repeatable.", metavar="|".join(CONTENDERS), show_default="all")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 4,
+    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 2048,
+    vocabulary: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = LLAMA3_VOCABULARY,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after three that are not.")] = 10,
+    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
+) -> None:
+    """Measure a training step of one size of the model with each attention, in one process, one after the other."""
+    contenders = variant or list(CONTENDERS)
+    for option, values, legal in (("--size", [size], SIZES), ("--variant", contenders, CONTENDERS)):
+        for value in values:
+            if value not in legal:
+                raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
+    console = Console(stderr=True)
+    sizes = {"batch": batch, "length": length, "vocabulary": vocabulary, "steps": steps}
+    report: dict[str, Any] = {"environment": collect(), "device": device, "size": size, **sizes, "results": []}
+    for contender in contenders:
+        with console.status(f"{size}, {contender}"):
+            result = measure_or_explain(SIZES[size], contender, **sizes, device=torch.device(device))
+        report["results"].append({"contender": contender, **result})
+        if json_path is not None:  # after each, for a later one may take too long
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    title = f"{size}, {batch} sequences of {length} tokens, {device}"
+    Console().print(table(report["results"], title))
+
+
+if __name__ == "__main__":
+    typer.run(main)

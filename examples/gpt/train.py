@@ -1,0 +1,212 @@
+"""Train the decoder on a text, whose bytes are its tokens: ``python -m examples.gpt.train --help``."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from .model import ATTENTION, SIZES, Decoder, count_parameters, next_token_loss
+
+TEXT = Path(__file__).with_name("hamlet.txt")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAX_GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run's result depends on, besides the machine. Other defaults than ``steps`` and sizes are the authors'.
+
+    Attributes:
+        size: a key of :data:`.model.SIZES`.
+        variant: a key of :data:`.model.ATTENTION`.
+        text: the file.
+        steps: of the optimizer; the learning rate is 0 after the last.
+        batch: sequences a step.
+        length: tokens a sequence.
+        lr: the largest learning rate.
+        warmup: steps in which it rises.
+        seed: of parameters and batches.
+    """
+
+    size: str = "tiny"
+    variant: str = "mta"
+    text: str = str(TEXT)
+    steps: int = 300
+    batch: int = 4
+    length: int = 256
+    lr: float = 1.5e-4
+    warmup: int = 375
+    seed: int = 777
+
+
+def precision(device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 by autocast on a GPU, the parameters' fp32 on the CPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def make_optimizer(model: Decoder, lr: float) -> torch.optim.Optimizer:
+    """AdamW as the authors use it, for all parameters alike."""
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05, fused=fused)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Linear from 0 to ``lr`` at the end of the warm-up, and back to 0 after the last step; steps count from 1."""
+    if step < settings.warmup:
+        return settings.lr * step / settings.warmup
+    return settings.lr * (settings.steps - step) / max(1, settings.steps - settings.warmup)
+
+
+def sample(text: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
+    """Parts of the text ``(batch, length + 1)`` that begin anywhere."""
+    starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
+    return text[starts + torch.arange(settings.length + 1)]
+
+
+class Run:
+    """A training run in a folder, which holds ``checkpoint.pt`` and ``log.jsonl``, a line for every logged step.
+
+    Args:
+        settings: what to train.
+        folder: made if need be.
+        device: where.
+        resume: go on from the folder's checkpoint, if there is one; on the CPU exactly as if it had not stopped.
+        compiled: whether ``torch.compile`` compiles the model and its loss.
+
+    Raises:
+        ValueError: the checkpoint is of other settings, or the text is too short.
+    """
+
+    def __init__(
+        self, settings: Settings, folder: Path, device: str = DEVICE, *, resume: bool = False, compiled: bool = False
+    ) -> None:
+        self.settings, self.folder, self.device = settings, folder, torch.device(device)
+        self.text = torch.tensor(list(Path(settings.text).read_bytes()))
+        if len(self.text) <= settings.length:
+            raise ValueError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
+        torch.manual_seed(settings.seed)
+        self.model = Decoder(SIZES[settings.size], settings.variant).to(self.device)
+        self.optimizer = make_optimizer(self.model, settings.lr)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.step = 0
+        self.loss = torch.compile(next_token_loss) if compiled else next_token_loss
+        folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoint, self.log = folder / "checkpoint.pt", folder / "log.jsonl"
+        if resume and self.checkpoint.exists():
+            self._load()
+        else:
+            self.log.write_text("")
+
+    def _load(self) -> None:
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        if state["settings"] != asdict(self.settings):
+            raise ValueError(f"{self.checkpoint} is of a run with {state['settings']}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"].cpu())
+        self.step = state["step"]
+        lines = self.log.read_text().splitlines(keepends=True)
+        self.log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+
+    def save(self) -> None:
+        """Write the checkpoint; one that was there is whole until the new one is."""
+        state = {
+            "settings": asdict(self.settings),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+        new = self.checkpoint.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self.checkpoint)
+
+    def take_step(self) -> Tensor:
+        """One step of the optimizer; its loss, which the CPU has not waited for."""
+        self.step += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.settings)
+        tokens = sample(self.text, self.settings, self.generator).to(self.device, non_blocking=True)
+        with precision(self.device):
+            loss = self.loss(self.model, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def train(self, until: int | None = None, log_every: int = 10, save_every: int = 1000) -> None:
+        """Train to a step, by default the last, and save.
+
+        Args:
+            until: that step; a resumed run goes on from it.
+            log_every: steps from line to line of the log.
+            save_every: steps from checkpoint to checkpoint.
+        """
+        until = self.settings.steps if until is None else min(until, self.settings.steps)
+        columns = TextColumn("loss {task.fields[loss]:.3f}"), TextColumn("{task.fields[rate]:,.0f} tokens/s")
+        bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *columns, console=Console(stderr=True))
+        with bar, self.log.open("a") as log:
+            task = bar.add_task("training", total=until, completed=self.step, loss=float("nan"), rate=0)
+            logged, start = self.step, perf_counter()
+            while self.step < until:
+                loss = self.take_step()
+                if self.step % log_every == 0 or self.step == until:
+                    value = loss.item()
+                    now = perf_counter()
+                    rate = (self.step - logged) * self.settings.batch * self.settings.length / (now - start)
+                    lr = learning_rate(self.step, self.settings)
+                    log.write(json.dumps({"step": self.step, "loss": value, "lr": lr, "tokens_per_s": rate}) + "\n")
+                    log.flush()
+                    bar.update(task, completed=self.step, loss=value, rate=rate)
+                    logged, start = self.step, now
+                if self.step % save_every == 0:
+                    self.save()
+        self.save()
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="For the checkpoint and the log.")],
+    size: Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))] = Settings.size,
+    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(ATTENTION))] = Settings.variant,
+    text: Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)] = TEXT,
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = Settings.steps,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = Settings.batch,
+    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = Settings.length,
+    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = Settings.lr,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = Settings.warmup,
+    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = Settings.seed,
+    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if there is one.")
+    ] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model and its loss.")] = False,
+    until: Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")] = 10,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 1000,
+) -> None:
+    """Train a decoder on the bytes of a text. The loss, in nats a byte, is that of the text it is trained on."""
+    for option, value, legal in (("--size", size, SIZES), ("--variant", variant, ATTENTION)):
+        if value not in legal:
+            raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
+    settings = Settings(size, variant, str(text), steps, batch, length, lr, warmup, seed)
+    try:
+        run = Run(settings, folder, device, resume=resume, compiled=compiled)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{count_parameters(run.model):,} parameters, from step {run.step}")
+    run.train(until, log_every, save_every)
+
+
+if __name__ == "__main__":
+    typer.run(main)
