@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import forward_calls, save_forward
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mtagen
@@ -20,7 +20,6 @@ from mtagen.check import failures
 from mtagen.codegen.templates import environment
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import MultiTokenAttention
-from mtagen.ops.executor import Executor
 
 LENGTHS = ((9, 9), (0, 4), (17, 20), (1, 1), (3, 0), (6, 2), (2, 5))  # queries and keys of documents
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -135,29 +134,19 @@ def test_selective_checkpoint_saves_the_op(monkeypatch: pytest.MonkeyPatch) -> N
     """What is saved by name is not computed again, and drops the same."""
     op = built(dropout=True)
     given = arguments(op)
-    calls = []
-    forward = Executor.forward
-
-    def counted(self: Executor, *args: Any) -> Any:
-        calls.append(args)
-        return forward(self, *args)
-
-    def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = function is torch.ops.mtagen.forward.default
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def recomputed(q: Tensor, **given: Any) -> Tensor:
         out: Tensor = checkpoint(
             lambda q: op.varlen(2 * q, **given, dropout_p=0.2),
             q,
             use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, policy),
+            context_fn=save_forward,
         )
         return out
 
     torch.manual_seed(0)
     expected = train(lambda q, **x: op.varlen(2 * q, **x, dropout_p=0.2), given)
-    monkeypatch.setattr(Executor, "forward", counted)
+    calls = forward_calls(monkeypatch)
     torch.manual_seed(0)
     assert all(map(torch.equal, train(recomputed, given), expected))
     assert len(calls) == 1

@@ -13,6 +13,7 @@ from typing import Any
 import authors
 import pytest
 import torch
+from checkpoints import forward_calls, save_forward
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import mtagen
 from mtagen import InputError, SpecError
@@ -29,7 +30,6 @@ from mtagen.documents import Documents
 from mtagen.nn import Cache, MultiTokenAttention
 from mtagen.nn.parts import HeadNorm
 from mtagen.ops import library
-from mtagen.ops.executor import Executor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,17 +241,9 @@ def test_documents(name: str, shape: tuple[int, ...], given: bool) -> None:
 @pytest.mark.parametrize(("given", "expected"), [({}, 20), ({"max_seqlen": 13}, 13)], ids=str)
 def test_longest_document(given: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels are told: by default none is longer than all tokens."""
-    seen = []
-    forward = Executor.forward
-
-    def recorded(self: Executor, *args: Any) -> Any:
-        (documents,) = (x for x in args if isinstance(x, Documents))
-        seen.append((documents.max_q, documents.max_k))
-        return forward(self, *args)
-
-    monkeypatch.setattr(Executor, "forward", recorded)
+    calls = forward_calls(monkeypatch)
     made(LAYERS["plain"])(tokens(1, 20), cu_seqlens=torch.tensor([0, 7, 20], dtype=torch.int32), **given)
-    assert seen == [(expected, expected)]
+    assert [(x.max_q, x.max_k) for call in calls for x in call if isinstance(x, Documents)] == [(expected, expected)]
 
 
 def test_dropout() -> None:
@@ -490,20 +482,8 @@ def test_selective_checkpoint_saves_attention(
 ) -> None:
     """Projections are computed again, attention is not, and what is dropped is the same."""
     expected = seeded(layer, x)
-    calls: list[Any] = []
-    forward = Executor.forward
-
-    def counted(self: Executor, *args: Any) -> Any:
-        calls.append(args)
-        return forward(self, *args)
-
-    def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = function is torch.ops.mtagen.forward.default
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    monkeypatch.setattr(Executor, "forward", counted)
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    recomputed = partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    calls = forward_calls(monkeypatch)
+    recomputed = partial(checkpoint, layer, use_reentrant=False, context_fn=save_forward)
     torch.testing.assert_close(seeded(layer, x, recomputed), expected, rtol=0, atol=0)
     assert len(calls) == 1
 

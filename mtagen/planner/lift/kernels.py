@@ -12,7 +12,7 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
-from ..kernel import BATCH, GROUP, Argument, Kernel, numbers
+from ..kernel import BATCH, GROUP, TOTAL_Q, Argument, Kernel, numbers
 from ..names import kernel_name
 from ..targets import get_target
 from .band import Band
@@ -22,7 +22,6 @@ from .tiling import Tile, block_dim, resources
 
 N_HEADS, ALL_HEADS, HEADS, KV_HEADS = sympy.symbols("n_heads all_heads heads kv_heads", integer=True, positive=True)
 N_X = sympy.Symbol("n_x", integer=True, nonnegative=True)  # rows of the lifted operand
-TOTAL_Q = sympy.Symbol("total_q", integer=True, nonnegative=True)  # queries of all documents
 BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a strip
 N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 

@@ -262,10 +262,15 @@ class TileForward(TilePass):
         values = Wgmma("wgmma_values", self.spec.value_head_dim, dtype, a_in_registers=True, b_transposed=True)
         return scores, values
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Where sequences lie."""
+        return Layout.of(self.spec)
+
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The one kernel."""
-        layout = Layout.of(self.spec)
+        layout = self.layout
         arguments = (
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
@@ -286,9 +291,8 @@ class TileForward(TilePass):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """What the host allocates."""
-        layout = Layout.of(self.spec)
-        out = Buffer("out", "q", layout.outputs(self.spec.value_head_dim))
-        return (out, Buffer("lse", "fp32", layout.statistics))
+        out = Buffer("out", "q", self.layout.outputs(self.spec.value_head_dim))
+        return (out, Buffer("lse", "fp32", self.layout.statistics))
 
     @property
     def tile_order(self) -> str:
@@ -303,7 +307,7 @@ class TileForward(TilePass):
             carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
-        yield from Layout.of(self.spec).legend(self.owned, "queries")
+        yield from self.layout.legend(self.owned, "queries")
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""

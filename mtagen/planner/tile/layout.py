@@ -10,9 +10,9 @@ from sympy import Expr, Integer, ceiling, floor
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
-from ..kernel import BATCH, HEADS, Argument, numbers, reads, strides
+from ..kernel import BATCH, HEADS, TOTAL_Q, Argument, numbers, reads, strides
 
-TOTAL_Q, TOTAL_K, DOCUMENTS = sympy.symbols("total_q total_k documents", integer=True, nonnegative=True)
+TOTAL_K, DOCUMENTS = sympy.symbols("total_k documents", integer=True, nonnegative=True)
 
 
 @dataclass(frozen=True)
