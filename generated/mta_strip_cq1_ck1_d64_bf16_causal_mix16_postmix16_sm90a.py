@@ -441,11 +441,11 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
     Returns:
         out (B, H, Nq, 64) in the dtype of q, and lse (B, H, Nq) fp32.
     """
+    out = q.new_empty((*q.shape[:-1], 64))
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group, off = n_heads // kv_heads, n_k - n_q
-    out = torch.empty((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
 
     workspace_bytes = 536870912
     strips = _planes(batch, n_heads, n_q, n_k, 1, workspace_bytes, q.device)

@@ -417,11 +417,11 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     Returns:
         out (B, H, Nq, 128) in the dtype of q, and lse (B, H, Nq) fp32.
     """
+    out = q.new_empty((*q.shape[:-1], 128))
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
     group, off = n_heads // kv_heads, n_k - n_q
-    out = torch.empty((batch, n_heads, n_q, 128), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
     kernels = {}
     for name in (
         "scores", "convolution", "softmax", "post_convolution", "post_mix",

@@ -213,7 +213,7 @@ def test_data_suite() -> None:
         for spec, n in ((paper, 32768), (mixing, 16384), (everything, 16384))
     }
     expected = {(one, Sizes(1, 16, 16, n, n)) for (_, n), specs in sequences.items() for one in specs}
-    packed = [replace(spec, packed=True) for spec in (paper, plain, mixing, everything)]
+    packed = [replace(spec, packed=True) for spec in (paper, plain, mixing, everything, pairs)]
     expected |= {(spec, Sizes(16, 16, 16, 8192, 8192)) for spec in packed}
     assert {(c.spec, c.sizes, c.pass_name) for c in cases} == {
         (*problem, name) for problem in expected for name in TRAINING_PASSES
@@ -610,7 +610,7 @@ def test_data_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = suite("data", "cpu", head_dims=[16], lengths=[16, 64])
     made = measured(cases, *entrants("data", CPU))
     packed = [one for one in cases if one.spec.packed]
-    assert len(packed) == 12
+    assert len(packed) == 15
     assert len(made["results"]) == len(cases) + 2 * len(packed)
     assert all(row["error"] <= row["allowed"] and row["ms"] > 0 for row in made["results"])
     assert {Case.from_dict(row) for row in made["results"]} == set(cases)

@@ -220,7 +220,7 @@ def test_schedule_of_tiles(order: str) -> None:
     names: dict[str, Any] = {"torch": torch}
     exec(environment("host").get_template("documents.j2").render(), names)
     lengths = (40, 0, 7, 16, 90, 1, 0)
-    tiles = names["_tiles"](starts(lengths), sum(lengths), 16, order).tolist()
+    tiles = names["_schedule"](starts(lengths), sum(lengths), 16, order).tolist()
     taken = [tuple(tile) for tile in tiles if tile[0] >= 0]
     assert sorted(taken) == [(b, n) for b, length in enumerate(lengths) for n in range(-(-length // 16))]
     assert len(tiles) <= sum(lengths) // 16 + len(lengths)

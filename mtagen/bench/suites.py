@@ -169,7 +169,7 @@ def _data(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Ite
     for spec, n in ((paper, last), *((spec, max(1, last // 2)) for spec in (mixing, everything))):
         yield from _passes([spec, replace(spec, window=(last // 32, -1))], scale.training(n, batch=1))
     documents = Sizes(len(DOCUMENTS), scale.heads, scale.heads, first, first)
-    yield from _passes([replace(spec, packed=True) for spec in (paper, plain, mixing, everything)], documents)
+    yield from _passes([replace(spec, packed=True) for spec in (paper, plain, mixing, everything, pairs)], documents)
 
 
 def _passes(specs: Iterable[Spec], sizes: Sizes) -> Iterator[Case]:

@@ -45,6 +45,8 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
     "20 heads mix": (20, {"kernel": (3, 3), "mixed_heads": 20, "post_kernel": (2, 3)}),  # too many for CUDA
 }
 
+SIDE_BY_SIDE = {"kernel", "causal", "post_mixed_heads", "window"}  # stages of the fused kernel, of values side by side
+
 
 @pytest.fixture(scope="session", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -69,7 +71,7 @@ def build(
                 made = made.decided(key, one.alternatives(key)[-1].decisions()[key])
     made = with_workspace(made, workspace_bytes)
     assert made.backend == "cuda"
-    assert bool(made.strip["forward"].fused) == (stages.keys() <= {"kernel", "causal", "post_mixed_heads", "window"})
+    assert bool(made.strip["forward"].fused) == (stages.keys() <= SIDE_BY_SIDE)
     load(made, folder)
     return assemble(made, torch_on_cpu=False)
 
@@ -177,7 +179,7 @@ def packed_host(
     """Host functions for packed documents with CUDA's kernels, beside Triton's."""
     spec = Spec(head_dim=16, dtype="fp16", **stages)
     made = with_workspace(plan(replace(spec, packed=True), target, "cuda"), workspace_bytes)
-    assert not made.strip["forward"].fused
+    assert bool(made.strip["forward"].fused) == (stages.keys() <= SIDE_BY_SIDE)
     load(made, folder)
     module = load_triton(made, render(made))
     return spec, {name: getattr(module, name) for name in made.strip}
@@ -191,10 +193,18 @@ def test_packed_documents(
     assert not documents.failures(host, spec, lengths, heads, heads // 2)
 
 
-def test_packed_pairs_without_wgmma(folder: Path) -> None:
-    """Products by mma instructions; gradients of shares are theirs even where hidden ones may be anything."""
-    spec, host = packed_host(folder, {"kernel": (3, 3), "post_mixed_heads": 2}, 2**30, "sm_80")
-    assert not documents.failures(host, spec, LENGTHS, 2, 1)
+@pytest.mark.parametrize(
+    ("stages", "target"),
+    [
+        ({"kernel": (3, 3), "post_mixed_heads": 2}, "sm_80"),  # whose gradients of shares may be anything where hidden
+        ({"kernel": None, "post_mixed_heads": 2, "window": (30, -1)}, "sm_90a"),
+    ],
+    ids=["sm_80", "sm_90a in a window"],
+)
+def test_packed_pairs(stages: dict[str, Any], target: str, folder: Path) -> None:
+    """The fused kernel takes tiles of documents, and outputs are mixed row by row."""
+    spec, host = packed_host(folder, stages, 2**30, target)
+    assert not documents.failures(host, spec, LENGTHS, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +225,6 @@ def test_dropout_of_packed_documents(stages: dict[str, Any], target: str, folder
 
 def test_nothing_leaks_between_documents(folder: Path) -> None:
     """A document among others that hold no numbers gives the bits that it gives alone."""
-    for stages in (PIPELINES["all stages"][1], IN_A_WINDOW):
+    for stages in (PIPELINES["all stages"][1], IN_A_WINDOW, {"kernel": (6, 11), "post_mixed_heads": 2}):
         spec, host = packed_host(folder, stages, 2**30)
         assert not documents.leaks(host, spec, ((9, 20), (70, 33), (12, 12)), 4, 2)

@@ -22,7 +22,7 @@ from .stages import Stages
 def concatenated(spec: Spec, target: str) -> TileForward | None:
     """The fused forward kernel for values side by side, if there is one."""
     stages = Stages(spec)
-    if not stages.mixes_after_alone or spec.packed:
+    if not stages.mixes_after_alone:
         return None
     assert stages.post_mix
     width = spec.value_head_dim * stages.post_mix.heads

@@ -25,6 +25,9 @@ WORKSPACE_BYTES = 2**30  # what the planes of a strip may take
 # What one of them takes at most; 2**28 are 1024 rows of 16 heads at N = 8192. Of a strip of more rows, more is hidden
 # and yet multiplied; fewer rows need more launches. The forward pass has fewer planes than the backward.
 PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode": WORKSPACE_BYTES}
+# Strips of packed documents take more memory by this factor: a row is as long as the longest document, and the context
+# of a strip fills a whole tile, which is less of a long strip than of a short one.
+PACKED_FACTOR = 2
 # CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
@@ -43,7 +46,7 @@ class StripPass(PassPlan):
         target: name of the target.
         pass_name: ``forward``, ``backward`` or ``decode``.
         backend: ``triton``: all kernels are Triton's; ``cuda``: CUDA's where it has them, beside Triton's.
-        workspace_bytes: what the planes may take.
+        workspace_bytes: what the planes may take where documents are not packed.
         forms: (role, form) of the kernels whose form is not the first by the cost model.
     """
 
@@ -100,7 +103,8 @@ class StripPass(PassPlan):
     @property
     def planes_bytes(self) -> int:
         """What the planes take at most, or those of one short strip of one sequence if that is more."""
-        return min(self.workspace_bytes, len(self.planes) * PLANE_BYTES[self.pass_name])
+        dense = min(self.workspace_bytes, len(self.planes) * PLANE_BYTES[self.pass_name])
+        return PACKED_FACTOR * dense if self.spec.packed else dense
 
     # ---- What it costs: of Triton's kernels and cuBLAS's products what memory alone takes.
 
@@ -168,8 +172,6 @@ class StripPass(PassPlan):
             yield from rows_of_table(self.fused)
             yield self.pass_name, "mixed_outputs", _of_triton(self.kernels[-1])
             return
-        if self.spec.packed and self.stages.mixes_after_alone and (self.pass_name, self.backend) == ("forward", "cuda"):
-            yield self.pass_name, "values", "not side by side: no fused kernel does so for packed documents"
         if self.spec.dropout:
             roles = " and ".join(kernel.role for kernel in self.kernels if kernel.role in self.stages.dropping)
             fuses = replace(self, spec=replace(self.spec, dropout=False)).fused

@@ -46,7 +46,7 @@ class Layout:
         return TOTAL_K if self.packed else N_K
 
     def blocks(self, rows: Expr, block: int) -> Expr:
-        """Tiles of so many rows that CTAs of an entry take: of documents so many as ``_tiles`` of the host lists."""
+        """Tiles of so many rows that CTAs of an entry take: of documents so many as ``_schedule`` of the host lists."""
         return floor(rows / block) + DOCUMENTS if self.packed else ceiling(rows / block)
 
     def with_room(self, rows: Expr, room: int) -> Expr:
