@@ -5,27 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import typer
+from pages import ROOT, commands, execute, page
 from typer.testing import CliRunner
 
 from mtagen import TARGETS
 from mtagen.cli import app
 from mtagen.config import Config
 
-ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str, text: str = TEXT) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-
-
-SHELL = [command.strip() for block in blocks("sh") for command in re.split(r"&&|\n", block)]
-COMMANDS = sorted({command for command in SHELL if command.startswith("mtagen ")})
+TEXT = page("README.md")
+COMMANDS = sorted({shlex.join(words) for words in commands("README.md") if words[0] == "mtagen"})
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_example() -> None:
-    names: dict[str, Any] = {}
-    for example in blocks("python"):
-        exec(example, names)
+    names = execute("README.md")
     q, weight, out, last = (names[name] for name in ("q", "weight", "out", "last"))
     assert out.shape == q.shape == q.grad.shape
     assert q.grad.isfinite().all()
@@ -45,18 +35,6 @@ def test_example() -> None:
     torch.testing.assert_close(last, out[:, :, -1:].detach())
     layer, x, generated = (names[name] for name in ("layer", "x", "generated"))
     torch.testing.assert_close(generated, layer(x))
-
-
-def test_page_of_the_layer() -> None:
-    """Its code, block after block, in one process."""
-    names: dict[str, Any] = {}
-    for example in blocks("python", (ROOT / "docs/layer.md").read_text(encoding="utf-8")):
-        exec(example, names)
-    heads, head_dim = names["heads"], names["head_dim"]
-    assert names["out"].shape == (2, 100, heads * head_dim)
-    assert names["packed"].shape == (100, heads * head_dim)
-    assert names["first"].lengths.tolist() == [12]
-    assert all(x.isfinite().all() for x in names["empty"].parameters())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,8 +48,8 @@ def test_command(command: str, tmp_path: Path) -> None:
 
 
 def test_every_command_is_shown() -> None:
-    on_a_gpu = re.findall(r"^mtagen .*$", "".join(blocks("bash")), flags=re.MULTILINE)
-    assert {command.split()[1] for command in (*COMMANDS, *on_a_gpu)} == set(typer.main.get_group(app).commands)
+    shown = [*commands("README.md"), *commands("README.md", "bash")]
+    assert {words[1] for words in shown if words[0] == "mtagen"} == set(typer.main.get_group(app).commands)
 
 
 def test_every_environment_variable_is_listed() -> None:
