@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from pages import ROOT, blocks, commands, execute, page
 from typer.testing import CliRunner
 
@@ -78,6 +79,11 @@ def test_command(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, list(words[1:]))
     assert result.exit_code == 0, result.output
     assert result.stdout
+
+
+def test_every_command_is_shown() -> None:
+    shown = [*commands("docs/commands.md"), *commands("docs/commands.md", "bash")]
+    assert {words[1] for words in shown} == set(typer.main.get_group(app).commands)
 
 
 @pytest.mark.parametrize("name", PAGES)
