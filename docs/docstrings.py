@@ -8,21 +8,32 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:func|class|meth|mod):`([\w.]+)`")
-_TABLE = re.compile(r"^ *={3,} +={3,}$.*?\n\n", flags=re.MULTILINE | re.DOTALL)
+_TABLE = re.compile(r"^ *(=+ +)=+\n(.*?)\n *=+ +=+$", flags=re.MULTILINE | re.DOTALL)
 _SEVERAL = re.compile(r"^( {4,})(\w+(?:, \w+)+): (.*(?:\n\1 +\S.*)*)", flags=re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Shows roles as code and tables as they were typed; arguments that are explained together become as many."""
+    """Roles of reStructuredText become links, its tables tables; arguments that are explained together as many."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of an object."""
         if obj.docstring is not None:
-            text = _ROLE.sub(r"`\1`", obj.docstring.value)
-            text = _SEVERAL.sub(_separately, text)
-            obj.docstring.value = _TABLE.sub(lambda table: f"```text\n{table[0].rstrip()}\n```\n\n", text)
+            text = _ROLE.sub(r'<autoref identifier="\1" optional><code>\1</code></autoref>', obj.docstring.value)
+            obj.docstring.value = _TABLE.sub(_table, _SEVERAL.sub(_separately, text))
 
 
 def _separately(several: re.Match[str]) -> str:
     """The same explanation for each of the arguments."""
     return "\n".join(f"{several[1]}{name}: {several[3]}" for name in several[2].split(", "))
+
+
+def _table(table: re.Match[str]) -> str:
+    """A table of two columns; a line whose first column is empty continues the one before."""
+    rows: list[list[str]] = []
+    for line in table[2].splitlines():
+        first, second = line[: len(table[1])].strip(), line[len(table[1]) :].strip()
+        if first:
+            rows.append([first, second])
+        else:
+            rows[-1][1] += f" {second}"
+    return "\n".join(["| | |", "|---|---|", *(f"| {first} | {second} |" for first, second in rows)])
