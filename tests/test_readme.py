@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from mtagen import TARGETS
 from mtagen.cli import app
-from mtagen.config import Config
 
 TEXT = page("README.md")
 COMMANDS = sorted({shlex.join(words) for words in commands("README.md") if words[0] == "mtagen"})
@@ -50,15 +49,6 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_every_command_is_shown() -> None:
     shown = [*commands("README.md"), *commands("README.md", "bash")]
     assert {words[1] for words in shown if words[0] == "mtagen"} == set(typer.main.get_group(app).commands)
-
-
-def test_every_environment_variable_is_listed() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", TEXT, flags=re.MULTILINE)
-    described = Config.from_env().describe()
-    assert [name for name, _, _ in rows] == [setting.name for setting in described]
-    for (_, default, meaning), setting in zip(rows, described, strict=True):
-        assert default.replace("`", "") == setting.default
-        assert meaning.startswith(setting.meaning)
 
 
 def test_every_target_is_named() -> None:
