@@ -154,7 +154,7 @@ def loops() -> Drawing:
     """Which tiles CTAs skip, take as they are, and check pair by pair; and the bounds of one CTA's loop."""
     length, block, cell = 1000, 128, 30
     count = -(-length // block)
-    drawing = Drawing(3 * (count * cell + 60) + 10, count * cell + 164)
+    drawing = Drawing(3 * (count * cell + 76) + 10, count * cell + 164)
     causal, windowed = Spec(KERNEL, 64), Spec(KERNEL, 64, window=(400, 0))
     width = bands(causal)[0].width
     panels = (
@@ -166,7 +166,7 @@ def loops() -> Drawing:
     for panel, (title, spec, make, marked) in enumerate(panels):
         mask, by_rows = Mask.of(spec), make is key_loop
         loop = make(mask, band=width)
-        left, top = 30 + panel * (count * cell + 60), 40
+        left, top = 30 + panel * (count * cell + 76), 40
         drawing.text(left, 20, title, size=14)
         drawing.box(left, top, count * cell, count * cell, HIDDEN)
         for owner in range(count):
