@@ -42,7 +42,7 @@ def check_index(names: dict[str, Any]) -> None:
 def check_tutorial(names: dict[str, Any]) -> None:
     """What the page says of the two models; other processors add up in other orders, so that figures differ."""
     assert names["errors"]["plain"] > 0.75
-    assert names["errors"]["multi-token"] < 0.4
+    assert names["errors"]["multi-token"] < 0.5
     assert [kernel.shape for name, kernel in names["models"]["multi-token"].named_parameters() if "mta" in name] == [
         (2, 1, 2, 5)
     ] * 2
