@@ -147,20 +147,20 @@ def _show(path: str) -> str:
 
 
 def _list(path: str) -> str:
-    """A page that lists the files of a folder, with what modules say of themselves."""
+    """A page that lists what a folder holds, with what modules say of themselves."""
     lines = [f"| [`{name}`]({name}) | {_summary(ROOT / path / name)} |" for name in _listed(path)]
     return f"{_HIDDEN}# `{path}/`\n\n| | |\n|---|---|\n" + "\n".join(lines) + "\n"
 
 
 def _listed(path: str) -> list[str]:
-    """Names of a folder's files that have pages."""
-    return sorted(one.name for one in (ROOT / path).iterdir() if one.suffix in LANGUAGES)
+    """Names of a folder's files and folders, less what tools leave there."""
+    return sorted(one.name for one in (ROOT / path).iterdir() if not one.name.startswith((".", "__pycache__")))
 
 
 def _summary(module: Path) -> str:
     """The first line of a module's docstring."""
     docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) if module.suffix == ".py" else None
-    return docstring.splitlines()[0] if docstring else ""
+    return docstring.splitlines()[0].replace("|", "&#124;") if docstring else ""
 
 
 _HIDDEN = "---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n"  # from the search
