@@ -151,7 +151,7 @@ def assigned(name: str, scope: ast.AST) -> list[ast.expr]:
 def messages() -> dict[str, list[str]]:
     """Rules of all calls of ``explain`` and ``check_choice``, and texts of all other errors and warnings, by place."""
     found: dict[str, list[str]] = {}
-    for path in sorted(ROOT.glob("mtagen/**/*.py")):
+    for path in sorted([*ROOT.glob("mtagen/**/*.py"), *ROOT.glob("examples/**/*.py")]):
         for scope in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for node in ast.walk(scope) if isinstance(scope, ast.FunctionDef) else ():
                 if not isinstance(node, ast.Call):
