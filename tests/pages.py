@@ -36,6 +36,11 @@ def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+def prose(name: str) -> str:
+    """A page without its blocks."""
+    return _BLOCK.sub("", page(name))
+
+
 def blocks(name: str, language: str) -> list[Block]:
     """The blocks of a page in one language, in order."""
     text = page(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from pages import ROOT, commands, execute, page
+from pages import ROOT, commands, execute, page, prose
 from typer.testing import CliRunner
 
 from mtagen import TARGETS
@@ -57,7 +57,7 @@ def test_every_target_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
+    "name",
     [
         "README.md",
         *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
@@ -68,7 +68,6 @@ def test_every_target_is_named() -> None:
         "CHANGELOG.md",
     ],
 )
-def test_links_lead_somewhere(page: str) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
-    for link in links:
-        assert link.startswith("https://") or (ROOT / page).parent.joinpath(link.split("#")[0]).exists(), link
+def test_links_lead_somewhere(name: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(name)):
+        assert link.startswith("https://") or (ROOT / name).parent.joinpath(link.split("#")[0]).exists(), link
