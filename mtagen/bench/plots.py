@@ -1,20 +1,27 @@
-"""A run as a picture: times, ratios and memory over lengths and kernels."""
+"""What was measured as pictures: times, ratios and memory over lengths, kernels and layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, explain
-from .names import STYLES, is_ours, name_kernel, ordered
+from ..measure.cases import Sizes
+from .names import PLAIN, SAME_MATH, STYLES, is_ours, name_kernel, ordered
 from .runs import (
     Cases,
     Run,
     groups,
+    is_a_layer,
+    is_the_papers,
     measurements,
+    ours_and,
     predicted,
     smallest_batches,
     source,
@@ -67,22 +74,76 @@ def plot_run(run: Run, path: Path) -> None:
     Raises:
         InputError: as :func:`check_path`, or the run holds no measurement.
     """
-    check_path(path)
-    from matplotlib.figure import Figure
+    plot_cases(measurements(run), source(run), path)
 
-    found = [section for section in _sections(measurements(run)) if section]
+
+def plot_cases(cases: Cases, caption: str, path: Path) -> None:
+    """Draw measurements as :func:`plot_run` does those of a run.
+
+    Args:
+        cases: all on one device.
+        caption: stands below; where the measurements come from.
+        path: the file.
+
+    Raises:
+        InputError: as :func:`check_path`, or there is no measurement.
+    """
+    found = [section for section in _sections(cases) if section]
     several = [[panel for panel in section if len(panel.places) > 1] for section in found]
     sections = [section for section in several if section] or found
-    if not sections:
-        raise InputError(explain("run", run["command"], "holds no measurement to plot", "a run with measurements"))
     lines = [section[at : at + _COLUMNS] for section in sections for at in range(0, len(section), _COLUMNS)]
+    _save(lines, _draw, caption, path)
+
+
+def plot_training_steps(cases: Cases, caption: str, path: Path) -> None:
+    """Draw time and memory of a training step of the paper's kernel over N, beside PyTorch's and plain attention's.
+
+    Batches differ, for short sequences come in large ones: both are divided by the number of sequences.
+
+    Args:
+        cases: all on one device; those of the greatest head dim are shown.
+        caption: as for :func:`plot_cases`.
+        path: the file.
+
+    Raises:
+        InputError: as :func:`plot_cases`.
+    """
+    _save([_training_steps(cases)], _draw_with_gap, caption, path)
+
+
+def plot_layers(cases: Cases, caption: str, path: Path) -> None:
+    """Draw the time of a training step of each of the paper's layers, beside those of all who compute the same.
+
+    Args:
+        cases: all on one device; those of the head dim at which most contenders were measured are shown.
+        caption: as for :func:`plot_cases`.
+        path: the file.
+
+    Raises:
+        InputError: as :func:`plot_cases`.
+    """
+    _save([_layers(cases)], _draw_layers, caption, path)
+
+
+def _save(lines: Sequence[Sequence[_Panel]], draw: Callable[[_Panel, Axes], None], caption: str, path: Path) -> None:
+    """Write panels, line by line, with one legend above and the caption below. An SVG says in JSON what it shows.
+
+    Raises:
+        InputError: as :func:`check_path`, or there is no panel.
+    """
+    check_path(path)
+    if not any(lines):
+        raise InputError(explain("plot", caption, "there is no measurement to plot", "runs with measurements"))
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     columns = max(map(len, lines))
     figure = Figure(figsize=(max(4.2 * columns, 6), 3 * len(lines) + 1), layout="constrained")
     grid = figure.subplots(len(lines), columns, squeeze=False)
     handles: dict[str, Artist] = {}
     for panels, axes in zip(lines, grid, strict=True):
         for panel, ax in zip(panels, axes, strict=False):
-            _draw(panel, ax)
+            draw(panel, ax)
             for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
                 handles.setdefault(name, handle)  # of the first panel, whose markers are joined by lines
         for ax in axes[len(panels) :]:
@@ -91,8 +152,17 @@ def plot_run(run: Run, path: Path) -> None:
     figure.legend(
         [handles[name] for name in names], names, loc="outside upper center", ncols=min(5, len(names)), frameon=False
     )
-    figure.supxlabel(source(run), fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.supxlabel(caption, fontsize=7)
+    shown = json.dumps([panel._asdict() for panels in lines for panel in panels])
+    metadata = {"Date": None, "Description": shown} if path.suffix == ".svg" else {}
+    with mpl.rc_context({"svg.hashsalt": "mtagen"}):  # the same file whenever it is made
+        figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def shown_in(picture: Path) -> str:
+    """What an SVG of this module shows: its panels in JSON. Fonts and versions of matplotlib do not change it."""
+    found = re.search(r"<dc:description>(.*?)</dc:description>", picture.read_text(encoding="utf-8"), re.DOTALL)
+    return unescape(found[1]) if found else ""
 
 
 def _draw(panel: _Panel, ax: Axes) -> None:
@@ -123,6 +193,44 @@ def _draw(panel: _Panel, ax: Axes) -> None:
     ax.grid(alpha=0.25, linewidth=0.6)
 
 
+def _draw_with_gap(panel: _Panel, ax: Axes) -> None:
+    """As :func:`_draw`, and at the greatest length at which PyTorch was measured, how many times as much it takes."""
+    _draw(panel, ax)
+    ours, peers = panel.lines.get("mtagen", {}), _best_of(panel, SAME_MATH)
+    if common := ours.keys() & peers.keys():
+        n = max(common)
+        ax.plot([n, n], [ours[n], peers[n]], color="0.6", linewidth=1, zorder=0)
+        ax.text(1.1 * n, (ours[n] * peers[n]) ** 0.5, f"{peers[n] / ours[n]:.0f}×", va="center", fontsize=8)
+
+
+def _draw_layers(panel: _Panel, ax: Axes) -> None:
+    """A line for each layer with the times on it, and how many times as long the fastest of PyTorch's takes as ours."""
+    names = dict.fromkeys(name for points in panel.lines.values() for name in points)
+    places = {name: -at for at, name in enumerate(names)}
+    for contender, points in panel.lines.items():
+        style = {"markersize": 7} | STYLES[contender] | {"linestyle": "none"}
+        ax.plot(list(points.values()), [places[name] for name in points], label=contender, **style)
+    for name, theirs in _best_of(panel, SAME_MATH).items():
+        ours, y = panel.lines["mtagen"][name], places[name]
+        ax.plot([ours, theirs], [y, y], color="0.6", linewidth=1, zorder=0)
+        ax.text((ours * theirs) ** 0.5, y + 0.08, f"{theirs / ours:.1f}×", ha="center", fontsize=8)
+    ax.set_xscale("log")
+    ax.set_yticks(list(places.values()), [name.replace(" | ", "\n| ") for name in places])
+    ax.set_ylim(0.5 - len(places), 0.5)
+    ax.set_title(panel.title, fontsize=8)
+    ax.set_xlabel(panel.label, fontsize=7)
+    ax.tick_params(labelsize=7)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, linewidth=0.6)
+
+
+def _best_of(panel: _Panel, names: Iterable[str]) -> dict[Any, float]:
+    """The least of some contenders at each place at which one of them was measured."""
+    lines = [panel.lines[name] for name in names if name in panel.lines]
+    places = dict.fromkeys(x for points in lines for x in points)
+    return {x: min(points[x] for points in lines if x in points) for x in places}
+
+
 def _sections(cases: Cases) -> Iterator[list[_Panel]]:
     """Panels that belong together; each section begins a line of the figure."""
     cases = smallest_batches({case: rows for case, rows in cases.items() if rows})
@@ -147,19 +255,65 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
         yield _panels(lengthwise, partial(_over_lengths, label="GB/s", key="gbps"))
 
 
+def _training_steps(cases: Cases) -> list[_Panel]:
+    """Time and memory of a sequence over lengths."""
+    steps = {
+        case: shown
+        for case, rows in cases.items()
+        if is_the_papers(case) and case.pass_name == "forward+backward" and "mtagen" in (shown := ours_and(rows, PLAIN))
+    }
+    d = max((case.spec.head_dim for case in steps), default=0)
+    steps = smallest_batches({case: rows for case, rows in steps.items() if case.spec.head_dim == d})
+    labels = {"ms": "ms / sequence", "peak_MiB": "peak MiB / sequence"}
+    return [
+        panel
+        for key, label in labels.items()
+        for panel in _panels(steps, partial(_over_lengths, label=label, key=key, log=True, of_a_sequence=True))
+    ]
+
+
+def _layers(cases: Cases) -> list[_Panel]:
+    """Time of a step by layer, for each size at which several layers were measured."""
+    steps = {
+        case: shown
+        for case, rows in cases.items()
+        if is_a_layer(case)
+        and case.pass_name == "forward+backward"
+        and "mtagen" in (shown := ours_and(rows, (*SAME_MATH, "sdpa cudnn", "sdpa")))
+    }
+    d = max(steps, key=lambda case: len(steps[case])).spec.head_dim if steps else 0
+    of_size: dict[Sizes, Cases] = {}
+    for case, shown in steps.items():
+        if case.spec.head_dim == d:
+            of_size.setdefault(case.sizes, {})[case] = shown
+    return [_over_layers(size, part) for size, part in of_size.items() if len(part) > 1]
+
+
 def _panels(cases: Cases, panel: Callable[[str, Cases], _Panel]) -> list[_Panel]:
     """A panel for each group, without those that would be empty."""
     return [made for group, part in groups(cases).items() if (made := panel(group, part)).lines]
 
 
-def _over_lengths(group: str, cases: Cases, *, label: str, key: str, log: bool = False) -> _Panel:
+def _over_lengths(
+    group: str, cases: Cases, *, label: str, key: str, log: bool = False, of_a_sequence: bool = False
+) -> _Panel:
     lines: dict[str, dict[Any, float]] = {}
     for case, rows in cases.items():
         for name, row in rows.items():
             if row.get(key) is not None:
-                lines.setdefault(name, {})[case.sizes.nk] = row[key]
+                lines.setdefault(name, {})[case.sizes.nk] = row[key] / (case.sizes.batch if of_a_sequence else 1)
     ordered = {name: dict(sorted(points.items())) for name, points in lines.items()}
     return _Panel(f"{name_kernel(next(iter(cases)))}: {group}", label, ordered, log)
+
+
+def _over_layers(sizes: Sizes, cases: Cases) -> _Panel:
+    lines: dict[str, dict[Any, float]] = {}
+    for case, rows in cases.items():
+        for name, row in rows.items():
+            lines.setdefault(name, {})[name_kernel(case)] = row["ms"]
+    spec = next(iter(cases)).spec
+    title = f"N = {sizes.nk}, B = {sizes.batch}, d = {spec.head_dim}, {sizes.heads} heads, {spec.dtype}"
+    return _Panel(title, "forward+backward, ms", lines, log=True)
 
 
 def _over_kernels(group: str, cases: Cases) -> _Panel:
