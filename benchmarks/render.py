@@ -131,10 +131,11 @@ PARTS = (
 
 
 def figures(runs: dict[Path, Run]) -> str:
-    """What a reader is told first: three figures of the first device."""
+    """What a reader is told first: three figures of the first device with training steps."""
     for where, by_path in by_device(runs).items():
-        head, *lines = written(by_path.values(), FIGURES)
-        return f"On one {where}, {head}:\n\n" + "\n".join(lines)
+        if told := written(by_path.values(), FIGURES):
+            head, *lines = told
+            return f"On one {where}, {head}:\n\n" + "\n".join(lines)
     return NOTHING_MEASURED
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, explain
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".svg")
 _COLUMNS = 3
+_IN_WORDS = {  # contenders in the legends of pictures for readers who do not know the tables
+    "sdpa cudnn": "plain attention, cuDNN",
+    "sdpa flash": "plain attention, flash",
+    "sdpa": "plain attention",
+    "authors": "authors' order",
+    "authors compiled": "authors' order, compiled",
+}
 
 
 class _Panel(NamedTuple):
@@ -108,7 +116,7 @@ def plot_training_steps(cases: Cases, caption: str, path: Path) -> None:
     Raises:
         InputError: as :func:`plot_cases`.
     """
-    _save([_training_steps(cases)], _draw_with_gap, caption, path)
+    _save([_training_steps(cases)], _draw_with_gap, caption, path, _IN_WORDS)
 
 
 def plot_layers(cases: Cases, caption: str, path: Path) -> None:
@@ -122,10 +130,16 @@ def plot_layers(cases: Cases, caption: str, path: Path) -> None:
     Raises:
         InputError: as :func:`plot_cases`.
     """
-    _save([_layers(cases)], _draw_layers, caption, path)
+    _save([_layers(cases)], _draw_layers, caption, path, _IN_WORDS)
 
 
-def _save(lines: Sequence[Sequence[_Panel]], draw: Callable[[_Panel, Axes], None], caption: str, path: Path) -> None:
+def _save(
+    lines: Sequence[Sequence[_Panel]],
+    draw: Callable[[_Panel, Axes], None],
+    caption: str,
+    path: Path,
+    in_words: Mapping[str, str] | None = None,
+) -> None:
     """Write panels, line by line, with one legend above and the caption below. An SVG says in JSON what it shows.
 
     Raises:
@@ -149,10 +163,16 @@ def _save(lines: Sequence[Sequence[_Panel]], draw: Callable[[_Panel, Axes], None
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
     names = ordered(handles)
+    labels = [in_words.get(name, name) for name in names] if in_words else names
     figure.legend(
-        [handles[name] for name in names], names, loc="outside upper center", ncols=min(5, len(names)), frameon=False
+        [handles[name] for name in names],
+        labels,
+        loc="outside upper center",
+        ncols=min(5, len(names)),
+        frameon=False,
+        fontsize=8 if in_words else None,
     )
-    figure.supxlabel(caption, fontsize=7)
+    figure.supxlabel(fill(caption, 150), fontsize=7)
     shown = json.dumps([panel._asdict() for panels in lines for panel in panels])
     metadata = {"Date": None, "Description": shown} if path.suffix == ".svg" else {}
     with mpl.rc_context({"svg.hashsalt": "mtagen"}):  # the same file whenever it is made
