@@ -13,13 +13,19 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtagen.bench import summary
 from mtagen.bench.columns import NOTHING
 from mtagen.bench.names import OURS, PEERS, SAME_MATH, SDPA
-from mtagen.bench.plots import plot_cases, plot_layers, plot_run, plot_training_steps, shown_in
+from mtagen.bench.plots import (
+    Picture,
+    picture_of_cases,
+    picture_of_layers,
+    picture_of_training_steps,
+    plot_run,
+    shown_in,
+)
 from mtagen.bench.runs import Run, by_device, device, load_folder, machine, suite_of, union
 from mtagen.bench.summary import AUTHORS, PREDICTED, Goal, Part, runs_table, written
 from mtagen.bench.tables import Table, to_markdown
@@ -30,9 +36,9 @@ ROOT = Path(__file__).parent.parent
 NOTHING_MEASURED = "Nothing was measured."
 ATTENTIONS = {"plain": "plain", "mta": "mtagen", "authors": "authors"}  # of models: what reports call them, and pages
 PICTURES = {  # on pages: what each is drawn of, and how
-    "training_steps": ("full", plot_training_steps),
-    "layers": ("layers", plot_layers),
-    "passes": ("full", plot_cases),
+    "training_steps.svg": ("full", picture_of_training_steps),
+    "layers.svg": ("layers", picture_of_layers),
+    "passes.svg": ("full", picture_of_cases),
 }
 MAX_CPU_US = 60  # of a forward call
 RESULTS_HEAD = f"""\
@@ -147,18 +153,16 @@ def headlines(runs: dict[Path, Run]) -> str:
     return "\n\n".join(blocks) or NOTHING_MEASURED
 
 
-def draw(runs: dict[Path, Run], folder: Path) -> list[Path]:
-    """Draw the pictures on pages, of the first device, and return them: those for whose suite there are runs.
+def pictures(runs: dict[Path, Run]) -> dict[str, Picture]:
+    """Those on pages by the names of their files, of the first device, where it has runs of their suite.
 
     The contenders of a picture may come from several runs.
     """
-    made = []
+    made = {}
     for where, by_path in list(by_device(runs).items())[:1]:
-        for name, (suite, plot) in PICTURES.items():
-            chosen = [run for run in by_path.values() if suite_of(run) == suite]
-            if chosen:
-                made.append(folder / f"{name}.svg")
-                plot(union(chosen), f"{where}; runs {', '.join(run['name'] for run in chosen)}", made[-1])
+        for name, (suite, picture) in PICTURES.items():
+            if chosen := [run for run in by_path.values() if suite_of(run) == suite]:
+                made[name] = picture(union(chosen), f"{where}; runs {', '.join(run['name'] for run in chosen)}")
     return made
 
 
@@ -253,35 +257,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
     args = parser.parse_args(arguments)
-    results, page, shown = (
-        args.root / path for path in ("benchmarks/results", "benchmarks/RESULTS.md", "docs/pictures")
-    )
-    runs, reports = load_folder(results), load_reports(args.root / "examples/gpt/results")
+    runs = load_folder(args.root / "benchmarks/results")
+    reports = load_reports(args.root / "examples/gpt/results")
     parts = {
         "README.md": {"figures": figures(runs), "training-step": training_steps(reports)},
         "docs/performance.md": {"speed": headlines(runs)},
         "examples/gpt/README.md": {"throughput": throughput(reports)},
     }
-    made = {page: results_page(runs, page)}
+    page = args.root / "benchmarks/RESULTS.md"
+    pages = {page: results_page(runs, page)}
     for name, part in parts.items():
         path = args.root / name
-        made[path] = filled(path.read_text(encoding="utf-8"), part, path)
+        pages[path] = filled(path.read_text(encoding="utf-8"), part, path)
+    drawn = {args.root / "docs/pictures" / name: picture for name, picture in pictures(runs).items()}
     if args.check:
-        stale = [path for path, new in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != new]
-        with TemporaryDirectory() as folder:
-            for picture in draw(runs, Path(folder)):
-                kept = shown / picture.name
-                if not kept.is_file() or shown_in(kept) != shown_in(picture):
-                    stale.append(kept)
+        stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+        stale += [path for path, picture in drawn.items() if not path.is_file() or shown_in(path) != picture.shown]
         for path in stale:
             print(f"{path} is not what was measured: run python benchmarks/render.py", file=sys.stderr)
         return int(bool(stale))
     for path, run in runs.items():
         plot_run(run, path.with_suffix(".png"))
-    shown.mkdir(exist_ok=True)
-    draw(runs, shown)
-    for path, new in made.items():
-        path.write_text(new, encoding="utf-8")
+    for path, picture in drawn.items():
+        path.parent.mkdir(exist_ok=True)
+        picture.save(path)
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

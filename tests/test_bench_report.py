@@ -748,14 +748,8 @@ def test_union_takes_each_contender_from_the_fuller_run() -> None:
     assert runs.union([first, second]) == runs.union([first])
 
 
-def panels(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(plots.shown_in(path)))
-
-
-def test_picture_of_training_steps_is_of_single_sequences(tmp_path: Path) -> None:
-    path = tmp_path / "steps.svg"
-    plots.plot_training_steps(runs.union([RUNS["full"], RUNS["layers"]]), "two runs", path)
-    time, memory = panels(path)
+def test_picture_of_training_steps_is_of_single_sequences() -> None:
+    time, memory = json.loads(plots.picture_of_training_steps(runs.union([RUNS["full"], RUNS["layers"]]), "").shown)
     assert time["title"] == "6,11: forward+backward, causal, d = 128, 16 heads, bf16"
     assert (time["label"], memory["label"]) == ("ms / sequence", "peak MiB / sequence")
     assert set(time["lines"]) == {"mtagen", "eager", "torch.compile", "sdpa flash", "sdpa cudnn"}
@@ -765,34 +759,30 @@ def test_picture_of_training_steps_is_of_single_sequences(tmp_path: Path) -> Non
     assert memory["lines"]["eager"]["8192"] == pytest.approx(900)
 
 
-def test_picture_of_layers_has_all_who_compute_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "layers.svg"
-    plots.plot_layers(runs.union([RUNS["full"], RUNS["layers"]]), "two runs", path)
-    shown = panels(path)
+def test_picture_of_layers_has_all_who_compute_the_same() -> None:
+    shown = json.loads(plots.picture_of_layers(runs.union([RUNS["full"], RUNS["layers"]]), "").shown)
     assert shown
+    peers = {"eager", "torch.compile", "authors", "authors compiled", "sdpa cudnn"}
     for panel in shown:
-        assert set(panel["lines"]) == {
-            "mtagen",
-            "eager",
-            "torch.compile",
-            "authors",
-            "authors compiled",
-            "sdpa cudnn",
-        }
+        assert set(panel["lines"]) == {"mtagen"} | peers
         assert len(panel["lines"]["mtagen"]) > 1
         assert "6,11" not in panel["lines"]["mtagen"]
 
 
 def test_pictures_of_nothing_are_refused(tmp_path: Path) -> None:
-    for plot in (plots.plot_training_steps, plots.plot_layers, plots.plot_cases):
+    for picture in (plots.picture_of_training_steps, plots.picture_of_layers, plots.picture_of_cases):
         with pytest.raises(InputError, match="no measurement"):
-            plot({}, "nothing", tmp_path / "nothing.svg")
+            picture({}, "nothing").save(tmp_path / "nothing.svg")
 
 
-def test_a_picture_is_the_same_file_whenever_it_is_made(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        plots.plot_training_steps(runs.union([RUNS["full"]]), "a run", tmp_path / f"{name}.svg")
-    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+@pytest.mark.parametrize("name", ["training_steps", "layers"])
+def test_a_picture_is_the_same_file_whenever_it_is_made(name: str, tmp_path: Path) -> None:
+    picture = getattr(plots, f"picture_of_{name}")(runs.union([RUNS["full"], RUNS["layers"]]), "two runs")
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    for path in (first, second):
+        picture.save(path)
+    assert first.read_bytes() == second.read_bytes()
+    assert plots.shown_in(first) == picture.shown
 
 
 PAGES = {
@@ -811,7 +801,9 @@ def empty_repository(root: Path) -> None:
         path.write_text(f"# Title\n{marks}rest\n")
     for folder in ("benchmarks/results", "examples/gpt/results"):
         (root / folder).mkdir(parents=True)
-    (root / "benchmarks/results/full.json").write_text(json.dumps(RUNS["full"]))
+    step = altered(ONE, pass_name="forward+backward")
+    run = make_run([step, altered(step, nq=4096, nk=4096, batch=2), ONE])
+    (root / "benchmarks/results/full.json").write_text(json.dumps(run))
     (root / "benchmarks/results/other.json").write_text(json.dumps({"results": {}}))
     (root / "examples/gpt/results/1B.json").write_text(json.dumps(LARGE))
     (root / "examples/gpt/results/300M.json").write_text(json.dumps(SMALL))

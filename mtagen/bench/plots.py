@@ -59,8 +59,72 @@ class _Panel(NamedTuple):
         return {x for points in self.lines.values() for x in points}
 
 
+class Picture(NamedTuple):
+    """Panels, line by line, with one legend above them.
+
+    Attributes:
+        lines: a line of the picture may have fewer panels than others.
+        draw: draws a panel.
+        caption: stands below; where the measurements come from.
+        in_words: what contenders are called in the legend, where not by their names.
+    """
+
+    lines: Sequence[Sequence[_Panel]]
+    draw: Callable[[_Panel, Axes], None]
+    caption: str
+    in_words: Mapping[str, str] = {}
+
+    @property
+    def shown(self) -> str:
+        """All that is shown, in JSON."""
+        return json.dumps([panel._asdict() for panels in self.lines for panel in panels])
+
+    def save(self, path: Path) -> None:
+        """Write it. An SVG holds ``shown``, and is the same file whenever it is made.
+
+        Raises:
+            InputError: as :func:`check_path`, or there is no panel.
+        """
+        check_path(path)
+        if not any(self.lines):
+            raise InputError(explain("plot", self.caption, "holds no measurement to plot", "runs with measurements"))
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+
+        columns = max(map(len, self.lines))
+        figure = Figure(figsize=(max(4.2 * columns, 6), 3 * len(self.lines) + 1), layout="constrained")
+        grid = figure.subplots(len(self.lines), columns, squeeze=False)
+        handles: dict[str, Artist] = {}
+        for panels, axes in zip(self.lines, grid, strict=True):
+            for panel, ax in zip(panels, axes, strict=False):
+                self.draw(panel, ax)
+                for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+                    handles.setdefault(name, handle)  # of the first panel, whose markers are joined by lines
+            for ax in axes[len(panels) :]:
+                ax.set_axis_off()
+        names = ordered(handles)
+        figure.legend(
+            [handles[name] for name in names],
+            [self.in_words.get(name, name) for name in names],
+            loc="outside upper center",
+            ncols=min(5, len(names)),
+            frameon=False,
+            fontsize=8 if self.in_words else None,
+        )
+        figure.supxlabel(fill(self.caption, 150), fontsize=7)
+        metadata = {"Date": None, "Description": self.shown} if path.suffix == ".svg" else {}
+        with mpl.rc_context({"svg.hashsalt": "mtagen"}):
+            figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def shown_in(path: Path) -> str:
+    """What the picture in an SVG shows, whatever version of matplotlib wrote it; empty if it does not say."""
+    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
+    return unescape(found[1]) if found else ""
+
+
 def check_path(path: Path) -> None:
-    """Whether :func:`plot_run` can write this file: to be called before a long run.
+    """Whether a picture can be saved as this file: to be called before a long run.
 
     Raises:
         InputError: matplotlib is not installed; the suffix is another format's.
@@ -73,116 +137,42 @@ def check_path(path: Path) -> None:
 
 
 def plot_run(run: Run, path: Path) -> None:
-    """Draw a run: time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by
-    kernel; for decode, GB/s over the length of the cache.
-
-    Panels over lengths show one kernel, (6, 11) where the run has it, at the smallest batch of each length; all show
-    causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
+    """Draw :func:`picture_of_cases` of a run.
 
     Raises:
         InputError: as :func:`check_path`, or the run holds no measurement.
     """
-    plot_cases(measurements(run), source(run), path)
+    picture_of_cases(measurements(run), source(run)).save(path)
 
 
-def plot_cases(cases: Cases, caption: str, path: Path) -> None:
-    """Draw measurements as :func:`plot_run` does those of a run.
+def picture_of_cases(cases: Cases, caption: str) -> Picture:
+    """Time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by kernel; for
+    decode, GB/s over the length of the cache. All are of one device.
 
-    Args:
-        cases: all on one device.
-        caption: stands below; where the measurements come from.
-        path: the file.
-
-    Raises:
-        InputError: as :func:`check_path`, or there is no measurement.
+    Panels over lengths show one kernel, (6, 11) where it was measured, at the smallest batch of each length; all show
+    causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
     """
     found = [section for section in _sections(cases) if section]
     several = [[panel for panel in section if len(panel.places) > 1] for section in found]
     sections = [section for section in several if section] or found
     lines = [section[at : at + _COLUMNS] for section in sections for at in range(0, len(section), _COLUMNS)]
-    _save(lines, _draw, caption, path)
+    return Picture(lines, _draw, caption)
 
 
-def plot_training_steps(cases: Cases, caption: str, path: Path) -> None:
-    """Draw time and memory of a training step of the paper's kernel over N, beside PyTorch's and plain attention's.
+def picture_of_training_steps(cases: Cases, caption: str) -> Picture:
+    """Time and memory of a training step of the paper's kernel over N, beside PyTorch's and plain attention's.
 
-    Batches differ, for short sequences come in large ones: both are divided by the number of sequences.
-
-    Args:
-        cases: all on one device; those of the greatest head dim are shown.
-        caption: as for :func:`plot_cases`.
-        path: the file.
-
-    Raises:
-        InputError: as :func:`plot_cases`.
+    It is of the greatest head dim. Short sequences come in large batches: both are divided by the number of sequences.
     """
-    _save([_training_steps(cases)], _draw_with_gap, caption, path, _IN_WORDS)
+    return Picture([_training_steps(cases)], _draw_with_gap, caption, _IN_WORDS)
 
 
-def plot_layers(cases: Cases, caption: str, path: Path) -> None:
-    """Draw the time of a training step of each of the paper's layers, beside those of all who compute the same.
+def picture_of_layers(cases: Cases, caption: str) -> Picture:
+    """Time of a training step of each of the paper's layers, beside all who compute the same, and plain attention.
 
-    Args:
-        cases: all on one device; those of the head dim at which most contenders were measured are shown.
-        caption: as for :func:`plot_cases`.
-        path: the file.
-
-    Raises:
-        InputError: as :func:`plot_cases`.
+    It is of the head dim at which most contenders were measured.
     """
-    _save([_layers(cases)], _draw_layers, caption, path, _IN_WORDS)
-
-
-def _save(
-    lines: Sequence[Sequence[_Panel]],
-    draw: Callable[[_Panel, Axes], None],
-    caption: str,
-    path: Path,
-    in_words: Mapping[str, str] | None = None,
-) -> None:
-    """Write panels, line by line, with one legend above and the caption below. An SVG says in JSON what it shows.
-
-    Raises:
-        InputError: as :func:`check_path`, or there is no panel.
-    """
-    check_path(path)
-    if not any(lines):
-        raise InputError(explain("plot", caption, "there is no measurement to plot", "runs with measurements"))
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    columns = max(map(len, lines))
-    figure = Figure(figsize=(max(4.2 * columns, 6), 3 * len(lines) + 1), layout="constrained")
-    grid = figure.subplots(len(lines), columns, squeeze=False)
-    handles: dict[str, Artist] = {}
-    for panels, axes in zip(lines, grid, strict=True):
-        for panel, ax in zip(panels, axes, strict=False):
-            draw(panel, ax)
-            for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
-                handles.setdefault(name, handle)  # of the first panel, whose markers are joined by lines
-        for ax in axes[len(panels) :]:
-            ax.set_axis_off()
-    names = ordered(handles)
-    labels = [in_words.get(name, name) for name in names] if in_words else names
-    figure.legend(
-        [handles[name] for name in names],
-        labels,
-        loc="outside upper center",
-        ncols=min(5, len(names)),
-        frameon=False,
-        fontsize=8 if in_words else None,
-    )
-    figure.supxlabel(fill(caption, 150), fontsize=7)
-    shown = json.dumps([panel._asdict() for panels in lines for panel in panels])
-    metadata = {"Date": None, "Description": shown} if path.suffix == ".svg" else {}
-    with mpl.rc_context({"svg.hashsalt": "mtagen"}):  # the same file whenever it is made
-        figure.savefig(path, dpi=110, metadata=metadata)
-
-
-def shown_in(picture: Path) -> str:
-    """What an SVG of this module shows: its panels in JSON. Fonts and versions of matplotlib do not change it."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", picture.read_text(encoding="utf-8"), re.DOTALL)
-    return unescape(found[1]) if found else ""
+    return Picture([_layers(cases)], _draw_layers, caption, _IN_WORDS)
 
 
 def _draw(panel: _Panel, ax: Axes) -> None:
