@@ -52,7 +52,7 @@ def hidden(i: int, j: int) -> bool:
 
 def window(i: int, j: int) -> list[tuple[int, int]]:
     """The queries and keys whose scores enter the convolved score of query ``i`` and key ``j``."""
-    (first_row, last_row), (first_col, last_col) = STENCIL.rows, STENCIL.cols
+    (first_row, last_row), (first_col, last_col) = (map(int, ends) for ends in (STENCIL.rows, STENCIL.cols))
     return [(i + r, j + c) for r in range(first_row, last_row + 1) for c in range(first_col, last_col + 1)]
 
 
@@ -175,7 +175,8 @@ def picture() -> str:
     ]
     title = f"Each score becomes a weighted sum of {SPEC.cq} x {SPEC.ck} scores before the softmax; heads are mixed."
     style = f"{STYLE}{LIGHT}@media (prefers-color-scheme: dark) {{\n{DARK}}}\n"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     return "\n".join([head, f"<title>{title}</title>", f"<style>\n{style}</style>", *shapes, "</svg>"]) + "\n"
 
 

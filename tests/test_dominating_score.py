@@ -108,7 +108,7 @@ def problems() -> list[Problem]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_of_weight_where_one_score_dominates(backend: str, problems: list[Problem], tmp_path: Path) -> None:
-    """The limit in docs/limits.md: the gradient of W errs more than its own roundings explain, by the rounding of the output.
+    """A limit that is told: the gradient of W errs more than its own roundings explain, by the rounding of the output.
 
     The backward pass takes D, each row's grad_out . out, from the rounded output. It subtracts the gradient of the
     log-sum-exp from D, so that a gradient equal to D's error makes D exact. The roundings of S and of G are then
