@@ -429,8 +429,8 @@ def test_figures_are_of_the_greatest_head_dim_of_the_first_device() -> None:
     run = make_run([altered(step, head_dim=64), step, altered(step, nq=4096, nk=4096), ONE])
     head, _, *figures = render.figures(in_files(RUNS["cpu"], run)).splitlines()
     assert head == (
-        "On one NVIDIA H200, forward + backward of the convolution of 6 x 11 scores, causal, N = 8192, B = 1, d = 128, "
-        "16 heads, bf16:"
+        "On one NVIDIA H200, forward + backward of an op that convolves 6 x 11 scores, causal, N = 8192, B = 1, "
+        "d = 128, 16 heads, bf16:"
     )
     ms = {name: number(measurement(step, name)["ms"]) for name in FACTORS}
     speed, plain, memory = figures

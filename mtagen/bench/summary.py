@@ -64,7 +64,7 @@ def figures_head(results: Results) -> str:
         return ""
     case = _widest(cases)
     sizes = f"N = {case.sizes.nk}, B = {case.sizes.batch}, d = {case.spec.head_dim}, {_common(cases)}"
-    return f"forward + backward of the convolution of {name_kernel(case).replace(',', ' x ')} scores, causal, {sizes}"
+    return f"forward + backward of an op that convolves {name_kernel(case).replace(',', ' x ')} scores, causal, {sizes}"
 
 
 def speedup_figure(results: Results) -> str:
