@@ -12,7 +12,6 @@ OURS = (*BACKENDS, "mtagen auto")  # without those that only some cases ask for:
 SAME_MATH = ("eager", "torch.compile", "authors", "authors compiled")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
-PLAIN = ("eager", "torch.compile", *SDPA)  # beside mtagen where a picture is to be read at a glance
 ONLY_ON_CPU = ("mtagen torch", "mtagen torch one by one", "mtagen torch padded", "sdpa")
 
 # In the order of tables and legends. Okabe and Ito's colours, which the colour-blind can tell apart; plain attention,

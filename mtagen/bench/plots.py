@@ -13,8 +13,8 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, explain
-from ..measure.cases import Sizes
-from .names import PLAIN, SAME_MATH, STYLES, is_ours, name_kernel, ordered
+from ..measure.cases import Case, Sizes
+from .names import SAME_MATH, SDPA, STYLES, is_ours, name_kernel, ordered
 from .runs import (
     Cases,
     Run,
@@ -49,7 +49,7 @@ class _Panel(NamedTuple):
     """One small plot: ``lines`` has for each contender its points, over lengths or over names of kernels."""
 
     title: str
-    label: str  # of the y axis
+    label: str  # of the axis of values
     lines: dict[str, dict[Any, float]]
     log: bool = False
 
@@ -195,12 +195,9 @@ def _draw(panel: _Panel, ax: Axes) -> None:
         ax.set_yscale("log")
     else:
         ax.set_ylim(bottom=0)
-    ax.set_title(panel.title, fontsize=8)
     ax.set_xlabel("length" if by_length else "kernel", fontsize=7)
     ax.set_ylabel(panel.label, fontsize=7)
-    ax.tick_params(labelsize=7)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25, linewidth=0.6)
+    _frame(panel, ax)
 
 
 def _draw_with_gap(panel: _Panel, ax: Axes) -> None:
@@ -227,8 +224,13 @@ def _draw_layers(panel: _Panel, ax: Axes) -> None:
     ax.set_xscale("log")
     ax.set_yticks(list(places.values()), [name.replace(" | ", "\n| ") for name in places])
     ax.set_ylim(0.5 - len(places), 0.5)
-    ax.set_title(panel.title, fontsize=8)
     ax.set_xlabel(panel.label, fontsize=7)
+    _frame(panel, ax)
+
+
+def _frame(panel: _Panel, ax: Axes) -> None:
+    """The title, and what all panels have in common."""
+    ax.set_title(panel.title, fontsize=8)
     ax.tick_params(labelsize=7)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25, linewidth=0.6)
@@ -267,11 +269,7 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
 
 def _training_steps(cases: Cases) -> list[_Panel]:
     """Time and memory of a sequence over lengths."""
-    steps = {
-        case: shown
-        for case, rows in cases.items()
-        if is_the_papers(case) and case.pass_name == "forward+backward" and "mtagen" in (shown := ours_and(rows, PLAIN))
-    }
+    steps = _steps(cases, is_the_papers, (*SAME_MATH, *SDPA))
     d = max((case.spec.head_dim for case in steps), default=0)
     steps = smallest_batches({case: rows for case, rows in steps.items() if case.spec.head_dim == d})
     labels = {"ms": "ms / sequence", "peak_MiB": "peak MiB / sequence"}
@@ -284,19 +282,19 @@ def _training_steps(cases: Cases) -> list[_Panel]:
 
 def _layers(cases: Cases) -> list[_Panel]:
     """Time of a step by layer, for each size at which several layers were measured."""
-    steps = {
-        case: shown
-        for case, rows in cases.items()
-        if is_a_layer(case)
-        and case.pass_name == "forward+backward"
-        and "mtagen" in (shown := ours_and(rows, (*SAME_MATH, "sdpa cudnn", "sdpa")))
-    }
+    steps = _steps(cases, is_a_layer, (*SAME_MATH, "sdpa cudnn", "sdpa"))
     d = max(steps, key=lambda case: len(steps[case])).spec.head_dim if steps else 0
     of_size: dict[Sizes, Cases] = {}
     for case, shown in steps.items():
         if case.spec.head_dim == d:
             of_size.setdefault(case.sizes, {})[case] = shown
     return [_over_layers(size, part) for size, part in of_size.items() if len(part) > 1]
+
+
+def _steps(cases: Cases, keep: Callable[[Case], bool], peers: Sequence[str]) -> Cases:
+    """The training steps to keep of those that mtagen was measured at: its fastest, and the peers."""
+    steps = {case: ours_and(rows, peers) for case, rows in cases.items() if case.pass_name == "forward+backward"}
+    return {case: rows for case, rows in steps.items() if keep(case) and "mtagen" in rows}
 
 
 def _panels(cases: Cases, panel: Callable[[str, Cases], _Panel]) -> list[_Panel]:
