@@ -1,15 +1,16 @@
-"""Write ``RESULTS.md``, the README's part of it, and a plot beside each run, from the runs in ``benchmarks/results``.
+"""Write what pages and pictures show of measurements: those in ``benchmarks/results`` and ``examples/gpt/results``.
 
 python benchmarks/render.py            (needs matplotlib: pip install -e '.[bench]')
-python benchmarks/render.py --check    exits 1 if a page is not what the runs say
+python benchmarks/render.py --check    exits 1 if a page or a picture on one is not what was measured
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,28 @@ from typing import Any
 from mtagen.bench import summary
 from mtagen.bench.columns import NOTHING
 from mtagen.bench.names import OURS, PEERS, SAME_MATH, SDPA
-from mtagen.bench.plots import plot_run
-from mtagen.bench.runs import Run, by_device, load_folder, suite_of
-from mtagen.bench.summary import PREDICTED, Goal, Part, runs_table, written
+from mtagen.bench.plots import (
+    Picture,
+    picture_of_cases,
+    picture_of_layers,
+    picture_of_training_steps,
+    plot_run,
+    shown_in,
+)
+from mtagen.bench.runs import Run, by_device, device, load_folder, machine, suite_of, union
+from mtagen.bench.summary import AUTHORS, PREDICTED, Goal, Part, runs_table, written
+from mtagen.bench.tables import Table, to_markdown
+
+Report = dict[str, Any]  # what examples/gpt/throughput.py writes of one model, or one of its results
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+NOTHING_MEASURED = "Nothing was measured."
+ATTENTIONS = {"plain": "plain", "mta": "mtagen", "authors": "authors"}  # of models: what reports call them, and pages
+PICTURES = {  # on pages: what each is drawn of, and how
+    "training_steps.svg": ("full", picture_of_training_steps),
+    "layers.svg": ("layers", picture_of_layers),
+    "passes.svg": ("full", picture_of_cases),
+}
 MAX_CPU_US = 60  # of a forward call
 RESULTS_HEAD = f"""\
 # Results
@@ -92,7 +109,15 @@ DATA_GOALS = (
     ),
 )
 
-HEADLINES = (  # those in the README
+FIGURES = (
+    Part(summary.figures_head),
+    Part(summary.speedup_figure, names=SAME_MATH),
+    Part(summary.plain_figure, names=(*OURS, *SDPA)),
+    Part(summary.memory_figure, "peak_MiB", SAME_MATH),
+)
+MEMORY = Part(summary.memory_table, "peak_MiB", suite="memory")
+DECODE = Part(summary.decode_table, names=(*OURS, *SDPA))
+HEADLINES = (
     Part(summary.paper_table, names=(*OURS, *SDPA)),
     Part(summary.peers_table, names=PEERS),
     Part(summary.slow_cases, names=SAME_MATH),
@@ -102,8 +127,8 @@ PARTS = (
     *HEADLINES,
     Part(summary.kernels_table, names=(*OURS, *SDPA)),
     Part(summary.lengths_table, names=(*OURS, *SDPA)),
-    Part(summary.memory_table, "peak_MiB", suite="memory"),
-    Part(summary.decode_table, names=(*OURS, *SDPA)),
+    MEMORY,
+    DECODE,
     Part(partial(summary.overhead_table, max_cpu_us=MAX_CPU_US), "cpu_us", OURS),
     Part(partial(summary.goals_table, goals=GOALS), names=(*OURS, *SAME_MATH, *SDPA, "mtagen cuda sm_80")),
     Part(summary.data_table, suite="data"),
@@ -111,13 +136,84 @@ PARTS = (
 )
 
 
-def headlines(runs: dict[Path, Run], page: Path) -> str:
-    """What stands between the README's marks: for each device the main tables, and the plot of its fullest run."""
+def figures(runs: dict[Path, Run]) -> str:
+    """What a reader is told first: three figures of the first device with training steps."""
+    for where, by_path in by_device(runs).items():
+        if told := written(by_path.values(), FIGURES):
+            head, *lines = told
+            return f"On one {where}, {head}:\n\n" + "\n".join(lines)
+    return NOTHING_MEASURED
+
+
+def headlines(runs: dict[Path, Run]) -> str:
+    """The main tables of each device."""
     blocks = []
-    for name, by_path in by_device(runs).items():
-        fullest = max(by_path, key=lambda path: len(by_path[path]["results"]))
-        blocks += [f"### {name}", *written(by_path.values(), HEADLINES), *plots([fullest], page)]
-    return "\n\n".join(blocks) or "Nothing was measured."
+    for where, by_path in by_device(runs).items():
+        blocks += [f"### {where}", *written(by_path.values(), (*HEADLINES, MEMORY, DECODE))]
+    return "\n\n".join(blocks) or NOTHING_MEASURED
+
+
+def pictures(runs: dict[Path, Run]) -> dict[str, Picture]:
+    """Those on pages by the names of their files, of the first device, where it has runs of their suite.
+
+    The contenders of a picture may come from several runs.
+    """
+    made = {}
+    for where, by_path in list(by_device(runs).items())[:1]:
+        for name, (suite, picture) in PICTURES.items():
+            if chosen := [run for run in by_path.values() if suite_of(run) == suite]:
+                made[name] = picture(union(chosen), f"{where}; runs {', '.join(run['name'] for run in chosen)}")
+    return made
+
+
+def load_reports(folder: Path) -> list[Report]:
+    """What ``examples/gpt/throughput.py --json`` has written, small models first."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted(reports, key=lambda report: max(result.get("parameters", 0) for result in report["results"]))
+
+
+def training_steps(reports: Sequence[Report]) -> str:
+    """A section on whole models, each attention eager or compiled, whichever is faster; empty if none was measured."""
+    steps = [(report, best) for report in reports for name in ATTENTIONS if (best := fastest_step(report, name))]
+    if not steps:
+        return ""
+    title = "A training step of [whole models](examples/gpt/README.md#throughput-of-a-training-step) on one "
+    title += f"{device(reports[0])}, each attention eager or compiled, whichever is faster; {AUTHORS}"
+    return f"### Training step\n\n{steps_table(title, steps)}"
+
+
+def throughput(reports: Sequence[Report]) -> str:
+    """All that was measured of whole models, and what failed."""
+    if not reports:
+        return NOTHING_MEASURED
+    machines = "; ".join(dict.fromkeys(map(machine, reports)))
+    steps = [(report, result) for report in reports for result in report["results"]]
+    return steps_table(f"{machines}; {AUTHORS}", steps)
+
+
+def steps_table(title: str, steps: Iterable[tuple[Report, Report]]) -> str:
+    """A line for each result, with its speed over plain attention and the authors' order, each at its faster."""
+    lines = []
+    for report, result in steps:
+        name, _, compiled = result["contender"].partition("-")
+        line = [f"{report['size']}, {report['batch']} x {report['length']}", f"{ATTENTIONS[name]} {compiled}".rstrip()]
+        if "error" in result:
+            lines.append([*line, result["error"], *[NOTHING] * 4])
+            continue
+        over = [
+            f"{result['tokens_per_s'] / peer['tokens_per_s']:.2f}" if peer else NOTHING
+            for peer in (fastest_step(report, "plain"), fastest_step(report, "authors"))
+        ]
+        peak = NOTHING if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
+        lines.append([*line, f"{result['ms']:.0f}", f"{result['tokens_per_s']:,.0f}", *over, peak])
+    header = ["model, tokens", "attention", "ms", "tokens/s", "x plain attention's", "x the authors'", "peak GiB"]
+    return to_markdown(Table(title, header, lines)).rstrip()
+
+
+def fastest_step(report: Report, name: str) -> Report | None:
+    """The faster result of one attention, eager or compiled; None where both failed or none was tried."""
+    found = [result for result in report["results"] if result["contender"].partition("-")[0] == name and "ms" in result]
+    return min(found, key=lambda result: result["ms"], default=None)
 
 
 def results_page(runs: dict[Path, Run], page: Path) -> str:
@@ -140,32 +236,53 @@ def relative(path: Path, page: Path) -> str:
     return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
+def filled(text: str, parts: Mapping[str, str], page: Path) -> str:
+    """The text of a page with other parts between its marks.
+
+    Raises:
+        SystemExit: it has no such marks; the message says which.
+    """
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, found, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not (found and ended):
+            raise SystemExit(f"{page} has no part between {begin} and {end}")
+        text = f"{before}{begin}\n\n{part}\n\n{end}{after}" if part else f"{before}{begin}\n{end}{after}"
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the runs")
-    parser.add_argument("--page", type=Path, default=ROOT / "benchmarks/RESULTS.md", help="file for all tables")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the marks")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
     args = parser.parse_args(arguments)
-    runs = load_folder(args.results)
-    text = args.readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        parser.error(f"{args.readme} has no part between {BEGIN} and {END}")
-    made = {
-        args.readme: f"{before}{begin}\n\n{headlines(runs, args.readme)}\n\n{end}{after}",
-        args.page: results_page(runs, args.page),
+    runs = load_folder(args.root / "benchmarks/results")
+    reports = load_reports(args.root / "examples/gpt/results")
+    parts = {
+        "README.md": {"figures": figures(runs), "training-step": training_steps(reports)},
+        "docs/performance.md": {"speed": headlines(runs)},
+        "examples/gpt/README.md": {"throughput": throughput(reports)},
     }
+    page = args.root / "benchmarks/RESULTS.md"
+    pages = {page: results_page(runs, page)}
+    for name, part in parts.items():
+        path = args.root / name
+        pages[path] = filled(path.read_text(encoding="utf-8"), part, path)
+    drawn = {args.root / "docs/pictures" / name: picture for name, picture in pictures(runs).items()}
     if args.check:
-        stale = [path for path, new in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != new]
+        stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+        stale += [path for path, picture in drawn.items() if not path.is_file() or shown_in(path) != picture.shown]
         for path in stale:
-            print(f"{path} is not what {args.results} holds: run python benchmarks/render.py", file=sys.stderr)
+            print(f"{path} is not what was measured: run python benchmarks/render.py", file=sys.stderr)
         return int(bool(stale))
     for path, run in runs.items():
         plot_run(run, path.with_suffix(".png"))
-    for path, new in made.items():
-        path.write_text(new, encoding="utf-8")
+    for path, picture in drawn.items():
+        path.parent.mkdir(exist_ok=True)
+        picture.save(path)
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -17,7 +17,7 @@ from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import eager_op, judge
 from mtagen.spec import Spec
 
-LARGEST_PRODUCT = 1.55e7  # of a query and a key; README, "Limits", promises 1.6e7
+LARGEST_PRODUCT = 1.55e7  # of a query and a key; docs/limits.md promises 1.6e7
 NEW_TOKENS = 2
 
 

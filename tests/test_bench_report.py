@@ -411,14 +411,87 @@ def lines(text: str, start: str) -> list[str]:
 
 
 def test_nothing_measured_is_said() -> None:
-    assert render.headlines({}, Path("README.md")) == "Nothing was measured."
+    for part in (render.figures({}), render.headlines({}), render.throughput([])):
+        assert part == "Nothing was measured."
+    assert render.training_steps([]) == ""
 
 
-def test_readme_has_the_main_tables_of_all_devices() -> None:
-    text = render.headlines(in_files(*RUNS.values()), Path("README.md"))
+def test_performance_page_has_the_main_tables_of_all_devices() -> None:
+    text = render.headlines(in_files(*RUNS.values()))
     assert lines(text, "### ") == ["### NVIDIA H200", "### Intel(R) Xeon(R)"]
-    assert len(lines(text, "Forward + backward against PyTorch")) == text.count("![") == 2
-    assert not lines(text, "Decode")
+    assert len(lines(text, "Forward + backward against PyTorch")) == 2
+    assert len(lines(text, "Decode")) == 2
+    assert not lines(text, "Goals")
+
+
+def test_figures_are_of_the_greatest_head_dim_of_the_first_device() -> None:
+    step = altered(ONE, pass_name="forward+backward")
+    run = make_run([altered(step, head_dim=64), step, altered(step, nq=4096, nk=4096), ONE])
+    head, _, *figures = render.figures(in_files(RUNS["cpu"], run)).splitlines()
+    assert head == (
+        "On one NVIDIA H200, forward + backward of an op that convolves 6 x 11 scores, causal, N = 8192, B = 1, "
+        "d = 128, 16 heads, bf16:"
+    )
+    ms = {name: number(measurement(step, name)["ms"]) for name in FACTORS}
+    speed, plain, memory = figures
+    eager, compiled = f"{ms['eager']} (eager)", f"{ms['torch.compile']} (torch.compile)"
+    assert speed == (
+        f"- **20 times as fast** as PyTorch: {ms['mtagen cuda']} ms instead of {eager} and {compiled}; 20 at d = 64."
+    )
+    assert plain.startswith("- **2.0 times the time of plain attention**")
+    assert f"{ms['mtagen cuda']} ms instead of {ms['sdpa cudnn']} (sdpa cudnn) and {ms['sdpa flash']}" in plain
+    assert memory.startswith("- **20 MiB** beyond inputs, output and gradients instead of 900 (eager) and 400 (torch.c")
+
+
+def test_figures_leave_out_what_was_not_measured() -> None:
+    run = make_run([altered(ONE, pass_name="forward+backward")])
+    run["results"] = [row for row in run["results"] if not row["contender"].startswith(("eager", "torch"))]
+    (plain,) = lines(render.figures(in_files(run)), "- ")
+    assert plain.startswith("- **2.0 times the time of plain attention**")
+    assert render.figures(in_files(RUNS["decode"])) == "Nothing was measured."
+
+
+def report_of(size: str, **tokens_per_s: float) -> dict[str, Any]:
+    """What examples/gpt/throughput.py writes; a contender without a speed ran out of memory."""
+    results = [
+        {
+            "contender": name.replace("_", "-"),
+            "ms": 8192e3 / speed,
+            "tokens_per_s": speed,
+            "peak_gib": 20.25,
+            "prepared_s": 7.0,
+            "parameters": {"300M": 388, "1B": 1496}[size],
+        }
+        if speed
+        else {"contender": name.replace("_", "-"), "error": "out of memory"}
+        for name, speed in tokens_per_s.items()
+    ]
+    return {"environment": RUNS["full"]["environment"], "size": size, "batch": 4, "length": 2048, "results": results}
+
+
+SMALL = report_of("300M", plain=8e4, plain_compiled=1e5, mta=5e4, mta_compiled=6e4, authors=4e3, authors_compiled=1e4)
+LARGE = report_of("1B", plain=5e4, mta=3e4, authors=0)
+
+
+def test_training_steps_show_the_faster_of_eager_and_compiled() -> None:
+    text = render.training_steps([SMALL, LARGE])
+    assert text.startswith("### Training step\n\nA training step of [whole models]")
+    assert "on one NVIDIA H200" in text
+    assert lines(text, "| 300M") + lines(text, "| 1B") == [
+        "| 300M, 4 x 2048 | plain compiled | 82 | 100,000 | 1.00 | 10.00 | 20.2 |",
+        "| 300M, 4 x 2048 | mtagen compiled | 137 | 60,000 | 0.60 | 6.00 | 20.2 |",
+        "| 300M, 4 x 2048 | authors compiled | 819 | 10,000 | 0.10 | 1.00 | 20.2 |",
+        "| 1B, 4 x 2048 | plain | 164 | 50,000 | 1.00 | – | 20.2 |",
+        "| 1B, 4 x 2048 | mtagen | 273 | 30,000 | 0.60 | – | 20.2 |",
+    ]
+
+
+def test_throughput_shows_all_that_was_tried() -> None:
+    text = render.throughput([SMALL, LARGE])
+    assert text.startswith("NVIDIA H200, torch 2.11.0")
+    assert len(lines(text, "| 300M")) == 6
+    assert "| 300M, 4 x 2048 | mtagen | 164 | 50,000 | 0.50 | 5.00 | 20.2 |" in text.splitlines()
+    assert "| 1B, 4 x 2048 | authors | out of memory | – | – | – | – |" in text.splitlines()
 
 
 def test_page_has_all_parts_of_all_devices() -> None:
@@ -663,32 +736,124 @@ def test_slower_steps_are_listed() -> None:
     assert "in 1 of 2 cases:\ncausal 6,11 B=1 N=8192 d=128 (1.25).\n" in rendered(run)
 
 
+def test_union_takes_each_contender_from_the_fuller_run() -> None:
+    fuller, other = make_run([ONE]), slowed(make_run([ONE]), 2)
+    fuller["results"] = [row for row in fuller["results"] if row["contender"] != "eager"]
+    other["results"] = [row for row in other["results"] if row["contender"] in ("mtagen cuda", "eager")]
+    for both in ((fuller, other), (other, fuller)):
+        rows = runs.union(both)[ONE]
+        assert rows["mtagen cuda"]["ms"] == measurement(ONE, "mtagen cuda")["ms"]
+        assert rows["eager"]["ms"] == 2 * measurement(ONE, "eager")["ms"]
+    first, second = make_run([ONE]), slowed(make_run([ONE]), 2)
+    assert runs.union([first, second]) == runs.union([first])
+
+
+def test_picture_of_training_steps_is_of_single_sequences() -> None:
+    time, memory = json.loads(plots.picture_of_training_steps(runs.union([RUNS["full"], RUNS["layers"]]), "").shown)
+    assert time["title"] == "6,11: forward+backward, causal, d = 128, 16 heads, bf16"
+    assert (time["label"], memory["label"]) == ("ms / sequence", "peak MiB / sequence")
+    assert set(time["lines"]) == {"mtagen", "eager", "torch.compile", "sdpa flash", "sdpa cudnn"}
+    short = altered(ONE, pass_name="forward+backward", batch=16, nq=512, nk=512)
+    assert time["lines"]["mtagen"]["512"] == pytest.approx(measurement(short, "mtagen cuda")["ms"] / 16)
+    assert memory["lines"]["eager"]["512"] == pytest.approx(900 / 16)
+    assert memory["lines"]["eager"]["8192"] == pytest.approx(900)
+
+
+def test_picture_of_layers_has_all_who_compute_the_same() -> None:
+    shown = json.loads(plots.picture_of_layers(runs.union([RUNS["full"], RUNS["layers"]]), "").shown)
+    assert shown
+    peers = {"eager", "torch.compile", "authors", "authors compiled", "sdpa cudnn"}
+    for panel in shown:
+        assert set(panel["lines"]) == {"mtagen"} | peers
+        assert len(panel["lines"]["mtagen"]) > 1
+        assert "6,11" not in panel["lines"]["mtagen"]
+
+
+def test_pictures_of_nothing_are_refused(tmp_path: Path) -> None:
+    for picture in (plots.picture_of_training_steps, plots.picture_of_layers, plots.picture_of_cases):
+        with pytest.raises(InputError, match="no measurement"):
+            picture({}, "nothing").save(tmp_path / "nothing.svg")
+
+
+@pytest.mark.parametrize("name", ["training_steps", "layers"])
+def test_a_picture_is_the_same_file_whenever_it_is_made(name: str, tmp_path: Path) -> None:
+    picture = getattr(plots, f"picture_of_{name}")(runs.union([RUNS["full"], RUNS["layers"]]), "two runs")
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    for path in (first, second):
+        picture.save(path)
+    assert first.read_bytes() == second.read_bytes()
+    assert plots.shown_in(first) == picture.shown
+
+
+PAGES = {
+    "README.md": ("figures", "training-step"),
+    "docs/performance.md": ("speed",),
+    "examples/gpt/README.md": ("throughput",),
+}
+
+
+def empty_repository(root: Path) -> None:
+    """Pages with nothing between their marks, a run, a report and another JSON file."""
+    for name, parts in PAGES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        marks = "".join(f"<!-- {part}:begin -->\nold\n<!-- {part}:end -->\n" for part in parts)
+        path.write_text(f"# Title\n{marks}rest\n")
+    for folder in ("benchmarks/results", "examples/gpt/results"):
+        (root / folder).mkdir(parents=True)
+    step = altered(ONE, pass_name="forward+backward")
+    run = make_run([step, altered(step, nq=4096, nk=4096, batch=2), ONE])
+    (root / "benchmarks/results/full.json").write_text(json.dumps(run))
+    (root / "benchmarks/results/other.json").write_text(json.dumps({"results": {}}))
+    (root / "examples/gpt/results/1B.json").write_text(json.dumps(LARGE))
+    (root / "examples/gpt/results/300M.json").write_text(json.dumps(SMALL))
+
+
 def test_script_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme, page, results = tmp_path / "README.md", tmp_path / "RESULTS.md", tmp_path / "results"
-    results.mkdir()
-    readme.write_text(f"# Title\n{render.BEGIN}\nold\n{render.END}\nrest\n")
-    (results / "quick.json").write_text(json.dumps(RUNS["quick"]))
-    (results / "other.json").write_text(json.dumps({"results": {}}))
-    where = ["--readme", str(readme), "--page", str(page), "--results", str(results)]
+    empty_repository(tmp_path)
+    where = ["--root", str(tmp_path)]
     assert render.main(["--check", *where]) == 1
     assert "run python benchmarks/render.py" in capsys.readouterr().err
-    assert render.main(where) == 0
-    text = readme.read_text()
-    assert text.startswith(f"# Title\n{render.BEGIN}\n\n### NVIDIA H200\n")
-    assert text.endswith(f"\n![quick](results/quick.png)\n\n{render.END}\nrest\n")
-    everything = page.read_text()
-    assert everything.endswith("| `mtagen bench --suite quick` |\n")
-    assert "| [quick](results/quick.json) | NVIDIA H200, torch 2.11.0" in everything
-    assert [path.name for path in results.glob("*.png")] == ["quick.png"]
-    assert render.main(["--check", *where]) == 0
-    for file, content in ((page, everything.replace("| yes |", "| no |")), (readme, text.replace("| cuda |", "| x |"))):
-        file.write_text(content)
+    assert render.main(where) == render.main(["--check", *where]) == 0
+    texts = {name: (tmp_path / name).read_text() for name in PAGES}
+    for text in texts.values():
+        assert text.startswith("# Title\n<!-- ")
+        assert text.endswith(":end -->\nrest\n")
+        assert "old" not in text
+    assert "<!-- figures:begin -->\n\nOn one NVIDIA H200, " in texts["README.md"]
+    assert texts["README.md"].index("| 300M") < texts["README.md"].index("| 1B")
+    assert "<!-- speed:begin -->\n\n### NVIDIA H200\n" in texts["docs/performance.md"]
+    assert "| 1B, 4 x 2048 | authors | out of memory |" in texts["examples/gpt/README.md"]
+    page = tmp_path / "benchmarks/RESULTS.md"
+    assert page.read_text().endswith("| `mtagen bench --suite full` |\n")
+    assert "| [full](results/full.json) | NVIDIA H200, torch 2.11.0" in page.read_text()
+    assert [path.name for path in page.parent.glob("results/*.png")] == ["full.png"]
+    pictures = tmp_path / "docs/pictures"
+    assert sorted(path.name for path in pictures.iterdir()) == ["passes.svg", "training_steps.svg"]
+
+
+def test_check_finds_each_page_and_picture_that_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty_repository(tmp_path)
+    where = ["--root", str(tmp_path)]
+    render.main(where)
+    for name, old, new in (
+        ("README.md", "20 times", "30 times"),
+        ("docs/performance.md", "| cuda |", "| x |"),
+        ("examples/gpt/README.md", "60,000", "70,000"),
+        ("benchmarks/RESULTS.md", "| yes |", "| no |"),
+        ("docs/pictures/training_steps.svg", "ms / sequence", "s / sequence"),
+    ):
+        path = tmp_path / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
         assert render.main(["--check", *where]) == 1
-        file.write_text(everything if file == page else text)
-    readme.write_text("no marks")
-    with pytest.raises(SystemExit):
+        assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == [str(path)]
+        path.write_text(text)
+    (tmp_path / "README.md").write_text("no marks")
+    with pytest.raises(SystemExit, match=r"README\.md has no part between <!-- figures:begin -->"):
         render.main(where)
-    assert readme.read_text() == "no marks"
+    assert (tmp_path / "README.md").read_text() == "no marks"
 
 
 def test_pages_show_the_committed_runs() -> None:

@@ -21,7 +21,7 @@ from mtagen.spec import Spec
 
 SPEC = Spec((3, 3), 64)
 HEADS, N = 64, 64
-SEEDS = 4  # The figures in README.md and benchmarks/NOTES.md are those of 16.
+SEEDS = 4  # The figures in docs/limits.md and benchmarks/NOTES.md are those of 16.
 HALF_ULP = torch.finfo(torch.bfloat16).eps / 2
 BACKENDS = ["torch", *(pytest.param(target, marks=needs_compiler) for target in ("sm_80", "sm_90a"))]
 
@@ -108,7 +108,7 @@ def problems() -> list[Problem]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_of_weight_where_one_score_dominates(backend: str, problems: list[Problem], tmp_path: Path) -> None:
-    """README's limit: the gradient of W errs more than its own roundings explain, by the rounding of the output.
+    """A limit that is told: the gradient of W errs more than its own roundings explain, by the rounding of the output.
 
     The backward pass takes D, each row's grad_out . out, from the rounded output. It subtracts the gradient of the
     log-sum-exp from D, so that a gradient equal to D's error makes D exact. The roundings of S and of G are then
@@ -129,7 +129,7 @@ def test_gradient_of_weight_where_one_score_dominates(backend: str, problems: li
         magnitude = problem.dweight.abs().amax((-1, -2))
         relative.append(errors.amax((-1, -2)) / magnitude)
         eager.append(problem.eager.amax((-1, -2)) / magnitude)
-    assert torch.cat(in_half_ulps).max() > 2, "D is exact: README's limit no longer holds"
+    assert torch.cat(in_half_ulps).max() > 2, "D is exact: the limit in docs/limits.md no longer holds"
     # Eager errs as much, but in other heads: the rule of mtagen.accuracy holds for the shares of heads, not for each.
     for share in (0.5, 0.9, 0.99):
         assert torch.cat(relative).quantile(share) <= GRADIENT_FACTOR * torch.cat(eager).quantile(share)

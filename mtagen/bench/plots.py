@@ -1,20 +1,28 @@
-"""A run as a picture: times, ratios and memory over lengths and kernels."""
+"""What was measured as pictures: times, ratios and memory over lengths, kernels and layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, explain
-from .names import STYLES, is_ours, name_kernel, ordered
+from ..measure.cases import Case, Sizes
+from .names import SAME_MATH, SDPA, STYLES, is_ours, name_kernel, ordered
 from .runs import (
     Cases,
     Run,
     groups,
+    is_a_layer,
+    is_the_papers,
     measurements,
+    ours_and,
     predicted,
     smallest_batches,
     source,
@@ -28,13 +36,20 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".svg")
 _COLUMNS = 3
+_IN_WORDS = {  # contenders in the legends of pictures for readers who do not know the tables
+    "sdpa cudnn": "plain attention, cuDNN",
+    "sdpa flash": "plain attention, flash",
+    "sdpa": "plain attention",
+    "authors": "authors' order",
+    "authors compiled": "authors' order, compiled",
+}
 
 
 class _Panel(NamedTuple):
     """One small plot: ``lines`` has for each contender its points, over lengths or over names of kernels."""
 
     title: str
-    label: str  # of the y axis
+    label: str  # of the axis of values
     lines: dict[str, dict[Any, float]]
     log: bool = False
 
@@ -44,8 +59,72 @@ class _Panel(NamedTuple):
         return {x for points in self.lines.values() for x in points}
 
 
+class Picture(NamedTuple):
+    """Panels, line by line, with one legend above them.
+
+    Attributes:
+        lines: a line of the picture may have fewer panels than others.
+        draw: draws a panel.
+        caption: stands below; where the measurements come from.
+        in_words: what contenders are called in the legend, where not by their names.
+    """
+
+    lines: Sequence[Sequence[_Panel]]
+    draw: Callable[[_Panel, Axes], None]
+    caption: str
+    in_words: Mapping[str, str] = {}
+
+    @property
+    def shown(self) -> str:
+        """All that is shown, in JSON."""
+        return json.dumps([panel._asdict() for panels in self.lines for panel in panels])
+
+    def save(self, path: Path) -> None:
+        """Write it. An SVG holds ``shown``, and is the same file whenever it is made.
+
+        Raises:
+            InputError: as :func:`check_path`, or there is no panel.
+        """
+        check_path(path)
+        if not any(self.lines):
+            raise InputError(explain("plot", self.caption, "holds no measurement to plot", "runs with measurements"))
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+
+        columns = max(map(len, self.lines))
+        figure = Figure(figsize=(max(4.2 * columns, 6), 3 * len(self.lines) + 1), layout="constrained")
+        grid = figure.subplots(len(self.lines), columns, squeeze=False)
+        handles: dict[str, Artist] = {}
+        for panels, axes in zip(self.lines, grid, strict=True):
+            for panel, ax in zip(panels, axes, strict=False):
+                self.draw(panel, ax)
+                for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+                    handles.setdefault(name, handle)  # of the first panel, whose markers are joined by lines
+            for ax in axes[len(panels) :]:
+                ax.set_axis_off()
+        names = ordered(handles)
+        figure.legend(
+            [handles[name] for name in names],
+            [self.in_words.get(name, name) for name in names],
+            loc="outside upper center",
+            ncols=min(5, len(names)),
+            frameon=False,
+            fontsize=8 if self.in_words else None,
+        )
+        figure.supxlabel(fill(self.caption, 150), fontsize=7)
+        metadata = {"Date": None, "Description": self.shown} if path.suffix == ".svg" else {}
+        with mpl.rc_context({"svg.hashsalt": "mtagen"}):
+            figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def shown_in(path: Path) -> str:
+    """What the picture in an SVG shows, whatever version of matplotlib wrote it; empty if it does not say."""
+    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
+    return unescape(found[1]) if found else ""
+
+
 def check_path(path: Path) -> None:
-    """Whether :func:`plot_run` can write this file: to be called before a long run.
+    """Whether a picture can be saved as this file: to be called before a long run.
 
     Raises:
         InputError: matplotlib is not installed; the suffix is another format's.
@@ -58,41 +137,42 @@ def check_path(path: Path) -> None:
 
 
 def plot_run(run: Run, path: Path) -> None:
-    """Draw a run: time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by
-    kernel; for decode, GB/s over the length of the cache.
-
-    Panels over lengths show one kernel, (6, 11) where the run has it, at the smallest batch of each length; all show
-    causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
+    """Draw :func:`picture_of_cases` of a run.
 
     Raises:
         InputError: as :func:`check_path`, or the run holds no measurement.
     """
-    check_path(path)
-    from matplotlib.figure import Figure
+    picture_of_cases(measurements(run), source(run)).save(path)
 
-    found = [section for section in _sections(measurements(run)) if section]
+
+def picture_of_cases(cases: Cases, caption: str) -> Picture:
+    """Time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by kernel; for
+    decode, GB/s over the length of the cache. All are of one device.
+
+    Panels over lengths show one kernel, (6, 11) where it was measured, at the smallest batch of each length; all show
+    causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
+    """
+    found = [section for section in _sections(cases) if section]
     several = [[panel for panel in section if len(panel.places) > 1] for section in found]
     sections = [section for section in several if section] or found
-    if not sections:
-        raise InputError(explain("run", run["command"], "holds no measurement to plot", "a run with measurements"))
     lines = [section[at : at + _COLUMNS] for section in sections for at in range(0, len(section), _COLUMNS)]
-    columns = max(map(len, lines))
-    figure = Figure(figsize=(max(4.2 * columns, 6), 3 * len(lines) + 1), layout="constrained")
-    grid = figure.subplots(len(lines), columns, squeeze=False)
-    handles: dict[str, Artist] = {}
-    for panels, axes in zip(lines, grid, strict=True):
-        for panel, ax in zip(panels, axes, strict=False):
-            _draw(panel, ax)
-            for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
-                handles.setdefault(name, handle)  # of the first panel, whose markers are joined by lines
-        for ax in axes[len(panels) :]:
-            ax.set_axis_off()
-    names = ordered(handles)
-    figure.legend(
-        [handles[name] for name in names], names, loc="outside upper center", ncols=min(5, len(names)), frameon=False
-    )
-    figure.supxlabel(source(run), fontsize=7)
-    figure.savefig(path, dpi=110)
+    return Picture(lines, _draw, caption)
+
+
+def picture_of_training_steps(cases: Cases, caption: str) -> Picture:
+    """Time and memory of a training step of the paper's kernel over N, beside PyTorch's and plain attention's.
+
+    It is of the greatest head dim. Short sequences come in large batches: both are divided by the number of sequences.
+    """
+    return Picture([_training_steps(cases)], _draw_with_gap, caption, _IN_WORDS)
+
+
+def picture_of_layers(cases: Cases, caption: str) -> Picture:
+    """Time of a training step of each of the paper's layers, beside all who compute the same, and plain attention.
+
+    It is of the head dim at which most contenders were measured.
+    """
+    return Picture([_layers(cases)], _draw_layers, caption, _IN_WORDS)
 
 
 def _draw(panel: _Panel, ax: Axes) -> None:
@@ -115,12 +195,52 @@ def _draw(panel: _Panel, ax: Axes) -> None:
         ax.set_yscale("log")
     else:
         ax.set_ylim(bottom=0)
-    ax.set_title(panel.title, fontsize=8)
     ax.set_xlabel("length" if by_length else "kernel", fontsize=7)
     ax.set_ylabel(panel.label, fontsize=7)
+    _frame(panel, ax)
+
+
+def _draw_with_gap(panel: _Panel, ax: Axes) -> None:
+    """As :func:`_draw`, and at the greatest length at which PyTorch was measured, how many times as much it takes."""
+    _draw(panel, ax)
+    ours, peers = panel.lines.get("mtagen", {}), _best_of(panel, SAME_MATH)
+    if common := ours.keys() & peers.keys():
+        n = max(common)
+        ax.plot([n, n], [ours[n], peers[n]], color="0.6", linewidth=1, zorder=0)
+        ax.text(1.1 * n, (ours[n] * peers[n]) ** 0.5, f"{peers[n] / ours[n]:.0f}×", va="center", fontsize=8)
+
+
+def _draw_layers(panel: _Panel, ax: Axes) -> None:
+    """A line for each layer with the times on it, and how many times as long the fastest of PyTorch's takes as ours."""
+    names = dict.fromkeys(name for points in panel.lines.values() for name in points)
+    places = {name: -at for at, name in enumerate(names)}
+    for contender, points in panel.lines.items():
+        style = {"markersize": 7} | STYLES[contender] | {"linestyle": "none"}
+        ax.plot(list(points.values()), [places[name] for name in points], label=contender, **style)
+    for name, theirs in _best_of(panel, SAME_MATH).items():
+        ours, y = panel.lines["mtagen"][name], places[name]
+        ax.plot([ours, theirs], [y, y], color="0.6", linewidth=1, zorder=0)
+        ax.text((ours * theirs) ** 0.5, y + 0.08, f"{theirs / ours:.1f}×", ha="center", fontsize=8)
+    ax.set_xscale("log")
+    ax.set_yticks(list(places.values()), [name.replace(" | ", "\n| ") for name in places])
+    ax.set_ylim(0.5 - len(places), 0.5)
+    ax.set_xlabel(panel.label, fontsize=7)
+    _frame(panel, ax)
+
+
+def _frame(panel: _Panel, ax: Axes) -> None:
+    """The title, and what all panels have in common."""
+    ax.set_title(panel.title, fontsize=8)
     ax.tick_params(labelsize=7)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25, linewidth=0.6)
+
+
+def _best_of(panel: _Panel, names: Iterable[str]) -> dict[Any, float]:
+    """The least of some contenders at each place at which one of them was measured."""
+    lines = [panel.lines[name] for name in names if name in panel.lines]
+    places = dict.fromkeys(x for points in lines for x in points)
+    return {x: min(points[x] for points in lines if x in points) for x in places}
 
 
 def _sections(cases: Cases) -> Iterator[list[_Panel]]:
@@ -147,19 +267,61 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
         yield _panels(lengthwise, partial(_over_lengths, label="GB/s", key="gbps"))
 
 
+def _training_steps(cases: Cases) -> list[_Panel]:
+    """Time and memory of a sequence over lengths."""
+    steps = _steps(cases, is_the_papers, (*SAME_MATH, *SDPA))
+    d = max((case.spec.head_dim for case in steps), default=0)
+    steps = smallest_batches({case: rows for case, rows in steps.items() if case.spec.head_dim == d})
+    labels = {"ms": "ms / sequence", "peak_MiB": "peak MiB / sequence"}
+    return [
+        panel
+        for key, label in labels.items()
+        for panel in _panels(steps, partial(_over_lengths, label=label, key=key, log=True, of_a_sequence=True))
+    ]
+
+
+def _layers(cases: Cases) -> list[_Panel]:
+    """Time of a step by layer, for each size at which several layers were measured."""
+    steps = _steps(cases, is_a_layer, (*SAME_MATH, "sdpa cudnn", "sdpa"))
+    d = max(steps, key=lambda case: len(steps[case])).spec.head_dim if steps else 0
+    of_size: dict[Sizes, Cases] = {}
+    for case, shown in steps.items():
+        if case.spec.head_dim == d:
+            of_size.setdefault(case.sizes, {})[case] = shown
+    return [_over_layers(size, part) for size, part in of_size.items() if len(part) > 1]
+
+
+def _steps(cases: Cases, keep: Callable[[Case], bool], peers: Sequence[str]) -> Cases:
+    """The training steps to keep of those that mtagen was measured at: its fastest, and the peers."""
+    steps = {case: ours_and(rows, peers) for case, rows in cases.items() if case.pass_name == "forward+backward"}
+    return {case: rows for case, rows in steps.items() if keep(case) and "mtagen" in rows}
+
+
 def _panels(cases: Cases, panel: Callable[[str, Cases], _Panel]) -> list[_Panel]:
     """A panel for each group, without those that would be empty."""
     return [made for group, part in groups(cases).items() if (made := panel(group, part)).lines]
 
 
-def _over_lengths(group: str, cases: Cases, *, label: str, key: str, log: bool = False) -> _Panel:
+def _over_lengths(
+    group: str, cases: Cases, *, label: str, key: str, log: bool = False, of_a_sequence: bool = False
+) -> _Panel:
     lines: dict[str, dict[Any, float]] = {}
     for case, rows in cases.items():
         for name, row in rows.items():
             if row.get(key) is not None:
-                lines.setdefault(name, {})[case.sizes.nk] = row[key]
+                lines.setdefault(name, {})[case.sizes.nk] = row[key] / (case.sizes.batch if of_a_sequence else 1)
     ordered = {name: dict(sorted(points.items())) for name, points in lines.items()}
     return _Panel(f"{name_kernel(next(iter(cases)))}: {group}", label, ordered, log)
+
+
+def _over_layers(sizes: Sizes, cases: Cases) -> _Panel:
+    lines: dict[str, dict[Any, float]] = {}
+    for case, rows in cases.items():
+        for name, row in rows.items():
+            lines.setdefault(name, {})[name_kernel(case)] = row["ms"]
+    spec = next(iter(cases)).spec
+    title = f"N = {sizes.nk}, B = {sizes.batch}, d = {spec.head_dim}, {sizes.heads} heads, {spec.dtype}"
+    return _Panel(title, "forward+backward, ms", lines, log=True)
 
 
 def _over_kernels(group: str, cases: Cases) -> _Panel:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import InputError, SpecError, explain
 from ..measure.cases import LENGTH, PAPER, ROW_KEYS, TRAINING_PASSES, Case
-from .names import ONLY_ON_CPU, name_group, name_kernel, name_size
+from .names import ONLY_ON_CPU, OURS, name_group, name_kernel, name_size
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -132,12 +132,17 @@ def suite_of(run: Run) -> str:
     return found.group(1) if found else ""
 
 
-def source(run: Run) -> str:
-    """Where figures come from: device, versions, driver, commit, and whether the run is incomplete."""
+def machine(run: Run) -> str:
+    """What a run was made on: device, versions, driver."""
     environment = run["environment"]
     versions = [f"{name} {environment[key]}" for key, name in _VERSIONS.items() if environment.get(key)]
+    return ", ".join([device(run), *versions])
+
+
+def source(run: Run) -> str:
+    """Where figures come from: the machine, the commit, and whether the run is incomplete."""
     notes = ["interrupted"] if run.get("interrupted") else []
-    return ", ".join([device(run), *versions, f"commit {run['commit'] or 'unknown'}", *notes])
+    return ", ".join([machine(run), f"commit {run['commit'] or 'unknown'}", *notes])
 
 
 def measurements(run: Run) -> Cases:
@@ -190,6 +195,18 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))
 
 
+def union(runs: Iterable[Run]) -> Cases:
+    """Everything measured on one device: of each case and contender, by the run that took most contenders at the case.
+
+    Unlike in :func:`merge`, the contenders of a case may come from several runs.
+    """
+    results: Cases = {}
+    found = [item for run in runs for item in measurements(run).items()]
+    for case, rows in sorted(found, key=lambda item: len(item[1]), reverse=True):
+        results[case] = {**rows, **results.get(case, {})}
+    return dict(sorted(results.items(), key=lambda item: _place(item[0])))
+
+
 def _place(case: Case) -> tuple[object, ...]:
     """Orders the lines of tables."""
     spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
@@ -211,6 +228,22 @@ def predicted(case: Case, name: str, cases: Mapping[Case, Rows]) -> Row | None:
 def fastest(rows: Rows, names: Iterable[str]) -> Row | None:
     """The measurement of the fastest of some contenders; None where none was measured."""
     return min((rows[name] for name in names if name in rows), key=lambda row: row["ms"], default=None)
+
+
+def ours_and(rows: Rows, names: Iterable[str]) -> Rows:
+    """The fastest of mtagen's as ``mtagen``, and some other contenders: what was measured of them."""
+    ours = fastest(rows, OURS)
+    return ({"mtagen": ours} if ours else {}) | {name: rows[name] for name in names if name in rows}
+
+
+def is_the_papers(case: Case) -> bool:
+    """Whether a case is one convolution of the paper's extents, causal, without a window, documents and dropout."""
+    return case.spec.kernel == PAPER and case.spec.convolves_only and case.causal and case.base == case
+
+
+def is_a_layer(case: Case) -> bool:
+    """Whether a case has other stages than a convolution before the softmax, is causal, and has no more than that."""
+    return not case.spec.convolves_only and case.causal and case.base == case
 
 
 def smallest_batches(cases: Mapping[Case, _Found]) -> dict[Case, _Found]:

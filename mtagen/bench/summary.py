@@ -21,6 +21,8 @@ from .runs import (
     Rows,
     Run,
     fastest,
+    is_a_layer,
+    is_the_papers,
     merge,
     predicted,
     skipped,
@@ -31,6 +33,7 @@ from .runs import (
 from .tables import Table, to_markdown
 
 PREDICTED = "predicted"  # a peer of goals: the contender's own time at the case's base, scaled by the pairs that count
+AUTHORS = '"authors" is the order of operations of the authors\' code'
 
 
 class Part(NamedTuple):
@@ -54,9 +57,52 @@ def written(runs: Collection[Run], parts: Iterable[Part]) -> list[str]:
     return [text for part in parts if (text := part.write(merge(runs, part.key, part.names, part.suite)))]
 
 
+def figures_head(results: Results) -> str:
+    """The case that the figures are of: a training step of the paper's kernel."""
+    _, cases = _at_typical_length(_training_steps(results))
+    if not cases:
+        return ""
+    case = _widest(cases)
+    sizes = f"N = {case.sizes.nk}, B = {case.sizes.batch}, d = {case.spec.head_dim}, {_common(cases)}"
+    return f"forward + backward of an op that convolves {name_kernel(case).replace(',', ' x ')} scores, causal, {sizes}"
+
+
+def speedup_figure(results: Results) -> str:
+    """How many times as fast a training step of the paper's kernel is as the faster of PyTorch's."""
+
+    def times(rows: Rows) -> str:
+        return ratio(fastest(rows, SAME_MATH), _ours(rows), digits=0)
+
+    return _figure(
+        results, SAME_MATH, times, "**{value} times as fast** as PyTorch: {ours} ms instead of {peers}", "ms"
+    )
+
+
+def plain_figure(results: Results) -> str:
+    """How many times as long a training step of the paper's kernel takes as the faster of plain attention's."""
+
+    def times(rows: Rows) -> str:
+        return ratio(_ours(rows), fastest(rows, SDPA), digits=1)
+
+    sentence = "**{value} times the time of plain attention**, which has no convolution: {ours} ms instead of {peers}"
+    return _figure(results, SDPA, times, sentence, "ms")
+
+
+def memory_figure(results: Results) -> str:
+    """The peak memory of a training step of the paper's kernel."""
+
+    def mebibytes(rows: Rows) -> str:
+        return figure(_ours(rows), "peak_MiB")
+
+    sentence = (
+        "**{value} MiB** beyond inputs, output and gradients instead of {peers}: memory grows with N, not its square"
+    )
+    return _figure(results, SAME_MATH, mebibytes, sentence, "peak_MiB")
+
+
 def paper_table(results: Results) -> str:
     """Each pass of the paper's kernel against plain attention, and against what the machine could do."""
-    cases = _select(results, lambda case: _is_the_papers(case) and case.sizes.batch == 1 and not case.decodes)
+    cases = _select(results, lambda case: is_the_papers(case) and case.sizes.batch == 1 and not case.decodes)
     n, cases = _at_typical_length(cases)
     sdpa = _present(cases, SDPA)
     shown = [
@@ -91,7 +137,7 @@ def peers_table(results: Results) -> str:
 
 def layers_table(results: Results) -> str:
     """Operators with other stages than a convolution before the softmax, which are the layers of the paper's models."""
-    layers = _select(results, lambda case: not case.spec.convolves_only and case.causal and case.base == case)
+    layers = _select(results, is_a_layer)
     cases = {case: found for case, found in layers.items() if fastest(found.rows, (*SAME_MATH, *SDPA))}
     plain = _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     peers = _present(cases, SAME_MATH)
@@ -109,7 +155,7 @@ def layers_table(results: Results) -> str:
         *_our_memory(cases),
     ]
     title = f"Stages before | after the softmax, causal, {_common(cases)}"
-    title += '; "authors" is the order of operations of the authors\' code' if "authors" in peers else ""
+    title += f"; {AUTHORS}" if "authors" in peers else ""
     return _write_cases(title, shown, cases, (*OURS, *SAME_MATH))
 
 
@@ -161,7 +207,7 @@ def kernels_table(results: Results) -> str:
 def lengths_table(results: Results) -> str:
     """Time and memory of training steps of the paper's kernel over N."""
     cases = _training_steps(results)
-    d = max((case.spec.head_dim for case in cases), default=0)
+    d = _widest(cases).spec.head_dim if cases else 0
     cases = _select(cases, lambda case: case.spec.head_dim == d)
     plain = _present(cases, ("sdpa cudnn", "sdpa"))
     shown = [
@@ -186,7 +232,7 @@ def memory_table(results: Results) -> str:
 
 def decode_table(results: Results) -> str:
     """Decode on each backend against plain attention's."""
-    cases = _select(results, lambda case: _is_the_papers(case) and case.decodes)
+    cases = _select(results, lambda case: is_the_papers(case) and case.decodes)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa flash", "sdpa"))[:1]
     shown = [columns.BATCH, columns.CACHE_LENGTH, columns.HEAD_DIM, columns.KV_HEADS, columns.NEW_TOKENS]
     for name in backends:
@@ -333,9 +379,7 @@ def _at_typical_length(results: Results) -> tuple[int, Results]:
 
 def _training_steps(results: Results) -> Results:
     """Forward + backward of the paper's kernel, causal, at the smallest batch of each length."""
-    return smallest_batches(
-        _select(results, lambda case: _is_the_papers(case) and case.pass_name == "forward+backward")
-    )
+    return smallest_batches(_select(results, lambda case: is_the_papers(case) and case.pass_name == "forward+backward"))
 
 
 def _is_the_papers(case: Case) -> bool:
@@ -352,6 +396,28 @@ def _ours(rows: Rows) -> Row:
     ours = fastest(rows, OURS)
     assert ours is not None
     return ours
+
+
+def _figure(results: Results, peers: Sequence[str], value: Callable[[Rows], str], sentence: str, key: str) -> str:
+    """A line of a list on a training step of the paper's kernel at the greatest head dim; of others the value alone.
+
+    The sentence's fields are the value, and the ``key`` of ours and of the peers.
+    """
+    _, cases = _at_typical_length(_training_steps(results))
+    compared = {case: found.rows for case, found in cases.items() if fastest(found.rows, peers)}
+    if not compared:
+        return ""
+    case = _widest(compared)
+    rows = compared[case]
+    measured = " and ".join(f"{figure(rows[name], key)} ({name})" for name in peers if name in rows)
+    told = sentence.format(value=value(rows), ours=figure(_ours(rows), key), peers=measured)
+    others = [f"; {value(rows)} at d = {other.spec.head_dim}" for other, rows in compared.items() if other != case]
+    return f"- {told}{''.join(others)}."
+
+
+def _widest(cases: Iterable[Case]) -> Case:
+    """The first case of the greatest head dim."""
+    return max(cases, key=lambda case: case.spec.head_dim)
 
 
 def _our_memory(results: Results) -> list[Column]:

@@ -133,7 +133,7 @@ FORWARD = (
         "mtagen/planner/tile/toeplitz.py",
         "SCORE_EXPONENT = 8",
         "SCORE_EXPONENT = 2",
-        "Products of queries and keys that README says are supported overflow fp16.",
+        "Products of queries and keys that docs/limits.md says are supported overflow fp16.",
         (f"{EMULATED}::test_products_as_large_as_is_supported",),
     ),
     Mutant(
