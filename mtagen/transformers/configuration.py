@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -75,8 +75,8 @@ class MtaConfig(PreTrainedConfig):
         SpecError: ``layer_overrides`` names a layer or an option that there is not.
     """
 
-    model_type = "mtagen"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    model_type: ClassVar[str] = "mtagen"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     def __init__(
         self,

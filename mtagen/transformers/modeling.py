@@ -18,7 +18,7 @@ from ..nn import MultiTokenAttention
 from ..nn.parts import HeadMixer, HeadNorm
 from .cache import MtaCache, MtaCacheLayer
 from .configuration import MtaConfig
-from .padding import Packing, count_padding, find_documents, given_documents
+from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
 
 
 class MtaDecoderLayer(GradientCheckpointingLayer):
@@ -169,7 +169,8 @@ class MtaModel(MtaPreTrainedModel):
             rule = "kernels make no matrices of attention"
             raise InputError(explain("output_attentions", True, rule, False))
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        batch, count = hidden_states.shape[:2]
+        (batch, count), device = hidden_states.shape[:2], hidden_states.device
+        check_position_ids(position_ids, (batch, count))
 
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled() and not self.sees_later_keys
@@ -185,9 +186,9 @@ class MtaModel(MtaPreTrainedModel):
                 raise InputError(explain("past_key_values", "packed documents besides", rule, "use_cache=False"))
             first = past_key_values.layers[0]
             lengths = None if first.state is None else first.state.lengths
-            padding = count_padding((batch, count), attention_mask, position_ids, lengths, first.seen)
+            padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.seen)
         elif cu_seq_lens_q is None:
-            packing = find_documents((batch, count), attention_mask, position_ids, seq_idx)
+            packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
         elif attention_mask is None:
             packing = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, batch * count)
         else:
@@ -299,8 +300,12 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         """Give ``generate`` a cache with queries that has room for all tokens.
 
         Raises:
-            InputError: another cache is asked for, or tokens would have to be taken back.
+            InputError: another cache is asked for, tokens would have to be taken back, or a prompt ends in padding.
         """
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not mask[:, -1].all():
+            rule = "what is generated would follow padding"
+            raise InputError(explain("attention_mask", "padding on the right", rule, "padding on the left"))
         if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
             rule = "a cache with queries takes no tokens back"
             raise InputError(explain("generation", "with an assistant", rule, "greedy, sampling or beam search"))

@@ -52,7 +52,11 @@ class Packing:
 
 
 def find_documents(
-    shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None, seq_idx: Tensor | None
+    shape: tuple[int, int],
+    device: torch.device,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
 ) -> Packing | None:
     """The documents of a batch of which no earlier tokens are cached.
 
@@ -61,6 +65,7 @@ def find_documents(
 
     Args:
         shape: ``(B, N)``.
+        device: of the batch.
         mask: ``(B, N)``, 1 for a token, 0 for padding, or None.
         position_ids: ``(1, N)`` or ``(B, N)``, or None.
         seq_idx: ``(B, N)``, the number of each token's document, or None.
@@ -73,8 +78,7 @@ def find_documents(
     """
     if mask is None and position_ids is None and seq_idx is None:
         return None
-    check_position_ids(position_ids, shape)
-    real, known = _real_tokens(mask, shape, _device(mask, position_ids, seq_idx))
+    real, known = _real_tokens(mask, shape, device)
     begins = real & ~_shifted(real)
     holes = (begins.sum(1) > 1).any()
     inner = real & _shifted(real)
@@ -121,7 +125,12 @@ def given_documents(
 
 
 def count_padding(
-    shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None, lengths: Tensor | None, seen: int
+    shape: tuple[int, int],
+    device: torch.device,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    lengths: Tensor | None,
+    seen: int,
 ) -> list[int] | None:
     """How many of the next tokens of each entry of a cache are padding before its first token.
 
@@ -129,6 +138,7 @@ def count_padding(
 
     Args:
         shape: ``(B, N)``, of the next tokens.
+        device: of the batch.
         mask: ``(B, seen + N)``, 1 for a token, 0 for padding, of all tokens from the first on; or None.
         position_ids: ``(1, N)`` or ``(B, N)``, or None.
         lengths: ``(B,)``, tokens that the cache holds of each entry; None: none at all.
@@ -140,11 +150,9 @@ def count_padding(
     Raises:
         InputError: an argument does not fit, padding follows a token, or positions do not count on by one.
     """
-    check_position_ids(position_ids, shape)
     batch, count = shape
     if mask is None and (position_ids is None or count == 1):
         return None
-    device = _device(mask, position_ids)
     real, known = _real_tokens(mask, (batch, seen + count), device)
     late = (~real & _shifted(real)).any()
     changed = torch.zeros((), dtype=torch.bool, device=device)
@@ -215,7 +223,3 @@ def _shifted(x: Tensor) -> Tensor:
 def _differs(x: Tensor, step: int) -> Tensor:
     """Where a column is not its left neighbour plus ``step``; True in the first."""
     return torch.cat([torch.ones_like(x[:, :1], dtype=torch.bool), x.diff(dim=1) != step], 1)
-
-
-def _device(*tensors: Tensor | None) -> torch.device:
-    return next(x.device for x in tensors if x is not None)
