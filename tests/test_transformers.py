@@ -543,6 +543,18 @@ import mtagen.transformers
     assert re.search(message, done.stderr)
 
 
+def test_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its code, block after block, in one process."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for example in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        exec(example, names)
+    assert names["out"].shape == (2, 32)
+    assert names["loss"].isfinite()
+    assert names["model"].model.layers[0].self_attn.mta_kernel.grad.any()
+
+
 # Bad input.
 
 
