@@ -1,18 +1,16 @@
-"""Decoders of transformers whose attention is :class:`mtagen.nn.MultiTokenAttention`.
+"""Decoders for transformers whose attention is :class:`mtagen.nn.MultiTokenAttention`.
 
 Importing this package registers them: ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM`` then know the model
 type ``mtagen``. It needs the extra ``mtagen[transformers]``; nothing else of mtagen imports transformers.
 """
 
-from importlib.util import find_spec
-
 from ..errors import explain
 
-if find_spec("transformers") is None:
-    _rule, _legal = "mtagen.transformers is made of its classes", "pip install 'mtagen[transformers]'"
-    raise ModuleNotFoundError(explain("transformers", None, _rule, _legal), name="transformers")
-
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    _rule, _legal = "mtagen.transformers needs this package", "pip install 'mtagen[transformers]'"
+    raise ModuleNotFoundError(explain("import", error.name, _rule, _legal), name=error.name) from error
 
 from .cache import MtaCache
 from .configuration import MtaConfig

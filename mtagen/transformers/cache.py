@@ -132,6 +132,8 @@ class MtaCacheLayer(CacheLayerMixin):
         """-1: it grows."""
         return -1
 
+    get_max_cache_shape = get_max_length  # as earlier versions of transformers 5 call it
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many columns a mask has, and the first of them."""
         return self.seen + query_length, 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedConfig
 
 from ..errors import SpecError, explain
@@ -158,14 +157,14 @@ class MtaConfig(PreTrainedConfig):
         """
         options = {name: getattr(self, name) for name in LAYER_OPTIONS} | self.layer_overrides.get(str(layer), {})
         for name in ("kernel", "post_kernel", "window"):  # JSON knows no tuples
-            options[name] = None if options[name] is None else tuple(options[name])
+            options[name] = tuple(options[name]) if isinstance(options[name], list) else options[name]
         options["depth_rescale"] = layer if options["depth_rescale"] else None
         return options | {
             "n_kv_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             "causal": self.causal,
             "backend": self.backend,
-            "compute_dtype": None if self.compute_dtype is None else getattr(torch, self.compute_dtype),
+            "compute_dtype": self.compute_dtype,
         }
 
 

@@ -40,14 +40,16 @@ class Packing:
         Returns:
             ``(B, N, dim)``, zeros in the place of padding.
         """
+        tokens = None if self.tokens is None else self.tokens.to(x.device)  # layers may be on several devices
+        cu_seqlens = self.cu_seqlens.to(x.device)
         rows = x.flatten(0, 1)
         at = None if positions is None else positions.expand(x.shape[:2]).flatten()
-        if self.tokens is not None:
-            rows = rows[self.tokens]
-            at = None if at is None else at[self.tokens]
-        out: Tensor = attention(rows, positions=at, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
-        if self.tokens is not None:
-            out = out.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, self.tokens, out)
+        if tokens is not None:
+            rows = rows[tokens]
+            at = None if at is None else at[tokens]
+        out: Tensor = attention(rows, positions=at, cu_seqlens=cu_seqlens, max_seqlen=self.max_seqlen)
+        if tokens is not None:
+            out = out.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, tokens, out)
         return out.view(x.shape)
 
 
