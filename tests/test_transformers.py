@@ -265,6 +265,8 @@ def test_packed_documents(options: dict[str, Any], how: str) -> None:
     expected = [model(torch.tensor([document])).logits[0] for document in documents]
     close(out.logits[0], torch.cat(expected))
     assert out.loss.isfinite()
+    with torch.no_grad():  # no cache by default
+        assert torch.equal(model(**batch).logits, out.logits)
 
 
 def test_documents_in_the_rows_of_a_padded_batch(model: MtaForCausalLM) -> None:
@@ -404,12 +406,15 @@ def test_what_a_cache_does(model: MtaForCausalLM) -> None:
         close(model(x, past_key_values=past).logits, model(x).logits)
 
 
-def test_no_cache_where_gradients_are_computed(model: MtaForCausalLM) -> None:
+def test_when_a_call_returns_a_cache(model: MtaForCausalLM) -> None:
     x = tokens(1, 5)
     assert model(x).past_key_values is None
     with torch.no_grad():
         assert isinstance(model(x).past_key_values, MtaCache)
         assert model(x, use_cache=False).past_key_values is None
+        mask = torch.tensor([[0, 1, 1, 1, 1]])
+        assert model(x, attention_mask=mask).past_key_values is None
+        assert model(x, attention_mask=mask, use_cache=True).past_key_values.layers[0].state.lengths.tolist() == [4]
         assert made(STAGES | {"causal": False}, MtaModel)(x).past_key_values is None
 
 

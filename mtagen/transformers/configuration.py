@@ -45,7 +45,7 @@ class MtaConfig(PreTrainedConfig):
         max_position_embeddings: tokens that the model was trained with, for tools that ask; nothing enforces it.
         initializer_range: standard deviation of matrices and embeddings at first; stages start as the identity.
         rms_norm_eps: of the norms before attention, before the feed-forward network, and at the end.
-        use_cache: whether calls without gradients return a cache by default.
+        use_cache: whether calls without gradients, padding and packed documents return a cache by default.
         tie_word_embeddings: whether the embeddings are the output layer, too.
         kernel: extents of the convolution before the softmax, and all following: as of
             :class:`mtagen.nn.MultiTokenAttention`.

@@ -148,8 +148,9 @@ class MtaModel(MtaPreTrainedModel):
                 each document, and on from what a cache holds.
             past_key_values: earlier tokens; only calls without gradients take and return it.
             inputs_embeds: ``(B, N, hidden_size)`` instead of ``input_ids``.
-            use_cache: whether a cache is returned, a new one if none is given; by default as the configuration says,
-                and not where gradients are computed or queries see later keys.
+            use_cache: whether a cache is returned, a new one if none is given; by default as the configuration says
+                where no gradients are computed, queries see no later keys, and the batch has neither padding nor
+                packed documents.
             output_hidden_states: whether the output of the embeddings and of each layer is returned, too.
             output_attentions: not supported: there are no matrices of attention.
             seq_idx: ``(B, N)``, the number of each token's document.
@@ -172,12 +173,20 @@ class MtaModel(MtaPreTrainedModel):
         (batch, count), device = hidden_states.shape[:2], hidden_states.device
         check_position_ids(position_ids, (batch, count))
 
-        if use_cache is None:
-            use_cache = self.config.use_cache and not torch.is_grad_enabled() and not self.sees_later_keys
-        if past_key_values is None and use_cache:
-            past_key_values = MtaCache(self.config)
         packing, padding = None, None
-        if past_key_values is not None:
+        if past_key_values is None and not use_cache:
+            if cu_seq_lens_q is None:
+                packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
+            elif attention_mask is None:
+                packing = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, batch * count)
+            else:
+                rule = "packed documents have no padding"
+                raise InputError(explain("attention_mask", "cu_seq_lens_q besides", rule, "one of the two"))
+            can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
+            if use_cache is None and self.config.use_cache and can_cache:
+                past_key_values = MtaCache(self.config)
+        else:
+            past_key_values = MtaCache(self.config) if past_key_values is None else past_key_values
             if not isinstance(past_key_values, MtaCache):
                 rule, legal = "a convolution needs queries of earlier tokens, too", "an MtaCache, or None"
                 raise InputError(explain("past_key_values", type(past_key_values).__name__, rule, legal))
@@ -187,14 +196,6 @@ class MtaModel(MtaPreTrainedModel):
             first = past_key_values.layers[0]
             lengths = None if first.state is None else first.state.lengths
             padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.seen)
-        elif cu_seq_lens_q is None:
-            packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
-        elif attention_mask is None:
-            packing = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, batch * count)
-        else:
-            raise InputError(
-                explain("attention_mask", "cu_seq_lens_q besides", "of packed documents", "one of the two")
-            )
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
