@@ -63,7 +63,7 @@ def find_documents(
     """The documents of a batch of which no earlier tokens are cached.
 
     A document begins with a row's first token, where positions do not count on by one, and where ``seq_idx`` changes.
-    The CPU waits for the GPU once if there is something to look at.
+    The CPU waits for the GPU if there is something to look at: what is packed has shapes of its own.
 
     Args:
         shape: ``(B, N)``.
@@ -80,7 +80,7 @@ def find_documents(
     """
     if mask is None and position_ids is None and seq_idx is None:
         return None
-    real, known = _real_tokens(mask, shape, device)
+    real, is_binary = _real_tokens(mask, shape, device)
     begins = real & ~_shifted(real)
     holes = (begins.sum(1) > 1).any()
     inner = real & _shifted(real)
@@ -90,8 +90,8 @@ def find_documents(
         if tuple(seq_idx.shape) != shape:
             raise InputError(explain("seq_idx.shape", tuple(seq_idx.shape), "one for each token", shape))
         begins = begins | (inner & _differs(seq_idx, 0))
-    legal, has_holes, is_full, is_split = torch.stack([known, holes, real.all(), begins[:, 1:].any()]).tolist()
-    _check_values(legal)
+    binary, has_holes, is_full, is_split = torch.stack([is_binary, holes, real.all(), begins[:, 1:].any()]).tolist()
+    _check_values(binary)
     if has_holes:
         rule = "tokens of a row stand on both sides of padding, where nothing says whether they are neighbours"
         raise InputError(explain("attention_mask", "padding between tokens", rule, "padding on the left or right"))
@@ -155,7 +155,7 @@ def count_padding(
     batch, count = shape
     if mask is None and (position_ids is None or count == 1):
         return None
-    real, known = _real_tokens(mask, (batch, seen + count), device)
+    real, is_binary = _real_tokens(mask, (batch, seen + count), device)
     late = (~real & _shifted(real)).any()
     changed = torch.zeros((), dtype=torch.bool, device=device)
     if lengths is not None and mask is not None:
@@ -164,17 +164,15 @@ def count_padding(
     restarts = torch.zeros_like(late)
     if position_ids is not None:
         restarts = (new & _shifted(new) & _differs(position_ids.expand(shape), 1)).any()
-    flags = torch.stack([known, late, changed, restarts])
-    legal, has_late, has_changed, has_restarts, *padding = torch.cat([flags, (~new).sum(1)]).tolist()
-    _check_values(bool(legal))
+    flags = torch.stack([is_binary, late, changed, restarts])
+    binary, has_late, has_changed, has_restarts, *padding = torch.cat([flags, (~new).sum(1)]).tolist()
+    _check_values(bool(binary))
     if has_late:
         rule = "what comes next would not follow the last token"
         raise InputError(explain("attention_mask", "padding after a token", rule, "with a cache, padding on the left"))
     if has_changed:
-        rule = "of earlier tokens the cache holds others"
-        raise InputError(
-            explain("attention_mask", "another padding", rule, "the mask of earlier calls and new columns")
-        )
+        rule, legal = "of earlier tokens the cache holds others", "the mask of earlier calls, and new columns"
+        raise InputError(explain("attention_mask", "another padding", rule, legal))
     if has_restarts:
         rule = "packed documents have no cache"
         raise InputError(explain("position_ids", "positions that restart", rule, "one document in a row"))
@@ -211,8 +209,13 @@ def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.devi
     return real, (mask == real).all()
 
 
-def _check_values(legal: bool) -> None:
-    if not legal:
+def _check_values(binary: bool) -> None:
+    """Check that a mask is made of zeros and ones.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not binary:
         rule = "says of each token whether it is padding"
         raise InputError(explain("attention_mask", "values that are neither 0 nor 1", rule, "0 and 1"))
 
