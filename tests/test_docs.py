@@ -56,7 +56,18 @@ def check_layer(names: dict[str, Any]) -> None:
     assert all(x.isfinite().all() for x in names["empty"].parameters())
 
 
-CHECKS = {"docs/index.md": check_index, "docs/tutorial.md": check_tutorial, "docs/layer.md": check_layer}
+def check_transformers(names: dict[str, Any]) -> None:
+    assert names["out"].shape == (2, 32)
+    assert names["loss"].isfinite()
+    assert names["model"].model.layers[0].self_attn.mta_kernel.grad.any()
+
+
+CHECKS = {
+    "docs/index.md": check_index,
+    "docs/tutorial.md": check_tutorial,
+    "docs/layer.md": check_layer,
+    "docs/transformers.md": check_transformers,
+}
 
 
 @pytest.mark.parametrize("name", WITH_CODE)

@@ -374,6 +374,10 @@ def test_caches_of_equal_lengths_stay_so() -> None:
     both = Cache.cat([one, one])
     assert (both.ragged, both.longest, both.max_len) == (False, 3, 8)
     assert both.select(torch.tensor([1])).longest == 3
+    generate(layer, tokens(1, 2), [2], one)
+    different = Cache.cat([both, one])
+    assert different.ragged
+    assert not different.select(torch.tensor([2])).ragged  # there is no other length
     with pytest.raises(InputError, match=r"caches: .*max_len"):
         Cache.cat([one, layer.new_cache(1, 9)])
 

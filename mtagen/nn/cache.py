@@ -97,4 +97,5 @@ class Cache:
             entries: ``(n,)`` integers.
         """
         keys, values, queries, lengths = (x[entries] for x in (self.keys, self.values, self.queries, self.lengths))
-        return Cache(keys, values, queries, lengths, None if self.ragged else self.longest, self.ragged)
+        ragged = self.ragged and len(keys) > 1
+        return Cache(keys, values, queries, lengths, None if self.ragged else self.longest, ragged)

@@ -157,7 +157,7 @@ class MultiTokenAttention(nn.Module):
             self.head_kernel = nn.Parameter(torch.empty(shape, **made))
         self.subln = HeadNorm(self.head_dim, depth_rescale, **made) if group_norm else None
         self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
-        self._reset_own_parameters()
+        self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
     def _kernel(self, extents: tuple[int, int] | None, made: dict[str, Any]) -> nn.Parameter | None:
@@ -167,9 +167,9 @@ class MultiTokenAttention(nn.Module):
         """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a layer on the meta device."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
-        self._reset_own_parameters()
+        self.reset_stages()
 
-    def _reset_own_parameters(self) -> None:
+    def reset_stages(self) -> None:
         """Give the parameters that are the layer's own the values of the identity."""
         spec = self.op.plan.spec
         for taps in (self.mta_kernel, self.mta_kernel_after_sm):

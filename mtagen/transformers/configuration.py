@@ -1,0 +1,185 @@
+"""The configuration of a decoder: the sizes of a Llama, and the options of its attention, which layers may override."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from ..errors import SpecError, explain
+
+# What a layer may override, by the names that MultiTokenAttention has for it.
+LAYER_OPTIONS = (
+    "kernel",
+    "mixed_heads",
+    "post_kernel",
+    "post_mixed_heads",
+    "key_padding",
+    "group_norm",
+    "depth_rescale",
+    "gate",
+    "rope_theta",
+    "dropout",
+    "window",
+    "mask",
+)
+
+
+class MtaConfig(PreTrainedConfig):
+    """Sizes of a decoder, by the names of ``LlamaConfig``, and options of its attention, by those of the layer.
+
+    The defaults are the sizes of the authors' 300M model with the layer's default stage, the convolution before the
+    softmax, in every layer. Options are checked where a model is made of them.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: of a token's vector.
+        intermediate_size: hidden units of the feed-forward network.
+        num_hidden_layers: layers, each of attention and a feed-forward network.
+        num_attention_heads: heads of queries.
+        num_key_value_heads: heads of keys and values, a divisor of the former; default as many.
+        head_dim: elements of a head's vector; default hidden_size / num_attention_heads.
+        hidden_act: of the feed-forward network, a name that transformers knows.
+        mlp_bias: whether the feed-forward network's matrices have biases.
+        max_position_embeddings: tokens that the model was trained with, for tools that ask; nothing enforces it.
+        initializer_range: standard deviation of matrices and embeddings at first; stages start as the identity.
+        rms_norm_eps: of the norms before attention, before the feed-forward network, and at the end.
+        use_cache: whether calls without gradients, padding and packed documents return a cache by default.
+        tie_word_embeddings: whether the embeddings are the output layer, too.
+        kernel: extents of the convolution before the softmax, and all following: as of
+            :class:`mtagen.nn.MultiTokenAttention`.
+        mixed_heads: as of the layer.
+        post_kernel: as of the layer.
+        post_mixed_heads: as of the layer.
+        key_padding: as of the layer.
+        group_norm: as of the layer.
+        depth_rescale: whether the norm rescales by the layer's number.
+        gate: as of the layer.
+        rope_theta: as of the layer.
+        dropout: as of the layer.
+        window: as of the layer.
+        causal: as of the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's own position.
+        mask: as of the layer.
+        backend: as of the layer, of this run rather than of the trained model.
+        compute_dtype: as of the layer, by its name, e.g. ``float32``; of this run, too.
+        layer_overrides: by a layer's number from 0 on, options of :data:`LAYER_OPTIONS` in which it differs, e.g.
+            ``{2: {"kernel": (6, 11)}}``.
+        pad_token_id: of padding, whose embedding is not trained.
+        bos_token_id: of a text's begin.
+        eos_token_id: of a text's end.
+        **kwargs: as of ``PreTrainedConfig``.
+
+    Raises:
+        SpecError: ``layer_overrides`` names a layer or an option that there is not.
+    """
+
+    model_type: ClassVar[str] = "mtagen"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    def __init__(
+        self,
+        vocab_size: int = 128256,
+        hidden_size: int = 1024,
+        intermediate_size: int = 2816,
+        num_hidden_layers: int = 20,
+        num_attention_heads: int = 16,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden_act: str = "silu",
+        mlp_bias: bool = False,
+        max_position_embeddings: int = 2048,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-5,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = True,
+        kernel: tuple[int, int] | None = (6, 11),
+        mixed_heads: int | None = None,
+        post_kernel: tuple[int, int] | None = None,
+        post_mixed_heads: int | None = None,
+        key_padding: str = "both",
+        group_norm: bool = False,
+        depth_rescale: bool = False,
+        gate: str | None = None,
+        rope_theta: float | None = 100000.0,
+        dropout: float = 0.0,
+        window: tuple[int, int] = (-1, -1),
+        causal: bool = True,
+        mask: str = "source",
+        backend: str = "auto",
+        compute_dtype: str | None = None,
+        layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.hidden_act = hidden_act
+        self.mlp_bias = mlp_bias
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.use_cache = use_cache
+        self.tie_word_embeddings = tie_word_embeddings
+        self.kernel = kernel
+        self.mixed_heads = mixed_heads
+        self.post_kernel = post_kernel
+        self.post_mixed_heads = post_mixed_heads
+        self.key_padding = key_padding
+        self.group_norm = group_norm
+        self.depth_rescale = depth_rescale
+        self.gate = gate
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+        self.window = window
+        self.causal = causal
+        self.mask = mask
+        self.backend = backend
+        self.compute_dtype = compute_dtype
+        self.layer_overrides = _checked_overrides(layer_overrides, num_hidden_layers)
+        self.pad_token_id = pad_token_id
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        super().__init__(**kwargs)
+
+    def attention_options(self, layer: int) -> dict[str, Any]:
+        """The arguments that :class:`mtagen.nn.MultiTokenAttention` takes by name, besides device and dtype.
+
+        Args:
+            layer: its number, from 0 on.
+        """
+        options = {name: getattr(self, name) for name in LAYER_OPTIONS} | self.layer_overrides.get(str(layer), {})
+        for name in ("kernel", "post_kernel", "window"):  # JSON knows no tuples
+            options[name] = tuple(options[name]) if isinstance(options[name], list) else options[name]
+        options["depth_rescale"] = layer if options["depth_rescale"] else None
+        return options | {
+            "n_kv_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "causal": self.causal,
+            "backend": self.backend,
+            "compute_dtype": self.compute_dtype,
+        }
+
+
+def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers: int) -> dict[str, dict[str, Any]]:
+    """Overrides by the layer's number as a string, as JSON has it.
+
+    Raises:
+        SpecError: there is no such layer or option.
+    """
+    checked = {str(layer): dict(options) for layer, options in (overrides or {}).items()}
+    for layer, options in checked.items():
+        if not (layer.isdecimal() and int(layer) < layers):
+            raise SpecError(explain("layer_overrides", layer, "there is no such layer", f"0..{layers - 1}"))
+        for name in options:
+            if name not in LAYER_OPTIONS:
+                rule = f"layer {layer} cannot override it"
+                raise SpecError(explain("layer_overrides", name, rule, LAYER_OPTIONS))
+    return checked

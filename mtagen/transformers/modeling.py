@@ -1,0 +1,317 @@
+"""The decoder: transformers' Llama, but for its attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.utils import GenerationMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.utils import can_return_tuple
+
+from ..errors import InputError, SpecError, explain
+from ..nn import MultiTokenAttention
+from ..nn.parts import HeadMixer, HeadNorm
+from .cache import MtaCache, MtaCacheLayer
+from .configuration import MtaConfig
+from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
+
+
+class MtaDecoderLayer(GradientCheckpointingLayer):
+    """Attention and a feed-forward network, each after a norm and beside a residual path."""
+
+    def __init__(self, config: MtaConfig, layer: int) -> None:
+        super().__init__()
+        options = config.attention_options(layer)
+        self.self_attn = MultiTokenAttention(config.hidden_size, config.num_attention_heads, **options)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor | None = None,
+        packing: Packing | None = None,
+        cache: MtaCacheLayer | None = None,
+        padding: list[int] | None = None,
+    ) -> Tensor:
+        """In the shape of ``hidden_states``, ``(B, N, hidden_size)``.
+
+        Args:
+            hidden_states: of each token.
+            position_ids: that the rotary embedding takes, or None to count.
+            packing: the documents of the batch, or None if each row is one.
+            cache: of this layer, or None.
+            padding: with a cache, how much each entry has before its first token.
+        """
+        x = self.input_layernorm(hidden_states)
+        if cache is not None:
+            x = cache.attend(self.self_attn, x, position_ids, padding)
+        elif packing is not None:
+            x = packing.attend(self.self_attn, x, position_ids)
+        else:
+            x = self.self_attn(x, positions=position_ids)
+        x = hidden_states + x
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class MtaPreTrainedModel(PreTrainedModel):
+    """What transformers asks of models of a family: their configuration, their initial values, what they support."""
+
+    config_class = MtaConfig
+    config: MtaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["MtaDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Matrices as of transformers' models, stages as the identity, and what a checkpoint gave as it is."""
+        super()._init_weights(module)
+        if isinstance(module, (MultiTokenAttention, HeadMixer, HeadNorm)):
+            loaded = [
+                (parameter, parameter.clone())
+                for parameter in module.parameters(recurse=False)
+                if getattr(parameter, "_is_hf_initialized", False)
+            ]
+            if isinstance(module, MultiTokenAttention):
+                module.reset_stages()
+            else:
+                module.reset_parameters()
+            for parameter, value in loaded:
+                parameter.copy_(value)
+
+
+class MtaModel(MtaPreTrainedModel):
+    """The decoder without an output layer.
+
+    Args:
+        config: its sizes and options.
+
+    Attributes:
+        sees_later_keys: whether a token's output depends on later tokens, so that there is no cache.
+
+    Raises:
+        SpecError: an option is not legal.
+        PlanError: this machine's target has no plan of the stages; the message names the limit.
+        BackendError: the backend cannot be used here.
+    """
+
+    def __init__(self, config: MtaConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        layers = [MtaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        self.sees_later_keys = any(layer.self_attn.op.plan.spec.right != 0 for layer in layers)
+        self.layers = nn.ModuleList(layers)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MtaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """What the layers make of the tokens.
+
+        A row of the batch is a document; where positions do not count on by one, or ``seq_idx`` changes, another
+        begins, as ``DataCollatorWithFlattening`` packs them. Attention and convolutions stay within documents, and do
+        not see padding.
+
+        Args:
+            input_ids: ``(B, N)``; with a cache the next tokens of each entry.
+            attention_mask: ``(B, N)``, with a cache ``(B, earlier + N)``: 1 for a token, 0 for padding, which may be
+                on the left or, without a cache, on the right of a row's tokens.
+            position_ids: ``(1, N)`` or ``(B, N)``, that the rotary embedding takes; by default they count from 0 in
+                each document, and on from what a cache holds.
+            past_key_values: earlier tokens; only calls without gradients take and return it.
+            inputs_embeds: ``(B, N, hidden_size)`` instead of ``input_ids``.
+            use_cache: whether a cache is returned, a new one if none is given; by default as the configuration says
+                where no gradients are computed, queries see no later keys, and the batch has neither padding nor
+                packed documents.
+            output_hidden_states: whether the output of the embeddings and of each layer is returned, too.
+            output_attentions: not supported: there are no matrices of attention.
+            seq_idx: ``(B, N)``, the number of each token's document.
+            cu_seq_lens_q: ``(documents + 1,)`` int32 on the same device, where documents begin in the flattened batch.
+            cu_seq_lens_k: the same again, as ``DataCollatorWithFlattening`` gives it.
+            max_length_q: tokens of the longest document.
+            max_length_k: the same again.
+            **kwargs: what other parts of transformers pass on, e.g. ``num_items_in_batch``; not used.
+
+        Raises:
+            InputError: an argument does not fit, or asks for what is not supported.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            got = "neither" if input_ids is None else "both"
+            raise InputError(explain("input_ids, inputs_embeds", got, "say what the tokens are", "one of the two"))
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            rule = "kernels make no matrices of attention"
+            raise InputError(explain("output_attentions", True, rule, False))
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        (batch, count), device = hidden_states.shape[:2], hidden_states.device
+        check_position_ids(position_ids, (batch, count))
+
+        packing, padding = None, None
+        if past_key_values is None and not use_cache:
+            if cu_seq_lens_q is None:
+                packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
+            elif attention_mask is None:
+                packing = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, batch * count)
+            else:
+                rule = "packed documents have no padding"
+                raise InputError(explain("attention_mask", "cu_seq_lens_q besides", rule, "one of the two"))
+            can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
+            if use_cache is None and self.config.use_cache and can_cache:
+                past_key_values = MtaCache(self.config)
+        else:
+            past_key_values = MtaCache(self.config) if past_key_values is None else past_key_values
+            if not isinstance(past_key_values, MtaCache):
+                rule, legal = "a convolution needs queries of earlier tokens, too", "an MtaCache, or None"
+                raise InputError(explain("past_key_values", type(past_key_values).__name__, rule, legal))
+            if seq_idx is not None or cu_seq_lens_q is not None:
+                rule = "packed documents have no cache"
+                raise InputError(explain("past_key_values", "packed documents besides", rule, "use_cache=False"))
+            first = past_key_values.layers[0]
+            lengths = None if first.state is None else first.state.lengths
+            padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.seen)
+
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states = [hidden_states]
+        for i, layer in enumerate(self.layers):
+            cache = None if past_key_values is None else past_key_values.layers[i]
+            hidden_states = layer(
+                hidden_states, position_ids=position_ids, packing=packing, cache=cache, padding=padding
+            )
+            if output_hidden_states:
+                states.append(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values,
+            hidden_states=(*states[:-1], hidden_states) if output_hidden_states else None,
+        )
+
+
+class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
+    """The decoder with an output layer: a language model.
+
+    Args:
+        config: its sizes and options.
+
+    Raises:
+        SpecError: an option is not legal, or queries see later keys.
+        PlanError: this machine's target has no plan of the stages; the message names the limit.
+        BackendError: the backend cannot be used here.
+    """
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MtaConfig) -> None:
+        super().__init__(config)
+        self.model = MtaModel(config)
+        if self.model.sees_later_keys:
+            rule = "a token would be predicted from itself"
+            raise SpecError(explain("causal", config.causal, rule, "causal=True, or MtaModel"))
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MtaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """What each token's successor may be.
+
+        Args:
+            input_ids: this and other arguments as of :meth:`MtaModel.forward`.
+            attention_mask: as of the base model.
+            position_ids: as of the base model.
+            past_key_values: as of the base model.
+            inputs_embeds: as of the base model.
+            labels: ``(B, N)``, the tokens again, -100 where none is to be predicted; the loss is then the mean
+                cross-entropy in nats, as transformers computes it.
+            use_cache: as of the base model.
+            logits_to_keep: of how many last tokens, or of which, logits are computed; 0: of all.
+            **kwargs: for the base model and the loss.
+
+        Raises:
+            InputError: as of the base model.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Give ``generate`` a cache with queries that has room for all tokens.
+
+        Raises:
+            InputError: another cache is asked for, tokens would have to be taken back, or a prompt ends in padding.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not mask[:, -1].all():
+            rule = "what is generated would follow padding"
+            raise InputError(explain("attention_mask", "padding on the right", rule, "padding on the left"))
+        if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
+            rule = "a cache with queries takes no tokens back"
+            raise InputError(explain("generation", "with an assistant", rule, "greedy, sampling or beam search"))
+        if generation_config.cache_implementation is not None:
+            got, rule = generation_config.cache_implementation, "a convolution needs queries of earlier tokens, too"
+            raise InputError(explain("cache_implementation", got, rule, "None"))
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = MtaCache(self.config, max_cache_length)

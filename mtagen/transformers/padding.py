@@ -1,0 +1,230 @@
+"""Where the documents of a batch are: what masks, positions and boundaries of transformers say about its tokens.
+
+Padding is no token: a convolution is not to reach it, nor across it. So documents, each a run of tokens without padding
+in a row, are packed one after the other, for which the op has kernels, and put back into their places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, explain
+from ..nn import MultiTokenAttention
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The documents of a batch.
+
+    Attributes:
+        tokens: ``(total,)``, where the tokens are in the flattened batch; None: there is no padding.
+        cu_seqlens: ``(documents + 1,)`` int32, where each document begins among them, and total.
+        max_seqlen: tokens of the longest document, or more.
+    """
+
+    tokens: Tensor | None
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    def attend(self, attention: MultiTokenAttention, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Attend within each document.
+
+        Args:
+            attention: the layer.
+            x: ``(B, N, dim)``.
+            positions: ``(1, N)`` or ``(B, N)``, or None to count from 0 in each document.
+
+        Returns:
+            ``(B, N, dim)``, zeros in the place of padding.
+        """
+        tokens = None if self.tokens is None else self.tokens.to(x.device)  # layers may be on several devices
+        cu_seqlens = self.cu_seqlens.to(x.device)
+        rows = x.flatten(0, 1)
+        at = None if positions is None else positions.expand(x.shape[:2]).flatten()
+        if tokens is not None:
+            rows = rows[tokens]
+            at = None if at is None else at[tokens]
+        out: Tensor = attention(rows, positions=at, cu_seqlens=cu_seqlens, max_seqlen=self.max_seqlen)
+        if tokens is not None:
+            out = out.new_zeros(x.shape[0] * x.shape[1], x.shape[2]).index_copy(0, tokens, out)
+        return out.view(x.shape)
+
+
+def find_documents(
+    shape: tuple[int, int],
+    device: torch.device,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+) -> Packing | None:
+    """The documents of a batch of which no earlier tokens are cached.
+
+    A document begins with a row's first token, where positions do not count on by one, and where ``seq_idx`` changes.
+    The CPU waits for the GPU if there is something to look at: what is packed has shapes of its own.
+
+    Args:
+        shape: ``(B, N)``.
+        device: of the batch.
+        mask: ``(B, N)``, 1 for a token, 0 for padding, or None.
+        position_ids: ``(1, N)`` or ``(B, N)``, or None.
+        seq_idx: ``(B, N)``, the number of each token's document, or None.
+
+    Returns:
+        None if each row is one document without padding.
+
+    Raises:
+        InputError: an argument does not fit, or tokens of a row stand on both sides of padding.
+    """
+    if mask is None and position_ids is None and seq_idx is None:
+        return None
+    real, is_binary = _real_tokens(mask, shape, device)
+    begins = real & ~_shifted(real)
+    holes = (begins.sum(1) > 1).any()
+    inner = real & _shifted(real)
+    if position_ids is not None:
+        begins = begins | (inner & _differs(position_ids.expand(shape), 1))
+    if seq_idx is not None:
+        if tuple(seq_idx.shape) != shape:
+            raise InputError(explain("seq_idx.shape", tuple(seq_idx.shape), "one for each token", shape))
+        begins = begins | (inner & _differs(seq_idx, 0))
+    binary, has_holes, is_full, is_split = torch.stack([is_binary, holes, real.all(), begins[:, 1:].any()]).tolist()
+    _check_values(binary)
+    if has_holes:
+        rule = "tokens of a row stand on both sides of padding, where nothing says whether they are neighbours"
+        raise InputError(explain("attention_mask", "padding between tokens", rule, "padding on the left or right"))
+    if is_full and not is_split:
+        return None
+    flat = begins.flatten()
+    tokens = None if is_full else real.flatten().nonzero().squeeze(1)
+    starts = (flat if tokens is None else flat[tokens]).nonzero().squeeze(1)
+    total = flat.numel() if tokens is None else len(tokens)
+    if total == 0:
+        raise InputError(explain("attention_mask", "padding alone", "there is no token", "a token at least"))
+    cu_seqlens = torch.cat([starts, starts.new_tensor([total])])
+    return Packing(tokens, cu_seqlens.to(torch.int32), int(cu_seqlens.diff().max()))
+
+
+def given_documents(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, max_length_q: int | None, total: int
+) -> Packing:
+    """The documents that arguments of FlashAttention state, of a batch without padding.
+
+    Args:
+        cu_seq_lens_q: ``(documents + 1,)`` int32, where each document begins in the flattened batch, and total.
+        cu_seq_lens_k: the same, or None.
+        max_length_q: tokens of the longest document; default total.
+        total: tokens of the batch.
+
+    Raises:
+        InputError: keys have other documents than queries.
+    """
+    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and not cu_seq_lens_k.equal(cu_seq_lens_q):
+        raise InputError(explain("cu_seq_lens_k", cu_seq_lens_k, "keys are of the queries' documents", cu_seq_lens_q))
+    return Packing(None, cu_seq_lens_q, total if max_length_q is None else int(max_length_q))
+
+
+def count_padding(
+    shape: tuple[int, int],
+    device: torch.device,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    lengths: Tensor | None,
+    seen: int,
+) -> list[int] | None:
+    """How many of the next tokens of each entry of a cache are padding before its first token.
+
+    The CPU waits for the GPU once if there is a mask, or positions of several tokens.
+
+    Args:
+        shape: ``(B, N)``, of the next tokens.
+        device: of the batch.
+        mask: ``(B, seen + N)``, 1 for a token, 0 for padding, of all tokens from the first on; or None.
+        position_ids: ``(1, N)`` or ``(B, N)``, or None.
+        lengths: ``(B,)``, tokens that the cache holds of each entry; None: none at all.
+        seen: tokens of each entry that were in earlier calls, padding included.
+
+    Returns:
+        None if there is no padding among them.
+
+    Raises:
+        InputError: an argument does not fit, padding follows a token, or positions do not count on by one.
+    """
+    batch, count = shape
+    if mask is None and (position_ids is None or count == 1):
+        return None
+    real, is_binary = _real_tokens(mask, (batch, seen + count), device)
+    late = (~real & _shifted(real)).any()
+    changed = torch.zeros((), dtype=torch.bool, device=device)
+    if lengths is not None and mask is not None:
+        changed = (real[:, :seen].sum(1) != lengths.to(device)).any()
+    new = real[:, seen:]
+    restarts = torch.zeros_like(late)
+    if position_ids is not None:
+        restarts = (new & _shifted(new) & _differs(position_ids.expand(shape), 1)).any()
+    flags = torch.stack([is_binary, late, changed, restarts])
+    binary, has_late, has_changed, has_restarts, *padding = torch.cat([flags, (~new).sum(1)]).tolist()
+    _check_values(bool(binary))
+    if has_late:
+        rule = "what comes next would not follow the last token"
+        raise InputError(explain("attention_mask", "padding after a token", rule, "with a cache, padding on the left"))
+    if has_changed:
+        rule, legal = "of earlier tokens the cache holds others", "the mask of earlier calls, and new columns"
+        raise InputError(explain("attention_mask", "another padding", rule, legal))
+    if has_restarts:
+        rule = "packed documents have no cache"
+        raise InputError(explain("position_ids", "positions that restart", rule, "one document in a row"))
+    return padding if any(padding) else None
+
+
+def check_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> None:
+    """Check the shape of positions.
+
+    Raises:
+        InputError: there is not one for each token.
+    """
+    shapes = ((1, shape[1]), shape)
+    if position_ids is not None and tuple(position_ids.shape) not in shapes:
+        raise InputError(explain("position_ids.shape", tuple(position_ids.shape), "one for each token", shapes))
+
+
+def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which are tokens, ``shape`` bools, and whether the mask is made of zeros and ones.
+
+    Raises:
+        InputError: it has another shape or dtype.
+    """
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=device), torch.ones((), dtype=torch.bool, device=device)
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        rule = "one for each token, earlier ones in a cache included; masks of scores are not supported"
+        raise InputError(explain("attention_mask.shape", got, rule, shape))
+    if mask.is_floating_point():
+        rule = "says of each token whether it is padding; nothing is added to scores"
+        raise InputError(explain("attention_mask.dtype", mask.dtype, rule, "bool, or integers 0 and 1"))
+    real = mask.bool()
+    return real, (mask == real).all()
+
+
+def _check_values(binary: bool) -> None:
+    """Check that a mask is made of zeros and ones.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not binary:
+        rule = "says of each token whether it is padding"
+        raise InputError(explain("attention_mask", "values that are neither 0 nor 1", rule, "0 and 1"))
+
+
+def _shifted(x: Tensor) -> Tensor:
+    """Each column's left neighbour, False left of the first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def _differs(x: Tensor, step: int) -> Tensor:
+    """Where a column is not its left neighbour plus ``step``; True in the first."""
+    return torch.cat([torch.ones_like(x[:, :1], dtype=torch.bool), x.diff(dim=1) != step], 1)

@@ -1,0 +1,138 @@
+"""Multi-token attention for a decoder that was trained without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ..errors import SpecError, explain
+from .configuration import MtaConfig
+from .modeling import MtaForCausalLM
+
+_NOT_INITIALLY_THE_IDENTITY = ("group_norm", "depth_rescale", "gate", "rope_theta", "window")
+_PROJECTIONS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
+
+
+def retrofit(
+    model: LlamaForCausalLM,
+    *,
+    kernel: tuple[int, int] | None = (6, 11),
+    mixed_heads: int | None = None,
+    post_kernel: tuple[int, int] | None = None,
+    post_mixed_heads: int | None = None,
+    key_padding: str = "both",
+    mask: str = "source",
+    backend: str = "auto",
+    compute_dtype: str | None = None,
+    layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
+) -> MtaForCausalLM:
+    """A copy of a trained Llama with stages over its scores that pass on, at first, what they get.
+
+    The copy computes what the model does until it is trained. Its queries and keys have other orders of elements than
+    the model's: transformers' Llama turns the elements p and p + D / 2 of a head together, the layer 2 p and 2 p + 1.
+
+    Args:
+        model: of transformers, on any device and of any dtype.
+        kernel: as of :class:`MtaConfig`, as all following.
+        mixed_heads: as of the configuration.
+        post_kernel: as of the configuration.
+        post_mixed_heads: as of the configuration.
+        key_padding: as of the configuration.
+        mask: as of the configuration.
+        backend: as of the configuration.
+        compute_dtype: as of the configuration.
+        layer_overrides: as of the configuration, of the stages alone: with a norm, a gate, a window or another rotary
+            embedding the copy would not compute what the model does.
+
+    Returns:
+        On the model's device, in its dtype, and in its mode of training or evaluation.
+
+    Raises:
+        SpecError: an option is not legal, or the model has biases in its attention or scaled rotary embeddings.
+        PlanError: this machine's target has no plan of the stages; the message names the limit.
+    """
+    theirs = model.config
+    _check_llama(theirs)
+    for options in (layer_overrides or {}).values():
+        for name in _NOT_INITIALLY_THE_IDENTITY:
+            if name in options:
+                rule = "the model would not compute what it did"
+                raise SpecError(explain("layer_overrides", name, rule, "stages over scores, dropout"))
+    config = MtaConfig(
+        vocab_size=theirs.vocab_size,
+        hidden_size=theirs.hidden_size,
+        intermediate_size=theirs.intermediate_size,
+        num_hidden_layers=theirs.num_hidden_layers,
+        num_attention_heads=theirs.num_attention_heads,
+        num_key_value_heads=theirs.num_key_value_heads,
+        head_dim=theirs.head_dim,
+        hidden_act=theirs.hidden_act,
+        mlp_bias=theirs.mlp_bias,
+        max_position_embeddings=theirs.max_position_embeddings,
+        initializer_range=theirs.initializer_range,
+        rms_norm_eps=theirs.rms_norm_eps,
+        use_cache=theirs.use_cache,
+        tie_word_embeddings=theirs.tie_word_embeddings,
+        kernel=kernel,
+        mixed_heads=mixed_heads,
+        post_kernel=post_kernel,
+        post_mixed_heads=post_mixed_heads,
+        key_padding=key_padding,
+        rope_theta=theirs.rope_parameters["rope_theta"],
+        dropout=theirs.attention_dropout,
+        mask=mask,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        layer_overrides=layer_overrides,
+        pad_token_id=theirs.pad_token_id,
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=theirs.eos_token_id,
+        dtype=model.dtype,
+    )
+    ours: MtaForCausalLM = MtaForCausalLM._from_config(config, dtype=model.dtype).to(model.device)
+    ours.load_state_dict(ours.state_dict() | _renamed(model.state_dict(), config))
+    ours.generation_config = copy.deepcopy(model.generation_config)
+    ours.train(model.training)
+    return ours
+
+
+def _renamed(state: dict[str, Tensor], config: MtaConfig) -> dict[str, Tensor]:
+    """A Llama's state dict under the layer's names, with the rows of queries and keys in the layer's order."""
+    renamed = {}
+    for name, value in state.items():
+        for their_name, our_name in _PROJECTIONS.items():
+            name = name.replace(f"self_attn.{their_name}.", f"self_attn.{our_name}.")
+        turned = name.endswith(("self_attn.wq.weight", "self_attn.wk.weight"))
+        renamed[name] = interleave(value, config.head_dim) if turned else value
+    return renamed
+
+
+def interleave(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows p and p + D / 2 of each head become 2 p and 2 p + 1.
+
+    Args:
+        weight: ``(heads * D, dim)``, a projection of queries or keys.
+        head_dim: D.
+    """
+    return torch.unflatten(weight, 0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _check_llama(config: Any) -> None:
+    """Check that the layer can compute a model's attention.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    if config.model_type != "llama":
+        raise SpecError(explain("model", config.model_type, "its attention is not known", "a LlamaForCausalLM"))
+    if config.attention_bias:
+        raise SpecError(explain("attention_bias", True, "the layer's projections have no bias", False))
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type != "default":
+        rule = "the layer's rotary embedding has no scaled frequencies"
+        raise SpecError(explain("rope_parameters['rope_type']", rope_type, rule, "default"))

@@ -1,0 +1,681 @@
+"""The decoder for transformers: against Llama, against examples/gpt, and against itself without padding or cache."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from examples.gpt import model as gpt
+from mtagen import InputError, SpecError
+from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel, retrofit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY = 50
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.3,
+}
+STAGES: dict[str, Any] = {"kernel": (3, 5), "mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "stages": STAGES,
+    "output mask": STAGES | {"mask": "output"},
+    "window": STAGES | {"window": (4, 0), "rope_theta": 100.0},
+    "paper": {
+        "kernel": None,
+        "mixed_heads": 4,
+        "post_mixed_heads": 4,
+        "group_norm": True,
+        "gate": "scalar",
+        "layer_overrides": {1: {"kernel": (3, 5), "post_kernel": (3, 5)}},
+    },
+}
+every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+LEFT = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 12, [0] * 11 + [1]])
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Stages that pass on what they get would hide what they reach."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "mta_kernel" in name or "wpsm" in name or "wposm" in name or "head_kernel" in name:
+                x += 0.3 * torch.randn(x.shape, generator=generator)
+
+
+def made(options: dict[str, Any], kind: type[MtaForCausalLM] = MtaForCausalLM) -> MtaForCausalLM:
+    torch.manual_seed(0)
+    model = kind(MtaConfig(**SIZES | options)).eval()
+    randomise(model)
+    return model
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model() -> MtaForCausalLM:
+    return made(MODELS["paper"])
+
+
+def close(left: Tensor, right: Tensor) -> None:
+    """As fp32 rounds what is summed in another order; logits here are about 1, and norms round to fp32 in any dtype."""
+    torch.testing.assert_close(left, right, rtol=2e-5, atol=2e-5)
+
+
+# What is computed.
+
+
+def test_is_the_decoder_of_the_example() -> None:
+    """The paper's configuration, whose parameters have other names there."""
+    size = gpt.Size(64, 4, 4)
+    theirs = gpt.Decoder(size, "mta", VOCABULARY)
+    randomise(theirs)
+    ours = MtaForCausalLM(
+        MtaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=size.dim,
+            intermediate_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            **MODELS["paper"] | {"layer_overrides": {2: {"kernel": (6, 11), "post_kernel": (6, 11)}}},
+        )
+    )
+    names = {
+        "tok_embeddings": "model.embed_tokens",
+        "layers": "model.layers",
+        "norm": "model.norm",
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "ffn_norm": "post_attention_layernorm",
+        "feed_forward": "mlp",
+        "w1": "gate_proj",
+        "w3": "up_proj",
+        "w2": "down_proj",
+    }
+    state = {".".join(names.get(part, part) for part in key.split(".")): x for key, x in theirs.state_dict().items()}
+    ours.load_state_dict(state | {"lm_head.weight": theirs.tok_embeddings.weight})
+    x = tokens(2, 30)
+    close(ours(x).logits, theirs(x))
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | {"rope_theta": 500.0} | options)).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_retrofitted_llama_computes_the_same(tied: bool) -> None:
+    theirs = llama(tie_word_embeddings=tied, mlp_bias=True)
+    ours = retrofit(theirs, **STAGES, layer_overrides={1: {"kernel": None}})
+    x = tokens(2, 30)
+    close(ours(x).logits, theirs(x).logits)
+    assert ours.model.layers[0].self_attn.mta_kernel is not None
+    assert ours.model.layers[1].self_attn.mta_kernel is None
+    assert torch.equal(ours.generate(x, max_new_tokens=5), theirs.generate(x, max_new_tokens=5))
+    mask = torch.ones_like(x)
+    mask[0, :9] = 0
+    close(ours(x, attention_mask=mask).logits[0, 9:], theirs(x, attention_mask=mask).logits[0, 9:])
+
+
+def test_retrofitted_llama_in_float64() -> None:
+    """Its norms and angles are rounded to fp32 there, too."""
+    theirs = llama().double()
+    ours = retrofit(theirs, **STAGES)
+    x = tokens(2, 30)
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours(x).logits, theirs(x).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_retrofitted_llama_trains() -> None:
+    ours = retrofit(llama(), **STAGES).train()
+    x = tokens(4, 16)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = ours(x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    for layer in ours.model.layers:
+        identity = torch.zeros(4, 1, 3, 5)
+        identity[..., -1, 2] = 1
+        assert not layer.self_attn.mta_kernel.equal(identity)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "match"),
+    [
+        ({"attention_bias": True}, {}, "attention_bias: got True; the layer's projections have no bias"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+            {},
+            "rope_type.*got 'linear'; .*no scaled frequencies",
+        ),
+        ({}, {"layer_overrides": {0: {"gate": "scalar"}}}, "layer_overrides: got 'gate'; the model would not"),
+        ({}, {"layer_overrides": {2: {"kernel": None}}}, r"layer_overrides: got '2'; there is no such layer; .*0\.\.1"),
+    ],
+)
+def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, Any], match: str) -> None:
+    theirs = LlamaForCausalLM(LlamaConfig(**SIZES | config))
+    with pytest.raises(SpecError, match=match):
+        retrofit(theirs, **options)
+
+
+def test_only_llama_is_retrofitted(model: MtaForCausalLM) -> None:
+    with pytest.raises(SpecError, match="model: got 'mtagen'; its attention is not known"):
+        retrofit(model)
+
+
+# Padding and packed documents: each document alone is what is expected.
+
+
+def alone(model: torch.nn.Module, x: Tensor, mask: Tensor) -> list[Tensor]:
+    """The results of each row without its padding."""
+    return [model(row[real.bool()][None]).last_hidden_state[0] for row, real in zip(x, mask, strict=True)]
+
+
+@pytest.mark.parametrize("options", [*MODELS.values(), STAGES | {"causal": False}], ids=[*MODELS, "not causal"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+def test_padding_is_not_seen(options: dict[str, Any], side: str, dtype: torch.dtype) -> None:
+    model = made(options, MtaModel)
+    mask = LEFT if side == "left" else LEFT.flip(1)
+    x = tokens(*mask.shape)
+    out = model(x, attention_mask=mask.to(dtype)).last_hidden_state
+    for row, real, expected in zip(out, mask.bool(), alone(model, x, mask), strict=True):
+        close(row[real], expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gradients_of_a_padded_batch(side: str, model: MtaForCausalLM) -> None:
+    mask = LEFT if side == "left" else LEFT.flip(1)
+    x = tokens(*mask.shape)
+    labels = x.masked_fill(mask == 0, -100)
+    if side == "left":  # the loss shifts labels: what a document begins with, padding is not to predict
+        labels[0, 5] = labels[2, 11] = -100
+    model(x, attention_mask=mask, labels=labels).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    rows = [row[real.bool()][None] for row, real in zip(x, mask, strict=True)]
+    count = sum(row.shape[1] - 1 for row in rows)
+    for row in rows:
+        model(row, labels=row, num_items_in_batch=count).loss.backward()
+    for name, parameter in model.named_parameters():
+        close(gradients[name], parameter.grad)
+
+
+def test_a_mask_without_padding_changes_nothing(model: MtaForCausalLM) -> None:
+    x = tokens(2, 9)
+    assert torch.equal(model(x, attention_mask=torch.ones_like(x)).logits, model(x).logits)
+
+
+def test_a_row_of_padding_alone(model: MtaForCausalLM) -> None:
+    x, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0] = 0
+    out = model(x, attention_mask=mask).logits
+    close(out[1:], model(x[1:]).logits)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens"])
+@every_model
+def test_packed_documents(options: dict[str, Any], how: str) -> None:
+    """As transformers' collator flattens them."""
+    model = made(options)
+    documents = [tokens(n)[:n].tolist() for n in (7, 1, 12, 4)]
+    collate = DataCollatorWithFlattening(
+        return_position_ids=how == "position_ids",
+        return_seq_idx=how == "seq_idx",
+        return_flash_attn_kwargs=how == "cu_seq_lens",
+        return_tensors="pt",
+    )
+    batch = collate([{"input_ids": document} for document in documents])
+    out = model(**batch)
+    expected = [model(torch.tensor([document])).logits[0] for document in documents]
+    close(out.logits[0], torch.cat(expected))
+    assert out.loss.isfinite()
+    with torch.no_grad():  # no cache by default
+        assert torch.equal(model(**batch).logits, out.logits)
+
+
+def test_documents_in_the_rows_of_a_padded_batch(model: MtaForCausalLM) -> None:
+    x = tokens(2, 10)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 10])
+    position_ids = torch.tensor([[0, 0, 0, 1, 2, 0, 1, 2, 3, 4], [*range(6), *range(4)]])
+    out = model(x, attention_mask=mask, position_ids=position_ids).logits
+    for row, begin, end in [(0, 2, 5), (0, 5, 10), (1, 0, 6), (1, 6, 10)]:
+        close(out[row, begin:end], model(x[row : row + 1, begin:end]).logits[0])
+
+
+def test_positions_turn_queries_and_keys(model: MtaForCausalLM) -> None:
+    """All by the same: nothing changes but rounding."""
+    x = tokens(2, 9)
+    close(model(x, position_ids=torch.arange(100, 109)[None]).logits, model(x).logits)
+
+
+@torch.no_grad()
+def test_positions_that_count_by_two(model: MtaForCausalLM) -> None:
+    """Where boundaries are stated, or in single steps, they are positions and no more."""
+    x, position_ids = tokens(1, 9), 2 * torch.arange(9)[None]
+    out = model(x, position_ids=position_ids, cu_seq_lens_q=torch.tensor([0, 9]).int(), use_cache=False).logits
+    past = MtaCache(model.config)
+    steps = [model(x[:, i : i + 1], position_ids=position_ids[:, i : i + 1], past_key_values=past) for i in range(9)]
+    close(torch.cat([step.logits for step in steps], 1), out)
+    assert not out.allclose(model(x).logits, atol=1e-2)
+
+
+# Generation.
+
+
+def generate(model: MtaForCausalLM, x: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    return model.generate(x, max_new_tokens=10, pad_token_id=0, **options)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beams that are sampled": {"num_beams": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@every_model
+def test_generation_with_and_without_a_cache(options: dict[str, Any], way: dict[str, Any], padded: bool) -> None:
+    model, x = made(options), tokens(3, 12)
+    way = way | ({"attention_mask": LEFT} if padded else {})
+    assert torch.equal(generate(model, x, **way, use_cache=True), generate(model, x, **way, use_cache=False))
+
+
+def test_generation_from_padded_prompts_and_from_each_alone(model: MtaForCausalLM) -> None:
+    x = tokens(3, 12)
+    together = generate(model, x, attention_mask=LEFT)
+    for row, real, out in zip(x, LEFT.bool(), together, strict=True):
+        assert torch.equal(out[12:], generate(model, row[real][None])[0, real.sum() :])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@every_model
+def test_logits_of_a_prompt_in_parts(options: dict[str, Any], padded: bool) -> None:
+    """Several tokens at once, parts that are padding alone in some rows, and a cache that grows."""
+    model, x = made(options), tokens(3, 12 + 11)
+    mask = torch.cat([LEFT if padded else torch.ones_like(LEFT), torch.ones(3, 11, dtype=torch.int64)], 1)
+    position_ids = mask.cumsum(1) + 6  # from anywhere on
+    expected = model(x, attention_mask=mask).logits
+    past, seen = MtaCache(model.config), 0
+    with torch.no_grad():
+        for part in x.split([4, 5, 1, 3, 10], dim=1):
+            new = slice(seen, seen + part.shape[1])
+            given = {"attention_mask": mask[:, : new.stop] if padded else None, "position_ids": position_ids[:, new]}
+            out = model(part, past_key_values=past, **given)
+            assert out.past_key_values is past
+            seen = new.stop
+            assert past.get_seq_length() == seen
+            real = mask[:, new].bool()
+            close(out.logits[real], expected[:, new][real])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_prompt_in_chunks(padded: bool, model: MtaForCausalLM) -> None:
+    x, more = tokens(3, 12), {"attention_mask": LEFT} if padded else {}
+    assert torch.equal(generate(model, x, prefill_chunk_size=5, **more), generate(model, x, **more))
+
+
+def test_generation_goes_on(model: MtaForCausalLM) -> None:
+    """From a cache that an earlier call returned, of which another copy is kept."""
+    x = tokens(2, 12)
+    first = model.generate(x, max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(first.past_key_values, MtaCache)
+    assert first.past_key_values.get_seq_length() == 15
+    more = torch.cat([first.sequences, tokens(2, 11)], 1)
+    given = {"attention_mask": torch.ones_like(more)}  # a token that was generated may be that of padding
+    for past in (copy.deepcopy(first.past_key_values), first.past_key_values):
+        assert torch.equal(generate(model, more, past_key_values=past, **given), generate(model, more, **given))
+
+
+def test_generation_from_embeddings(model: MtaForCausalLM) -> None:
+    x = tokens(2, 12)
+    out = generate(model, None, inputs_embeds=model.get_input_embeddings()(x).detach())
+    assert torch.equal(out, generate(model, x)[:, 12:])
+
+
+def test_room_of_a_cache(model: MtaForCausalLM) -> None:
+    """What ``generate`` makes has room at once; what a call makes grows."""
+    out = model.generate(tokens(2, 12), max_new_tokens=9, return_dict_in_generate=True)
+    assert {layer.state.max_len for layer in out.past_key_values.layers} == {20}
+    past = MtaCache(model.config)
+    with torch.no_grad():
+        for count, room in ((5, 5), (1, 10), (4, 10), (20, 30)):
+            model(tokens(2, count), past_key_values=past)
+            assert {layer.state.max_len for layer in past.layers} == {room}
+
+
+def test_what_a_cache_does(model: MtaForCausalLM) -> None:
+    x = tokens(2, 9)
+    past = MtaCache(model.config, max_len=20)
+    (layer, _) = past.layers
+    assert (layer.batch_size, layer.get_seq_length(), layer.get_max_length()) == (-1, 0, -1)
+    past.reorder_cache(torch.tensor([0]))  # nothing is held
+    past.batch_repeat_interleave(2)
+    with torch.no_grad():
+        model(x, past_key_values=past)
+        assert past.get_mask_sizes(3, 0) == (12, 0)
+        past.batch_repeat_interleave(2)
+        past.batch_select_indices(torch.tensor([3, 0]))
+        past.reorder_cache(torch.tensor([1, 0, 1]))
+        assert layer.batch_size == 3
+        rows = torch.stack([x[0], x[1], x[0]])
+        new = tokens(3, 2)
+        close(model(new, past_key_values=past).logits, model(torch.cat([rows, new], 1)).logits[:, 9:])
+        past.crop(0)
+        past.reset()
+        assert past.get_seq_length() == 0
+        close(model(x, past_key_values=past).logits, model(x).logits)
+
+
+def test_when_a_call_returns_a_cache(model: MtaForCausalLM) -> None:
+    x = tokens(1, 5)
+    assert model(x).past_key_values is None
+    with torch.no_grad():
+        assert isinstance(model(x).past_key_values, MtaCache)
+        assert model(x, use_cache=False).past_key_values is None
+        mask = torch.tensor([[0, 1, 1, 1, 1]])
+        assert model(x, attention_mask=mask).past_key_values is None
+        assert model(x, attention_mask=mask, use_cache=True).past_key_values.layers[0].state.lengths.tolist() == [4]
+        assert made(STAGES | {"causal": False}, MtaModel)(x).past_key_values is None
+
+
+# What transformers does with models.
+
+
+@every_model
+def test_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    model, x = made(options), tokens(2, 12)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is MtaForCausalLM
+    assert torch.equal(loaded(x).logits, model(x).logits)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is MtaConfig
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is MtaModel
+    assert torch.equal(base(x).last_hidden_state, model.model(x).last_hidden_state)
+
+
+def test_loaded_with_a_further_stage(tmp_path: Path) -> None:
+    """It starts as the identity; what was saved stays."""
+    model, x = made({"kernel": (3, 5)}), tokens(2, 12)
+    model.save_pretrained(tmp_path)
+    loaded = MtaForCausalLM.from_pretrained(tmp_path, post_kernel=(2, 3), post_mixed_heads=2)
+    assert loaded.model.layers[0].self_attn.head_kernel is not None
+    close(loaded(x).logits, model(x).logits)
+    with_norm = MtaForCausalLM.from_pretrained(tmp_path, group_norm=True, gate="channel").model.layers[0].self_attn
+    assert torch.equal(with_norm.subln.weight, torch.ones(16))
+    assert torch.equal(with_norm.gate.bias, torch.zeros(16))
+    assert torch.equal(with_norm.mta_kernel, model.model.layers[0].self_attn.mta_kernel)
+
+
+def test_loaded_in_another_dtype(model: MtaForCausalLM, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    loaded = MtaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {x.dtype for x in loaded.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        assert loaded(tokens(1, 5)).logits.dtype == torch.bfloat16
+
+
+def test_initial_values() -> None:
+    options = MODELS["paper"] | {"post_mixed_heads": 2, "depth_rescale": True}
+    layers = MtaForCausalLM(MtaConfig(**SIZES | options)).model.layers
+    attention = layers[1].self_attn
+    taps = torch.zeros(4, 1, 3, 5)
+    taps[..., -1, 2] = 1
+    for x, expected in [
+        (attention.mta_kernel, taps),
+        (attention.mta_kernel_after_sm, taps),
+        (attention.wpsm.weight, torch.eye(4)),
+        (attention.head_kernel, torch.eye(2).expand(2, 2, 2)),
+        (attention.subln.weight, torch.ones(16)),
+        (attention.gate.bias, torch.zeros(1)),
+    ]:
+        assert torch.equal(x, expected)
+    assert attention.wq.weight.std().item() == pytest.approx(0.3, rel=0.1)
+    assert [layer.self_attn.subln.factor for layer in layers] == pytest.approx([0.8, 0.64449], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_training(tmp_path: Path) -> None:
+    """By ``Trainer``, of padded batches, with gradient checkpointing and evaluation, and resumed."""
+    model = made(STAGES | {"pad_token_id": 0, "dropout": 0.1})
+    data = [{"input_ids": tokens(n)[:n].tolist()} for n in (5, 12, 9, 7)] * 4
+
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        x = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+        return {"input_ids": x, "attention_mask": (x != 0).long(), "labels": x.masked_fill(x == 0, -100)}
+
+    def trainer(steps: int) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=steps,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=True,
+            save_steps=10,
+            logging_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        return Trainer(model, arguments, data_collator=collate, train_dataset=data, eval_dataset=data)
+
+    before = trainer(1).evaluate()["eval_loss"]
+    trainer(10).train()
+    resumed = trainer(20)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert resumed.state.global_step == 20
+    assert resumed.evaluate()["eval_loss"] < 0.6 * before
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-20")
+    x = tokens(1, 9)
+    assert torch.equal(loaded(x).logits, model.eval()(x).logits)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(model: MtaForCausalLM, reentrant: bool) -> None:
+    model.train()
+    x = tokens(3, 12)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(x, attention_mask=LEFT, labels=x).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+
+
+def test_compile(model: MtaForCausalLM) -> None:
+    torch._dynamo.reset()
+    x = tokens(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(compiled(x, labels=x).loss, model(x, labels=x).loss)
+
+
+def test_outputs(model: MtaForCausalLM) -> None:
+    x = tokens(2, 9)
+    out = model(x, output_hidden_states=True)
+    assert [y.shape for y in out.hidden_states] == [(2, 9, 32)] * 3
+    assert torch.equal(out.hidden_states[0], model.get_input_embeddings()(x))
+    assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(model(x, logits_to_keep=2).logits, out.logits[:, -2:])
+    assert torch.equal(model(x, logits_to_keep=torch.tensor([1, 4])).logits, out.logits[:, [1, 4]])
+    assert torch.equal(model(x, return_dict=False)[0], out.logits)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    torch.testing.assert_close(model(x, labels=x).loss, expected)
+
+
+def test_import_without_the_package() -> None:
+    """All else of mtagen does not miss it; the message says what to install."""
+    script = """
+import sys
+import mtagen
+mtagen.nn.MultiTokenAttention
+assert not any(name.split(".")[0] == "transformers" for name in sys.modules)
+sys.modules["transformers"] = None
+import mtagen.transformers
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    message = "ModuleNotFoundError: import: got 'transformers'; .*; legal: pip install 'mtagen\\[transformers\\]'"
+    assert re.search(message, done.stderr)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"layer_overrides": {2: {}}}, "layer_overrides: got '2'; there is no such layer"),
+        ({"layer_overrides": {0: {"causal": False}}}, "layer_overrides: got 'causal'; layer 0 cannot override it"),
+        ({"causal": False}, "causal: got False; a token would be predicted from itself"),
+        ({"kernel": (0, 3)}, "kernel: got"),
+        ({"kernel": 3}, "kernel: got"),
+        ({"compute_dtype": "int8"}, "dtype: got 'int8'"),
+    ],
+)
+def test_illegal_configurations(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        MtaForCausalLM(MtaConfig(**SIZES | options))
+
+
+HOLE = torch.tensor([[1, 1, 0, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, r"attention_mask\.shape: got \(1, 1, 5, 5\); .*masks of scores"),
+        ({"attention_mask": torch.ones(1, 4, dtype=torch.int64)}, r"attention_mask\.shape: got \(1, 4\)"),
+        ({"attention_mask": [[1] * 5]}, r"attention_mask\.shape: got 'list'"),
+        ({"attention_mask": torch.ones(1, 5)}, r"attention_mask\.dtype: got torch\.float32; .*nothing is added"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2, 3]])}, "attention_mask: got 'values that are neither 0 nor 1'"),
+        ({"attention_mask": HOLE}, "attention_mask: got 'padding between tokens'"),
+        ({"attention_mask": 0 * HOLE}, "attention_mask: got 'padding alone'"),
+        ({"position_ids": torch.arange(5)}, r"position_ids\.shape: got \(5,\)"),
+        ({"seq_idx": torch.arange(5)}, r"seq_idx\.shape: got \(5,\)"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "cu_seq_lens_k": torch.tensor([0, 2, 5]).int()},
+            "cu_seq_lens_k: got .*keys are of the queries' documents",
+        ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "attention_mask": HOLE},
+            "attention_mask: got 'cu_seq_lens_q besides'",
+        ),
+        ({"output_attentions": True}, "output_attentions: got True"),
+        ({"use_cache": True}, "cache: got 'gradients enabled'"),
+        ({"inputs_embeds": torch.zeros(1, 5, 32)}, "input_ids, inputs_embeds: got 'both'"),
+        ({"input_ids": None}, "input_ids, inputs_embeds: got 'neither'"),
+        ({"past_key_values": DynamicCache()}, "past_key_values: got 'DynamicCache'; .*queries"),
+    ],
+)
+def test_illegal_calls(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:
+    with pytest.raises(InputError, match=match):
+        model(**{"input_ids": tokens(1, 5)} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"attention_mask": torch.ones(1, 5, dtype=torch.int64)}, r"attention_mask\.shape: got \(1, 5\); .*\(1, 9\)"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]])}, "attention_mask: got 'another padding'"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]])},
+            "attention_mask: got 'padding after a token'",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 0]])},
+            "attention_mask: got 'padding after a token'",
+        ),
+        ({"attention_mask": torch.full((1, 9), 2)}, "attention_mask: got 'values that are neither"),
+        ({"position_ids": torch.tensor([[4, 5, 0, 1, 2]])}, "position_ids: got 'positions that restart'"),
+        ({"seq_idx": torch.zeros(1, 5, dtype=torch.int64)}, "past_key_values: got 'packed documents besides'"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5]).int()}, "past_key_values: got 'packed documents besides'"),
+    ],
+)
+def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:
+    past = MtaCache(model.config)
+    with torch.no_grad():
+        model(tokens(1, 4), past_key_values=past)
+        with pytest.raises(InputError, match=match):
+            model(tokens(1, 5), past_key_values=past, **given)
+        assert past.get_seq_length() == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"cache_implementation": "static"}, "cache_implementation: got 'static'"),
+        ({"prompt_lookup_num_tokens": 2}, "generation: got 'with an assistant'"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "attention_mask: got 'padding on the right'"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]]), "use_cache": False},
+            "attention_mask: got 'padding on the right'",
+        ),
+        ({"past_key_values": DynamicCache()}, "past_key_values: got 'DynamicCache'"),
+    ],
+)
+def test_illegal_generation(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:
+    with pytest.raises(InputError, match=match):
+        generate(model, tokens(1, 5), **given)
+
+
+def test_illegal_use_of_a_cache(model: MtaForCausalLM) -> None:
+    past = MtaCache(model.config)
+    x = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(InputError, match="update: got 'keys and values'; the layer writes"):
+        past.update(x, x, 0)
+    with pytest.raises(InputError, match="update: got 'keys and values'"):
+        past.layers[0].lazy_initialization(x, x)
+    with pytest.raises(InputError, match="tokens_to_remove: got -1; queries of earlier tokens are no longer held"):
+        past.crop(-1)
+    with pytest.raises(InputError, match="activate_past_recording"):
+        past.layers[0].activate_past_recording()
+    assert not past.layers[0].is_croppable
