@@ -50,6 +50,7 @@ takes a case, with all of its contenders, from one run; "{NOTHING}" is not measu
 
 MIXING: dict[str, Any] = {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}
 EVERYTHING: dict[str, Any] = {**MIXING, "kernel": (6, 11), "post_kernel": (6, 11)}
+PAIRS: dict[str, Any] = {"post_mixed_heads": 2}
 GOALS = (
     Goal("mtagen cuda", "forward", 128, 1.9),
     Goal("mtagen cuda", "forward", 64, 2.2),
@@ -95,7 +96,7 @@ DATA_GOALS = (
     Goal("mtagen cuda", "forward+backward", 128, 1.8, n=32768, peer=PREDICTED, window=(1024, -1)),
     *(
         Goal("mtagen cuda", step, 128, limit, batch=16, peer=f"mtagen cuda {form}", packed=True, **stages)
-        for stages in ({}, {"kernel": None}, MIXING, EVERYTHING)
+        for stages in ({}, {"kernel": None}, MIXING, EVERYTHING, PAIRS)
         for form, limit in (("one by one", 1.15), ("padded", 1.0))
         for step in ("forward", "forward+backward")
     ),
@@ -167,9 +168,17 @@ def pictures(runs: dict[Path, Run]) -> dict[str, Picture]:
 
 
 def load_reports(folder: Path) -> list[Report]:
-    """What ``examples/gpt/throughput.py --json`` has written, small models first."""
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return sorted(reports, key=lambda report: max(result.get("parameters", 0) for result in report["results"]))
+    """What ``examples/gpt/throughput.py --json`` has written, small models first.
+
+    Files of one model and machine, on the same batch and with the same versions, are one report.
+    """
+    joined: dict[str, Report] = {}
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        same = {name: value for name, value in report.items() if name != "results"}
+        first = joined.setdefault(json.dumps(same), same | {"results": []})
+        first["results"] += report["results"]
+    return sorted(joined.values(), key=lambda report: max(one.get("parameters", 0) for one in report["results"]))
 
 
 def training_steps(reports: Sequence[Report]) -> str:
