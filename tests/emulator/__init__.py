@@ -23,7 +23,7 @@ from mtagen.planner.tile.passes import TilePass
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
-OPTIONS = ("-std=c++17", "-O1", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-shared", "-fPIC")
+OPTIONS = ("-std=c++17", "-Og", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-shared", "-fPIC")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler: c++ or g++")
 
 _TYPES = {
@@ -127,10 +127,10 @@ def host_function(
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
     """
-    module = host_module(plan)
+    module, kernels = host_module(plan), emulated(plan, folder, seed, checked=checked)
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        module.LOADED[plan.pass_name][None] = emulated(plan, folder, seed, checked=checked)  # the index of a CPU
+        module.LOADED[plan.pass_name][None] = kernels  # the index of a CPU
         return getattr(module, plan.pass_name)(*arguments, **options)
 
     return call
