@@ -4,6 +4,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -12,9 +13,25 @@ import torch
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
 
+def pytest_configure() -> None:
+    """Parallel workers have a thread each: more would wait for each other's cores longer than they compute."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first, so that parallel workers end together."""
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where emulated kernels are compiled, once for all tests of all parallel workers."""
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if parallel else base) / "kernels"
+    made.mkdir(exist_ok=True)
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -40,12 +40,6 @@ DROPPING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels are compiled, once for all tests."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 def passes(
     spec: Spec, target: str, folder: Path, seed: int = 0, *, checked: bool = False
 ) -> dict[str, Callable[..., Any]]:

@@ -88,12 +88,6 @@ def case_id(value: object) -> str:
     return f"{kernel}-{f'causal-{value.mask}' if value.causal else 'full'}{window}{'-dropout' * value.dropout}"
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels are compiled, once for all tests."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = False) -> dict[str, Callable[..., Any]]:
     """The host functions of a spec's passes, with emulated kernels."""
     planned = plan(spec, target, "cuda")

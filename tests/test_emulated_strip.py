@@ -207,12 +207,6 @@ def assert_planes(given: Tensor, expected: Tensor, strip: Strip, where: Tensor |
     assert not len(wrong), f"{len(wrong)} wrong, first at {wrong[0].tolist()}: {ours[tuple(wrong[0])]}"
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels are compiled; those of a request share a name with those of no other."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 # Convolutions of planes.
 
 
@@ -389,18 +383,18 @@ def test_no_races_in_planes(spec: Spec, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [Form(8, keys=64, walk=256), Form(4, keys=64, walk=512), Form(8, keys=128, walk=1024)])
-def test_convolutions_of_other_forms(form: Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_convolutions_of_other_forms(form: Form, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     roles, spec = in_form(form, monkeypatch), CONVOLUTIONS["(6, 11)"]
-    test_convolution(spec, tmp_path)
-    test_adjoint(spec, tmp_path)
-    test_no_races_in_planes(spec, tmp_path)
+    test_convolution(spec, folder)
+    test_adjoint(spec, folder)
+    test_no_races_in_planes(spec, folder)
     assert {*roles} == {"convolution", "convolution_adjoint"}
 
 
-def test_gradients_of_weights_of_another_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gradients_of_weights_of_another_form(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     roles, spec = in_form(Form(4, keys=128), monkeypatch), CONVOLUTIONS["(6, 11)"]
-    test_gradient_of_the_weight(spec, tmp_path)
-    test_no_races_in_planes(spec, tmp_path)
+    test_gradient_of_the_weight(spec, folder)
+    test_no_races_in_planes(spec, folder)
     assert {*roles} == {"convolution_gradient"}
 
 
@@ -492,12 +486,11 @@ def test_product(role: str, spec: Spec, target: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("target", PRODUCT_TARGETS)
-def test_products_of_other_forms(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_products_of_other_forms(target: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     role, spec = PRODUCTS["scores of 64"]
-    for n, other in enumerate(source_of(spec, role, target).variants[1:]):
+    for other in source_of(spec, role, target).variants[1:]:
         with monkeypatch.context() as patch:
-            roles, folder = in_form(other.form, patch), tmp_path / str(n)
-            folder.mkdir()
+            roles = in_form(other.form, patch)
             test_product(role, spec, target, folder)
             assert {*roles} == {role}
 
@@ -904,13 +897,13 @@ def test_no_races_in_rows(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("form", [Form(4, 3), Form(12, 1), Form(16, 1)])
 @pytest.mark.parametrize("name", ["16 heads mix, before and after", "all stages"])
-def test_rows_of_other_forms(name: str, form: Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_of_other_forms(name: str, form: Form, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     roles, (heads, spec) = in_form(form, monkeypatch), ROWS[name]
-    test_softmax(heads, spec, tmp_path)
-    test_softmax_backward(heads, spec, tmp_path)
+    test_softmax(heads, spec, folder)
+    test_softmax_backward(heads, spec, folder)
     if Stages(spec).separate_post_mix:
-        test_probabilities(heads, spec, tmp_path)
-        test_post_mix(heads, spec, tmp_path)
-        test_post_mix_backward(heads, spec, tmp_path)
-    test_no_races_in_rows(name, tmp_path)
+        test_probabilities(heads, spec, folder)
+        test_post_mix(heads, spec, folder)
+        test_post_mix_backward(heads, spec, folder)
+    test_no_races_in_rows(name, folder)
     assert {*roles} >= {"softmax", "softmax_backward"}

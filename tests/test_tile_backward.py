@@ -389,11 +389,11 @@ def test_grids_are_legal_at_any_length() -> None:
     ],
     ids=case_id,
 )
-def test_emulated(target: Target, spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated(target: Target, spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emitted kernels themselves, on a CPU that plays the GPU; copies come early, then late."""
     plan = cheapest("backward", spec, target)
     for seed, size in enumerate([(1, 2, 1, 150, 150), (1, 2, 2, 70, 100)]):
-        backward = host_function(plan, tmp_path, seed)
+        backward = host_function(plan, folder, seed)
         given = problem(spec, *size, strided=seed == 0, device="cpu")
         assert_accurate(backward, given, monkeypatch, deterministic=seed == 1)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jinja2
 import sympy
@@ -251,28 +252,40 @@ def _without_unused_functions(source: str) -> str:
 
     So are helpers, whose names begin with an underscore, and imports.
     """
-    nodes = ast.parse(source).body
-    named = [{part.id for part in ast.walk(node) if isinstance(part, ast.Name)} for node in nodes]
+    nodes = [(node, _defined(node), _names_in(node)) for node in ast.parse(source).body]
     unused: set[int] = set()  # lines
-    for node, own in zip(nodes, named, strict=True):
-        first = node.lineno
-        match node:
-            case ast.FunctionDef(name=name, decorator_list=decorators):
-                jitted = any(ast.unparse(decorator).startswith("triton.jit") for decorator in decorators)
-                if not (jitted or name.startswith("_")):
-                    continue
-                defined = {name}
-                first = min([first, *(decorator.lineno for decorator in decorators)])
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                defined = {alias.asname or alias.name.partition(".")[0] for alias in names}
-            case _:
-                continue
-        if not any(defined & others for others in named if others is not own):
-            unused |= {*range(first, (node.end_lineno or first) + 1)}
-    if not unused:
-        return source
-    lines = source.splitlines(keepends=True)
-    return _without_unused_functions("".join(line for i, line in enumerate(lines, 1) if i not in unused))
+    while dropped := [
+        one for one in nodes if one[1] and not any(one[1] & named for node, _, named in nodes if node is not one[0])
+    ]:
+        unused.update(line for node, *_ in dropped for line in _lines(node))
+        nodes = [one for one in nodes if one not in dropped]
+    return _without_lines(source, unused)
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    """What a statement of a module defines that goes if nothing else names it."""
+    match node:
+        case ast.FunctionDef(name=name, decorator_list=decorators):
+            jitted = any(ast.unparse(decorator).startswith("triton.jit") for decorator in decorators)
+            return {name} if jitted or name.startswith("_") else set()
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {alias.asname or alias.name.partition(".")[0] for alias in names}
+    return set()
+
+
+def _lines(node: ast.stmt) -> range:
+    """The lines of a statement and of its decorators."""
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    return range(first, (node.end_lineno or first) + 1)
+
+
+def _without_lines(source: str, lines: set[int]) -> str:
+    """A text without lines, which are counted from 1."""
+    return "".join(line for i, line in enumerate(source.splitlines(keepends=True), 1) if i not in lines)
 
 
 def _without_unused(source: str) -> str:
@@ -285,15 +298,25 @@ def _without_unused(source: str) -> str:
         if not isinstance(function, ast.FunctionDef):
             continue
         nodes = list(ast.walk(function))
-        read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        for node in nodes:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in read and _is_arithmetic(value):
-                    unused.add(node.lineno)
-    if not unused:
-        return source
-    lines = source.splitlines(keepends=True)
-    return _without_unused("".join(line for i, line in enumerate(lines, 1) if i not in unused))
+        read = Counter(node.id for node in nodes if _is_read(node))
+        assignments = [node for node in nodes if isinstance(node, ast.Assign)]
+        while dropped := [node for node in assignments if _is_unused(node, read)]:
+            unused.update(node.lineno for node in dropped)
+            read.subtract(part.id for node in dropped for part in ast.walk(node) if _is_read(part))
+            assignments = [node for node in assignments if node not in dropped]
+    return _without_lines(source, unused)
+
+
+def _is_read(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
+def _is_unused(assignment: ast.Assign, read: Mapping[str, int]) -> bool:
+    """Whether an assignment does nothing but arithmetic, for a name that is read as often as ``read`` says: never."""
+    match assignment.targets:
+        case [ast.Name(id=name)]:
+            return not read[name] and _is_arithmetic(assignment.value)
+    return False
 
 
 def _is_arithmetic(value: ast.expr) -> bool:

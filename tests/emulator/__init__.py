@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +23,7 @@ from mtagen.planner.tile.passes import TilePass
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
-OPTIONS = ("-std=c++17", "-O1", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-shared", "-fPIC", f"-I{HERE}")
+OPTIONS = ("-std=c++17", "-Og", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-shared", "-fPIC")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler: c++ or g++")
 
 _TYPES = {
@@ -32,18 +35,20 @@ _TYPES = {
 
 
 class EmulatedKernel:
-    """A kernel that runs on the CPU, called as a loaded one is, with tensors on the CPU.
+    """A kernel that runs on the CPU, called as a loaded one is, with tensors on the CPU. The first call compiles it.
 
     Args:
+        plan: the pass that it is of, or the source.
         kernel: how it is launched.
-        function: its launcher.
+        folder: see :func:`emulated`.
         seed: of the order in which warps run; copies and wgmma are late if it is odd.
         checked: report races in shared memory. Takes several times as long.
     """
 
-    def __init__(self, kernel: Kernel, function: ctypes._FuncPointer, seed: int, checked: bool) -> None:
+    def __init__(self, plan: TilePass | StripSource, kernel: Kernel, folder: Path, seed: int, checked: bool) -> None:
         self.kernel = kernel
-        self._function = function
+        self._plan = plan
+        self._folder = folder
         self._seed = seed
         self._checked = checked
 
@@ -57,8 +62,14 @@ class EmulatedKernel:
         values = [kind(value) for kind, value in zip(kinds, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         blocks = (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid)))
-        error = self._function(blocks, self._seed, self._checked, pointers)
+        error = self._launcher(blocks, self._seed, self._checked, pointers)
         assert not error, f"{self.kernel.name}: {error.decode()}"
+
+    @functools.cached_property
+    def _launcher(self) -> ctypes._FuncPointer:
+        launcher = ctypes.CDLL(str(_compiled(self._plan, self._folder)))[f"launch_{_alias(self.kernel)}"]
+        launcher.restype = ctypes.c_char_p
+        return launcher
 
 
 def emulated(
@@ -72,20 +83,37 @@ def emulated(
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
     """
-    source, library = folder / f"{plan.name}.cpp", folder / f"{plan.name}.so"
+    return {kernel.role: EmulatedKernel(plan, kernel, folder, seed, checked) for kernel in plan.kernels}
+
+
+def _compiled(plan: TilePass | StripSource, folder: Path) -> Path:
+    """The library of a pass or source. Sources that differ in no more than their names share one."""
+    source = for_host(plan)
+    for kernel in plan.kernels:
+        source = source.replace(kernel.name, _alias(kernel))
+    source = source.replace(plan.name, "emulated")
+    library = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
     if not library.exists():
-        source.write_text(for_host(plan))
-        assert COMPILER
-        made = subprocess.run([COMPILER, *OPTIONS, str(source), "-o", str(library)], capture_output=True, text=True)
-        assert not made.returncode, made.stderr[:4000]
-    loaded = ctypes.CDLL(str(library))
+        if not (folder / "device.h.gch").exists():
+            shutil.copy(HERE / "device.h", folder)
+            _compile("-x", "c++-header", str(folder / "device.h"), to=folder / "device.h.gch")
+        _compile("-x", "c++", "-", f"-I{folder}", to=library, source=source)
+    return library
 
-    def function(kernel: Kernel) -> ctypes._FuncPointer:
-        launcher = loaded[f"launch_{kernel.name}"]
-        launcher.restype = ctypes.c_char_p
-        return launcher
 
-    return {kernel.role: EmulatedKernel(kernel, function(kernel), seed, checked) for kernel in plan.kernels}
+def _alias(kernel: Kernel) -> str:
+    """What an emulated kernel is called, whatever it is of."""
+    return f"emulated_{kernel.role}"
+
+
+def _compile(*arguments: str, to: Path, source: str = "") -> None:
+    """Run the compiler. Of processes that compile the same at once, each leaves a whole file."""
+    assert COMPILER
+    mine = to.with_name(f"{to.name}.{os.getpid()}")
+    command = [COMPILER, *OPTIONS, *arguments, "-o", str(mine)]
+    run = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    assert not run.returncode, run.stderr[:4000]
+    mine.replace(to)
 
 
 def host_function(
@@ -99,10 +127,10 @@ def host_function(
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
     """
-    module = host_module(plan)
+    module, kernels = host_module(plan), emulated(plan, folder, seed, checked=checked)
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        module.LOADED[plan.pass_name][None] = emulated(plan, folder, seed, checked=checked)  # the index of a CPU
+        module.LOADED[plan.pass_name][None] = kernels  # the index of a CPU
         return getattr(module, plan.pass_name)(*arguments, **options)
 
     return call

@@ -48,13 +48,12 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
 SIDE_BY_SIDE = {"kernel", "causal", "post_mixed_heads", "window"}  # stages of the fused kernel, of values side by side
 
 
-@pytest.fixture(scope="session", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where kernels are compiled, and the cache."""
-    made = tmp_path_factory.mktemp("kernels")
+@pytest.fixture(scope="module", autouse=True)
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MTAGEN_CACHE_DIR", str(made / "cache"))
-        yield made
+        patch.setenv("MTAGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def build(
@@ -102,10 +101,10 @@ def test_training(heads: int, stages: dict[str, Any], folder: Path) -> None:
     assert not problems.failures(op, op.plan.spec, problems.random(op.plan.spec, Sizes(8, heads, heads, 1, 1)))
 
 
-def test_training_in_other_forms(tmp_path: Path) -> None:
+def test_training_in_other_forms(folder: Path) -> None:
     """Gradients of the two convolutions' weights are summed over tiles of different sizes."""
     heads, stages = PIPELINES["all stages"]
-    op = build(tmp_path, stages, but="post_convolution_gradient")
+    op = build(folder, stages, but="post_convolution_gradient")
     backward = op.plan.strip["backward"]
     sizes = {backward.cuda[f"{name}_gradient"].form.keys for name in ("convolution", "post_convolution")}
     assert sizes == {64, 128}
