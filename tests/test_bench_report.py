@@ -257,7 +257,7 @@ def test_panels_show_what_data_costs() -> None:
     packed = panels["forward+backward, causal, packed, d = 128, 16 heads, bf16"]
     assert packed.label == "time / one by one"
     assert [*packed.lines] == ["mtagen cuda"]
-    assert [*packed.lines["mtagen cuda"].values()] == [pytest.approx(0.8)] * 4
+    assert [*packed.lines["mtagen cuda"].values()] == [pytest.approx(0.8)] * 5
 
 
 @pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("layers", 14), ("cpu", 8)])
@@ -699,7 +699,7 @@ def test_goals_of_data_are_judged() -> None:
         return text.rpartition("Goals")[2]
 
     met, missed = goals(data_run()), goals(data_run(window=1.81, dropout=1.21, packed=1.2))
-    assert len(lines(met, "| mtagen ")) == len(render.DATA_GOALS) == 27
+    assert len(lines(met, "| mtagen ")) == len(render.DATA_GOALS) == 31
     assert "not measured" not in met
     window = "| mtagen cuda / predicted | 6,11 | forward+backward, window (1024, -1) | 128 | 1 | 32768 | 1.8 |"
     assert f"{window} 1.50 | yes |" in met
