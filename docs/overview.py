@@ -9,15 +9,15 @@ computed on made-up scores, by its formula.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable
-from pathlib import Path
+
+from pictures import FOLDER, sees
 
 from mtagen import Spec
 from mtagen.planner.geometry.mask import Mask
 from mtagen.planner.geometry.stencil import Stencil
 
-PICTURE = Path(__file__).parent / "pictures/overview.svg"
+PICTURE = FOLDER / "overview.svg"
 SPEC = Spec(kernel=(6, 11), head_dim=64, mixed_heads=4)
 MASK, STENCIL = Mask.of(SPEC), Stencil.forward(SPEC.cq, *SPEC.padding(SPEC.ck))
 N = 14  # queries and keys
@@ -41,13 +41,6 @@ LIGHT = COLOURS.format(text="#1f2328", back="#ffffff", faint="#d1d9e0", blue="#0
 DARK = COLOURS.format(text="#e6edf3", back="#0d1117", faint="#3d444d", blue="#56b4e9", orange="#f0883e")
 
 Plane = dict[tuple[int, int], float]  # the scores that are not hidden, by query and key
-COMPARE = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
-
-
-def hidden(i: int, j: int) -> bool:
-    """Whether query ``i`` does not see key ``j``."""
-    compared = MASK.hidden((i, i), (j, j), n_k=N)
-    return any(COMPARE[test.operator](test.left, test.right) for test in compared)
 
 
 def window(i: int, j: int) -> list[tuple[int, int]]:
@@ -57,7 +50,7 @@ def window(i: int, j: int) -> list[tuple[int, int]]:
 
 
 def plane(value: Callable[[int, int], float]) -> Plane:
-    return {(i, j): value(i, j) for i in range(N) for j in range(N) if not hidden(i, j)}
+    return {(i, j): value(i, j) for i in range(N) for j in range(N) if sees(MASK, i, j)}
 
 
 def made_up(head: int) -> Plane:
@@ -83,7 +76,7 @@ def mixed(heads: list[Plane]) -> Plane:
 
 def softmax(scores: Plane) -> Plane:
     """Of each row, as shares of its largest probability."""
-    largest = [max(scores[i, j] for j in range(N) if not hidden(i, j)) for i in range(N)]
+    largest = [max(scores[i, j] for j in range(N) if sees(MASK, i, j)) for i in range(N)]
     return {(i, j): math.exp(SHARPNESS * (score - largest[i])) for (i, j), score in scores.items()}
 
 
@@ -128,7 +121,7 @@ def convolution() -> Iterable[str]:
     yield line("ray", x + width, y + height, out_x, out_y + CELL)
     yield rect("window", x, y, width, height)
     yield rect("window", out_x, out_y, CELL, CELL)
-    for cell in filter(lambda cell: hidden(*cell), cells):
+    for cell in (cell for cell in cells if not sees(MASK, *cell)):
         zero_x, zero_y = corner(0, *cell)
         yield text(zero_x + CELL / 2, zero_y + CELL - 3, "0", "zero")
 

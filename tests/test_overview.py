@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "docs/overview.py"
+SCRIPTS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.fixture(scope="module")
-def overview() -> Any:
-    spec = importlib.util.spec_from_file_location("overview", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def overview(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import overview
+
+    return overview
 
 
 def test_picture_is_current(overview: Any) -> None:
