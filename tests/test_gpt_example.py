@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
+from examples.decoder import Decoder
 from examples.gpt import generate as generation
 from examples.gpt import throughput, train
-from examples.gpt.model import ATTENTION, LLAMA3_VOCABULARY, SIZES, Decoder, Size, count_parameters, next_token_loss
+from examples.gpt.model import (
+    ATTENTION,
+    LLAMA3_VOCABULARY,
+    SIZES,
+    Size,
+    count_parameters,
+    make_decoder,
+    next_token_loss,
+)
 from mtagen.nn import MultiTokenAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +40,7 @@ README = (Path(train.__file__).with_name("README.md")).read_text(encoding="utf-8
 def model(variant: str, **options: Any) -> Decoder:
     """A small one in float64, whose stages are no longer the identity."""
     torch.manual_seed(0)
-    made = Decoder(Size(32, 3, 2), variant, **options).double()
+    made = make_decoder(Size(32, 3, 2), variant, **options).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -47,7 +57,7 @@ def run(main: Any, *arguments: object) -> Any:
 def test_sizes(name: str) -> None:
     """Parameters as the README lists them, the larger part of which are those of the layers."""
     with torch.device("meta"):
-        made = Decoder(SIZES[name], vocabulary=LLAMA3_VOCABULARY)
+        made = make_decoder(SIZES[name], vocabulary=LLAMA3_VOCABULARY)
     assert count_parameters(made) == COUNTS[name]
     assert f"{COUNTS[name]:,}" in README
     assert f"{COUNTS[name] - made.tok_embeddings.weight.numel():,}" in README
@@ -102,7 +112,7 @@ def test_generation_is_the_full_pass(variant: str) -> None:
     """Each generated token is the likeliest after those before it, in one pass over all of them."""
     made = model(variant).eval()
     prompt = torch.randint(256, (2, 13))
-    continuation = generation.generate(made, prompt, 12).tokens
+    continuation = generation.continued(made, prompt, 12).tokens
     full = torch.cat([prompt, continuation], 1)
     with torch.no_grad():
         logits = made(full)
@@ -129,7 +139,7 @@ def test_bf16(variant: str) -> None:
     for result in results:
         assert result.dtype == torch.bfloat16
         assert 0 < relative_error(result.double(), reference) < 0.05
-    sampled = generation.generate(small, tokens, 5, 1.0, torch.Generator().manual_seed(0)).tokens
+    sampled = generation.continued(small, tokens, 5, 1.0, torch.Generator().manual_seed(0)).tokens
     assert sampled.shape == (2, 5)
 
 
@@ -154,7 +164,8 @@ def test_resumed_training_is_the_same(tmp_path: Path) -> None:
     saved = (tmp_path / "parts" / "checkpoint.pt").read_bytes()
     train.Run(SETTINGS, tmp_path / "parts", resume=True).train(until=5, log_every=1)
     (tmp_path / "parts" / "checkpoint.pt").write_bytes(saved)  # as if it had been stopped before it could save
-    parts = train.Run(SETTINGS, tmp_path / "parts", resume=True)
+    moved = shutil.copy(train.TEXT, tmp_path / "moved.txt")
+    parts = train.Run(SETTINGS, tmp_path / "parts", moved, resume=True)
     assert parts.step == 3
     parts.train(log_every=1)
     for (name, parameter), other in zip(parts.model.named_parameters(), whole.model.parameters(), strict=True):
@@ -165,8 +176,12 @@ def test_resumed_training_is_the_same(tmp_path: Path) -> None:
 
 
 def test_resuming_needs_the_same_settings(tmp_path: Path) -> None:
-    """A run with another learning rate is another run, and a text must fill a sequence."""
+    """A run with another learning rate or text is another run, and a text must fill a sequence."""
     train.Run(SETTINGS, tmp_path).train(until=1)
+    other = tmp_path / "other.txt"
+    other.write_bytes(train.TEXT.read_bytes()[1:])
+    with pytest.raises(ValueError, match="is of a run with"):
+        train.Run(SETTINGS, tmp_path, other, resume=True)
     with pytest.raises(ValueError, match="is of a run with"):
         train.Run(train.Settings(steps=6, batch=2, length=32, lr=1e-3, warmup=2), tmp_path, resume=True)
     with pytest.raises(ValueError, match="1920 bytes, and a sequence needs 1921"):

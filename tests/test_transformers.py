@@ -97,7 +97,7 @@ def close(left: Tensor, right: Tensor) -> None:
 def test_is_the_decoder_of_the_example() -> None:
     """The paper's configuration, whose parameters have other names there."""
     size = gpt.Size(64, 4, 4)
-    theirs = gpt.Decoder(size, "mta", VOCABULARY)
+    theirs = gpt.make_decoder(size, "mta", VOCABULARY)
     randomise(theirs)
     ours = MtaForCausalLM(
         MtaConfig(

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 import mtagen
 from mtagen.errors import InputError, explain
 
+from ..decoder import generate
 from .data import TEST_STREAM, Batches, Task
-from .model import Decoder, Size
+from .model import Size, make_decoder
 
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
 
@@ -71,7 +72,7 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device, compile_model: bool = False) -> None:
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
-        self.model = Decoder(settings.task.vocabulary, settings.size, settings.kernel, device)
+        self.model = make_decoder(settings.task.vocabulary, settings.size, settings.kernel, device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0, fused=device.type == "cuda"
         )
@@ -120,7 +121,7 @@ class Trainer:
         for part in torch.split(test, 256):
             prompts, answers = torch.split(part.to(self.device), [task.prompt_length, task.block_length], 1)
             with self.autocast():
-                generated = self.model.generate(prompts, task.block_length)
+                generated = torch.cat([*generate(self.model, prompts, task.block_length)], 1)
             wrong += int((generated != answers).any(1).sum())
         self.model.train()
         return wrong / len(test)

@@ -11,7 +11,8 @@ import torch
 import typer
 from torch import Tensor
 
-from .model import SIZES, Decoder
+from ..decoder import Decoder, generate, likeliest
+from .model import SIZES, make_decoder
 from .train import DEVICE
 
 
@@ -27,13 +28,12 @@ def load(checkpoint: Path, device: torch.device) -> Decoder:
     """The model of a checkpoint of :mod:`.train`, on a GPU in bf16."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     state = torch.load(checkpoint, map_location=device, weights_only=True)
-    model = Decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"])
+    model = make_decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"])
     model.load_state_dict(state["model"])
     return model.to(device, dtype).eval()
 
 
-@torch.no_grad()
-def generate(
+def continued(
     model: Decoder,
     prompt: Tensor,
     count: int,
@@ -41,7 +41,7 @@ def generate(
     generator: torch.Generator | None = None,
     step: Callable[..., Tensor] | None = None,
 ) -> Continuation:
-    """Take the prompt at once, then token by token, with the layers' caches.
+    """Generate, and time it.
 
     Args:
         model: on the device of ``prompt``.
@@ -49,28 +49,19 @@ def generate(
         count: tokens to generate, 1 at least.
         temperature: logits are divided by it; 0: the likeliest token.
         generator: of the device, for sampling.
-        step: computes the logits of a token instead of ``model``, e.g. ``torch.compile(model)``.
+        step: as of :func:`examples.decoder.generate`.
     """
+
+    def sample(logits: Tensor) -> Tensor:
+        return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+
     device = prompt.device
-    caches = model.new_caches(len(prompt), prompt.shape[1] + count)
     start = _now(device)
-    tokens = [_choose(model(prompt, caches)[:, -1], temperature, generator)]
+    following = generate(model, prompt, count, sample if temperature else likeliest, step)
+    first = next(following)
     prompted = _now(device)
-    if step is None:
-        step = model
-    else:  # a compiled step has one graph for all lengths if the device alone counts tokens from its first call on
-        for cache in caches:
-            cache.longest = None
-    while len(tokens) < count:
-        tokens.append(_choose(step(tokens[-1], caches)[:, -1], temperature, generator))
-    return Continuation(torch.cat(tokens, 1), prompted - start, _now(device) - prompted)
-
-
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """A token ``(B, 1)`` of each of ``(B, vocabulary)``."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+    tokens = torch.cat([first, *following], 1)
+    return Continuation(tokens, prompted - start, _now(device) - prompted)
 
 
 def _now(device: torch.device) -> float:
@@ -96,8 +87,8 @@ def main(
     model = load(checkpoint, place)
     tokens = torch.tensor([list(prompt.encode())], device=place)
     step = torch.compile(model) if compiled else None
-    generate(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed
-    made = generate(model, tokens, count, temperature, torch.Generator(place).manual_seed(seed), step)
+    continued(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed
+    made = continued(model, tokens, count, temperature, torch.Generator(place).manual_seed(seed), step)
     typer.echo(prompt + bytes(made.tokens[0].tolist()).decode(errors="replace"))
     after = f", then {(count - 1) / made.tokens_s:,.0f} tokens/s" if count > 1 else ""
     typer.echo(f"prompt of {tokens.shape[1]} tokens: {1e3 * made.prompt_s:.1f} ms{after}", err=True)

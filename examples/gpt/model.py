@@ -1,7 +1,6 @@
 """The decoder, in the sizes that the authors of multi-token attention trained, and the attention it is compared with.
 
-Sizes, norms and the feed-forward network follow their code (facebookresearch/RAM, ``projects/mta``, which extends
-Meta's Lingua), and parameters have the names of theirs.
+Sizes follow their code (facebookresearch/RAM, ``projects/mta``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtagen.bench.authors import authors_attention
-from mtagen.nn import Cache, MultiTokenAttention
+from mtagen.nn import MultiTokenAttention
+
+from ..decoder import Decoder
 
 LLAMA3_VOCABULARY = 128256  # of the tokenizer that the authors trained with
 BYTES = 256
@@ -112,40 +113,8 @@ def make_attention(size: Size, variant: str, layer: int) -> MultiTokenAttention:
     return ATTENTION[variant](size.dim, size.heads, **options)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(size.dim, size.hidden, bias=False)
-        self.w3 = nn.Linear(size.dim, size.hidden, bias=False)
-        self.w2 = nn.Linear(size.hidden, size.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """In the shape of ``x``, ``(..., dim)``."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return out
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward network, each after a norm and beside a residual path."""
-
-    def __init__(self, size: Size, variant: str, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(size.dim, eps=1e-5)
-        self.attention = make_attention(size, variant, layer)
-        self.ffn_norm = nn.RMSNorm(size.dim, eps=1e-5)
-        self.feed_forward = FeedForward(size)
-
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """In the shape of ``x``, ``(B, N, dim)``."""
-        x = x + self.attention(self.attention_norm(x), cache=cache)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
-        return out
-
-
-class Decoder(nn.Module):
-    """A language model whose embeddings are its output layer, too.
+def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES) -> Decoder:
+    """A model.
 
     Matrices start as normal with a deviation of dim^-1/2, those that add to the residual path with one that is smaller
     by the square root of the number of additions; all else starts as PyTorch and the layer start it.
@@ -155,38 +124,15 @@ class Decoder(nn.Module):
         variant: of the attention, see :func:`make_attention`.
         vocabulary: number of tokens.
     """
-
-    def __init__(self, size: Size, variant: str = "mta", vocabulary: int = BYTES) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(vocabulary, size.dim)
-        self.layers = nn.ModuleList(Block(size, variant, layer) for layer in range(size.layers))
-        self.norm = nn.RMSNorm(size.dim, eps=1e-5)
-        deviation = size.dim**-0.5
-        nn.init.normal_(self.tok_embeddings.weight, std=deviation)
-        for name, matrix in self.named_parameters():
-            if name.endswith(("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight")):
-                nn.init.normal_(matrix, std=deviation)
-            elif name.endswith(("wo.weight", "w2.weight")):
-                nn.init.normal_(matrix, std=deviation * (2 * size.layers) ** -0.5)
-
-    def forward(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        """What each token's successor may be.
-
-        Args:
-            tokens: ``(B, N)`` integers; with caches the next ones of each sequence.
-            caches: one for each layer, from :meth:`new_caches`.
-
-        Returns:
-            Logits ``(B, N, vocabulary)``.
-        """
-        x = self.tok_embeddings(tokens)
-        for i, block in enumerate(self.layers):
-            x = block(x, None if caches is None else caches[i])
-        return F.linear(self.norm(x), self.tok_embeddings.weight)
-
-    def new_caches(self, batch: int, max_len: int) -> list[Cache]:
-        """Empty caches of all layers for sequences of up to ``max_len`` tokens."""
-        return [block.attention.new_cache(batch, max_len) for block in self.layers]  # type: ignore[union-attr, operator]
+    model = Decoder(vocabulary, [make_attention(size, variant, layer) for layer in range(size.layers)], size.hidden)
+    deviation = size.dim**-0.5
+    nn.init.normal_(model.tok_embeddings.weight, std=deviation)
+    for name, matrix in model.named_parameters():
+        if name.endswith(("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight")):
+            nn.init.normal_(matrix, std=deviation)
+        elif name.endswith(("wo.weight", "w2.weight")):
+            nn.init.normal_(matrix, std=deviation * (2 * size.layers) ** -0.5)
+    return model
 
 
 def count_parameters(model: nn.Module) -> int:

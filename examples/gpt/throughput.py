@@ -22,7 +22,8 @@ from rich.table import Table
 
 from mtagen.environment import collect
 
-from .model import LLAMA3_VOCABULARY, SIZES, Decoder, Size, count_parameters, next_token_loss
+from ..decoder import Decoder
+from .model import LLAMA3_VOCABULARY, SIZES, Size, count_parameters, make_decoder, next_token_loss
 from .train import DEVICE, MAX_GRADIENT_NORM, make_optimizer, precision
 
 EAGER = "plain", "mta", "authors"
@@ -92,7 +93,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     start = perf_counter()
     with device:
-        model = Decoder(size, contender.removesuffix("-compiled"), vocabulary)
+        model = make_decoder(size, contender.removesuffix("-compiled"), vocabulary)
     step = make_step(model, batch, length, vocabulary, contender.endswith("-compiled"))
     for _ in range(WARMUP):
         step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from .model import ATTENTION, SIZES, Decoder, count_parameters, next_token_loss
+from ..decoder import Decoder
+from .model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_loss
 
 TEXT = Path(__file__).with_name("hamlet.txt")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +31,6 @@ class Settings:
     Attributes:
         size: a key of :data:`.model.SIZES`.
         variant: a key of :data:`.model.ATTENTION`.
-        text: the file.
         steps: of the optimizer; the learning rate is 0 after the last.
         batch: sequences a step.
         length: tokens a sequence.
@@ -40,7 +41,6 @@ class Settings:
 
     size: str = "tiny"
     variant: str = "mta"
-    text: str = str(TEXT)
     steps: int = 300
     batch: int = 4
     length: int = 256
@@ -79,23 +79,34 @@ class Run:
     Args:
         settings: what to train.
         folder: made if need be.
+        text: the file.
         device: where.
         resume: go on from the folder's checkpoint, if there is one; on the CPU exactly as if it had not stopped.
         compiled: whether ``torch.compile`` compiles the model and its loss.
 
     Raises:
-        ValueError: the checkpoint is of other settings, or the text is too short.
+        ValueError: the checkpoint is of other settings or of another text, or the text is too short.
     """
 
     def __init__(
-        self, settings: Settings, folder: Path, device: str = DEVICE, *, resume: bool = False, compiled: bool = False
+        self,
+        settings: Settings,
+        folder: Path,
+        text: Path = TEXT,
+        device: str = DEVICE,
+        *,
+        resume: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.settings, self.folder, self.device = settings, folder, torch.device(device)
-        self.text = torch.tensor(list(Path(settings.text).read_bytes()))
+        data = text.read_bytes()
+        # The same text may lie elsewhere when a run is resumed.
+        self.identity = asdict(settings) | {"text": hashlib.sha256(data).hexdigest()}
+        self.text = torch.tensor(list(data))
         if len(self.text) <= settings.length:
             raise ValueError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
         torch.manual_seed(settings.seed)
-        self.model = Decoder(SIZES[settings.size], settings.variant).to(self.device)
+        self.model = make_decoder(SIZES[settings.size], settings.variant).to(self.device)
         self.optimizer = make_optimizer(self.model, settings.lr)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step = 0
@@ -109,7 +120,7 @@ class Run:
 
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        if state["settings"] != asdict(self.settings):
+        if state["settings"] != self.identity:
             raise ValueError(f"{self.checkpoint} is of a run with {state['settings']}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -121,7 +132,7 @@ class Run:
     def save(self) -> None:
         """Write the checkpoint; one that was there is whole until the new one is."""
         state = {
-            "settings": asdict(self.settings),
+            "settings": self.identity,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -199,9 +210,9 @@ def main(
     for option, value, legal in (("--size", size, SIZES), ("--variant", variant, ATTENTION)):
         if value not in legal:
             raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
-    settings = Settings(size, variant, str(text), steps, batch, length, lr, warmup, seed)
+    settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
     try:
-        run = Run(settings, folder, device, resume=resume, compiled=compiled)
+        run = Run(settings, folder, text, device, resume=resume, compiled=compiled)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"{count_parameters(run.model):,} parameters, from step {run.step}")
