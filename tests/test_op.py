@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -457,6 +458,58 @@ def test_flop_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> N
 
 
 # Identity.
+
+
+WHO_WATCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "a dispatch mode": lambda: FlopCounterMode(display=False),
+    "a function mode": lambda: torch.device("cpu"),  # which PyTorch leaves for the call of backward
+    "a profiler": torch.profiler.profile,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops that go through the dispatcher."""
+    names: list[str] = []
+
+    def noting(name: str, registered: Any) -> Any:
+        return lambda *arguments: names.append(name) or registered(*arguments)
+
+    ops = {name: one._replace(registered=noting(name, one.registered)) for name, one in library._OPS.items()}
+    monkeypatch.setattr(library, "_OPS", ops)
+    return names
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_ordinary_calls_need_no_dispatcher(op: MultiTokenAttention, dispatched: list[str], inference: bool) -> None:
+    q, k, v, weight = leaves(5, 7)
+    with torch.inference_mode(inference):
+        out = op(q, k, v, weight)
+    if not inference:
+        out.sum().backward()
+    assert dispatched == []
+
+
+@pytest.mark.parametrize("watch", WHO_WATCHES.values(), ids=WHO_WATCHES)
+def test_who_watches_sees_the_ops(op: MultiTokenAttention, dispatched: list[str], watch: Any) -> None:
+    q, k, v, weight = leaves(5, 7)
+    with watch():
+        op(q, k, v, weight).sum().backward()
+    assert dispatched == (["forward"] if watch is WHO_WATCHES["a function mode"] else ["forward", "backward"])
+
+
+def test_tensors_that_are_not_ordinary(op: MultiTokenAttention, dispatched: list[str]) -> None:
+    """Numbers that are kept with the other sign are not what lies in memory, and a subclass has a say."""
+
+    class Watching(Tensor):
+        pass
+
+    q, k, v, weight = (x.detach() for x in leaves(5, 7))
+    expected = op(q, k, v, weight)
+    assert torch.equal(op(torch._neg_view(-q), k, v, weight), expected)
+    assert torch.equal(op(q, k.as_subclass(Watching), v, weight), expected)
+    assert dispatched == ["forward"] * 2
 
 
 def test_same_arguments_same_key() -> None:

@@ -94,12 +94,10 @@ class MultiTokenAttention:
         weights = check_call(self._spec, self.dtypes, q, k, v, given)
         scale = resolve_scale(scale, self._spec.head_dim)
         if dropout_p == 0 and dropout_seed is None:
-            out, lse = torch.ops.mtagen.forward.default(q, k, v, *weights, scale, self._key)
+            out, lse = library.run("forward", q, k, v, *weights, scale, self._key)
         else:
-            seed = self._seed(q, dropout_p, dropout_seed)
-            out, lse = torch.ops.mtagen.forward.default(
-                q, k, v, *weights, scale, self._key, dropout_seed=seed, dropout_p=float(dropout_p)
-            )
+            dropout = None, None, 0, 0, self._seed(q, dropout_p, dropout_seed), float(dropout_p)  # no documents
+            out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *dropout)
         return (out, lse) if return_lse else out
 
     def varlen(
@@ -154,9 +152,7 @@ class MultiTokenAttention:
         seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
         scale = resolve_scale(scale, self._spec.head_dim)
         documents = cu_seq_q, cu_seq_k, max_q, max_k
-        out, lse = torch.ops.mtagen.forward.default(
-            q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p)
-        )
+        out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p))
         return (out, lse) if return_lse else out
 
     def _seed(self, q: Tensor, p: float, seed: Tensor | None) -> Tensor:
@@ -214,7 +210,8 @@ class MultiTokenAttention:
         q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_decode(self._spec, self.dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
-        out, lse = torch.ops.mtagen.decode.default(
+        out, lse = library.run(
+            "decode",
             q_tail,
             k_cache,
             v_cache,

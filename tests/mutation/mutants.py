@@ -394,6 +394,22 @@ HOST = (
         ("tests/test_executor.py",),
     ),
     Mutant(
+        "every-tensor-is-ordinary",
+        "mtagen/ops/library.py",
+        "            if torch._C._dispatch_keys(x).raw_repr() not in ordinary:",
+        "            if not ordinary:",
+        "Numbers that are kept with the other sign are read as they lie in memory.",
+        ("tests/test_op.py",),
+    ),
+    Mutant(
+        "every-thread-is-ordinary",
+        "mtagen/ops/library.py",
+        "    if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():",
+        "    if torch._C._len_torch_function_stack():",
+        "A mode that counts or keeps what ops do does not see them.",
+        ("tests/test_op.py",),
+    ),
+    Mutant(
         "key-without-sources",
         "mtagen/runtime/load.py",
         "cache_key(sources.digest, plan.to_dict(),",
