@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank
+from torch.distributed import ProcessGroup, all_to_all_single, get_rank
+
+
+class Transfer(NamedTuple):
+    """A transfer under way.
+
+    Attributes:
+        received: what it fills.
+        sent: what it reads, which must live as long.
+        work: what is waited for.
+    """
+
+    received: Tensor
+    sent: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """What this rank received; on a GPU the current stream waits, not the CPU."""
+        self.work.wait()
+        return self.received
 
 
 class Exchange:
-    """One all-to-all: each rank gets the rows that it needs, in their order, from the ranks that hold them.
+    """One all-to-all, by which each rank gets the rows that it needs, in their order, from the ranks that hold them.
 
-    Tensors have rows as their first axis. A transfer is begun by one method and waited for in another, so that what a
+    Tensors have rows as their first axis. A transfer is begun by one method and waited for by another, so that what a
     rank computes meanwhile hides it. All ranks of the group call the same methods in the same order.
 
     Args:
@@ -28,44 +47,49 @@ class Exchange:
         mine, wanted = held[rank], needed[rank]
         starts = list(accumulate(map(len, mine), initial=0))
         self._group = group
-        # Places in the tensors that this rank holds, of what it sends to each rank.
+        # By rank, the places of what is sent to it in the rows that this rank holds.
         self._sent = [
             [_place(_common(chunk, rows), chunk.start - start) for start, chunk in zip(starts, mine, strict=False)]
             for rows in needed
         ]
-        # Places in the tensors that this rank needs, of what it gets from each rank.
+        # By rank, the places of what comes from it in the rows that this rank needs.
         self._received = [[_place(_common(chunk, wanted), wanted.start) for chunk in chunks] for chunks in held]
 
-    def send(self, rows: Tensor) -> Tensor:
-        """Begin to bring the rows of all ranks to where they are needed; what :meth:`receive` takes."""
-        return self._transfer(rows, self._sent, self._received)
+    def send(self, rows: Tensor) -> Transfer:
+        """Begin to bring the rows that each rank holds to those that need them, for :meth:`receive`."""
+        return self._begin(rows, self._sent, self._received)
 
-    def receive(self, transfer: Tensor) -> Tensor:
+    def receive(self, transfer: Transfer) -> Tensor:
         """The rows that this rank needs."""
-        pieces = zip(_flat(self._received), _split(transfer, self._received), strict=True)
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0].start)])
+        places, received = _flat(self._received), transfer.wait()
+        order = sorted(range(len(places)), key=lambda number: places[number].start)
+        if order == list(range(len(places))):
+            return received
+        pieces = received.split_with_sizes([_length(place) for place in places])
+        return torch.cat([pieces[number] for number in order])
 
-    def send_back(self, grads: Tensor) -> Tensor:
-        """Begin to bring gradients of the rows that this rank needed to their owners; what :meth:`add` takes."""
-        return self._transfer(grads, self._received, self._sent)
+    def send_back(self, grads: Tensor) -> Transfer:
+        """Begin to bring the gradients of the rows that each rank needed to those that hold them, for :meth:`add`."""
+        return self._begin(grads, self._received, self._sent)
 
-    def add(self, transfer: Tensor, grads: Tensor) -> None:
-        """Add what all ranks sent back to the gradients of the rows that this rank holds, in the ranks' order."""
-        for place, piece in zip(_flat(self._sent), _split(transfer, self._sent), strict=True):
+    def add(self, transfer: Transfer, grads: Tensor) -> None:
+        """Add what came back to the gradients of the rows that this rank holds, in the order of ranks."""
+        places = _flat(self._sent)
+        pieces = transfer.wait().split_with_sizes([_length(place) for place in places])
+        for place, piece in zip(places, pieces, strict=True):
             grads[place] += piece
 
-    def _transfer(self, x: Tensor, sent: list[list[slice]], received: list[list[slice]]) -> Tensor:
-        pieces = torch.cat([x[place] for place in _flat(sent)])
-        sizes = [[sum(map(_length, places)) for places in each] for each in (received, sent)]
-        return collectives.all_to_all_single(pieces.contiguous(), *sizes, self._group)
-
-
-def _split(transfer: Tensor, places: list[list[slice]]) -> Sequence[Tensor]:
-    return collectives.wait_tensor(transfer).split([_length(place) for place in _flat(places)])
+    def _begin(self, x: Tensor, sent: list[list[slice]], received: list[list[slice]]) -> Transfer:
+        output_sizes, input_sizes = ([sum(map(_length, places)) for places in each] for each in (received, sent))
+        pieces = torch.cat([x[:0], *(x[place] for place in _flat(sent))]).contiguous()
+        output = pieces.new_empty(sum(output_sizes), *pieces.shape[1:])
+        work = all_to_all_single(output, pieces, output_sizes, input_sizes, group=self._group, async_op=True)
+        return Transfer(output, pieces, work)
 
 
 def _flat(places: list[list[slice]]) -> list[slice]:
-    return [place for each in places for place in each]
+    """Those that are not empty, of all ranks."""
+    return [place for each in places for place in each if _length(place)]
 
 
 def _length(place: slice) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..spec import Spec
 
@@ -31,7 +32,12 @@ class Sharding:
         count = 2 * self.ranks if self.balanced else self.ranks
         short, longer = divmod(self.length, count)
         starts = [number * short + min(number, longer) for number in range(count + 1)]
-        return [range(*ends) for ends in zip(starts[:-1], starts[1:], strict=True)]
+        return [range(*ends) for ends in pairwise(starts)]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all chunks are as long as each other."""
+        return self.length % (2 * self.ranks if self.balanced else self.ranks) == 0
 
     @property
     def held(self) -> list[list[range]]:
