@@ -75,6 +75,18 @@ class ContextParallel:
         """Itself, as it never changes: copies of a model are in the same group."""
         return self
 
+    def length(self, rows: int, length: int | None = None) -> int:
+        """N, rows of the whole sequence of which this rank holds so many.
+
+        Args:
+            rows: those that :meth:`shard` gives this rank.
+            length: N; default W times ``rows``, which is right where all chunks are as long as each other.
+
+        Raises:
+            InputError: this rank holds another number of N rows, or N must be told.
+        """
+        return self._sharding(rows, length).length
+
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """The rows that this rank holds of tokens, positions, labels or whatever all ranks have.
 
