@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import distributed, nn
     from .dropout import draw_seed, dropout_mask
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
     from .naive import reference
@@ -51,6 +51,7 @@ __all__ = [
     "Target",
     "__version__",
     "build",
+    "distributed",
     "draw_seed",
     "dropout_mask",
     "nn",
@@ -60,8 +61,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "nn":
-        return import_module(".nn", __name__)
+    if name in ("distributed", "nn"):
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,12 @@ from .cache import Cache
 from .inputs import check_count, check_divisor, check_input, check_options, is_count
 from .parts import Gate, HeadMixer, HeadNorm, set_identity, set_parameter
 from .rope import document_positions, rotate, rotation
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import ContextParallel
 
 
 class MultiTokenAttention(nn.Module):
@@ -69,6 +75,8 @@ class MultiTokenAttention(nn.Module):
         window: ``(left, right)``: keys before and after its own position that a query sees; -1 is no limit.
         causal: whether a query sees no later keys.
         mask: of both convolutions, ``source`` (as the authors' code) or ``output``; see :class:`mtagen.Spec`.
+        context_parallel: the ranks over which the tokens of each sequence are spread, a group or a mesh of one
+            dimension (:class:`mtagen.distributed.ContextParallel`, balanced): x are the tokens that this rank holds.
         backend: as of :func:`mtagen.build`.
         compute_dtype: of q, k and v, for which kernels are built: under autocast or a mixed-precision policy not that
             of the parameters. By default it is ``dtype`` if that has 16 bits; else, on a GPU, bf16, and on the CPU any.
@@ -77,8 +85,10 @@ class MultiTokenAttention(nn.Module):
 
     Attributes:
         op: the built op; ``print(layer.op.plan)`` shows what its kernels are.
+        context_parallel: what spreads the op over ranks, and cuts tokens for the layer (``shard``); None without.
 
     Raises:
+        InputError: ``context_parallel`` is neither a group nor a mesh of one dimension.
         SpecError: an argument is not legal.
         PlanError: this machine's target has no plan of the stages; the message names the limit.
         BackendError: the backend cannot be used here.
@@ -104,6 +114,7 @@ class MultiTokenAttention(nn.Module):
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
         mask: str = "source",
+        context_parallel: ProcessGroup | DeviceMesh | None = None,
         backend: str = "auto",
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -140,6 +151,14 @@ class MultiTokenAttention(nn.Module):
             "dropout": dropout > 0,
         }
         self.op = build(**self._build_options)
+        self.context_parallel: ContextParallel | None = None
+        if context_parallel is not None:
+            if dropout > 0:
+                rule = "tokens that are spread over ranks have no dropout"
+                raise SpecError(explain("dropout", dropout, rule, "0, or context_parallel=None"))
+            from ..distributed import ContextParallel  # only here, for not every build of torch has torch.distributed
+
+            self.context_parallel = ContextParallel(self.op, context_parallel)
 
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         wide, narrow = n_heads * self.head_dim, self.n_kv_heads * self.head_dim
@@ -188,6 +207,7 @@ class MultiTokenAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: Cache | None = None,
+        length: int | None = None,
     ) -> Tensor:
         """Attend among the tokens of each sequence, or of each document, or to those in a cache.
 
@@ -201,6 +221,9 @@ class MultiTokenAttention(nn.Module):
             max_seqlen: tokens of the longest document, or more; default total. Memory may grow with it.
             cache: what :meth:`new_cache` returns: x are the next tokens of each entry, whose keys, values and last
                 queries it then holds as well.
+            length: of a layer that is context parallel, tokens of the whole sequence, or of all documents; default x's
+                times the number of ranks. ``positions`` are of x's tokens, by default their places in the whole;
+                ``cu_seqlens`` and ``max_seqlen`` are of the whole.
 
         Returns:
             In the shape of ``x``.
@@ -210,6 +233,9 @@ class MultiTokenAttention(nn.Module):
             BackendError: ``x`` is on a device that the op was not built for.
         """
         check_input(x, self.dim, positions, cu_seqlens, max_seqlen)
+        if length is not None and self.context_parallel is None:
+            rule = "this layer has all tokens of a sequence"
+            raise InputError(explain("length", length, rule, "None, or a layer with context_parallel=..."))
         if cache is not None:
             self._check_cache(x, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
@@ -221,17 +247,32 @@ class MultiTokenAttention(nn.Module):
             )
             raise InputError(explain("dtype of queries", q.dtype, rule, legal))
         if self.rope_theta is not None:
-            at = _positions(rows, cu_seqlens, cache) if positions is None else positions
+            at = self._positions(rows, cu_seqlens, cache, length) if positions is None else positions
             at = at if cu_seqlens is None else at.reshape(-1)
             cos, sin = rotation(at, self.head_dim, self.rope_theta, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self._attend(q, k, v, cu_seqlens, max_seqlen) if cache is None else self._attend_to_cache(q, k, v, cache)
+        if cache is not None:
+            out = self._attend_to_cache(q, k, v, cache)
+        elif self.context_parallel is not None:
+            out = self._attend_over_ranks(self.context_parallel, q, k, v, cu_seqlens, max_seqlen, length)
+        else:
+            out = self._attend(q, k, v, cu_seqlens, max_seqlen)
         if self.subln is not None:
             out = self.subln(out)
         if self.gate is not None:
             out = self.gate(out)
         result: Tensor = self.wo(out.reshape(*x.shape[:-1], -1))
         return result
+
+    def _positions(self, rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | None, length: int | None) -> Tensor:
+        """The positions of the tokens of a call, where they are not given."""
+        count = rows.shape[-2]
+        if cache is not None:
+            return cache.positions(count)
+        spread = self.context_parallel
+        count = count if spread is None else spread.length(count, length)
+        whole = torch.arange(count, device=rows.device) if cu_seqlens is None else document_positions(cu_seqlens, count)
+        return whole if spread is None else spread.shard(whole, 0)
 
     def _weights(self) -> dict[str, Any]:
         """What the op takes."""
@@ -253,6 +294,22 @@ class MultiTokenAttention(nn.Module):
         longest = len(q) if max_seqlen is None else max_seqlen
         out = self.op.varlen(q, k, v, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest, **options)
         return out  # type: ignore[no-any-return]
+
+    def _attend_over_ranks(
+        self,
+        spread: ContextParallel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        length: int | None,
+    ) -> Tensor:
+        """The same of the tokens that this rank holds, among those of all ranks."""
+        options = self._weights() | {"length": length}
+        if cu_seqlens is None:
+            return spread(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+        return spread.varlen(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
         """Outputs ``(B, N, H, D)`` of the next tokens of each entry, which the cache then holds.
@@ -309,6 +366,7 @@ class MultiTokenAttention(nn.Module):
         Raises:
             InputError: an argument does not fit, or queries see later keys.
         """
+        self._check_has_all_tokens()
         for name, count in (("batch", batch), ("max_len", max_len)):
             if not is_count(count):
                 raise InputError(explain(name, count, "must be a positive int", "1, 2, ..."))
@@ -333,6 +391,7 @@ class MultiTokenAttention(nn.Module):
         """
         if not isinstance(cache, Cache):
             raise InputError(explain("cache", type(cache).__name__, "must be a cache", "layer.new_cache(...)"))
+        self._check_has_all_tokens()
         if cu_seqlens is not None:
             raise InputError(explain("cache", "cu_seqlens besides", "packed documents have no cache", "one of the two"))
         if torch.is_grad_enabled():
@@ -353,6 +412,18 @@ class MultiTokenAttention(nn.Module):
         if not 1 <= x.shape[1] <= cache.max_len - held:
             rule = f"the cache holds {held} of {cache.max_len} tokens"
             raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - held}"))
+
+    def _check_has_all_tokens(self) -> None:
+        """Check that the layer can have a cache.
+
+        Raises:
+            InputError: tokens are spread over ranks.
+        """
+        if self.context_parallel is not None:
+            rule = "generation takes a layer that has all tokens of a sequence"
+            raise InputError(
+                explain("cache", "a layer with context_parallel", rule, "one without, of the same state dict")
+            )
 
     def extra_repr(self) -> str:
         """What was asked for, besides what submodules show."""
@@ -376,14 +447,6 @@ def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: st
     if isinstance(layer.wposm, HeadMixer) and kernel is not None and kernel.shape == (1, *layer.wposm.weight.shape):
         del state_dict[f"{prefix}head_kernel"]
         state_dict[f"{prefix}wposm.weight"] = kernel[0].T.contiguous()
-
-
-def _positions(rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> Tensor:
-    """The positions of the tokens of a call, where they are not given."""
-    if cu_seqlens is not None:
-        return document_positions(cu_seqlens, len(rows))
-    count = rows.shape[1]
-    return torch.arange(count, device=rows.device) if cache is None else cache.positions(count)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

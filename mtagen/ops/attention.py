@@ -89,7 +89,7 @@ class MultiTokenAttention:
             InputError: an argument does not fit; nothing was launched.
             BackendError: the tensors are on a device this op was not built for.
         """
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_call(self._spec, self.dtypes, q, k, v, given)
         scale = resolve_scale(scale, self._spec.head_dim)
@@ -146,7 +146,7 @@ class MultiTokenAttention:
             BackendError: the tensors are on a device this op was not built for.
             PlanError: no backend has kernels of this op for packed documents.
         """
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_varlen(self._spec, self.dtypes, q, k, v, given, Documents(cu_seq_q, cu_seq_k, max_q, max_k))
         seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
@@ -207,7 +207,7 @@ class MultiTokenAttention:
             InputError: an argument does not fit; nothing was launched.
             BackendError: the tensors are on a device this op was not built for.
         """
-        q_tail, k_cache, v_cache = _autocast(q_tail, k_cache, v_cache)
+        q_tail, k_cache, v_cache = autocast(q_tail, k_cache, v_cache)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_decode(self._spec, self.dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
         out, lse = library.run(
@@ -296,7 +296,7 @@ def _passes(planned: Plan, sources: Sources) -> Passes:
     return load(planned, sources)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What ``torch.autocast`` asks of an attention op: q, k and v in its dtype, the weight as it is."""
     if not torch._C._is_any_autocast_enabled():  # this takes half the time of the questions below
         return tensors

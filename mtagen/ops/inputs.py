@@ -86,8 +86,12 @@ def check_varlen(
     v: Tensor,
     weights: Sequence[Tensor | None],
     documents: Documents,
+    totals: tuple[int, int] | None = None,
 ) -> list[Tensor | None]:
     """As :func:`check_call` for packed documents: q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
+
+    Args:
+        totals: queries and keys of all documents, where q, k and v are some of their rows.
 
     Raises:
         InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold is looked at on the CPU only.
@@ -100,7 +104,8 @@ def check_varlen(
             raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, "(total, heads, head_dim)"))
     batch = tuple((name, x.transpose(0, 1).unsqueeze(0)) for name, x in tensors)  # as one sequence
     checked = _checked(spec, dtypes, batch, weights)
-    ends = (("cu_seq_q", documents.cu_seq_q, len(q)), ("cu_seq_k", documents.cu_seq_k, len(k)))
+    total_q, total_k = totals or (len(q), len(k))
+    ends = (("cu_seq_q", documents.cu_seq_q, total_q), ("cu_seq_k", documents.cu_seq_k, total_k))
     _check_dense([(name, cu_seq) for name, cu_seq, _ in ends])
     for name, cu_seq, total in ends:
         got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)

@@ -1,0 +1,375 @@
+"""Sequences spread over processes against one process with the whole: outputs, and the gradients of everything."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import mtagen
+from mtagen import InputError, SpecError
+from mtagen.distributed import ContextParallel
+from mtagen.distributed.sharding import Call, Sharding
+from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Inputs, Sampler
+from mtagen.measure.judge import documents_op, eager_op, judge
+from mtagen.nn import MultiTokenAttention
+from mtagen.spec import Spec
+
+HEADS, WIDTH = 4, 16
+SIZES = (2, 3)  # of groups
+every_size = pytest.mark.parametrize("size", SIZES)
+STAGES: dict[str, Any] = {"kernel": (4, 5), "mixed_heads": 2, "post_kernel": (3, 4), "post_mixed_heads": HEADS}
+PIPELINES = [
+    {"kernel": None} | {name: STAGES[name] for name, used in zip(STAGES, which, strict=True) if used}
+    for which in itertools.product((False, True), repeat=len(STAGES))
+]
+EVERYTHING = PIPELINES[-1]
+MASKS: dict[str, dict[str, Any]] = {
+    "output": {"mask": "output"},
+    "window": {"window": (9, -1)},
+    "narrow window": {"window": (0, -1), "mask": "output"},
+    "full": {"causal": False},
+    "window to both sides": {"causal": False, "window": (7, 4)},
+    "window to the right": {"causal": False, "window": (-1, 3), "mask": "output"},
+    "window to the left": {"causal": False, "window": (5, -1), "key_padding": "right"},
+    "padded on the left": {"key_padding": "left"},
+}
+LENGTHS = ([37], [5, 20, 12], [1, 0, 3, 17, 2, 9, 0], [30, 1, 1, 5])  # of documents
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    processes = Ranks(SIZES, tmp_path_factory.mktemp("ranks") / "store")
+    yield processes
+    processes.stop()
+
+
+# ---- The op: on every rank the same whole tensors, which it shards, and the whole output and gradients again.
+
+
+class Reassembled(torch.autograd.Function):
+    """The whole output, whose gradient each rank takes its rows of."""
+
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, x: Tensor, dim: int, length: int) -> Tensor:
+        ctx.cp, ctx.dim = cp, dim
+        return cp.unshard(x, dim, length=length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.cp.shard(grad, ctx.dim), None, None
+
+
+class Summed(torch.autograd.Function):
+    """The tensor itself, whose gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = grad.double()
+        dist.all_reduce(total, group=ctx.group)
+        return None, total.to(grad.dtype)
+
+
+def over_ranks(cp: ContextParallel, dim: int, **options: Any) -> Callable[..., Tensor]:
+    """The op of whole tensors, computed by all ranks."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Tensor:
+        length, call = q.shape[dim], cp if dim == 2 else cp.varlen
+        qkv = (cp.shard(Summed.apply(cp.group, x), dim) for x in (q, k, v))
+        weights = {name: Summed.apply(cp.group, x) for name, x in weights.items()}
+        local = call(*qkv, **weights, length=length, **options)
+        return Reassembled.apply(cp, local, dim, length)
+
+    return run
+
+
+def built(stages: dict[str, Any], dtype: str = "fp64") -> mtagen.MultiTokenAttention:
+    return mtagen.build(**stages, head_dim=WIDTH, value_head_dim=24, backend="torch", dtype=dtype)
+
+
+def random(spec: Spec, batch: int, kv_heads: int, length: int) -> tuple[Inputs, Tensor]:
+    """Inputs and the gradient of the output."""
+    sampler = Sampler.for_checks(spec, Sizes(batch, HEADS, kv_heads, length, length), torch.device("cpu"))
+    return sampler.inputs(), sampler.outputs()
+
+
+def results(function: Callable[..., Tensor], inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of the inputs by their names."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.named.items()}
+    q, k, v, *_ = leaves.values()
+    out = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
+    gradients = torch.autograd.grad(out, [*leaves.values()], grad_out)
+    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def compare_op(
+    group: ProcessGroup, stages: dict[str, Any], balanced: bool, batch: int, kv_heads: int, length: int
+) -> None:
+    op = built(stages)
+    inputs, grad_out = random(op.plan.spec, batch, kv_heads, length)
+    cp = ContextParallel(op, group, balanced=balanced)
+    torch.testing.assert_close(
+        results(over_ranks(cp, 2), inputs, grad_out), results(eager_op(op.plan.spec), inputs, grad_out)
+    )
+
+
+@every_size
+@pytest.mark.parametrize("number", range(len(PIPELINES)), ids=["-".join(stages) for stages in PIPELINES])
+def test_pipelines(ranks: Ranks, size: int, number: int) -> None:
+    balanced, batch, kv_heads = (number + size) % 2 == 0, 1 + number % 3, (4, 2, 1)[number % 3]
+    length = (37, 48, 41)[(number + size) % 3]
+    ranks.run(size, compare_op, PIPELINES[number], balanced, batch, kv_heads, length)
+
+
+@every_size
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(ranks: Ranks, size: int, balanced: bool, name: str) -> None:
+    ranks.run(size, compare_op, EVERYTHING | MASKS[name], balanced, 2, 2, 43)
+
+
+@every_size
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 11])
+def test_short_sequences(ranks: Ranks, size: int, balanced: bool, length: int) -> None:
+    """Chunks are shorter than what convolutions read before them, or empty, and some ranks hold nothing."""
+    ranks.run(size, compare_op, EVERYTHING, balanced, 1, 2, length)
+    ranks.run(size, compare_op, EVERYTHING | {"window": (3, -1)}, balanced, 1, 2, length)
+
+
+def judge_op(group: ProcessGroup, dtype: str, stages: dict[str, Any]) -> list[str]:
+    op = built(stages, dtype)
+    inputs, grad_out = random(op.plan.spec, 2, 2, 96)
+    judged = judge(over_ranks(ContextParallel(op, group), 2), eager_op(op.plan.spec), inputs, grad_out)
+    return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [{"kernel": (6, 11)}, EVERYTHING], ids=["convolution", "everything"])
+def test_accuracy(ranks: Ranks, dtype: str, stages: dict[str, Any]) -> None:
+    assert ranks.run(3, judge_op, dtype, stages) == 3 * [[]]
+
+
+# ---- Packed documents
+
+
+def compare_documents(
+    group: ProcessGroup, stages: dict[str, Any], balanced: bool, kv_heads: int, lengths: list[int]
+) -> None:
+    op = built(stages)
+    one, grad_out = random(op.plan.spec, 1, kv_heads, sum(lengths))
+    inputs = replace(one, **{name: getattr(one, name)[0].transpose(0, 1) for name in "qkv"})
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    cp = ContextParallel(op, group, balanced=balanced)
+    run = over_ranks(cp, 0, cu_seqlens=cu_seqlens, max_seqlen=max(lengths))
+    eager = eager_op(op.plan.spec, return_lse=True)
+    alone = documents_op(lambda *x, document, **weights: eager(*x, **weights), lengths, lengths)
+    grad_out = grad_out[0].transpose(0, 1)
+    expected = results(lambda *x, **weights: alone(*x, **weights)[0], inputs, grad_out)
+    torch.testing.assert_close(results(run, inputs, grad_out), expected)
+
+
+@every_size
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", ["causal", *MASKS])
+def test_documents(ranks: Ranks, size: int, lengths: list[int], name: str) -> None:
+    balanced, kv_heads = len(lengths) % 2 == size % 2, size % 2 + 1
+    ranks.run(size, compare_documents, EVERYTHING | MASKS.get(name, {}), balanced, kv_heads, lengths)
+
+
+# ---- The layer
+
+LAYER = EVERYTHING | {"head_dim": WIDTH, "n_kv_heads": 2, "group_norm": True, "gate": "scalar", "dtype": torch.float64}
+
+
+def layers(group: ProcessGroup) -> tuple[MultiTokenAttention, MultiTokenAttention]:
+    """A layer with all tokens, and one with the same parameters whose tokens are spread over ranks."""
+    torch.manual_seed(0)
+    whole = MultiTokenAttention(48, HEADS, **LAYER)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    spread = MultiTokenAttention(48, HEADS, **LAYER, context_parallel=DeviceMesh.from_group(group, "cpu"))
+    spread.load_state_dict(whole.state_dict())
+    return whole, spread
+
+
+def gradients(layer: torch.nn.Module) -> list[Tensor]:
+    return [x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for x in layer.parameters()]
+
+
+def compare_layer(group: ProcessGroup, length: int, packed: bool) -> None:
+    whole, spread = layers(group)
+    cp = spread.context_parallel
+    x, grad = torch.randn(2, 1 if packed else 2, length, 48, dtype=torch.float64)
+    documents = {"cu_seqlens": torch.tensor([0, 5, 5, 20, length], dtype=torch.int32)} if packed else {}
+    leaf, mine = x.clone().requires_grad_(), cp.shard(x, 1).requires_grad_()
+    expected, local = whole(leaf, **documents), spread(mine, **documents, length=length)
+    expected.backward(grad)
+    local.backward(cp.shard(grad, 1))
+    torch.testing.assert_close(local, cp.shard(expected, 1))
+    torch.testing.assert_close(mine.grad, cp.shard(leaf.grad, 1))
+    for ours in gradients(spread):
+        dist.all_reduce(ours, group=group)
+    torch.testing.assert_close(gradients(spread), gradients(whole))
+
+
+@every_size
+@pytest.mark.parametrize(("length", "packed"), [(36, False), (31, False), (36, True), (31, True)])
+def test_layer(ranks: Ranks, size: int, length: int, packed: bool) -> None:
+    """Parameters' gradients on each rank are those of its tokens, whose sum is the gradient."""
+    ranks.run(size, compare_layer, length, packed)
+
+
+def compare_data_parallel(group: ProcessGroup, fsdp: bool) -> None:
+    """The loss is a mean over tokens, of which ranks have equally many."""
+    whole, spread = layers(group)
+    cp = spread.context_parallel
+    x = torch.randn(2, 36, 48, dtype=torch.float64)
+    parallel: Any = DistributedDataParallel(spread, process_group=group) if not fsdp else spread
+    if fsdp:
+        fully_shard(spread, mesh=DeviceMesh.from_group(group, "cpu"))
+    whole(x).square().mean().backward()
+    parallel(cp.shard(x, 1)).square().mean().backward()
+    torch.testing.assert_close(gradients(spread), gradients(whole))
+
+
+@every_size
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_data_parallel(ranks: Ranks, size: int, fsdp: bool) -> None:
+    """DDP and FSDP over the ranks that share sequences take the mean of their gradients, as of other data."""
+    ranks.run(size, compare_data_parallel, fsdp)
+
+
+def copy_layer(group: ProcessGroup) -> None:
+    _, spread = layers(group)
+    copied, x = copy.deepcopy(spread), torch.randn(1, 12, 48, dtype=torch.float64)
+    cp = spread.context_parallel
+    torch.testing.assert_close(copied(cp.shard(x, 1)), spread(cp.shard(x, 1)))
+
+
+def test_layers_are_copied(ranks: Ranks) -> None:
+    ranks.run(2, copy_layer)
+
+
+# ---- Shards
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("size", range(1, 5))
+@pytest.mark.parametrize("length", [0, 1, 5, 8, 23, 64])
+def test_every_row_is_held_once(length: int, size: int, balanced: bool) -> None:
+    sharding = Sharding(length, size, balanced)
+    lengths = list(map(len, sharding.chunks))
+    assert [row for chunk in sharding.chunks for row in chunk] == list(range(length))
+    assert sorted(row for held in sharding.held for chunk in held for row in chunk) == list(range(length))
+    assert lengths == sorted(lengths, reverse=True)
+    assert max(lengths) - min(lengths) == (not sharding.is_even)
+
+
+@pytest.mark.parametrize("stages", [{"kernel": None}, {"kernel": (4, 3)}, {"kernel": (4, 3), "post_kernel": (3, 2)}])
+@pytest.mark.parametrize("mask", MASKS)
+def test_calls_take_what_their_rows_see(stages: dict[str, Any], mask: str) -> None:
+    """The queries that outputs depend on and all keys that these see; no other rows come from other ranks."""
+    spec, length = Spec(**stages, **MASKS[mask], head_dim=WIDTH), 29
+    for chunk in Sharding(length, 3, balanced=True).chunks:
+        call = Call.of(chunk, length, spec)
+        queries = {row - before for row in chunk for before in range(spec.context + 1) if row >= before}
+        seen = {
+            key
+            for key, row in itertools.product(range(length), queries)
+            if (spec.left is None or key >= row - spec.left) and (spec.right is None or key <= row + spec.right)
+        }
+        assert {*call.context, *call.own} == queries
+        assert set(call.keys) == seen
+        assert call.queries.stop == call.keys.stop or (spec.left, spec.right) == (None, None)
+
+
+def shard_and_back(group: ProcessGroup, length: int, balanced: bool) -> list[int]:
+    cp = ContextParallel(built({"kernel": (3, 3)}), group, balanced=balanced)
+    x = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(0))
+    local = cp.shard(x, 1)
+    assert torch.equal(cp.unshard(local, 1, length=length), x)
+    assert cp.length(local.shape[1], length) == length
+    return cp.shard(torch.arange(length), 0).tolist()
+
+
+def test_balanced_shards(ranks: Ranks) -> None:
+    assert ranks.run(2, shard_and_back, 8, True) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert ranks.run(2, shard_and_back, 6, True) == [[0, 1, 5], [2, 3, 4]]
+    assert ranks.run(3, shard_and_back, 4, True) == [[0], [1], [2, 3]]
+
+
+def test_shards_of_one_chunk(ranks: Ranks) -> None:
+    assert ranks.run(2, shard_and_back, 5, False) == [[0, 1, 2], [3, 4]]
+    assert ranks.run(3, shard_and_back, 2, False) == [[0], [1], []]
+
+
+# ---- Errors, before anything is sent
+
+
+def refused(group: ProcessGroup) -> dict[str, str]:
+    """Messages of what must not be asked for."""
+    op = built({"kernel": (3, 3)})
+    cp, mesh = ContextParallel(op, group), DeviceMesh.from_group(group, "cpu")
+    q, v = (torch.randn(1, HEADS, 6, width, dtype=torch.float64) for width in (WIDTH, 24))
+    weight = torch.randn(HEADS, 3, 3)
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = [x[0].transpose(0, 1) for x in (q, q, v)]
+    layer = MultiTokenAttention(48, HEADS, head_dim=WIDTH, context_parallel=mesh)
+    square = DeviceMesh("cpu", torch.tensor([[1, 2]]), _init_backend=False)
+    calls: dict[str, Callable[[], object]] = {
+        "op": lambda: ContextParallel(mtagen.reference, group),
+        "group": lambda: ContextParallel(op, [0, 1]),
+        "mesh": lambda: ContextParallel(op, square),
+        "balanced": lambda: ContextParallel(op, group, balanced=1),
+        "uneven": lambda: cp(q[:, :, 1:], q[:, :, 1:], v[:, :, 1:], weight),
+        "length": lambda: cp(q, q, v, weight, length=14),
+        "length of a kind": lambda: cp(q, q, v, weight, length=12.0),
+        "keys": lambda: cp(q, q[:, :, 1:], v[:, :, 1:], weight),
+        "weight": lambda: cp(q, q, v),
+        "scale": lambda: cp(q, q, v, weight, scale=torch.inf),
+        "unshard": lambda: cp.unshard(q, 2, length=11),
+        "documents": lambda: cp.varlen(*packed, weight, cu_seqlens=cu_seqlens[:-1]),
+        "batches as documents": lambda: cp.varlen(q, q, v, weight, cu_seqlens=cu_seqlens),
+        "layer's dropout": lambda: MultiTokenAttention(48, HEADS, dropout=0.1, context_parallel=group),
+        "cache": lambda: layer.new_cache(1, 8),
+        "layer's length": lambda: MultiTokenAttention(48, HEADS, head_dim=WIDTH)(torch.randn(1, 4, 48), length=8),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (InputError, SpecError) as error:
+            messages[name] = str(error)
+    assert messages.keys() == calls.keys()
+    return messages
+
+
+def test_errors(ranks: Ranks) -> None:
+    first, second = ranks.run(2, refused)
+    assert first["uneven"] == (
+        "length: got None; 5 rows on rank 0 of 2 are no chunks of one length; legal: rows of the whole sequence"
+    )
+    assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: those that shard() gives"
+    for message in first.values():
+        assert message.count("; ") >= 2
