@@ -119,7 +119,7 @@ class Case:
         """(row, key) pairs over all heads and sequences whose key the row sees."""
         batch, heads, _, nq, nk = self.sizes
         sequences = [(n, n) for n in self.documents] if self.spec.packed else [(nq, nk)] * batch
-        return heads * sum(_seen_pairs(*lengths, self.spec.left, self.spec.right) for lengths in sequences)
+        return heads * sum(seen_pairs(*lengths, self.spec.left, self.spec.right) for lengths in sequences)
 
     @property
     def score_bytes(self) -> int:
@@ -168,7 +168,7 @@ class Case:
 
 
 @cache
-def _seen_pairs(nq: int, nk: int, left: int | None, right: int | None) -> int:
+def seen_pairs(nq: int, nk: int, left: int | None, right: int | None) -> int:
     """The pairs of one head of one sequence."""
     seen = 0
     for position in range(nk - nq, nk):

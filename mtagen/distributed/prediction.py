@@ -1,0 +1,140 @@
+"""What a training step of attention over several ranks takes: a model of its time, its traffic and its memory.
+
+It counts what :class:`ContextParallel` does, and divides by rates that were measured on one rank and on its link. It
+knows nothing of other programs, of clocks that fall under load, or of small problems that fill no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..measure.cases import seen_pairs
+from ..spec import Spec
+from .sharding import Call, Sharding
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank does in a second.
+
+    Attributes:
+        forward: scores of the op's forward pass: heads times pairs of a row and a key that it sees.
+        backward: of its backward pass.
+        link: bytes that reach a rank from the others, while as many leave it.
+        latency: seconds of an all-to-all that carries nothing.
+    """
+
+    forward: float
+    backward: float
+    link: float
+    latency: float = 2e-5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One call and its backward pass.
+
+    Attributes:
+        forward_s: seconds until the last rank has its outputs.
+        backward_s: seconds until the last rank has its gradients.
+        alone_s: seconds of both passes on one rank with the whole sequence.
+        traffic: bytes that the busiest rank receives in both passes, or sends if those are more.
+        gathered: bytes of keys and values that the rank with the most of them holds in the forward pass; in the
+            backward pass it holds as many of gradients besides.
+    """
+
+    forward_s: float
+    backward_s: float
+    alone_s: float
+    traffic: int
+    gathered: int
+
+    @property
+    def speedup(self) -> float:
+        """How much faster it is than one rank."""
+        return self.alone_s / (self.forward_s + self.backward_s)
+
+
+def predict(
+    spec: Spec,
+    rates: Rates,
+    *,
+    length: int,
+    ranks: int,
+    heads: int,
+    kv_heads: int,
+    batch: int = 1,
+    balanced: bool = True,
+) -> Prediction:
+    """The time, traffic and memory of one call of :class:`ContextParallel` and its backward pass.
+
+    All transfers of a pass begin with it, one after the other on the link; a rank computes a chunk as soon as what the
+    chunk needs is there. Gradients of a chunk travel once all ranks have computed theirs.
+
+    Args:
+        spec: of the op.
+        rates: of one rank.
+        length: N, rows of a sequence.
+        ranks: W.
+        heads: H, of queries.
+        kv_heads: Hkv, of keys and values.
+        batch: sequences.
+        balanced: as of :class:`ContextParallel`.
+    """
+    held = Sharding(length, ranks, balanced).held
+    steps = [[Call.of(chunk, length, spec) for chunk in chunks] for chunks in zip(*held, strict=True)]
+    query_bytes = batch * heads * spec.head_dim * spec.itemsize
+    pair_bytes = batch * kv_heads * (spec.head_dim + spec.value_head_dim) * spec.itemsize
+
+    carried = [
+        [
+            query_bytes * moved + pair_bytes * more
+            for moved, more in zip(
+                _moved(held, [call.context for call in calls]), _moved(held, [call.keys for call in calls]), strict=True
+            )
+        ]
+        for calls in steps
+    ]
+    transfers = [rates.latency + max(each) / rates.link if ranks > 1 else 0.0 for each in carried]
+    scores = [[batch * heads * _scores(call, spec) for call in calls] for calls in steps]
+    forward = _computed(transfers, [[count / rates.forward for count in each] for each in scores])
+    backward = _computed(transfers, [[count / rates.backward for count in each] for each in scores])
+    back = sum(transfers)  # which the link carries first
+    for computed, transfer in zip(backward, transfers, strict=True):
+        back = max(back, max(computed)) + transfer
+    whole = batch * heads * seen_pairs(length, length, spec.left, spec.right)
+    return Prediction(
+        forward_s=max(forward[-1]),
+        backward_s=back,
+        alone_s=whole / rates.forward + whole / rates.backward,
+        traffic=3 * max(map(sum, zip(*carried, strict=True))),
+        gathered=pair_bytes * max(sum(len(call.keys) for call in calls) for calls in zip(*steps, strict=True)),
+    )
+
+
+def _moved(held: Sequence[Sequence[range]], needed: Sequence[range]) -> list[int]:
+    """The rows that each rank receives from others or sends to them, whichever are more."""
+    common = [[sum(_common(chunk, rows) for chunk in chunks) for chunks in held] for rows in needed]
+    received = [sum(each) - each[rank] for rank, each in enumerate(common)]
+    sent = [sum(each) - each[rank] for rank, each in enumerate(zip(*common, strict=True))]
+    return list(map(max, received, sent))
+
+
+def _common(first: range, second: range) -> int:
+    return max(0, min(first.stop, second.stop) - max(first.start, second.start))
+
+
+def _scores(call: Call, spec: Spec) -> int:
+    """Pairs of a row and a key that it sees, of the rows that a call computes."""
+    return seen_pairs(len(call.queries), len(call.keys), spec.left, spec.right)
+
+
+def _computed(transfers: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """When each rank has computed each step, by steps."""
+    ends, end = [], [0.0] * len(seconds[0])
+    for arrived, each in zip(accumulate(transfers), seconds, strict=True):
+        end = [max(before, arrived) + more for before, more in zip(end, each, strict=True)]
+        ends.append(end)
+    return ends

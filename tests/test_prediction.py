@@ -1,0 +1,108 @@
+"""What is predicted of several ranks is what they exchange and compute, counted row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mtagen.distributed import Prediction, Rates, predict
+from mtagen.distributed.sharding import Call, Sharding
+from mtagen.spec import Spec
+
+SPEC = Spec((6, 11), 16, 24)
+RATES = Rates(forward=1e6, backward=2.5e5, link=1e6, latency=0.0)
+PROBLEM: dict[str, Any] = {"length": 203, "ranks": 3, "heads": 4, "kv_heads": 2, "batch": 2}
+SPECS = {
+    "causal": SPEC,
+    "window": replace(SPEC, window=(20, -1)),
+    "window to both sides": replace(SPEC, causal=False, window=(9, 30)),
+    "full": replace(SPEC, causal=False),
+    "all stages": replace(SPEC, mixed_heads=2, post_kernel=(3, 3), post_mixed_heads=4),
+}
+
+
+def of(spec: Spec = SPEC, rates: Rates = RATES, **options: Any) -> Prediction:
+    return predict(spec, rates, **PROBLEM | options)
+
+
+def sees(spec: Spec, query: int, key: int) -> bool:
+    return (spec.left is None or query - key <= spec.left) and (spec.right is None or key - query <= spec.right)
+
+
+def rows_that_move(spec: Spec, length: int, ranks: int, balanced: bool) -> list[list[tuple[int, int]]]:
+    """By step and rank, the rows of keys, and of queries before the chunk, that come from other ranks or go there."""
+    held = Sharding(length, ranks, balanced).held
+    mine = [{row for chunk in chunks for row in chunk} for chunks in held]
+    steps = []
+    for chunks in zip(*held, strict=True):
+        calls = [Call.of(chunk, length, spec) for chunk in chunks]
+        kinds = [[set(call.keys) for call in calls], [set(call.context) for call in calls]]
+        moved = []
+        for rank in range(ranks):
+            received = [len(needed[rank] - mine[rank]) for needed in kinds]
+            sent = [sum(len(x & mine[rank]) for r, x in enumerate(needed) if r != rank) for needed in kinds]
+            moved.append(tuple(map(max, received, sent)))
+        steps.append(moved)
+    return steps
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_traffic_and_memory(spec: Spec, balanced: bool) -> None:
+    """In bf16, 2 sequences; a row of keys and values is of 2 heads, a row of queries of 4."""
+    pair, query = 2 * 2 * (16 + 24) * 2, 2 * 4 * 16 * 2
+    made, steps = of(spec, balanced=balanced), rows_that_move(spec, 203, 3, balanced)
+    received = [sum(pair * keys + query * rows for keys, rows in each) for each in zip(*steps, strict=True)]
+    assert made.traffic == 3 * max(received)
+    calls = [[Call.of(chunk, 203, spec) for chunk in chunks] for chunks in Sharding(203, 3, balanced).held]
+    assert made.gathered == pair * max(sum(len(call.keys) for call in each) for each in calls)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_time_of_computing(spec: Spec) -> None:
+    """A link that takes no time leaves what the rank with the most scores computes."""
+    made = of(spec, replace(RATES, link=1e30))
+    per_rank = []
+    for chunks in Sharding(203, 3, True).held:
+        calls = [Call.of(chunk, 203, spec) for chunk in chunks]
+        # Rows before a chunk and, where masks depend on positions, after it are computed too.
+        rows = [(query, call.keys) for call in calls for query in call.queries]
+        per_rank.append(8 * sum(sees(spec, query, key) for query, keys in rows for key in keys))
+    assert made.forward_s == pytest.approx(max(per_rank) / RATES.forward)
+    assert made.backward_s == pytest.approx(max(per_rank) / RATES.backward)
+    alone = 8 * sum(sees(spec, query, key) for query in range(203) for key in range(203))
+    assert made.alone_s == pytest.approx(alone / RATES.forward + alone / RATES.backward)
+
+
+def test_one_rank() -> None:
+    """It is alone, and communicates nothing."""
+    made = of(ranks=1, balanced=False)
+    assert made.traffic == 0
+    assert made.speedup == pytest.approx(1)
+
+
+def test_balance() -> None:
+    """The later half of causal attention has three quarters of the scores."""
+    long = {"length": 8192, "ranks": 2}
+    assert of(replace(SPEC, kernel=None), replace(RATES, link=1e30), balanced=False, **long).speedup == pytest.approx(
+        4 / 3, rel=1e-3
+    )
+    assert of(SPEC, replace(RATES, link=1e30), **long).speedup == pytest.approx(2, rel=1e-2)
+
+
+def test_the_first_and_the_last_transfer_are_waited_for() -> None:
+    """One of each kind: those of the other chunk are carried while the first is computed."""
+    fast, slow = of(rates=replace(RATES, link=1e30)), of(rates=replace(RATES, link=1e9, latency=1e-3))
+    assert 1e-3 < slow.forward_s - fast.forward_s < 1.2e-3
+    assert 2e-3 < slow.backward_s - fast.backward_s < 2.4e-3
+
+
+def test_a_slow_link_is_what_takes_time() -> None:
+    """It carries what each chunk needs to the rank that needs most, in both passes, and gradients back."""
+    made = of(rates=replace(RATES, link=1.0))
+    steps = rows_that_move(SPEC, 203, 3, True)
+    carried = sum(max(2 * 2 * 40 * 2 * keys + 2 * 4 * 16 * 2 * rows for keys, rows in each) for each in steps)
+    assert made.forward_s == pytest.approx(carried, rel=1e-4)
+    assert made.backward_s == pytest.approx(2 * carried, rel=1e-4)
