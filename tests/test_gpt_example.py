@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from examples.decoder import Decoder
 from examples.gpt import generate as generation
-from examples.gpt import throughput, train
+from examples.gpt import throughput, train, train_distributed
 from examples.gpt.model import (
     ATTENTION,
     LLAMA3_VOCABULARY,
@@ -205,11 +205,18 @@ def test_commands(tmp_path: Path) -> None:
     assert "others is none of" in run(train.main, tmp_path, "--variant", "others").output
 
 
-COMMANDS = re.findall(r"^python -m examples\.gpt\.(\w+) (.*)$", README, flags=re.MULTILINE)
+PROGRAMS = {
+    "train": train,
+    "train_distributed": train_distributed,
+    "generate": generation,
+    "throughput": throughput,
+}
+LAUNCHED = r"^(?:python|torchrun --nproc-per-node \d) -m examples\.gpt\.(\w+) (.*)$"
+COMMANDS = re.findall(LAUNCHED, README, flags=re.MULTILINE)
 
 
 def test_readme_has_commands_of_each_program() -> None:
-    assert {program for program, _ in COMMANDS} == {"train", "generate", "throughput"}
+    assert {program for program, _ in COMMANDS} == {*PROGRAMS}
 
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
@@ -219,10 +226,10 @@ def test_readme_commands_are_legal(
     """Their options exist and take these values."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").touch()
-    for folder in ("runs/tiny", "runs/300M"):
+    for folder in ("runs/tiny", "runs/300M", "runs/spread"):
         Path(folder).mkdir(parents=True)
     app = typer.Typer()
-    app.command()({"train": train, "generate": generation, "throughput": throughput}[program].main)
+    app.command()(PROGRAMS[program].main)
     values = typer.main.get_command(app).make_context(program, shlex.split(arguments)).params
     assert values.get("size", "300M") in SIZES
 

@@ -91,7 +91,7 @@ ATTENTION: dict[str, type[MultiTokenAttention]] = {
 }
 
 
-def make_attention(size: Size, variant: str, layer: int) -> MultiTokenAttention:
+def make_attention(size: Size, variant: str, layer: int, **others: Any) -> MultiTokenAttention:
     """The attention of a layer.
 
     ``mta`` and ``authors`` compute the same, the authors' trained configuration: all heads are mixed before and after
@@ -102,8 +102,9 @@ def make_attention(size: Size, variant: str, layer: int) -> MultiTokenAttention:
         size: the model's.
         variant: a key of :data:`ATTENTION`.
         layer: its number, from 0 on.
+        others: options of the layer that all models may have.
     """
-    options: dict[str, Any] = {"kernel": None}
+    options: dict[str, Any] = {"kernel": None} | others
     if variant != "plain":
         options |= {"mixed_heads": size.heads, "post_mixed_heads": size.heads}
     if variant in ("mta", "authors"):
@@ -113,7 +114,7 @@ def make_attention(size: Size, variant: str, layer: int) -> MultiTokenAttention:
     return ATTENTION[variant](size.dim, size.heads, **options)
 
 
-def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES) -> Decoder:
+def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES, **others: Any) -> Decoder:
     """A model.
 
     Matrices start as normal with a deviation of dim^-1/2, those that add to the residual path with one that is smaller
@@ -123,8 +124,10 @@ def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES) -> D
         size: a value of :data:`SIZES`, or another.
         variant: of the attention, see :func:`make_attention`.
         vocabulary: number of tokens.
+        others: as of :func:`make_attention`.
     """
-    model = Decoder(vocabulary, [make_attention(size, variant, layer) for layer in range(size.layers)], size.hidden)
+    attentions = [make_attention(size, variant, layer, **others) for layer in range(size.layers)]
+    model = Decoder(vocabulary, attentions, size.hidden)
     deviation = size.dim**-0.5
     nn.init.normal_(model.tok_embeddings.weight, std=deviation)
     for name, matrix in model.named_parameters():

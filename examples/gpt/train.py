@@ -22,6 +22,7 @@ from .model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_
 TEXT = Path(__file__).with_name("hamlet.txt")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_GRADIENT_NORM = 1.0
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def sample(text: Tensor, settings: Settings, generator: torch.Generator) -> Tens
 
 
 class Run:
-    """A training run in a folder, which holds ``checkpoint.pt`` and ``log.jsonl``, a line for every logged step.
+    """A training run in a folder, which holds a checkpoint and ``log.jsonl``, a line for every logged step.
 
     Args:
         settings: what to train.
@@ -87,6 +88,8 @@ class Run:
     Raises:
         ValueError: the checkpoint is of other settings or of another text, or the text is too short.
     """
+
+    quiet = False  # whether no progress is shown
 
     def __init__(
         self,
@@ -106,55 +109,78 @@ class Run:
         if len(self.text) <= settings.length:
             raise ValueError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
         torch.manual_seed(settings.seed)
-        self.model = make_decoder(SIZES[settings.size], settings.variant).to(self.device)
+        self.model = self._make_model()
         self.optimizer = make_optimizer(self.model, settings.lr)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step = 0
         self.loss = torch.compile(next_token_loss) if compiled else next_token_loss
         folder.mkdir(parents=True, exist_ok=True)
-        self.checkpoint, self.log = folder / "checkpoint.pt", folder / "log.jsonl"
-        if resume and self.checkpoint.exists():
-            self._load()
-        else:
+        self.log = self._log_file()
+        checkpoint = self._checkpoint() if resume else None
+        if checkpoint is None:
             self.log.write_text("")
+        else:
+            self._load(checkpoint)
+            lines = self.log.read_text().splitlines(keepends=True)
+            self.log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
 
-    def _load(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        if state["settings"] != self.identity:
-            raise ValueError(f"{self.checkpoint} is of a run with {state['settings']}")
+    def _make_model(self) -> Decoder:
+        return make_decoder(SIZES[self.settings.size], self.settings.variant).to(self.device)
+
+    def _log_file(self) -> Path:
+        return self.folder / "log.jsonl"
+
+    def _checkpoint(self) -> Path | None:
+        """The checkpoint to go on from, if there is one."""
+        path = self.folder / CHECKPOINT
+        return path if path.exists() else None
+
+    def _load(self, checkpoint: Path) -> None:
+        state = torch.load(checkpoint, map_location=self.device, weights_only=True)
+        self._check(checkpoint, state["settings"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"].cpu())
         self.step = state["step"]
-        lines = self.log.read_text().splitlines(keepends=True)
-        self.log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+
+    def _check(self, checkpoint: Path, settings: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other settings."""
+        if settings != self.identity:
+            raise ValueError(f"{checkpoint} is of a run with {settings}")
 
     def save(self) -> None:
         """Write the checkpoint; one that was there is whole until the new one is."""
-        state = {
-            "settings": self.identity,
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-        }
-        new = self.checkpoint.with_suffix(".new")
-        torch.save(state, new)
-        new.replace(self.checkpoint)
+        checkpoint = self.folder / CHECKPOINT
+        new = checkpoint.with_suffix(".new")
+        torch.save(self._progress() | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, new)
+        new.replace(checkpoint)
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the model and the optimizer."""
+        return {"settings": self.identity, "step": self.step, "generator": self.generator.get_state()}
 
     def take_step(self) -> Tensor:
         """One step of the optimizer; its loss, which the CPU has not waited for."""
         self.step += 1
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.settings)
-        tokens = sample(self.text, self.settings, self.generator).to(self.device, non_blocking=True)
+        tokens = sample(self.text, self.settings, self.generator)
         with precision(self.device):
-            loss = self.loss(self.model, tokens)
+            loss = self._loss_of(tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+    def _loss_of(self, tokens: Tensor) -> Tensor:
+        """The mean loss of a batch ``(B, length + 1)``, of which this process computes all."""
+        loss: Tensor = self.loss(self.model, tokens.to(self.device, non_blocking=True))
+        return loss
+
+    def _reported(self, loss: Tensor) -> float:
+        """A step's loss for the log; waits for the step."""
+        return loss.item()
 
     def train(self, until: int | None = None, log_every: int = 10, save_every: int = 1000) -> None:
         """Train to a step, by default the last, and save.
@@ -166,14 +192,15 @@ class Run:
         """
         until = self.settings.steps if until is None else min(until, self.settings.steps)
         columns = TextColumn("loss {task.fields[loss]:.3f}"), TextColumn("{task.fields[rate]:,.0f} tokens/s")
-        bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *columns, console=Console(stderr=True))
+        console = Console(stderr=True, quiet=self.quiet)
+        bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *columns, console=console)
         with bar, self.log.open("a") as log:
             task = bar.add_task("training", total=until, completed=self.step, loss=float("nan"), rate=0)
             logged, start = self.step, perf_counter()
             while self.step < until:
                 loss = self.take_step()
                 if self.step % log_every == 0 or self.step == until:
-                    value = loss.item()
+                    value = self._reported(loss)
                     now = perf_counter()
                     rate = (self.step - logged) * self.settings.batch * self.settings.length / (now - start)
                     lr = learning_rate(self.step, self.settings)

@@ -1,0 +1,160 @@
+"""Train the decoder over several processes: ``torchrun --nproc-per-node 2 -m examples.gpt.train_distributed --help``.
+
+Ranks are a mesh of ``data`` by ``context``. Each group of ``context`` ranks spreads its sequences over them
+(:class:`mtagen.distributed.ContextParallel`), groups have different sequences, and FSDP shards parameters, gradients
+and the optimizer's state over all ranks. Batches, and so the losses but for rounding, are those of one process,
+whatever the mesh is. A rank that fails ends the job: torchrun stops the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from mtagen.nn import MultiTokenAttention
+
+from ..decoder import Decoder
+from .model import SIZES, make_decoder
+from .train import DEVICE, TEXT, Run, Settings
+
+VARIANTS = "mta", "talking-heads"  # those that mtagen computes
+
+
+class DistributedRun(Run):
+    """A run of several processes, each of which makes one in the same folder; the first one writes the log.
+
+    Checkpoints are in ``checkpoints``, a folder for each step, in the format of torch.distributed.checkpoint: another
+    number of ranks can go on from them.
+
+    Args:
+        settings: what to train; ``batch`` and ``length`` are of all ranks together.
+        folder: as of :class:`Run`, on a file system that all ranks share.
+        text: as of :class:`Run`.
+        context: ranks that share a sequence, a divisor of their number.
+        resume: as of :class:`Run`.
+
+    Raises:
+        ValueError: as of :class:`Run`; or the batch cannot be shared among the groups of ranks, or a sequence not cut
+            into equal chunks.
+    """
+
+    def __init__(
+        self, settings: Settings, folder: Path, text: Path = TEXT, *, context: int, resume: bool = False
+    ) -> None:
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if DEVICE == "cuda" else "cpu"
+        ranks = dist.get_world_size()
+        if ranks % context:
+            raise ValueError(f"{ranks} ranks are no groups of {context}")
+        groups = ranks // context
+        if settings.batch % groups or settings.length % (2 * context):
+            got = f"batch {settings.batch}, length {settings.length}"
+            rule = f"its sequences are shared by {groups} and each is cut into {2 * context} equal chunks"
+            raise ValueError(f"{got}: {rule}")
+        self.mesh = init_device_mesh(DEVICE, (groups, context), mesh_dim_names=("data", "context"))
+        self.quiet = dist.get_rank() > 0
+        super().__init__(settings, folder, text, device, resume=resume)
+
+    def _make_model(self) -> Decoder:
+        """The same on all ranks, then sharded."""
+        settings = self.settings
+        model = make_decoder(SIZES[settings.size], settings.variant, context_parallel=self.mesh["context"])
+        spread = next(part.context_parallel for part in model.modules() if isinstance(part, MultiTokenAttention))
+        assert spread is not None
+        self.spread = spread  # any layer's: all cut sequences alike
+        model.to(self.device)
+        on_gpu = self.device.type == "cuda"
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
+        everyone = init_device_mesh(DEVICE, (dist.get_world_size(),))
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=everyone, mp_policy=precision)
+        return model
+
+    def _log_file(self) -> Path:
+        return Path(os.devnull) if self.quiet else super()._log_file()
+
+    def _checkpoint(self) -> Path | None:
+        """The last one that is complete: its ``.metadata`` is written last."""
+        return max((path.parent for path in self.folder.glob("checkpoints/*/.metadata")), default=None)
+
+    def _load(self, checkpoint: Path) -> None:
+        state = self._state()
+        load(state, checkpoint_id=checkpoint)
+        self._check(checkpoint, state["settings"])
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.step = state["step"]
+
+    def save(self) -> None:
+        """Write a checkpoint, each rank its shards, and remove those before."""
+        earlier = [path for path in self.folder.glob("checkpoints/*") if path.name != f"{self.step:08}"]
+        save(self._state(), checkpoint_id=self.folder / f"checkpoints/{self.step:08}")
+        if not self.quiet:
+            for path in earlier:
+                shutil.rmtree(path)
+        dist.barrier()
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return self._progress() | {"model": model, "optimizer": optimizer}
+
+    def _loss_of(self, tokens: Tensor) -> Tensor:
+        """The mean loss of this rank's part of a batch. FSDP takes the mean of the ranks' gradients."""
+        groups, group = self.mesh["data"].size(), self.mesh["data"].get_local_rank()
+        mine = tokens[group::groups].to(self.device)
+        logits = self.model(self.spread.shard(mine[:, :-1], 1))
+        return F.cross_entropy(logits.flatten(0, 1).float(), self.spread.shard(mine[:, 1:], 1).flatten())
+
+    def _reported(self, loss: Tensor) -> float:
+        """The mean over ranks."""
+        loss = loss.clone()
+        dist.all_reduce(loss, dist.ReduceOp.SUM)
+        return loss.item() / dist.get_world_size()
+
+
+@record
+def main(
+    folder: Annotated[Path, typer.Argument(help="For checkpoints and the log, on a file system that all ranks share.")],
+    size: Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))] = Settings.size,
+    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(VARIANTS))] = Settings.variant,
+    text: Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)] = TEXT,
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = Settings.steps,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step, of all ranks.")] = Settings.batch,
+    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = Settings.length,
+    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = Settings.lr,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = Settings.warmup,
+    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = Settings.seed,
+    context: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence.", show_default="all")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
+    until: Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")] = 10,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 1000,
+) -> None:
+    """Train a decoder on the bytes of a text, with its sequences and its parameters spread over ranks."""
+    for option, value, legal in (("--size", size, SIZES), ("--variant", variant, VARIANTS)):
+        if value not in legal:
+            raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
+    run = DistributedRun(settings, folder, text, context=context or dist.get_world_size(), resume=resume)
+    run.train(until, log_every, save_every)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

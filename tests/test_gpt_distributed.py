@@ -1,0 +1,87 @@
+"""The decoder trained over several processes by torchrun is the one that one process trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.gpt import train
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = train.Settings(steps=6, batch=4, length=64, lr=3e-3, warmup=2)
+OPTIONS = ["--steps", "6", "--batch", "4", "--length", "64", "--lr", "3e-3", "--warmup", "2", "--log-every", "1"]
+FAILS = """\
+import os, typer
+from examples.gpt import train_distributed
+step = train_distributed.DistributedRun.take_step
+
+def fails(run):
+    if os.environ["RANK"] == "1" and run.step == 2:
+        raise RuntimeError("this rank is out of order")
+    return step(run)
+
+train_distributed.DistributedRun.take_step = fails
+typer.run(train_distributed.main)
+"""
+
+
+def torchrun(ranks: int, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT}
+    return subprocess.run([*launcher, *map(str, arguments)], **options, env=os.environ | {"PYTHONPATH": paths})
+
+
+def trained(folder: Path, ranks: int, *arguments: Any) -> None:
+    done = torchrun(ranks, "-m", "examples.gpt.train_distributed", folder, *OPTIONS, *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process, by steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    train.Run(SETTINGS, folder, device="cpu").train(log_every=1)
+    return losses(folder)
+
+
+def test_sequences_over_ranks_and_a_checkpoint_for_another_number(alone: dict[int, float], tmp_path: Path) -> None:
+    trained(tmp_path, 2, "--until", 3)
+    trained(tmp_path, 1, "--resume")
+    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000006"]
+
+
+def test_batches_over_ranks(alone: dict[int, float], tmp_path: Path) -> None:
+    """A checkpoint that is not complete is not gone on from."""
+    (tmp_path / "checkpoints/00000005").mkdir(parents=True)
+    trained(tmp_path, 2, "--context", 1, "--resume")
+    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    start = time.monotonic()
+    done = torchrun(2, script, tmp_path / "run", *OPTIONS)
+    assert done.returncode == 1
+    assert "this rank is out of order" in done.stderr
+    assert time.monotonic() - start < 60
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    done = torchrun(2, "-m", "examples.gpt.train_distributed", tmp_path, *OPTIONS, "--length", 66)
+    assert done.returncode == 1
+    assert "batch 4, length 66: its sequences are shared by 1 and each is cut into 4 equal chunks" in done.stderr
