@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import torchrun
 
 from examples.gpt import train
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = train.Settings(steps=6, batch=4, length=64, lr=3e-3, warmup=2)
 OPTIONS = ["--steps", "6", "--batch", "4", "--length", "64", "--lr", "3e-3", "--warmup", "2", "--log-every", "1"]
 FAILS = """\
@@ -30,13 +27,6 @@ def fails(run):
 train_distributed.DistributedRun.take_step = fails
 typer.run(train_distributed.main)
 """
-
-
-def torchrun(ranks: int, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT}
-    return subprocess.run([*launcher, *map(str, arguments)], **options, env=os.environ | {"PYTHONPATH": paths})
 
 
 def trained(folder: Path, ranks: int, *arguments: Any) -> None:

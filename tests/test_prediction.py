@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import torchrun
 
 from mtagen.distributed import Prediction, Rates, predict
 from mtagen.distributed.sharding import Call, Sharding
@@ -106,3 +109,18 @@ def test_a_slow_link_is_what_takes_time() -> None:
     carried = sum(max(2 * 2 * 40 * 2 * keys + 2 * 4 * 16 * 2 * rows for keys, rows in each) for each in steps)
     assert made.forward_s == pytest.approx(carried, rel=1e-4)
     assert made.backward_s == pytest.approx(2 * carried, rel=1e-4)
+
+
+def test_the_benchmark_measures_what_is_predicted(tmp_path: Path) -> None:
+    """On the CPU, where its figures mean nothing."""
+    path, sizes = tmp_path / "run.json", ["--head-dim", "16", "--heads", "4", "--kv-heads", "2", "--repeats", "1"]
+    done = torchrun(2, "benchmarks/context_parallel.py", "--length", 64, "--length", 32, *sizes, "--json", path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["ranks"] == 2
+    assert [result["length"] for result in report["results"]] == [64, 32]
+    for result in report["results"]:
+        alone, spread, computed = (sum(result[f"{name}_ms"].values()) for name in ("alone", "spread", "computed"))
+        assert result["speedup"] == pytest.approx(alone / spread)
+        assert computed > 0
+        assert 1 < result["predicted_speedup"] < 2

@@ -1,0 +1,171 @@
+"""Time attention over several ranks against one: ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py --help``.
+
+Of each length, forward and backward of one op: on the first rank alone with the whole sequence; on all ranks by
+:class:`mtagen.distributed.ContextParallel`; and what each rank computes of that, without any communication. What the
+model :func:`mtagen.distributed.predict` says stands beside it, with the rates of the first measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import mtagen
+from mtagen.distributed import ContextParallel, Rates, predict
+from mtagen.distributed.sharding import Call, Sharding
+from mtagen.environment import collect
+from mtagen.measure.cases import seen_pairs
+from mtagen.spec import Spec
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "6,11": {"kernel": (6, 11)},
+    "mix": {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16},
+    "all": {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16},
+}
+PASSES = "forward", "backward"
+WARMUP = 2
+
+
+def tensors(spec: Spec, heads: int, kv_heads: int, rows: int, keys: int, device: torch.device) -> list[Tensor]:
+    """q, k and v of one sequence, random, wanting gradients."""
+    made = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device}
+    shapes = (heads, rows, spec.head_dim), (kv_heads, keys, spec.head_dim), (kv_heads, keys, spec.value_head_dim)
+    return [torch.randn(1, *shape, **made).requires_grad_() for shape in shapes]
+
+
+def timed(forward: Callable[[], list[tuple[Tensor, list[Tensor]]]], repeats: int, device: torch.device) -> list[float]:
+    """Milliseconds of a forward pass and of its backward pass, medians.
+
+    Args:
+        forward: makes outputs, each with what its gradient is asked of.
+        repeats: that are timed, after some that are not.
+        device: where.
+    """
+    on_gpu, times = device.type == "cuda", []
+
+    def mark() -> Any:
+        if not on_gpu:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    for _ in range(WARMUP + repeats):
+        marks = [mark()]
+        outs = forward()
+        marks.append(mark())
+        for out, leaves in outs:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        marks.append(mark())
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        times.append([a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)])
+    return [statistics.median(each) for each in zip(*times[WARMUP:], strict=True)]
+
+
+def slowest(milliseconds: list[float], device: torch.device) -> dict[str, float]:
+    """Those of the rank that takes longest, by passes."""
+    longest = torch.tensor(milliseconds, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return dict(zip(PASSES, longest.tolist(), strict=True))
+
+
+def measure(
+    op: mtagen.MultiTokenAttention,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    link: float,
+    repeats: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """One length: milliseconds alone, over ranks, computed by ranks, and what is predicted."""
+    spec, ranks, rank = op.plan.spec, dist.get_world_size(), dist.get_rank()
+    weights = {
+        name: torch.randn(shape, device=device).div_(shape[-1] * shape[-2]).requires_grad_()
+        for name, shape in spec.weights(heads).items()
+    }
+
+    def attend(call: Callable[..., Any], qkv: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return call(*qkv, **weights), [*qkv, *weights.values()]
+
+    alone = [0.0, 0.0]
+    if rank == 0:
+        whole = tensors(spec, heads, kv_heads, length, length, device)
+        alone = timed(lambda: [attend(op, whole)], repeats, device)
+        del whole
+    dist.barrier()
+    own = tensors(spec, heads, kv_heads, length // ranks, length // ranks, device)
+    cp = ContextParallel(op, dist.group.WORLD)
+    spread = timed(lambda: [attend(cp, own)], repeats, device)
+    calls = [Call.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held[rank]]
+    parts = [tensors(spec, heads, kv_heads, len(call.queries), len(call.keys), device) for call in calls]
+    computed = timed(lambda: [attend(op, part) for part in parts], repeats, device)
+
+    result: dict[str, Any] = {"length": length, "alone_ms": slowest(alone, device)}
+    result |= {"spread_ms": slowest(spread, device), "computed_ms": slowest(computed, device)}
+    result["speedup"] = sum(result["alone_ms"].values()) / sum(result["spread_ms"].values())
+    scores = heads * seen_pairs(length, length, spec.left, spec.right)
+    rates = Rates(*(1e3 * scores / result["alone_ms"][name] for name in PASSES), link)
+    predicted = predict(spec, rates, length=length, ranks=ranks, heads=heads, kv_heads=kv_heads)
+    result["predicted_ms"] = {"forward": 1e3 * predicted.forward_s, "backward": 1e3 * predicted.backward_s}
+    return result | {"predicted_speedup": predicted.speedup, "traffic_bytes": predicted.traffic}
+
+
+def table(results: list[dict[str, Any]], title: str) -> Table:
+    """What was measured, for the console."""
+    shown = Table(title=title)
+    for heading in ("N", "alone, ms", "over ranks, ms", "computed, ms", "speed-up", "predicted"):
+        shown.add_column(heading, justify="right")
+    for result in results:
+        times = (f"{sum(result[name].values()):.1f}" for name in ("alone_ms", "spread_ms", "computed_ms"))
+        shown.add_row(str(result["length"]), *times, *(f"{result[x]:.3f}" for x in ("speedup", "predicted_speedup")))
+    return shown
+
+
+def main(
+    length: Annotated[list[int], typer.Option(help="Of a sequence; repeatable.")],
+    pipeline: Annotated[str, typer.Option(help="Stages.", metavar="|".join(PIPELINES))] = "6,11",
+    head_dim: Annotated[int, typer.Option(help="Of queries, keys and values.")] = 128,
+    heads: Annotated[int, typer.Option(help="Of queries.")] = 16,
+    kv_heads: Annotated[int, typer.Option(help="Of keys and values.")] = 8,
+    link: Annotated[float, typer.Option(help="GB/s that reach a rank, for what is predicted.")] = 350,
+    repeats: Annotated[int, typer.Option(min=1, help="That are timed.")] = 5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
+) -> None:
+    """Measure forward and backward of one op over all ranks, in bf16 on GPUs, one for each rank, or on the CPU."""
+    if pipeline not in PIPELINES:
+        raise typer.BadParameter(f"{pipeline} is none of {', '.join(PIPELINES)}", param_hint="--pipeline")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group()
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    op = mtagen.build(head_dim=head_dim, dtype=dtype, **PIPELINES[pipeline])
+    options = {"pipeline": pipeline, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "link_gbps": link}
+    report: dict[str, Any] = {"environment": collect(), "ranks": dist.get_world_size(), **options, "results": []}
+    for n in length:
+        report["results"].append(measure(op, heads, kv_heads, n, 1e9 * link, repeats, device))
+        if dist.get_rank() == 0 and json_path is not None:  # after each, for a later one may fail
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        Console().print(table(report["results"], f"{pipeline}, d = {head_dim}, {report['ranks']} ranks, {device.type}"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
