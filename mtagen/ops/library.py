@@ -238,7 +238,7 @@ def _passed_on(arguments: Iterable[Any]) -> bool:
     """Whether all tensors are ordinary, and no mode, transform, tracer or profiler wants to see the op."""
     if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():
         return False
-    ordinary = _ordinary_keys()
+    ordinary = _ordinary_keys(torch.cuda.is_initialized())
     for x in arguments:  # a loop takes less time than all() of a generator
         kind = type(x)
         if kind is Tensor or kind is Parameter:
@@ -263,9 +263,13 @@ def _ordinary_states() -> frozenset[tuple[int, int]]:
 
 
 @cache
-def _ordinary_keys() -> frozenset[int]:
-    """The dispatch keys of tensors that hold numbers as they are, on the CPU or a GPU, of inference mode or not."""
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+def _ordinary_keys(on_gpus: bool) -> frozenset[int]:
+    """The dispatch keys of tensors that hold numbers as they are, of inference mode or not.
+
+    Args:
+        on_gpus: whether tensors may be there. To ask for one would start CUDA, which a forked process cannot.
+    """
+    devices = ("cpu", "cuda") if on_gpus else ("cpu",)
     made = [torch.inference_mode(mode)(torch.empty)(0, device=x) for x in devices for mode in (False, True)]
     return frozenset(torch._C._dispatch_keys(x).raw_repr() for x in made)
 
