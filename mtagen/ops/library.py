@@ -238,7 +238,7 @@ def _passed_on(arguments: Iterable[Any]) -> bool:
     """Whether all tensors are ordinary, and no mode, transform, tracer or profiler wants to see the op."""
     if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():
         return False
-    ordinary = _ordinary_keys(torch.cuda.is_initialized())
+    ordinary = _ordinary_keys(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     for x in arguments:  # a loop takes less time than all() of a generator
         kind = type(x)
         if kind is Tensor or kind is Parameter:
