@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..documents import Documents
 from ..errors import InputError, explain
 from ..ops.attention import MultiTokenAttention, autocast
-from ..ops.inputs import check_call, check_varlen, resolve_scale
+from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
 from .exchange import Exchange
 from .sharding import Call, Sharding
 
@@ -191,11 +191,11 @@ class ContextParallel:
         """
         spec = self.op.plan.spec
         q, k, v = autocast(q, k, v)
+        weights = check_packed(spec, self.op.dtypes, q, k, v, (weight, head_weight, post_weight, post_head_weight))
         sharding = self._sharding_of(q, k, 0, length)
         longest = sharding.length if max_seqlen is None else max_seqlen
         documents = Documents(cu_seqlens, cu_seqlens, longest, longest)
-        given, totals = (weight, head_weight, post_weight, post_head_weight), 2 * (sharding.length,)
-        weights = check_varlen(spec, self.op.dtypes, q, k, v, given, documents, totals)
+        check_documents(documents, sharding.length, sharding.length, q.device)
         return self._attend(q, k, v, weights, scale, sharding, documents)
 
     def _attend(
@@ -238,6 +238,10 @@ class ContextParallel:
         Raises:
             InputError: it should have another number of rows, or the length must be told.
         """
+        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
+            raise InputError(
+                explain("length", length, "must be the rows of the whole sequence", "0, 1, 2, ..., or None")
+            )
         sharding = Sharding(rows * self.ranks if length is None else length, self.ranks, self.balanced)
         if length is None and not sharding.is_even:
             rule = f"{rows} rows on rank {self.rank} of {self.ranks} are no chunks of one length"

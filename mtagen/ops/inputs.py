@@ -86,15 +86,24 @@ def check_varlen(
     v: Tensor,
     weights: Sequence[Tensor | None],
     documents: Documents,
-    totals: tuple[int, int] | None = None,
 ) -> list[Tensor | None]:
     """As :func:`check_call` for packed documents: q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
 
-    Args:
-        totals: queries and keys of all documents, where q, k and v are some of their rows.
-
     Raises:
         InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold is looked at on the CPU only.
+    """
+    checked = check_packed(spec, dtypes, q, k, v, weights)
+    check_documents(documents, len(q), len(k), q.device)
+    return checked
+
+
+def check_packed(
+    spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """As :func:`check_call` for rows of packed documents: q (n_q, H, D), k (n_k, Hkv, D) and v (n_k, Hkv, DV).
+
+    Raises:
+        InputError: some argument does not fit.
     """
     tensors = (("q", q), ("k", k), ("v", v))
     _check_dense(tensors)
@@ -103,16 +112,23 @@ def check_varlen(
             rule = "must have 3 dimensions where documents are packed"
             raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, "(total, heads, head_dim)"))
     batch = tuple((name, x.transpose(0, 1).unsqueeze(0)) for name, x in tensors)  # as one sequence
-    checked = _checked(spec, dtypes, batch, weights)
-    total_q, total_k = totals or (len(q), len(k))
+    return _checked(spec, dtypes, batch, weights)
+
+
+def check_documents(documents: Documents, total_q: int, total_k: int, device: torch.device) -> None:
+    """Check where packed documents of so many queries and keys are.
+
+    Raises:
+        InputError: some value does not fit. What cu_seq_q and cu_seq_k hold is looked at on the CPU only.
+    """
     ends = (("cu_seq_q", documents.cu_seq_q, total_q), ("cu_seq_k", documents.cu_seq_k, total_k))
     _check_dense([(name, cu_seq) for name, cu_seq, _ in ends])
     for name, cu_seq, total in ends:
         got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
-        if got != (1, torch.int32, q.device) or len(cu_seq) == 0:
+        if got != (1, torch.int32, device) or len(cu_seq) == 0:
             rule = "must be where documents begin, and the last one's end"
             got_shape = (tuple(cu_seq.shape), *got[1:])
-            raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {q.device}"))
+            raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
         if cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling():
             values = cu_seq.tolist()
             if values[0] != 0 or values[-1] != total or values != sorted(values):
@@ -123,7 +139,6 @@ def check_varlen(
     for name, longest in (("max_q", documents.max_q), ("max_k", documents.max_k)):
         if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or not longest >= 0:
             raise InputError(explain(name, longest, "must be the length of the longest document", "0, 1, 2, ..."))
-    return checked
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
