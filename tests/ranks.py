@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=20)
 
 
 class Ranks:

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import mtagen
 from mtagen import InputError, SpecError
@@ -102,7 +104,7 @@ def over_ranks(cp: ContextParallel, dim: int, **options: Any) -> Callable[..., T
     return run
 
 
-def built(stages: dict[str, Any], dtype: str = "fp64") -> mtagen.MultiTokenAttention:
+def built(stages: dict[str, Any], dtype: str | None = "fp64") -> mtagen.MultiTokenAttention:
     return mtagen.build(**stages, head_dim=WIDTH, value_head_dim=24, backend="torch", dtype=dtype)
 
 
@@ -117,8 +119,8 @@ def results(function: Callable[..., Tensor], inputs: Inputs, grad_out: Tensor) -
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.named.items()}
     q, k, v, *_ = leaves.values()
     out = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
-    gradients = torch.autograd.grad(out, [*leaves.values()], grad_out)
-    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+    out.backward(grad_out)
+    return {"out": out.detach(), **{name: x.grad for name, x in leaves.items()}}
 
 
 def compare_op(
@@ -167,6 +169,55 @@ def judge_op(group: ProcessGroup, dtype: str, stages: dict[str, Any]) -> list[st
 @pytest.mark.parametrize("stages", [{"kernel": (6, 11)}, EVERYTHING], ids=["convolution", "everything"])
 def test_accuracy(ranks: Ranks, dtype: str, stages: dict[str, Any]) -> None:
     assert ranks.run(3, judge_op, dtype, stages) == 3 * [[]]
+
+
+def wrap_op(group: ProcessGroup, how: str) -> None:
+    """Outputs and gradients, however autograd comes to the calls."""
+    op = built({"kernel": (4, 5)}, "fp32")
+    inputs, grad_out = random(op.plan.spec, 1, 2, 36)
+    call = over_ranks(ContextParallel(op, group), 2)
+    if how == "compile":
+        wrapped: Callable[..., Any] = torch.compile(lambda *x: call(*x[:3], weight=x[3]), backend="aot_eager")
+    else:
+        wrapped = partial(checkpoint, lambda *x: call(*x[:3], weight=x[3]), use_reentrant=how == "reentrant")
+    got = results(lambda *x, weight: wrapped(*x, weight), inputs, grad_out)
+    torch.testing.assert_close(got, results(call, inputs, grad_out))
+
+
+@pytest.mark.parametrize("how", ["compile", "reentrant", "not reentrant"])
+def test_wrapped(ranks: Ranks, how: str) -> None:
+    ranks.run(2, wrap_op, how)
+
+
+def cast_op(group: ProcessGroup) -> None:
+    cp = ContextParallel(built({"kernel": (4, 5)}, None), group)
+    q, v, weight = torch.randn(1, HEADS, 8, WIDTH), torch.randn(1, HEADS, 8, 24), torch.randn(HEADS, 4, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cp(q, q, v, weight)
+    assert torch.equal(out, cp(q.bfloat16(), q.bfloat16(), v.bfloat16(), weight))
+    assert out.dtype == torch.bfloat16
+
+
+def test_autocast(ranks: Ranks) -> None:
+    ranks.run(2, cast_op)
+
+
+def freeze_some(group: ProcessGroup) -> None:
+    op = built({"kernel": (4, 5)})
+    inputs, grad_out = random(op.plan.spec, 1, 2, 36)
+    cp = ContextParallel(op, group)
+    expected = results(over_ranks(cp, 2), inputs, grad_out)
+    for name in inputs.named:
+        leaves = {other: x.detach().requires_grad_(other == name) for other, x in inputs.named.items()}
+        whole = {other: cp.shard(x, 2) if other in "qkv" else x for other, x in leaves.items()}
+        cp(**whole).backward(cp.shard(grad_out, 2))
+        gradient = leaves[name].grad
+        dist.all_reduce(gradient, group=group)
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_some_inputs_have_no_gradient(ranks: Ranks) -> None:
+    ranks.run(2, freeze_some)
 
 
 # ---- Packed documents

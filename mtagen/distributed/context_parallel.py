@@ -37,7 +37,8 @@ class ContextParallel:
     over ranks is the whole gradient, as of any parameter that is used on a part of the tokens. Data parallelism over
     these ranks, or FSDP, takes the mean instead, which is right where the loss is a mean of the ranks' losses.
 
-    There is no dropout: which entries a call drops follows from their places in the call.
+    There is no dropout: which entries a call drops follows from their places in the call. ``torch.compile`` leaves the
+    calls as they are, and compiles what is around them.
 
     Args:
         op: what :func:`mtagen.build` returns.
@@ -118,6 +119,7 @@ class ContextParallel:
         with torch.no_grad():
             return everything.receive(everything.send(x.movedim(dim, 0))).movedim(0, dim)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
         q: Tensor,
@@ -154,6 +156,7 @@ class ContextParallel:
         sharding = self._sharding_of(q, k, 2, length)
         return self._attend(q, k, v, weights, scale, sharding, None)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def varlen(
         self,
         q: Tensor,
