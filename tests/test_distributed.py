@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +30,7 @@ from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, eager_op, judge
 from mtagen.nn import MultiTokenAttention
+from mtagen.nn.tensor_parallel import HeadParallel
 from mtagen.spec import Spec
 
 HEADS, WIDTH = 4, 16
@@ -55,7 +57,7 @@ LENGTHS = ([37], [5, 20, 12], [1, 0, 3, 17, 2, 9, 0], [30, 1, 1, 5])  # of docum
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(SIZES, tmp_path_factory.mktemp("ranks") / "store")
+    processes = Ranks((*SIZES, 4), tmp_path_factory.mktemp("ranks") / "store")
     yield processes
     processes.stop()
 
@@ -424,3 +426,99 @@ def test_errors(ranks: Ranks) -> None:
     assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: those that shard() gives"
     for message in first.values():
         assert message.count("; ") >= 2
+
+
+# ---- Heads spread over ranks
+
+BY_HEADS = LAYER | {"post_mixed_heads": 2}
+
+
+def compare_heads(group: ProcessGroup, options: dict[str, Any], sequence: bool) -> None:
+    torch.manual_seed(0)
+    whole = MultiTokenAttention(48, HEADS, **BY_HEADS | options)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    mesh, layout = DeviceMesh.from_group(group, "cpu"), Shard(1) if sequence else Replicate()
+    style = HeadParallel(input_layouts=layout, output_layouts=layout)
+    spread = parallelize_module(copy.deepcopy(whole), mesh, style)
+    x, grad = torch.randn(2, 2, 24, 48, dtype=torch.float64)
+
+    def mine(x: Tensor) -> Tensor:
+        return x.chunk(group.size(), 1)[group.rank()] if sequence else x
+
+    leaf, local = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
+    expected, out = whole(leaf), spread(local)
+    expected.backward(grad)
+    out.backward(mine(grad))
+    torch.testing.assert_close(out, mine(expected))
+    torch.testing.assert_close(local.grad, mine(leaf.grad))
+    torch.testing.assert_close(gradients(spread), gradients(whole))
+    parts = {name: x.placements for name, x in spread.named_parameters()}
+    assert parts["mta_kernel"] == (Shard(0),)
+    assert parts["subln.weight"] == (Replicate(),)
+    assert [x.grad.placements for x in spread.parameters()] == [*parts.values()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"n_kv_heads": HEADS, "gate": "channel", "mixed_heads": None}, {"post_mixed_heads": 1}]
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_heads(ranks: Ranks, options: dict[str, Any], sequence: bool) -> None:
+    ranks.run(2, compare_heads, options, sequence)
+
+
+def refused_heads(group: ProcessGroup) -> list[str]:
+    mesh, messages = DeviceMesh.from_group(group, "cpu"), []
+    for options in ({}, {"post_mixed_heads": None, "dropout": 0.1}, {"n_kv_heads": 1}):
+        with pytest.raises(SpecError) as raised:
+            parallelize_module(MultiTokenAttention(48, HEADS, **LAYER | options), mesh, HeadParallel())
+        messages.append(str(raised.value))
+    with pytest.raises(SpecError, match="must be the layer"):
+        parallelize_module(torch.nn.Linear(3, 3), mesh, HeadParallel())
+    return messages
+
+
+def test_heads_that_are_not_spread(ranks: Ranks) -> None:
+    mixed, dropout, keys = ranks.run(2, refused_heads)[0]
+    assert mixed == (
+        "post_mixed_heads: got 4; a rank has 2 heads, and mixes no others with them; legal: a divisor of that, or "
+        "context_parallel=..., which spreads tokens and mixes all heads"
+    )
+    assert "no dropout" in dropout
+    assert "n_kv_heads: got 1" in keys
+
+
+def generate_by_heads(group: ProcessGroup) -> None:
+    torch.manual_seed(0)
+    whole, x = MultiTokenAttention(48, HEADS, **BY_HEADS), torch.randn(2, 12, 48, dtype=torch.float64)
+    spread = parallelize_module(copy.deepcopy(whole), DeviceMesh.from_group(group, "cpu"), HeadParallel())
+    with torch.no_grad():
+        cache = spread.new_cache(2, 12)
+        parts = [spread(part, cache=cache) for part in x.split([9, 1, 2], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole(x))
+    assert cache.keys.shape[1] == 1
+
+
+def test_generation_by_heads(ranks: Ranks) -> None:
+    ranks.run(2, generate_by_heads)
+
+
+def compare_all_at_once(group: ProcessGroup, tokens: bool) -> None:
+    """A model on a mesh of two dimensions: heads over one; batches, or tokens, and FSDP over the other."""
+    torch.manual_seed(0)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("other", "heads"))
+    whole, x = MultiTokenAttention(48, HEADS, **BY_HEADS), torch.randn(2, 16, 48, dtype=torch.float64)
+    spread = MultiTokenAttention(48, HEADS, **BY_HEADS, context_parallel=mesh["other"] if tokens else None)
+    spread.load_state_dict(whole.state_dict())
+    model = parallelize_module(torch.nn.ModuleDict({"attention": spread}), mesh["heads"], {"att*": HeadParallel()})
+    fully_shard(model["attention"], mesh=mesh["other"])
+    mine = spread.context_parallel.shard(x, 1) if tokens else x[mesh["other"].get_local_rank()].unsqueeze(0)
+    whole(x).square().mean().backward()
+    spread(mine).square().mean().backward()
+    torch.testing.assert_close(gradients(spread), gradients(whole))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_everything_composes(ranks: Ranks, tokens: bool) -> None:
+    ranks.run(4, compare_all_at_once, tokens)

@@ -12,7 +12,7 @@ from ..op import build
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache
 from .inputs import check_count, check_divisor, check_input, check_options, is_count
-from .parts import Gate, HeadMixer, HeadNorm, set_identity, set_parameter
+from .parts import Gate, HeadMixer, HeadNorm, local, set_identity, set_parameter
 from .rope import document_positions, rotate, rotation
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class MultiTokenAttention(nn.Module):
 
     Attributes:
         op: the built op; ``print(layer.op.plan)`` shows what its kernels are.
+        n_local_heads, n_local_kv_heads: the heads that this rank has: all, or where heads are spread over ranks
+            (:class:`mtagen.nn.tensor_parallel.HeadParallel`) its share.
         context_parallel: what spreads the op over ranks, and cuts tokens for the layer (``shard``); None without.
 
     Raises:
@@ -123,6 +125,7 @@ class MultiTokenAttention(nn.Module):
         super().__init__()
         self.dim, self.n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
         self.n_kv_heads = n_heads if n_kv_heads is None else check_divisor("n_kv_heads", n_kv_heads, n_heads)
+        self.n_local_heads, self.n_local_kv_heads = self.n_heads, self.n_kv_heads
         if head_dim is None and dim % n_heads:
             raise SpecError(
                 explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "a multiple, or head_dim=...")
@@ -276,13 +279,16 @@ class MultiTokenAttention(nn.Module):
 
     def _weights(self) -> dict[str, Any]:
         """What the op takes."""
-        mixing = None if self.wposm is None else self.wposm.weight
-        return {
+        weights = {
             "weight": self.mta_kernel,
             "head_weight": None if self.wpsm is None else self.wpsm.weight,
             "post_weight": self.mta_kernel_after_sm,
-            "post_head_weight": mixing if self.head_kernel is None else self.head_kernel.mT,
+            "post_head_weight": self.head_kernel if self.wposm is None else self.wposm.weight,
         }
+        held: dict[str, Any] = {name: None if weight is None else local(weight) for name, weight in weights.items()}
+        if self.head_kernel is not None:
+            held["post_head_weight"] = held["post_head_weight"].mT
+        return held
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         """Outputs in the shape of q: ``(B, N, H, D)``, or of packed documents ``(total, H, D)``."""
@@ -307,9 +313,12 @@ class MultiTokenAttention(nn.Module):
     ) -> Tensor:
         """The same of the tokens that this rank holds, among those of all ranks."""
         options = self._weights() | {"length": length}
+        out: Any
         if cu_seqlens is None:
-            return spread(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
-        return spread.varlen(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
+            out = spread(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+            return out.transpose(1, 2)  # type: ignore[no-any-return]
+        out = spread.varlen(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
+        return out  # type: ignore[no-any-return]
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
         """Outputs ``(B, N, H, D)`` of the next tokens of each entry, which the cache then holds.
@@ -378,8 +387,8 @@ class MultiTokenAttention(nn.Module):
         if dtype is None:
             dtype = _autocast_dtype(device) or self.wk.weight.dtype
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        shape = batch, self.n_kv_heads, max_len, self.head_dim
-        queries = torch.zeros(batch, self.n_heads, spec.context, self.head_dim, **made)
+        shape = batch, self.n_local_kv_heads, max_len, self.head_dim
+        queries = torch.zeros(batch, self.n_local_heads, spec.context, self.head_dim, **made)
         lengths = torch.zeros(batch, device=device, dtype=torch.int32)
         return Cache(torch.zeros(shape, **made), torch.zeros(shape, **made), queries, lengths)
 
@@ -401,7 +410,7 @@ class MultiTokenAttention(nn.Module):
             rule = "generation does not drop"
             raise InputError(explain("cache", "a layer in training mode, with dropout", rule, "layer.eval()"))
         batch, heads, context, head_dim = cache.queries.shape
-        mine = (len(x), self.n_heads, self.n_kv_heads, self.op.plan.spec.context, self.head_dim)
+        mine = (len(x), self.n_local_heads, self.n_local_kv_heads, self.op.plan.spec.context, self.head_dim)
         if (batch, heads, cache.keys.shape[1], context, head_dim) != mine:
             got = tuple(cache.keys.shape), tuple(cache.queries.shape)
             legal = f"layer.new_cache({len(x)}, max_len) of this layer"

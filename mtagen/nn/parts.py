@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _EPSILON = 1e-5  # of the norm
@@ -19,6 +20,21 @@ def set_parameter(parameter: Tensor, value: Tensor) -> None:
         assert isinstance(parameter, DTensor)
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank computes with: the parameter, or of one that is spread over ranks this rank's part.
+
+    Where all ranks have the same part, each uses it on its own heads, and the gradient is the sum of theirs.
+    """
+    if not hasattr(parameter, "device_mesh"):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial  # only here, for not every PyTorch has it
+
+    assert isinstance(parameter, DTensor)
+    placements = parameter.placements
+    of_gradient = [Partial() if placement.is_replicate() else placement for placement in placements]
+    return parameter.redistribute(placements=placements).to_local(grad_placements=of_gradient)
 
 
 def set_identity(parameter: Tensor) -> None:
@@ -78,7 +94,7 @@ class HeadNorm(nn.Module):
         """Norm over the last axis, head_dim."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
-        scaled = normed.to(x.dtype) * self.weight
+        scaled = normed.to(x.dtype) * local(self.weight)
         return scaled if self.factor is None else scaled * self.factor
 
 
@@ -92,4 +108,4 @@ class Gate(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x * sigmoid(weight x + bias) over the last axis, head_dim."""
-        return x * torch.sigmoid(super().forward(x))
+        return x * torch.sigmoid(F.linear(x, local(self.weight), local(self.bias)))

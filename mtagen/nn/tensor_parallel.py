@@ -1,0 +1,95 @@
+"""Heads of the layer spread over ranks, as a style of ``torch.distributed.tensor.parallel``."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ..errors import SpecError, explain
+from .layer import MultiTokenAttention
+
+
+class HeadParallel(ParallelStyle):
+    """How ``parallelize_module`` spreads the heads of :class:`mtagen.nn.MultiTokenAttention` over a mesh.
+
+    Of T ranks each has H/T heads of queries with the Hkv/T heads of keys and values that they see: rows of ``wq``,
+    ``wk`` and ``wv``, columns of ``wo``, and the convolutions and mixtures of its heads. The norm and the gate, which
+    heads share, every rank has; their gradients are summed over ranks. So heads may be mixed inside the groups that a
+    rank has, but not with those of other ranks, whose scores it does not compute: a layer that mixes all heads is
+    spread by its tokens instead (``context_parallel``), with which this composes.
+
+    Parameters become DTensors; state dicts keep their names, and FSDP may shard them further. A cache for generation
+    holds a rank's own heads.
+
+    Args:
+        input_layouts: of the layer's input, default ``Replicate()``; after ``SequenceParallel``, ``Shard(1)``.
+        output_layouts: of its output, default ``Replicate()``.
+        use_local_output: whether the output is a tensor of this rank instead of a DTensor.
+
+    Raises:
+        SpecError: when it is applied: the heads or their groups cannot be divided among the ranks, there is dropout,
+            whose numbers follow from a head's place in the call, or the module is no such layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts, self.output_layouts = input_layouts or Replicate(), output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Called by ``parallelize_module``."""
+        layer, ranks = _checked(module, device_mesh), device_mesh.size()
+        projections: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
+        output = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
+        parallelize_module(layer, device_mesh, {**projections, "wo": output}, src_data_rank=self.src_data_rank)
+        of_heads = [part for part in (layer, layer.wpsm, layer.wposm) if part is not None]
+        shared = [part for part in (layer.subln, layer.gate) if part is not None]
+        for part in (*of_heads, *shared):
+            placement = Replicate() if part in shared else Shard(0)
+            for name, parameter in [*part.named_parameters(recurse=False)]:
+                spread = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+                part.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+        layer.n_local_heads, layer.n_local_kv_heads = layer.n_heads // ranks, layer.n_kv_heads // ranks
+        # The projections share one transfer of the input, and one of its gradient.
+        inputs = PrepareModuleInput(input_layouts=self.input_layouts, desired_input_layouts=Replicate())
+        return parallelize_module(layer, device_mesh, inputs)
+
+
+def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
+    """The layer, if its heads can be spread over the ranks of a mesh.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if not isinstance(module, MultiTokenAttention):
+        legal = "mtagen.nn.MultiTokenAttention"
+        raise SpecError(explain("module", type(module).__name__, "must be the layer whose heads are spread", legal))
+    ranks, spec = mesh.size(), module.op.plan.spec
+    if mesh.ndim != 1:
+        raise SpecError(explain("device_mesh", mesh, "heads are spread over one dimension of a mesh", "mesh['tp']"))
+    if module.n_kv_heads % ranks:
+        rule = f"heads of keys are divided among {ranks} ranks"
+        raise SpecError(explain("n_kv_heads", module.n_kv_heads, rule, f"multiples of {ranks}"))
+    for name, group in (("mixed_heads", spec.mixed_heads), ("post_mixed_heads", spec.post_mixed_heads)):
+        if group is not None and (module.n_heads // ranks) % group:
+            rule = f"a rank has {module.n_heads // ranks} heads, and mixes no others with them"
+            legal = "a divisor of that, or context_parallel=..., which spreads tokens and mixes all heads"
+            raise SpecError(explain(name, group, rule, legal))
+    if module.dropout and ranks > 1:
+        rule = "heads that are spread over ranks have no dropout"
+        raise SpecError(explain("dropout", module.dropout, rule, "0, or all heads on each rank"))
+    return module
