@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pages import ROOT, blocks
 from ranks import Ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -426,6 +431,19 @@ def test_errors(ranks: Ranks) -> None:
     assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: those that shard() gives"
     for message in first.values():
         assert message.count("; ") >= 2
+
+
+# ---- The page
+
+
+@pytest.mark.parametrize(("number", "check"), [(0, "assert error < 1e-5"), (1, "assert y.isfinite().all()")])
+def test_page_by_torchrun(tmp_path: Path, number: int, check: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"{blocks('docs/distributed.md', 'python')[number].text}\n{check}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert made.returncode == 0, made.stderr
 
 
 # ---- Heads spread over ranks

@@ -31,6 +31,8 @@ NOT_RUN = ("on a GPU", "once")  # titles of blocks of commands that no test runs
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)  # as torchrun does
     monkeypatch.chdir(tmp_path)
 
 
@@ -62,7 +64,15 @@ def check_transformers(names: dict[str, Any]) -> None:
     assert names["model"].model.layers[0].self_attn.mta_kernel.grad.any()
 
 
+def check_distributed(names: dict[str, Any]) -> None:
+    assert names["whole"].shape == (1, 4, 1000, 64)
+    assert names["error"] < 1e-5
+    assert names["y"].shape == (1, 200, 128)
+    assert names["block"]["attention"].mta_kernel.grad.full_tensor().any()
+
+
 CHECKS = {
+    "docs/distributed.md": check_distributed,
     "docs/index.md": check_index,
     "docs/tutorial.md": check_tutorial,
     "docs/layer.md": check_layer,
