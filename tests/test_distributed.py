@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import mtagen
-from mtagen import InputError, SpecError
-from mtagen.distributed import ContextParallel
+from mtagen import BackendError, InputError, SpecError
+from mtagen.distributed import ContextParallel, exchange
 from mtagen.distributed.sharding import Call, Sharding
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
@@ -225,6 +225,47 @@ def freeze_some(group: ProcessGroup) -> None:
 
 def test_some_inputs_have_no_gradient(ranks: Ranks) -> None:
     ranks.run(2, freeze_some)
+
+
+def received(group: ProcessGroup, stages: dict[str, Any], length: int, balanced: bool) -> list[int]:
+    """Rows that come from other ranks, by transfers of a forward pass."""
+    cp, rows = ContextParallel(built(stages), group, balanced=balanced), []
+
+    def counting(output: Tensor, x: Tensor, output_sizes: list[int], *rest: Any, **options: Any) -> Any:
+        rows.append(sum(output_sizes) - output_sizes[group.rank()])
+        return dist.all_to_all_single(output, x, output_sizes, *rest, **options)
+
+    inputs, _ = random(cp.op.plan.spec, 1, 2, length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "all_to_all_single", counting)
+        cp(*(cp.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v)), **inputs.weights)
+    return rows
+
+
+@every_size
+def test_traffic(ranks: Ranks, size: int) -> None:
+    """As docs/distributed.md has it."""
+    length, half = 24 * size, 12  # rows, and those of a chunk
+    for _, _, *keys in ranks.run(size, received, EVERYTHING, length, True):
+        assert sum(keys) == length * (size - 1) // size
+    assert ranks.run(size, received, {"kernel": None}, length, False) == [[rank * 2 * half] for rank in range(size)]
+    window = EVERYTHING | {"window": (2, -1)}
+    context = Spec(**window, head_dim=WIDTH).context
+    assert context == 5
+    first, *_, last = ranks.run(size, received, window, length, True)
+    assert first == [0, context, 0, context + 2]
+    assert last == [context, 0, context + 2, 0]  # its second chunk is next to its first
+
+
+def differentiate_twice(group: ProcessGroup) -> None:
+    cp = ContextParallel(built({"kernel": None}), group)
+    q, v = torch.randn(1, 1, 4, WIDTH).double().requires_grad_(), torch.randn(1, 1, 4, 24).double()
+    with pytest.raises(BackendError, match="differentiable once"):
+        torch.autograd.grad(cp(q, q, v).sum(), q, create_graph=True)
+
+
+def test_differentiable_once(ranks: Ranks) -> None:
+    ranks.run(2, differentiate_twice)
 
 
 # ---- Packed documents

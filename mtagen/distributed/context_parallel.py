@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..documents import Documents
-from ..errors import InputError, explain
+from ..errors import BackendError, InputError, explain
 from ..ops.attention import MultiTokenAttention, autocast
 from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
 from .exchange import Exchange
@@ -30,8 +30,9 @@ class ContextParallel:
     under way while the first is computed. The backward pass moves keys and values again, for between the passes a rank
     keeps its own rows only, and brings the gradients of keys, values and earlier queries back to the ranks that hold
     them, which add them up, in fp32 those of keys and values. With W ranks, N rows and causal attention, a rank
-    receives about N rows of keys and values in the forward pass, in the backward pass those and as many rows of
-    gradients, and holds as many meanwhile. With a window it receives what the window reaches.
+    receives N (1 - 1 / W) rows of keys and values in the forward pass, in the backward pass those and as many rows of
+    gradients. Meanwhile it holds about N rows, and as many again while it puts them in order. With a window it
+    receives what the window reaches.
 
     Gradients of queries, keys and values are complete. Gradients of weights are those of this rank's outputs: the sum
     over ranks is the whole gradient, as of any parameter that is used on a part of the tokens. Data parallelism over
@@ -356,7 +357,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights."""
+        """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights.
+
+        Raises:
+            BackendError: a graph of the gradients is asked for.
+        """
+        if torch.is_grad_enabled():
+            rule = "mtagen ops are differentiable once"
+            raise BackendError(explain("create_graph", True, rule, "False, or mtagen.reference on one process"))
         plan: _Plan = ctx.plan
         q, k, v, out, *others = ctx.saved_tensors
         count = len(plan.steps)
