@@ -31,8 +31,8 @@ class ContextParallel:
     keeps its own rows only, and brings the gradients of keys, values and earlier queries back to the ranks that hold
     them, which add them up, in fp32 those of keys and values. With W ranks, N rows and causal attention, a rank
     receives N (1 - 1 / W) rows of keys and values in the forward pass, in the backward pass those and as many rows of
-    gradients. Meanwhile it holds about N rows, and as many again while it puts them in order. With a window it
-    receives what the window reaches.
+    gradients. Meanwhile it holds about N rows, and as many again while it puts them in order or has their gradients.
+    With a window it receives what the window reaches.
 
     Gradients of queries, keys and values are complete. Gradients of weights are those of this rank's outputs: the sum
     over ranks is the whole gradient, as of any parameter that is used on a part of the tokens. Data parallelism over
@@ -379,11 +379,15 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, *dw = torch.ops.mtagen.backward.default(
                 grads, torch.zeros_like(lse), queries, *pair, *weights, outs, lse, *plan.of_call(call)
             )
+            del pair  # which may be as long as the whole sequence, as the gradients of it are
+            dpair = torch.cat([dk, dv], -1)
+            del dk, dv
             before, own, _ = dq.split_with_sizes([len(call.context), len(call.own), call.padding], plan.dim)
             dq_parts.append(own)
             dw_parts.append(dw)
             back = step.context.send_back(plan.rows_first(before)) if plan.has_context else None
-            returns.append((back, step.keys.send_back(plan.rows_first(torch.cat([dk, dv], -1)))))
+            returns.append((back, step.keys.send_back(plan.rows_first(dpair))))
+            del dpair
         dq, dpairs = torch.cat(dq_parts, plan.dim), torch.zeros_like(pairs, dtype=_sum_dtype(pairs))
         for step, (back, keys_back) in zip(plan.steps, returns, strict=True):
             if back is not None:
@@ -407,10 +411,8 @@ def _group(group_or_mesh: ProcessGroup | DeviceMesh) -> ProcessGroup:
     """
     if isinstance(group_or_mesh, ProcessGroup):
         return group_or_mesh
-    rule, legal = (
-        "must be the ranks that share a sequence",
-        "a ProcessGroup, or a DeviceMesh of one dimension: mesh['cp']",
-    )
+    rule = "must be the ranks that share a sequence"
+    legal = "a ProcessGroup, or a DeviceMesh of one dimension: mesh['cp']"
     if not isinstance(group_or_mesh, DeviceMesh):
         raise InputError(explain("group_or_mesh", type(group_or_mesh).__name__, rule, legal))
     if group_or_mesh.ndim != 1:
