@@ -167,7 +167,7 @@ def test_short_sequences(ranks: Ranks, size: int, balanced: bool, length: int) -
 
 def judge_op(group: ProcessGroup, dtype: str, stages: dict[str, Any]) -> list[str]:
     op = built(stages, dtype)
-    inputs, grad_out = random(op.plan.spec, 2, 2, 96)
+    inputs, grad_out = random(op.plan.spec, 1, 2, 600)
     judged = judge(over_ranks(ContextParallel(op, group), 2), eager_op(op.plan.spec), inputs, grad_out)
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
 
@@ -227,8 +227,10 @@ def test_some_inputs_have_no_gradient(ranks: Ranks) -> None:
     ranks.run(2, freeze_some)
 
 
-def received(group: ProcessGroup, stages: dict[str, Any], length: int, balanced: bool) -> list[int]:
-    """Rows that come from other ranks, by transfers of a forward pass."""
+def received(
+    group: ProcessGroup, stages: dict[str, Any], length: int, balanced: bool, longest: int | None = None
+) -> list[int]:
+    """Rows that come from other ranks, by transfers of a forward pass; of documents of ``longest`` rows, if given."""
     cp, rows = ContextParallel(built(stages), group, balanced=balanced), []
 
     def counting(output: Tensor, x: Tensor, output_sizes: list[int], *rest: Any, **options: Any) -> Any:
@@ -238,7 +240,13 @@ def received(group: ProcessGroup, stages: dict[str, Any], length: int, balanced:
     inputs, _ = random(cp.op.plan.spec, 1, 2, length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "all_to_all_single", counting)
-        cp(*(cp.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v)), **inputs.weights)
+        qkv = [cp.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v)]
+        if longest is None:
+            cp(*qkv, **inputs.weights)
+        else:
+            cu_seqlens = torch.arange(0, length + 1, longest, dtype=torch.int32)
+            packed = (x[0].transpose(0, 1) for x in qkv)
+            cp.varlen(*packed, **inputs.weights, cu_seqlens=cu_seqlens, max_seqlen=longest)
     return rows
 
 
@@ -255,6 +263,7 @@ def test_traffic(ranks: Ranks, size: int) -> None:
     first, *_, last = ranks.run(size, received, window, length, True)
     assert first == [0, context, 0, context + 2]
     assert last == [context, 0, context + 2, 0]  # its second chunk is next to its first
+    assert ranks.run(size, received, EVERYTHING, length, True, 3) == ranks.run(size, received, window, length, True)
 
 
 def differentiate_twice(group: ProcessGroup) -> None:

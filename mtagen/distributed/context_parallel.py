@@ -182,7 +182,7 @@ class ContextParallel:
             weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op, the same on all ranks.
             cu_seqlens: ``(documents + 1,)`` int32 on q's device, the same on all ranks: where each document begins
                 among all rows, and N.
-            max_seqlen: rows of the longest document, or more; default N.
+            max_seqlen: rows of the longest document, or more; default N. Keys come from no farther away.
             length: N, rows of all documents; default as of a call.
 
         Returns:
@@ -214,8 +214,9 @@ class ContextParallel:
     ) -> Tensor:
         spec, held = self.op.plan.spec, sharding.held
         steps: list[_Step] = []
+        longest = None if documents is None else documents.max_k
         for chunks in zip(*held, strict=True):  # one of each rank
-            calls = [Call.of(chunk, sharding.length, spec) for chunk in chunks]
+            calls = [Call.of(chunk, sharding.length, spec, longest) for chunk in chunks]
             context = Exchange(held, [call.context for call in calls], self.group)
             keys = Exchange(held, [call.keys for call in calls], self.group)
             start = sum(len(step.call.own) for step in steps)

@@ -63,8 +63,8 @@ class Call:
     keys: range
 
     @classmethod
-    def of(cls, chunk: range, length: int, spec: Spec) -> Call:
-        """The call for a chunk of a sequence of ``length`` rows.
+    def of(cls, chunk: range, length: int, spec: Spec, longest: int | None = None) -> Call:
+        """The call for a chunk of a sequence of ``length`` rows, or of packed documents of ``longest`` rows at most.
 
         The op aligns its queries to the end of its keys. So where the mask depends on positions, the queries must end
         where the keys end: rows follow the chunk's own. What these hold does not matter, because convolutions read
@@ -72,11 +72,12 @@ class Call:
         """
         if not chunk:
             return cls(chunk, chunk, chunk)
+        farthest = length if longest is None else max(0, longest - 1)  # key that a row may see, from its own position
+        before, after = (farthest if limit is None else min(limit, farthest) for limit in (spec.left, spec.right))
         first = max(0, chunk.start - spec.context)
-        first_key = 0 if spec.left is None else max(0, first - spec.left)
-        end_of_keys = length if spec.right is None else min(length, chunk.stop + spec.right)
+        keys = range(max(0, first - before), min(length, chunk.stop + after))
         is_masked = spec.left is not None or spec.right is not None
-        return cls(chunk, range(first, end_of_keys if is_masked else chunk.stop), range(first_key, end_of_keys))
+        return cls(chunk, range(first, keys.stop if is_masked else chunk.stop), keys)
 
     @property
     def context(self) -> range:
