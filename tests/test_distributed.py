@@ -167,7 +167,7 @@ def test_short_sequences(ranks: Ranks, size: int, balanced: bool, length: int) -
 
 def judge_op(group: ProcessGroup, dtype: str, stages: dict[str, Any]) -> list[str]:
     op = built(stages, dtype)
-    inputs, grad_out = random(op.plan.spec, 1, 2, 600)
+    inputs, grad_out = random(op.plan.spec, 1, 2, 300)
     judged = judge(over_ranks(ContextParallel(op, group), 2), eager_op(op.plan.spec), inputs, grad_out)
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
 
@@ -175,7 +175,7 @@ def judge_op(group: ProcessGroup, dtype: str, stages: dict[str, Any]) -> list[st
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [{"kernel": (6, 11)}, EVERYTHING], ids=["convolution", "everything"])
 def test_accuracy(ranks: Ranks, dtype: str, stages: dict[str, Any]) -> None:
-    assert ranks.run(3, judge_op, dtype, stages) == 3 * [[]]
+    assert ranks.run(2, judge_op, dtype, stages) == [[], []]
 
 
 def wrap_op(group: ProcessGroup, how: str) -> None:
