@@ -23,15 +23,16 @@ class Ranks:
         sizes: the groups' sizes. The smaller ones leave out the first processes, so that a process's rank in a group is
             not that in the job.
         store: a file that does not exist, through which the processes meet.
+        backend: ``gloo``, or ``nccl`` for a GPU each.
     """
 
-    def __init__(self, sizes: tuple[int, ...], store: Path) -> None:
+    def __init__(self, sizes: tuple[int, ...], store: Path, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self._world = max(sizes)
         self._pipes, self._processes = [], []
         for rank in range(self._world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, sizes, str(store), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, sizes, str(store), backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -59,10 +60,12 @@ class Ranks:
             process.kill()
 
 
-def _serve(rank: int, sizes: tuple[int, ...], store: str, pipe: Connection) -> None:
+def _serve(rank: int, sizes: tuple[int, ...], store: str, backend: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     world = max(sizes)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
     groups = {size: dist.new_group(list(range(world - size, world))) for size in sizes}
     while (request := pipe.recv()) is not None:
         size, function, arguments = request

@@ -115,9 +115,9 @@ def built(stages: dict[str, Any], dtype: str | None = "fp64") -> mtagen.MultiTok
     return mtagen.build(**stages, head_dim=WIDTH, value_head_dim=24, backend="torch", dtype=dtype)
 
 
-def random(spec: Spec, batch: int, kv_heads: int, length: int) -> tuple[Inputs, Tensor]:
+def random(spec: Spec, batch: int, kv_heads: int, length: int, device: str = "cpu") -> tuple[Inputs, Tensor]:
     """Inputs and the gradient of the output."""
-    sampler = Sampler.for_checks(spec, Sizes(batch, HEADS, kv_heads, length, length), torch.device("cpu"))
+    sampler = Sampler.for_checks(spec, Sizes(batch, HEADS, kv_heads, length, length), torch.device(device))
     return sampler.inputs(), sampler.outputs()
 
 
