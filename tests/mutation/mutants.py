@@ -1326,8 +1326,8 @@ LAYER = (
     Mutant(
         "layer-head-kernel-as-the-op-takes-it",
         "mtagen/nn/layer.py",
-        "self.head_kernel.mT",
-        "self.head_kernel",
+        'held["post_head_weight"].mT',
+        'held["post_head_weight"]',
         "Groups of heads are mixed by the transposes of the authors' matrices.",
         ("tests/test_nn.py::test_is_the_authors_layer",),
     ),
@@ -1382,8 +1382,8 @@ LAYER = (
     Mutant(
         "layer-norm-rounds-once",
         "mtagen/nn/parts.py",
-        "normed.to(x.dtype) * self.weight",
-        "(normed * self.weight).to(x.dtype)",
+        "normed.to(x.dtype) * local(self.weight)",
+        "(normed * local(self.weight)).to(x.dtype)",
         "In 16 bits results differ from the authors' by a rounding.",
         ("tests/test_nn.py::test_norm_rounds_as_the_authors",),
     ),
