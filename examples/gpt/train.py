@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -213,30 +214,52 @@ class Run:
         self.save()
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="For the checkpoint and the log.")],
-    size: Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))] = Settings.size,
-    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(ATTENTION))] = Settings.variant,
-    text: Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)] = TEXT,
-    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = Settings.steps,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = Settings.batch,
-    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = Settings.length,
-    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = Settings.lr,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = Settings.warmup,
-    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = Settings.seed,
-    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if there is one.")
-    ] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model and its loss.")] = False,
-    until: Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")] = None,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")] = 10,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 1000,
-) -> None:
-    """Train a decoder on the bytes of a text. The loss, in nats a byte, is that of the text it is trained on."""
-    for option, value, legal in (("--size", size, SIZES), ("--variant", variant, ATTENTION)):
+# Options of every program that trains.
+SizeOption = Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))]
+TextOption = Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)]
+StepsOption = Annotated[int, typer.Option(min=1, help="Of the optimizer.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Sequences a step, of all processes.")]
+LengthOption = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
+LrOption = Annotated[float, typer.Option(help="The largest learning rate.")]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Steps in which it rises.")]
+SeedOption = Annotated[int, typer.Option(help="Of parameters and batches.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")]
+UntilOption = Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")]
+LogEveryOption = Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")]
+SaveEveryOption = Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")]
+
+
+def check_choices(size: str, variant: str, variants: Iterable[str]) -> None:
+    """Refuse names that there are not.
+
+    Raises:
+        typer.BadParameter: there is no such size or attention.
+    """
+    for option, value, legal in (("--size", size, SIZES), ("--variant", variant, variants)):
         if value not in legal:
             raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="For the checkpoint and the log.")],
+    size: SizeOption = Settings.size,
+    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(ATTENTION))] = Settings.variant,
+    text: TextOption = TEXT,
+    steps: StepsOption = Settings.steps,
+    batch: BatchOption = Settings.batch,
+    length: LengthOption = Settings.length,
+    lr: LrOption = Settings.lr,
+    warmup: WarmupOption = Settings.warmup,
+    seed: SeedOption = Settings.seed,
+    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
+    resume: ResumeOption = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model and its loss.")] = False,
+    until: UntilOption = None,
+    log_every: LogEveryOption = 10,
+    save_every: SaveEveryOption = 1000,
+) -> None:
+    """Train a decoder on the bytes of a text. The loss, in nats a byte, is that of the text it is trained on."""
+    check_choices(size, variant, ATTENTION)
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
     try:
         run = Run(settings, folder, text, device, resume=resume, compiled=compiled)

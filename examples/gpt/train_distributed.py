@@ -29,7 +29,25 @@ from mtagen.nn import MultiTokenAttention
 
 from ..decoder import Decoder
 from .model import SIZES, make_decoder
-from .train import DEVICE, TEXT, Run, Settings
+from .train import (
+    DEVICE,
+    TEXT,
+    BatchOption,
+    LengthOption,
+    LogEveryOption,
+    LrOption,
+    ResumeOption,
+    Run,
+    SaveEveryOption,
+    SeedOption,
+    Settings,
+    SizeOption,
+    StepsOption,
+    TextOption,
+    UntilOption,
+    WarmupOption,
+    check_choices,
+)
 
 VARIANTS = "mta", "talking-heads"  # those that mtagen computes
 
@@ -128,25 +146,23 @@ class DistributedRun(Run):
 @record
 def main(
     folder: Annotated[Path, typer.Argument(help="For checkpoints and the log, on a file system that all ranks share.")],
-    size: Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))] = Settings.size,
+    size: SizeOption = Settings.size,
     variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(VARIANTS))] = Settings.variant,
-    text: Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)] = TEXT,
-    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = Settings.steps,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step, of all ranks.")] = Settings.batch,
-    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = Settings.length,
-    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = Settings.lr,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = Settings.warmup,
-    seed: Annotated[int, typer.Option(help="Of parameters and batches.")] = Settings.seed,
+    text: TextOption = TEXT,
+    steps: StepsOption = Settings.steps,
+    batch: BatchOption = Settings.batch,
+    length: LengthOption = Settings.length,
+    lr: LrOption = Settings.lr,
+    warmup: WarmupOption = Settings.warmup,
+    seed: SeedOption = Settings.seed,
     context: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence.", show_default="all")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
-    until: Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")] = None,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")] = 10,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 1000,
+    resume: ResumeOption = False,
+    until: UntilOption = None,
+    log_every: LogEveryOption = 10,
+    save_every: SaveEveryOption = 1000,
 ) -> None:
     """Train a decoder on the bytes of a text, with its sequences and its parameters spread over ranks."""
-    for option, value, legal in (("--size", size, SIZES), ("--variant", variant, VARIANTS)):
-        if value not in legal:
-            raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
+    check_choices(size, variant, VARIANTS)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -15,6 +15,7 @@ from ..documents import Documents
 from ..errors import BackendError, InputError, explain
 from ..ops.attention import MultiTokenAttention, autocast
 from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
+from ..ops.library import run
 from .exchange import Exchange
 from .sharding import Call, Sharding
 
@@ -348,7 +349,7 @@ class _Attention(torch.autograd.Function):
             contexts.append(None if context is None else step.context.receive(context))
             queries = plan.queries(q, contexts[-1], step)
             pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
-            out, lse = torch.ops.mtagen.forward.default(queries, *pair, *weights, *plan.of_call(step.call))
+            out, lse = run("forward", queries, *pair, *weights, *plan.of_call(step.call))
             outs.append(out.narrow(plan.dim, len(step.call.context), len(step.call.own)))
             lses.append(lse)
         out = torch.cat(outs, plan.dim)
@@ -377,8 +378,8 @@ class _Attention(torch.autograd.Function):
             call, queries = step.call, plan.queries(q, context, step)
             pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
             grads, outs = plan.outputs(grad_out, step), plan.outputs(out, step)
-            dq, dk, dv, *dw = torch.ops.mtagen.backward.default(
-                grads, torch.zeros_like(lse), queries, *pair, *weights, outs, lse, *plan.of_call(call)
+            dq, dk, dv, *dw = run(
+                "backward", grads, torch.zeros_like(lse), queries, *pair, *weights, outs, lse, *plan.of_call(call)
             )
             del pair  # which may be as long as the whole sequence, as the gradients of it are
             dpair = torch.cat([dk, dv], -1)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_to_all_single, get_rank
 
+from .sharding import common
+
 
 class Transfer(NamedTuple):
     """A transfer under way.
@@ -49,11 +51,11 @@ class Exchange:
         self._group = group
         # By rank, the places of what is sent to it in the rows that this rank holds.
         self._sent = [
-            [_place(_common(chunk, rows), chunk.start - start) for start, chunk in zip(starts, mine, strict=False)]
+            [_place(common(chunk, rows), chunk.start - start) for start, chunk in zip(starts, mine, strict=False)]
             for rows in needed
         ]
         # By rank, the places of what comes from it in the rows that this rank needs.
-        self._received = [[_place(_common(chunk, wanted), wanted.start) for chunk in chunks] for chunks in held]
+        self._received = [[_place(common(chunk, wanted), wanted.start) for chunk in chunks] for chunks in held]
 
     def send(self, rows: Tensor) -> Transfer:
         """Begin to bring the rows that each rank holds to those that need them, for :meth:`receive`."""
@@ -94,11 +96,6 @@ def _flat(places: list[list[slice]]) -> list[slice]:
 
 def _length(place: slice) -> int:
     return int(place.stop - place.start)
-
-
-def _common(first: range, second: range) -> range:
-    start = max(first.start, second.start)
-    return range(start, max(start, min(first.stop, second.stop)))
 
 
 def _place(rows: range, origin: int) -> slice:

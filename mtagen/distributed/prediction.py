@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ..measure.cases import seen_pairs
 from ..spec import Spec
-from .sharding import Call, Sharding
+from .sharding import Call, Sharding, common
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,10 @@ def predict(
 
 def _moved(held: Sequence[Sequence[range]], needed: Sequence[range]) -> list[int]:
     """The rows that each rank receives from others or sends to them, whichever are more."""
-    common = [[sum(_common(chunk, rows) for chunk in chunks) for chunks in held] for rows in needed]
-    received = [sum(each) - each[rank] for rank, each in enumerate(common)]
-    sent = [sum(each) - each[rank] for rank, each in enumerate(zip(*common, strict=True))]
+    shared = [[sum(len(common(chunk, rows)) for chunk in chunks) for chunks in held] for rows in needed]
+    received = [sum(each) - each[rank] for rank, each in enumerate(shared)]
+    sent = [sum(each) - each[rank] for rank, each in enumerate(zip(*shared, strict=True))]
     return list(map(max, received, sent))
-
-
-def _common(first: range, second: range) -> int:
-    return max(0, min(first.stop, second.stop) - max(first.start, second.start))
 
 
 def _scores(call: Call, spec: Spec) -> int:

@@ -88,3 +88,9 @@ class Call:
     def padding(self) -> int:
         """The number of rows after the chunk's own."""
         return self.queries.stop - self.own.stop
+
+
+def common(first: range, second: range) -> range:
+    """The rows that are in both."""
+    start = max(first.start, second.start)
+    return range(start, max(start, min(first.stop, second.stop)))

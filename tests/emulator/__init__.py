@@ -95,9 +95,8 @@ def _compiled(plan: TilePass | StripSource, folder: Path) -> Path:
     library = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
     if not library.exists():
         if not (folder / "device.h.gch").exists():
-            shutil.copy(HERE / "device.h", folder)
-            _compile("-x", "c++-header", str(folder / "device.h"), to=folder / "device.h.gch")
-        _compile("-x", "c++", "-", f"-I{folder}", to=library, source=source)
+            _compile("-x", "c++-header", str(HERE / "device.h"), to=folder / "device.h.gch")
+        _compile("-x", "c++", "-", f"-I{folder}", f"-I{HERE}", to=library, source=source)
     return library
 
 
