@@ -34,7 +34,7 @@ from .planner.lift.passes import LiftPass
 from .planner.passes import PASSES, Fields, PassPlan, describe
 from .planner.strip.passes import StripPass
 from .planner.tables import TUNED, Shape, Table, shipped
-from .runtime.load import available_backends, load, load_triton
+from .runtime.load import available_backends, load, load_host
 from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
@@ -274,11 +274,11 @@ def _time(one: Candidate) -> float:
     """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
     made, spec = one.pass_plan, one.plan.spec
     if isinstance(made, StripPass):
-        module = load_triton(one.plan, render(one.plan))
+        module = load_host(one.plan, render(one.plan), one.pass_name)
         return _kernel_ms(module, made.role(one.key), _call(module, one.pass_name, spec, _LONG))
     if not isinstance(made, LiftPass):  # all of a fused CUDA pass is one decision
         return _pass_ms(load(one.plan, render(one.plan)), one.pass_name, spec, CANDIDATE_SIZES)
-    module, role = load_triton(one.plan, render(one.plan)), made.role(one.key)
+    module, role = load_host(one.plan, render(one.plan), one.pass_name), made.role(one.key)
     if role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
         return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(role)]))
     from .runtime.offline import recorded  # which needs triton

@@ -10,7 +10,7 @@ from typing import Any
 from mtagen.codegen import render
 from mtagen.planner import plan
 from mtagen.planner.lift.tiling import Tile
-from mtagen.runtime.load import load_triton
+from mtagen.runtime.load import load_host
 from mtagen.spec import Spec
 
 
@@ -22,7 +22,7 @@ def lift_module(spec: Spec, target: str, tile: Tile | None = None, workspace_byt
         tiles = tuple((role, tile if tile and role.startswith(products) else own) for role, own in one.tiles)
         workspace = one.workspace_bytes if workspace_bytes is None else workspace_bytes
         planned = planned.replaced(replace(one, tiles=tiles, workspace_bytes=workspace))
-    return load_triton(planned, render(planned))
+    return load_host(planned, render(planned), "forward")
 
 
 def with_small_tiles(spec: Spec, target: str) -> dict[str, Callable[..., Any]]:

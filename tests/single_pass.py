@@ -13,7 +13,7 @@ from mtagen.planner.kernel import Kernel
 from mtagen.planner.targets import Target
 from mtagen.planner.tile.candidates import candidates
 from mtagen.planner.tile.passes import TilePass
-from mtagen.runtime.load import load_cuda
+from mtagen.runtime.load import load_host
 from mtagen.spec import Spec
 
 
@@ -42,7 +42,7 @@ def host_module(made: TilePass) -> ModuleType:
 def on_gpu(made: TilePass) -> Callable[..., Any]:
     """The host function of a pass; its kernels are compiled at the first call."""
     planned = plan_of(made)
-    function: Callable[..., Any] = getattr(load_cuda(planned, render(planned)), made.pass_name)
+    function: Callable[..., Any] = getattr(load_host(planned, render(planned), made.pass_name), made.pass_name)
     return function
 
 

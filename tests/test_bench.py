@@ -41,7 +41,7 @@ from mtagen.errors import InputError, SpecError
 from mtagen.measure import timing
 from mtagen.measure.cases import DOCUMENTS, DROPOUT_P, PAPER, TRAINING_PASSES, Case, Sizes
 from mtagen.measure.timing import time_call
-from mtagen.planner.choice import LOWERINGS, PlannedPass
+from mtagen.planner.choice import PlannedPass, candidates
 from mtagen.spec import Spec
 
 CPU = torch.device("cpu")
@@ -558,10 +558,7 @@ def test_auto_enters_where_it_mixes_backends(
 ) -> None:
     served = {"forward": forward, "backward": backward, "decode": "triton"}
     spec, target = Spec((2, 3), 64), mtagen.TARGETS["sm_90a"]
-    passes = [
-        PlannedPass(LOWERINGS[backend].candidates(name, spec, target)[0], "a test", ())
-        for name, backend in served.items()
-    ]
+    passes = [PlannedPass(candidates(backend, name, spec, target)[0], "a test", ()) for name, backend in served.items()]
     built = SimpleNamespace(plan=SimpleNamespace(passes=passes))
     monkeypatch.setattr(contenders, "build", lambda **_: built)
     auto = Auto("mtagen auto", CPU, backend="auto")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from mtagen import Plan, PlanError, Spec, SpecError, plan
-from mtagen.planner.choice import COST_MODEL, LOWERINGS, ONLY_ONE, cuda_over_triton
+from mtagen.planner import choice
+from mtagen.planner.choice import COST_MODEL, GENERATED, ONLY_ONE, candidates, lowerings
 from mtagen.planner.lift import passes as lift
 from mtagen.planner.passes import PASSES
 from mtagen.planner.tables import Shape, Table
+from mtagen.planner.targets import get_target
 
 
 def measured(ratios: Mapping[str, Mapping[Shape, float]]) -> tuple[Table]:
@@ -23,7 +25,13 @@ def backend_of(made: Plan) -> dict[str, str]:
 
 
 def flop(backend: str, pass_name: str, spec: Spec) -> int:
-    return LOWERINGS[backend].flop_per_score(pass_name, spec)
+    fusing, *_ = lowerings(backend, spec).values()
+    return fusing.flop_per_score(pass_name, spec)
+
+
+def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tuple[float, str]:
+    cuda, triton = (candidates(backend, pass_name, spec, get_target("sm_90a"))[0] for backend in GENERATED)
+    return choice.cuda_over_triton(cuda, triton, tables)
 
 
 def test_measured_shapes_decide() -> None:
@@ -121,6 +129,36 @@ def test_what_triton_cannot_do_falls_to_cuda(monkeypatch: pytest.MonkeyPatch) ->
     assert (made.backend, made.reason) == ("cuda", "not triton: no tile fits")
     with pytest.raises(PlanError, match="no tile fits"):
         plan(Spec((6, 11), 64, dtype="fp32"), "sm_90a")
+
+
+@pytest.mark.parametrize("spec", [Spec((6, 11), 256), Spec((3, 3), 192, 128), Spec((6, 11), 256, packed=True)], ids=str)
+def test_strips_stand_in_for_a_backward_pass_that_does_not_fit(spec: Spec) -> None:
+    made = plan(spec, "sm_90a")
+    assert backend_of(made) == dict.fromkeys(backend_of(made), "cuda")
+    assert (made["forward"].lowering, made["backward"].lowering) == ("tile", "strip")
+    ratio = made["backward"].cost / plan(spec, "sm_90a", "triton")["backward"].cost
+    assert f"backward: {ratio:.2f} of triton's time, by the cost models" in made.reason
+    assert Plan.from_json(made.to_json()) == made
+    alone = plan(spec, "sm_90a", "cuda")
+    assert [one.plan for one in alone.passes] == [one.plan for one in made.passes]
+    with pytest.raises(PlanError, match="runs beside Triton's kernels, which are not installed"):
+        plan(spec, "sm_90a", available=("cuda",))
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (Spec((1, 1), 256), "cuda takes 1.72 of its time, by the cost models"),
+        (Spec((6, 11), 64, 128), "cuda takes 1.33 of its time, by the cost models"),  # the table is not of such values
+        (Spec((6, 11), 256, mask="output"), "not cuda: head_dim: got 256"),  # convolutions in strips would be Triton's
+        (Spec(None, 256), "not cuda: head_dim: got 256"),
+    ],
+    ids=str,
+)
+def test_strips_do_not_stand_in_where_triton_is_faster(spec: Spec, reason: str) -> None:
+    made = plan(spec, "sm_90a")
+    assert made["backward"].lowering == "lift"
+    assert f"backward: {reason}" in made.reason
 
 
 def test_only_what_is_available_is_chosen() -> None:

@@ -290,7 +290,7 @@ def test_what_the_driver_refuses_at_build_is_an_error_of_mtagens(monkeypatch: py
         raise RuntimeError(f"loading {name} failed")
 
     monkeypatch.setattr(runtime, "devices_for", lambda _: [torch.device("cuda", 0)])
-    monkeypatch.setattr(runtime.load_cuda(made, sources), "load", refuse)
+    monkeypatch.setattr(runtime.load_host(made, sources, "forward"), "load", refuse)
     with pytest.raises(BackendError, match=r"mta_tile_.*: loading forward failed"):
         compile_kernels(made, sources)
 

@@ -121,18 +121,18 @@ def test_regenerate_writes_what_is_there(tmp_path: Path) -> None:
 def test_a_file_for_each_source(made: Plan, tmp_path: Path) -> None:
     sources = render(made)
     assert sources.kernels.keys() == made.tile.keys()
-    assert (sources.host is None, sources.module is None) == (not made.tile, not (made.lift or made.strip))
     names = {f"{made.tile[name].name}.cu": text for name, text in sources.kernels.items()}
-    names |= {f"mta_tile_{made.suffix}.py": sources.host} if made.tile else {}
-    names |= {f"mta_lift_{made.suffix}.py": sources.module} if made.lift else {}
-    names |= {f"mta_strip_{made.suffix}.py": sources.module} if made.strip else {}
+    lowered = {"tile": made.tile, "lift": made.lift, "strip": made.strip}
+    hosts = {name: f"mta_{lowering}_{made.suffix}.py" for lowering, passes in lowered.items() for name in passes}
+    assert sources.hosts == hosts
+    names |= {file: sources.files[file] for file in hosts.values()}
     assert sources.files == names
     paths = emit(made, tmp_path / "new" / "folder")
     assert {path.name: path.read_text() for path in paths} == names
 
 
 def test_pytorch_ops_have_no_source(tmp_path: Path) -> None:
-    assert render(CPU) == Sources({}, None, None, {})
+    assert render(CPU) == Sources({}, {}, {})
     with pytest.raises(PlanError, match="backend: got 'torch'; has no generated source"):
         emit(CPU, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mtagen.codegen import render
 from mtagen.planner import Plan, get_target, plan
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.lift.tiling import TENSOR_ROLES
-from mtagen.runtime.load import load_triton
 from mtagen.runtime.offline import Usage, compile_offline
 from mtagen.spec import Spec
 
@@ -32,7 +30,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def compiled(planned: Plan) -> dict[str, Usage]:
-    usage = compile_offline(planned, load_triton(planned, render(planned)))
+    usage = compile_offline(planned)
     assert usage.keys() == {kernel.name for made in planned.lift.values() for kernel in made.kernels}
     assert all(name.startswith("mta_lift_") and name.endswith(planned.suffix) for name in usage)
     return usage
@@ -84,7 +82,7 @@ def test_tiles_by_pointers(target: str, kernel: tuple[int, int], head_dim: int) 
     planned = plan(Spec(kernel, head_dim), target, "triton")
     usage = {}
     for part in ("_fwd_", "_bwd_scores_", "_bwd_dq_", "_bwd_dk_"):
-        usage |= compile_offline(planned, load_triton(planned, render(planned)), part)
+        usage |= compile_offline(planned, part)
     for planned_kernel, used in main_kernels(planned, usage):
         role = planned_kernel.role
         assert used.shared <= min(1.05 * planned_kernel.shared, get_target(target).shared_per_block), role
@@ -99,9 +97,8 @@ def test_tiles_by_pointers(target: str, kernel: tuple[int, int], head_dim: int) 
 def test_packed_documents_and_dropout(data: str, target: str) -> None:
     """Kernels that look for documents, or draw what is kept, still fit, but for a few values."""
     planned = plan(Spec((6, 11), 64, **{data: True}), target, "triton")
-    module = load_triton(planned, render(planned))
     for part in ("_fwd_", "_bwd_scores_", *(("_bwd_dq_", "_bwd_dk_") if data == "packed" else ())):
-        for name, used in compile_offline(planned, module, part).items():
+        for name, used in compile_offline(planned, part).items():
             assert used.shared <= get_target(target).shared_per_block, name
             assert used.stack <= 256, f"{name} keeps {used.stack} bytes on the stack"
             assert target != "sm_90a" or "_bwd_d" in name or re.search(r"\bHGMMA", used.assembly), name
@@ -111,7 +108,7 @@ def test_packed_documents_and_dropout(data: str, target: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:
     planned = plan(Spec((6, 11), head_dim), target, "triton")
-    usage = compile_offline(planned, load_triton(planned, render(planned)), part="decode")
+    usage = compile_offline(planned, part="decode")
     assert len(usage) == 3
     for name, use in usage.items():
         # The wide kernel's measured tile, the fastest, keeps a few values on the stack.

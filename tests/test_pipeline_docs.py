@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtagen import PlanError, Spec, plan
-from mtagen.planner.choice import lowering
+from mtagen.planner.choice import candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.targets import get_target
 from mtagen.spec import WEIGHTS
@@ -75,7 +75,7 @@ def test_lowerings_of_windows_documents_and_dropout(before: str, after: str) -> 
         for pass_name in ("forward", "backward"):
             found = {}
             for backend in ("cuda", "triton"):
-                found[backend] = lowering(backend, spec).candidates(pass_name, spec, get_target("sm_90a"))[0].lowering
+                found[backend] = candidates(backend, pass_name, spec, get_target("sm_90a"))[0].lowering
             assert dict(one.split(": ") for one in cell.split(", ")) == found
             assert {*found.values(), "tiled ops"} <= DATA_TESTS.keys()
 
@@ -87,7 +87,7 @@ def test_lowerings_are_those_of_plans(before: str, after: str) -> None:
         found = {}
         for backend in ("cuda", "triton", "torch"):
             try:
-                (made,) = lowering(backend, spec).candidates(pass_name, spec, get_target("sm_90a"))[:1]
+                (made,) = candidates(backend, pass_name, spec, get_target("sm_90a"))[:1]
                 found[backend] = made.lowering
             except PlanError:
                 continue

@@ -27,7 +27,7 @@ from mtagen.planner.strip.source import Form
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import TUNED, Shape, Table
 from mtagen.planner.targets import get_target
-from mtagen.runtime.load import load_triton
+from mtagen.runtime.load import load_host
 from mtagen.spec import DROPOUT_GROUP, KEY_PADDINGS, MAX_KERNEL, MAX_NEW_TOKENS
 
 GROUPS = (None, 1, 2, 3, 5, 6, 8, 10, 16, 20, 36, 48, 64)
@@ -58,7 +58,7 @@ def loaded(spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
     """The rendered module, on a machine without a GPU."""
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(folder))
     made = plan(spec, "sm_90a", "triton")
-    return load_triton(made, render(made))
+    return load_host(made, render(made), "forward")
 
 
 # Heads.

@@ -18,7 +18,7 @@ from mtagen.planner.strip.products import WarpgroupProduct
 from mtagen.planner.strip.rows import RowKernel
 from mtagen.planner.strip.source import StripSource
 from mtagen.planner.strip.stages import Stages
-from mtagen.runtime.load import load_triton
+from mtagen.runtime.load import load_host
 from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubin
 from mtagen.spec import Spec
@@ -54,10 +54,9 @@ def compiled(spec: Spec, target: str, *parts: str) -> dict[str, Usage]:
     """What each kernel uses, by role; of some, if parts of names are given."""
     made = plan(spec, target, "triton")
     roles = {kernel.name: kernel.role for one in made.strip.values() for kernel in one.kernels}
-    module = load_triton(made, render(made))
     used: dict[str, Usage] = {}
     for part in parts or ("",):
-        used |= {roles[name]: usage for name, usage in compile_offline(made, module, part).items()}
+        used |= {roles[name]: usage for name, usage in compile_offline(made, part).items()}
     assert parts or used.keys() == {*roles.values()}
     return used
 
@@ -163,11 +162,11 @@ def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: C
     assert used.stack <= 32
     assert used.registers <= fused.kernels[0].registers
     made = plan(spec, target)
-    module = load_triton(made, render(made))
+    module = load_host(made, render(made), "forward")
     for name in module.LOADED:  # as if they were compiled
         kernels = dict.fromkeys((kernel.role for kernel in made.cuda[name].kernels), lambda *arguments: None)
         module.LOADED[name] = dict.fromkeys((None, 0), kernels)
-    ((_, mixes),) = compile_offline(made, module, "mixed_outputs").items()
+    ((_, mixes),) = compile_offline(made, "mixed_outputs").items()
     assert (mixes.stack, mixes.shared) == (0, 0)
 
 

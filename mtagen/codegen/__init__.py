@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +23,12 @@ class Sources:
 
     Attributes:
         kernels: CUDA source by pass, or by role of the kernel in strips.
-        host: the Python module that launches fused passes of CUDA, or None if there are none.
-        module: the Python module of the passes that Triton serves, and of all strips, or None if there are none.
+        hosts: by pass, name of the file with the Python module that has its host function, and its Triton kernels.
         files: all of them, text by file name.
     """
 
     kernels: Mapping[str, str]
-    host: str | None
-    module: str | None
+    hosts: Mapping[str, str]
     files: Mapping[str, str]
 
     @cached_property
@@ -44,25 +42,27 @@ class Sources:
 
 
 def render(plan: Plan) -> Sources:
-    """The sources of a plan: CUDA sources and a Python module that launches them, and a Python module of kernels and
-    launches if Triton serves any pass, or CUDA one by strips. None for PyTorch ops.
+    """The sources of a plan: CUDA kernels, and a Python module for each lowering: host functions, Triton's kernels.
+
+    PyTorch ops have none.
     """
-    files: dict[str, str] = {}
     kernels = {name: cuda.render(one) for name, one in plan.cuda.items()}
-    host = module = None
-    files |= {f"{plan.cuda[name].name}.cu": text for name, text in kernels.items()}
+    files = {f"{plan.cuda[name].name}.cu": text for name, text in kernels.items()}
+    hosts: dict[str, str] = {}
+
+    def add_host(name: str, text: str, passes: Iterable[str]) -> None:
+        files[f"{name}.py"] = text
+        hosts.update(dict.fromkeys(passes, f"{name}.py"))
+
     if plan.tile:
-        host = cuda.render_host(plan)
-        files[f"{cuda.host_name(plan)}.py"] = host
+        add_host(cuda.host_name(plan), cuda.render_host(plan), plan.tile)
     if plan.lift:
         lift = LiftModule.of(plan.lift.values())
-        module = triton.render(lift)
-        files[f"{lift.name}.py"] = module
+        add_host(lift.name, triton.render(lift), plan.lift)
     if plan.strip:
         strips = StripModule.of(plan.strip.values())
-        module = strip.render(strips)
-        files[f"{strips.name}.py"] = module
-    return Sources(kernels, host, module, files)
+        add_host(strips.name, strip.render(strips), plan.strip)
+    return Sources(kernels, hosts, files)
 
 
 def emit(plan: Plan, directory: Path | str) -> list[Path]:

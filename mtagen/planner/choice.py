@@ -2,10 +2,12 @@
 
 Backends are names that users give: ``triton`` runs the lowering "lift" (:mod:`.lift`), ``cuda`` the lowering "tile"
 (:mod:`.tile`), and both the lowering "strip" (:mod:`.strip`) where there are other stages than a convolution before the
-softmax; there ``cuda`` has kernels for most roles, and Triton's do the rest. ``torch`` runs tiled PyTorch ops. Where
-both can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where they are close: measured, where
-a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work. Of a pass's
-candidates the one that a table names is taken, decision by decision, else the cheapest by the cost model.
+softmax; there ``cuda`` has kernels for most roles, and Triton's do the rest. A backward pass that "tile" cannot fuse,
+as its head dims are too wide or differ, is one of strips if CUDA has their kernels. ``torch`` runs tiled PyTorch ops.
+Where both can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where they are close: measured,
+where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work, or by the
+cost models where the two differ in more than work. Of a pass's candidates the one that a table names is taken, decision
+by decision, else the cheapest by the cost model.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from .tile import candidates as tile
 BACKENDS = ("auto", "cuda", "triton", "torch")
 GENERATED = ("cuda", "triton")
 COST_MODEL, ONLY_ONE = "cost model", "the only one"
-# CUDA's time over Triton's up to which auto takes CUDA: its calls take less than half of the CPU's time
-# (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
+# CUDA's time over Triton's up to which auto takes fused kernels of CUDA: their calls take less than half of the CPU's
+# time (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
 CUDA_UP_TO = 1.15
 INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
 
@@ -47,12 +49,29 @@ class Lowering(Protocol):
         """Flop per (row, key) pair of a training pass."""
 
 
-LOWERINGS: Mapping[str, Lowering] = {"cuda": tile, "triton": lift, "torch": torch_ops}  # by backend
+def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
+    """A backend's lowerings for a spec by name. The first that has candidates makes a pass."""
+    if backend not in GENERATED:
+        return {"tiled ops": torch_ops}
+    strips = {"strip": strip.LOWERINGS[backend]}
+    if not spec.convolves_only:
+        return strips
+    return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
 
 
-def lowering(backend: str, spec: Spec) -> Lowering:
-    """A backend's lowering for a spec: "strip" makes the stages that the others do not."""
-    return strip.LOWERINGS[backend] if backend in GENERATED and not spec.convolves_only else LOWERINGS[backend]
+def candidates(backend: str, pass_name: str, spec: Spec, target: Target) -> Sequence[PassPlan]:
+    """The plans of a pass by a backend, the cheapest first.
+
+    Raises:
+        PlanError: no lowering has one; the message is the first one's.
+    """
+    refusals = []
+    for one in lowerings(backend, spec).values():
+        try:
+            return one.candidates(pass_name, spec, target)
+        except PlanError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 class Choice(NamedTuple):
@@ -88,15 +107,16 @@ class PlannedPass:
         decisions = {
             key: {"fields": dict(fields), "source": sources[key]} for key, fields in self.plan.decisions().items()
         }
-        return {"backend": self.backend, "reason": self.reason, "decisions": decisions}
+        made_by = {"backend": self.backend, "lowering": self.plan.lowering}
+        return {**made_by, "reason": self.reason, "decisions": decisions}
 
     @classmethod
     def from_dict(cls, pass_name: str, spec: Spec, target: str, fields: Mapping[str, Any]) -> PlannedPass:
         """Inverse of :meth:`to_dict`."""
         decisions = {key: decision["fields"] for key, decision in fields["decisions"].items()}
         sources = tuple((key, decision["source"]) for key, decision in fields["decisions"].items())
-        made = lowering(fields["backend"], spec).from_fields(pass_name, spec, target, decisions)
-        return cls(made, fields["reason"], sources)
+        lowering = lowerings(fields["backend"], spec)[fields["lowering"]]
+        return cls(lowering.from_fields(pass_name, spec, target, decisions), fields["reason"], sources)
 
 
 def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table]) -> PlannedPass:
@@ -105,8 +125,7 @@ def plan_pass(choice: Choice, spec: Spec, target: Target, tables: Sequence[Table
     Raises:
         PlanError: there is none; the message names the limit.
     """
-    candidates = lowering(choice.backend, spec).candidates(choice.pass_name, spec, target)
-    made, sources = candidates[0], {}
+    made, sources = candidates(choice.backend, choice.pass_name, spec, target)[0], {}
     for key in made.decisions():
         sources[key] = COST_MODEL if len(made.alternatives(key)) > 1 else ONLY_ONE
         for table in tables:
@@ -132,40 +151,49 @@ def choose_backends(
 
 
 def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]) -> Choice:
-    cuda, triton = (_refusal(backend, pass_name, spec, target, available) for backend in GENERATED)
-    if cuda and triton:
-        raise triton if "triton" in available else cuda
-    if cuda:
-        return Choice(pass_name, "triton", f"not cuda: {cuda}")
-    if triton:
-        return Choice(pass_name, "cuda", f"not triton: {triton}")
-    ratio, source = cuda_over_triton(pass_name, spec, tables)
-    if ratio <= CUDA_UP_TO:
+    made: dict[str, PassPlan] = {}
+    refusals: dict[str, PlanError] = {}
+    for backend in GENERATED:
+        try:
+            made[backend] = _made_by(backend, pass_name, spec, target, available)
+        except PlanError as refusal:
+            refusals[backend] = refusal
+    if len(refusals) == len(GENERATED):
+        raise refusals["triton" if "triton" in available else "cuda"]
+    if "cuda" in refusals:
+        return Choice(pass_name, "triton", f"not cuda: {refusals['cuda']}")
+    if "triton" in refusals:
+        return Choice(pass_name, "cuda", f"not triton: {refusals['triton']}")
+    ratio, source = cuda_over_triton(made["cuda"], made["triton"], tables)
+    if ratio <= (1.0 if made["cuda"].lowering == "strip" else CUDA_UP_TO):
         return Choice(pass_name, "cuda", f"{ratio:.2f} of triton's time, {source}")
     return Choice(pass_name, "triton", f"cuda takes {ratio:.2f} of its time, {source}")
 
 
-def _refusal(backend: str, pass_name: str, spec: Spec, target: Target, available: Collection[str]) -> PlanError | None:
-    """Why ``backend`` cannot do a pass, if so."""
+def _made_by(backend: str, pass_name: str, spec: Spec, target: Target, available: Collection[str]) -> PassPlan:
+    """The cheapest plan of a pass by an available backend.
+
+    Raises:
+        PlanError: it cannot do the pass, or is not installed.
+    """
     if backend not in available:
-        return PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
-    if not spec.convolves_only and "triton" not in available:
+        raise PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
+    made = candidates(backend, pass_name, spec, target)[0]
+    if made.lowering == "strip" and "triton" not in available:
         rule = "runs beside Triton's kernels, which are not installed"
-        return PlanError(explain("backend", backend, rule, INSTALL["triton"]))
-    try:
-        lowering(backend, spec).candidates(pass_name, spec, target)
-    except PlanError as error:
-        return error
-    return None
+        raise PlanError(explain("backend", backend, rule, INSTALL["triton"]))
+    return made
 
 
-def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tuple[float, str]:
-    """Expected time of CUDA's kernels over Triton's, and where the figure comes from.
+def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) -> tuple[float, str]:
+    """Expected time of CUDA's plan of a pass over Triton's, and where the figure comes from.
 
     A measured shape stands for itself; another's ratio is that of the nearest one, scaled by how the ratio of planned
-    work changes from there to here. Without measurements it is the ratio of planned work. Where there are other stages
-    than a convolution before the softmax, shapes that are not measured have the largest ratio of those that are.
+    work changes from there to here. Without measurements it is the ratio of planned work; of strips, which no fused
+    kernel tells anything about, that of the cost models. Where there are other stages than a convolution before the
+    softmax, shapes that are not measured have the largest ratio of those that are.
     """
+    pass_name, spec = cuda.pass_name, cuda.spec
     here = Shape.of(spec)
     measured: dict[Shape, float] = {}
     for table in tables:
@@ -175,12 +203,14 @@ def cuda_over_triton(pass_name: str, spec: Spec, tables: Sequence[Table]) -> tup
         measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
     if not spec.convolves_only:
         return strip.cuda_over_triton(pass_name, spec)
+    if cuda.lowering == "strip":
+        return cuda.cost / triton.cost, "by the cost models"
     work = _work_ratio(pass_name, (spec.cq, spec.ck), spec.head_dim, spec.value_head_dim)
     if not measured:
         return work, "by planned work"
     nearest = min(measured, key=lambda shape: (shape.mask != here.mask, _distance(shape[:3], here[:3]), shape))
     cq, ck, d, *_ = nearest
-    ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, d)
+    ratio = measured[nearest] * work / _work_ratio(pass_name, (cq, ck), d, nearest.value_head_dim or d)
     return ratio, f"scaled from {nearest}"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
-from .choice import BACKENDS, GENERATED, LOWERINGS, Choice, PlannedPass, choose_backends, lowering, plan_pass
+from . import torch_ops
+from .choice import BACKENDS, GENERATED, Choice, PlannedPass, choose_backends, lowerings, plan_pass
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
@@ -112,11 +113,10 @@ class Plan:
 
     def flops_per_score(self) -> dict[str, int]:
         """Multiply-add flop per (row, key) pair of each training pass, and of attention without convolution."""
-        flop = {
-            one.plan.pass_name: lowering(one.backend, self.spec).flop_per_score(one.plan.pass_name, self.spec)
-            for one in self.passes
-            if one.plan.pass_name != "decode"
-        }
+        flop = {}
+        for one in (planned.plan for planned in self.passes if planned.plan.pass_name != "decode"):
+            lowering = lowerings(one.backend, self.spec)[one.lowering]
+            flop[one.pass_name] = lowering.flop_per_score(one.pass_name, self.spec)
         return flop | {"plain attention forward": 2 * (self.spec.head_dim + self.spec.value_head_dim)}
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,7 +224,6 @@ def plan(
         if backend in GENERATED:
             raise PlanError(explain("backend", backend, "compiles for GPUs only", "backend='torch', or a GPU target"))
         reason = "the CPU runs tiled PyTorch ops" if backend == "auto" else "asked for"
-        torch_ops = LOWERINGS["torch"]
         passes = (PlannedPass(torch_ops.from_fields(name, spec, "cpu", {}), reason, ()) for name in passes_of(spec))
         return Plan(spec, "cpu", tuple(passes))
     target = target if isinstance(target, Target) else get_target(target)

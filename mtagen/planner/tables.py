@@ -28,15 +28,18 @@ class Shape(NamedTuple):
     head_dim: int
     mask: str
     stages: str = ""  # besides a convolution before the softmax
+    value_head_dim: int = 0  # 0: as head_dim
 
     @classmethod
     def of(cls, spec: Spec) -> Shape:
         """The shape of a request."""
-        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name, other_stages(spec))
+        other = spec.value_head_dim if spec.value_head_dim != spec.head_dim else 0
+        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name, other_stages(spec), other)
 
     def __str__(self) -> str:
+        values = f" (values {self.value_head_dim})" if self.value_head_dim else ""
         stages = f", {self.stages}" if self.stages else ""
-        return f"({self.cq}, {self.ck}), head dim {self.head_dim}, {self.mask}{stages}"
+        return f"({self.cq}, {self.ck}), head dim {self.head_dim}{values}, {self.mask}{stages}"
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,11 @@ def shipped(target: str) -> Table:
 
 
 def _write(shape: Shape) -> str:
-    return ",".join(str(field) for field in shape if field != "")
+    head_dims = f"{shape.head_dim}:{shape.value_head_dim}" if shape.value_head_dim else str(shape.head_dim)
+    return ",".join(filter(None, (str(shape.cq), str(shape.ck), head_dims, shape.mask, shape.stages)))
 
 
 def _read(text: str) -> Shape:
-    cq, ck, head_dim, mask, *stages = text.split(",")
-    return Shape(int(cq), int(ck), int(head_dim), mask, *stages)
+    cq, ck, head_dims, mask, *stages = text.split(",")
+    head_dim, *value_head_dim = map(int, head_dims.split(":"))
+    return Shape(int(cq), int(ck), head_dim, mask, "".join(stages), sum(value_head_dim))

@@ -65,32 +65,18 @@ def load(plan: Plan, sources: Sources) -> Passes:
     Raises:
         BackendError: a pass has kernels of Triton's, and the triton package is missing.
     """
-    functions: dict[str, Callable[..., Any]] = {}
-    if plan.tile:
-        functions |= {name: getattr(load_cuda(plan, sources), name) for name in plan.tile}
-    if plan.triton:
-        functions |= {name: getattr(load_triton(plan, sources), name) for name in plan.triton}
-    return Passes(**functions)
+    return Passes(**{name: getattr(load_host(plan, sources, name), name) for name in sources.hosts})
 
 
-def load_triton(plan: Plan, sources: Sources) -> ModuleType:
-    """The plan's module of Triton kernels, by way of the cache; so are the cubins that it loads.
+def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
+    """The module with a pass's host function, by way of the cache; so are the cubins that it loads.
 
     Raises:
-        BackendError: the triton package is missing.
+        BackendError: it has kernels of Triton's, and the triton package is missing.
     """
-    require_triton()
-    return _module(plan, sources, sources.module)
-
-
-def load_cuda(plan: Plan, sources: Sources) -> ModuleType:
-    """The plan's module that launches fused passes of CUDA, by way of the cache; so are the cubins that it loads."""
-    return _module(plan, sources, sources.host)
-
-
-def _module(plan: Plan, sources: Sources, text: str | None) -> ModuleType:
-    assert text is not None, "the plan has no passes of this backend"
-    (file,) = (name for name, content in sources.files.items() if content is text)
+    if pass_name in plan.triton:
+        require_triton()
+    file = sources.hosts[pass_name]
     files = {name: content.encode() for name, content in sources.files.items()}
     entry = Cache().get_or_build(
         plan.name, plan.target, plan_key(plan, sources), lambda: files, metadata={"plan": plan.to_dict()}
@@ -117,15 +103,18 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
     devices, arch = devices_for(plan.target), get_target(plan.target).sm
     if plan.cuda:
         toolchain()  # it imports cuda.core, of which threads that import it at once may find a part only
+    passes = sources.hosts if devices else ()
+    modules = dict.fromkeys(load_host(plan, sources, pass_name) for pass_name in passes)
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
         if not devices:
             list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.cuda[name].name), plan.cuda))
-        for device in devices if plan.cuda else ():  # in turn: GPUs alike share what is compiled for the first
-            module = load_cuda(plan, sources) if plan.tile else load_triton(plan, sources)
-            list(pool.map(partial(_load, module, device), plan.cuda))
+        for device in devices:  # in turn: GPUs alike share what is compiled for the first
+            for module in modules:
+                list(pool.map(partial(_load, module, device), getattr(module, "SOURCES", ())))
     for device in devices if plan.triton else ():
         with torch.cuda.device(device):  # Triton launches on the current device
-            exercise(plan, load_triton(plan, sources), device, plan.triton)
+            for pass_name in plan.triton:
+                exercise(plan, load_host(plan, sources, pass_name), device, (pass_name,))
             torch.cuda.synchronize()
 
 

@@ -21,9 +21,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..codegen import render
 from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
-from .load import exercise
+from .load import exercise, load_host
 
 # As Triton spells them.
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
@@ -85,14 +86,19 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
         vars(module).update(kernels)
 
 
-def launches(plan: Plan, module: ModuleType) -> list[Launch]:
+def launches(plan: Plan) -> list[Launch]:
     """Every Triton launch of a small forward, backward and decode call, each kernel once; nothing is run."""
-    with recorded(module, run=False) as made:
-        exercise(plan, module, torch.device("cpu"), plan.triton)
-    return list({launch.kernel.__name__: launch for launch in made}.values())
+    found: dict[str, Launch] = {}
+    sources = render(plan)
+    for pass_name in plan.triton:
+        module = load_host(plan, sources, pass_name)
+        with recorded(module, run=False) as made:
+            exercise(plan, module, torch.device("cpu"), (pass_name,))
+        found |= {launch.kernel.__name__: launch for launch in made}
+    return [*found.values()]
 
 
-def compile_offline(plan: Plan, module: ModuleType, part: str = "") -> dict[str, Usage]:
+def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:
     """Compile every Triton kernel for the plan's target, without a GPU; kernel name -> what it uses.
 
     Only kernels whose name contains ``part`` are compiled.
@@ -105,7 +111,7 @@ def compile_offline(plan: Plan, module: ModuleType, part: str = "") -> dict[str,
     target = get_target(plan.target)
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     usage = {}
-    for launch in launches(plan, module):
+    for launch in launches(plan):
         if part not in launch.kernel.__name__:
             continue
         compiled = triton.compile(_source(launch), target=gpu, options=launch.options)

@@ -17,7 +17,7 @@ import torch
 
 from ..codegen import render
 from ..planner import Plan
-from .load import exercise, load_triton
+from .load import exercise, load_host
 
 
 def precompile(jobs: Sequence[tuple[Plan, str]], processes: int) -> None:
@@ -42,7 +42,7 @@ def _main() -> None:
     for fields, pass_name in json.load(sys.stdin):
         plan = Plan.from_dict(fields)
         with suppress(Exception):
-            exercise(plan, load_triton(plan, render(plan)), torch.device("cuda"), (pass_name,))
+            exercise(plan, load_host(plan, render(plan), pass_name), torch.device("cuda"), (pass_name,))
     torch.cuda.synchronize()
 
 

@@ -151,7 +151,8 @@ def _module(spec: Spec) -> ModuleType:
     tiles = tuple((role, replace(t, block_n=16) if role in decode.decode.roles else t) for role, t in decode.tiles)
     sources = render(planned.replaced(replace(decode, tiles=tiles)))
     with tempfile.TemporaryDirectory() as folder:
-        return load_module(Path(folder) / f"{planned.name}.py", sources.module.encode())
+        file = sources.hosts["decode"]
+        return load_module(Path(folder) / file, sources.files[file].encode())
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(str, range(len(CASES))))

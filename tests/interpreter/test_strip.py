@@ -23,7 +23,7 @@ from mtagen.ops.attention import MultiTokenAttention, assemble
 from mtagen.planner.strip import kernels
 from mtagen.planner.strip import module as strip_module
 from mtagen.planner.strip.stages import Stages
-from mtagen.runtime.load import load_triton
+from mtagen.runtime.load import load_host
 from mtagen.spec import WEIGHTS
 
 BEFORE: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def with_workspace(op: MultiTokenAttention, workspace_bytes: int, *, dropout: bo
 
 def strips(op: MultiTokenAttention, sizes: Sizes, planes: int) -> tuple[int, int]:
     """Sequences and rows of a strip of a call with so many planes, as the host code cuts it."""
-    module = load_triton(op.plan, render(op.plan))
+    module = load_host(op.plan, render(op.plan), "forward")
     workspace_bytes = op.plan.strip["forward"].workspace_bytes
     sequences, rows, _ = module._strips(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes, workspace_bytes)
     return sequences, rows
@@ -379,7 +379,7 @@ def host_of(options: dict[str, Any], workspace_bytes: int = 2**30) -> Mapping[st
     made = plan(Spec(**NARROW | {"packed": True} | options), "generic")
     for one in made.strip.values():
         made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
-    module = load_triton(made, render(made))
+    module = load_host(made, render(made), "forward")
     return {name: getattr(module, name) for name in made.strip}
 
 
@@ -438,7 +438,7 @@ def test_nothing_leaks_between_documents() -> None:
 def test_planes_of_packed_documents() -> None:
     """Memory and programs follow from the number of tokens and of documents, not from the longest document."""
     made = plan(Spec(None, 16, dtype="fp32", packed=True, mixed_heads=2), "generic")
-    module = load_triton(made, render(made))
+    module = load_host(made, render(made), "forward")
     packed = documents.packed([(32, 40)] * 1000 + [(0, 5), (300, 3)])
     places = (packed.cu_seq_q[-1].item() // 128 + 1002) * 128
     records = module._documents(*packed[:2], places)

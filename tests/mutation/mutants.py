@@ -35,6 +35,7 @@ INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
 INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
 INTERPRETED_DOCUMENTS = "tests/interpreter/test_documents.py"
 INTERPRETED_DROPOUT = "tests/interpreter/test_dropout.py"
+CUDA_IN_STRIPS = "tests/interpreter/test_cuda_strip.py"
 EMULATED_STRIP = "tests/test_emulated_strip.py"
 EMULATED_DOCUMENTS = "tests/test_emulated_documents.py"
 SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
@@ -632,7 +633,7 @@ STRIPS = (
         "matrix + h * MIXED + g",
         "matrix + g * MIXED + h",
         "Where values of a group lie side by side, outputs are mixed by the transposed matrix.",
-        ("tests/interpreter/test_cuda_strip.py::test_training",),
+        (f"{CUDA_IN_STRIPS}::test_training",),
     ),
     Mutant(
         "strip-hidden-scores-kept",
@@ -712,7 +713,7 @@ STRIPS = (
         "rows = document.bottom - document.top;",
         "rows = count - document.top;",
         "The last rows of a packed document take in gradients of the first ones of the document behind it.",
-        ("tests/interpreter/test_cuda_strip.py::test_packed_documents",),
+        (f"{CUDA_IN_STRIPS}::test_packed_documents",),
     ),
 )
 
@@ -723,7 +724,7 @@ EMULATED_STRIPS = (
         "const bool dropped = key + DEPTH * WARPS * BLOCK_KEYS >= end;",
         "const bool dropped = true;",
         "In long rows, blocks that are copied again keep what dropout has dropped of their gradient.",
-        ("tests/interpreter/test_cuda_strip.py::test_dropout",),
+        (f"{CUDA_IN_STRIPS}::test_dropout",),
     ),
     Mutant(
         "row-dropout-draws-once-for-a-block",
@@ -731,7 +732,7 @@ EMULATED_STRIPS = (
         "(key + copied_key(lane)) / 8",
         "key / 8",
         "Of every head, all groups of 8 keys of a block drop the same.",
-        ("tests/interpreter/test_cuda_strip.py::test_dropout",),
+        (f"{CUDA_IN_STRIPS}::test_dropout",),
     ),
     Mutant(
         "cuda-plane-slab-replaced-while-read",
@@ -951,6 +952,14 @@ EMULATED_STRIPS = (
         "",
         "Of a row of one key, the gradient of scores is what the forward and the backward kernel round differently.",
         (f"{EMULATED_STRIP}::test_softmax_backward_after_another_rounding",),
+    ),
+    Mutant(
+        "cuda-rows-forward-taken-for-strips",
+        "mtagen/planner/strip/stages.py",
+        "self.mixes_after_alone or self.spec.convolves_only",
+        "self.mixes_after_alone",
+        "The same behind the fused forward kernel of a convolution, for whose backward pass strips stand in.",
+        (f"{CUDA_IN_STRIPS}::test_backward_of_a_fused_forward",),
     ),
     Mutant(
         "cuda-rows-gradient-of-lse-of-context",

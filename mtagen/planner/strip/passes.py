@@ -213,6 +213,8 @@ class StripLowering:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
         made = StripPass(spec, target.name, pass_name, self.backend)
         _ = made.kernels  # raises where there is none, or a tile does not fit
+        if spec.convolves_only:
+            _check_stands_in(made)
         return [made]
 
     def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:
@@ -235,6 +237,23 @@ class StripLowering:
         d, dv = spec.head_dim, spec.value_head_dim
         stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
         return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
+
+
+def _check_stands_in(made: StripPass) -> None:
+    """Check that a pass may stand in for a fused one that does not fit.
+
+    Strips some of whose kernels are Triton's take longer than its own lowering of a convolution, and so do strips where
+    there is none. The sums of packed documents do not count, which are always Triton's.
+
+    Raises:
+        PlanError: it may not.
+    """
+    rule, legal = "strips stand in for a fused {} only", "backend='triton'"
+    if made.pass_name != "backward" or not made.spec.kernel:
+        raise PlanError(explain("pass", made.pass_name, rule.format("backward pass of a convolution"), legal))
+    dense = replace(made, spec=replace(made.spec, packed=False))
+    if missing := [kernel.role for kernel in dense.kernels if kernel.role not in dense.cuda]:
+        raise PlanError(explain("kernels", missing, rule.format("backward pass whose kernels CUDA has"), legal))
 
 
 def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:

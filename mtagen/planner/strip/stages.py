@@ -164,12 +164,19 @@ class Stages:
     def mixes_after_alone(self) -> bool:
         """Whether heads are mixed after the softmax and nothing else is done around it but a convolution before.
 
-        Then outputs may be mixed instead of shares (:mod:`.concatenation`), by a forward kernel that rounds scores
-        otherwise than the backward pass: that must not take the sums of its probabilities for 1.
-        Dropout follows the mixture: shares must be mixed then.
+        Then outputs may be mixed instead of shares (:mod:`.concatenation`). Dropout follows the mixture: shares must be
+        mixed then.
         """
         alone = self.post_mix is not None and self.mix is None and self.post_convolution is None
         return alone and not self.spec.dropout
+
+    @property
+    def normalizes_again(self) -> bool:
+        """Whether the backward pass sums its probabilities, which it must not take for 1 in sum.
+
+        The forward pass may be a fused kernel, which rounds scores otherwise.
+        """
+        return self.mixes_after_alone or self.spec.convolves_only
 
     @property
     def fused_post_mix(self) -> bool:
