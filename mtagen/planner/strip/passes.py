@@ -248,12 +248,13 @@ def _check_stands_in(made: StripPass) -> None:
     Raises:
         PlanError: it may not.
     """
-    rule, legal = "strips stand in for a fused {} only", "backend='triton'"
     if made.pass_name != "backward" or not made.spec.kernel:
-        raise PlanError(explain("pass", made.pass_name, rule.format("backward pass of a convolution"), legal))
+        rule = "strips stand in for a fused backward pass of a convolution only"
+        raise PlanError(explain("pass", made.pass_name, rule, "backend='triton'"))
     dense = replace(made, spec=replace(made.spec, packed=False))
     if missing := [kernel.role for kernel in dense.kernels if kernel.role not in dense.cuda]:
-        raise PlanError(explain("kernels", missing, rule.format("backward pass whose kernels CUDA has"), legal))
+        rule = "strips stand in for a fused backward pass only where these kernels, too, are CUDA's"
+        raise PlanError(explain("kernels", missing, rule, "backend='triton'"))
 
 
 def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:
