@@ -254,10 +254,10 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
     for number in range(2):
         x, y = left + number * tile.owned * scale, top + number * (height + 8)
         drawing.box(x, y, tile.keys * scale, height, CORRECTED, INK, 0.5)
-        drawing.box(x + tile.halo * scale, y, tile.owned * scale, height, COUNTED, INK, 0.5)
+        drawing.box(x + tile.pad_left * scale, y, tile.owned * scale, height, COUNTED, INK, 0.5)
         drawing.text(x + tile.keys * scale / 2, y + 26, f"CTA {number}", size=11, at="middle")
         drawing.text(x + tile.keys * scale / 2, y + 42, f"{tile.owned} keys owned", size=11, at="middle")
-        for border in (tile.halo, tile.halo + tile.owned):
+        for border in (tile.pad_left, tile.pad_left + tile.owned):
             drawing.line(x + border * scale, top - 8, x + border * scale, top + 2 * height + 18)
     below = top + 2 * (height + 8) + 24
     drawing.text(left, below, f"A step of {tile.rows} rows in row tiles of 16:", size=11)
@@ -278,7 +278,8 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
     drawing.text(
         left,
         below + 26 + (count + 1) * side,
-        f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile.",
+        f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile;"
+        f" neighbours share {tile.halo} columns of it.",
         size=11,
     )
 

@@ -8,15 +8,17 @@
 // Its three kernels run one after the other on one stream. They hand on, in fp32:
 //   row_lse, row_dot  of every row, (batch * heads, row_pitch);
 //   dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;
-//   dw_sums           terms of dweight, (heads * 66, dw_terms).
+//   dw_sums           terms of dweight, (heads * 66, dw_terms);
+//   dk_parts          dk of the 10 first and last columns of each CTA, (batch * kv_heads, key_blocks, 20, 64),
+//                     in dk_pieces of 16 elements.
 // progress is null, or int32 zeros (batch * heads, key_blocks), which make dq reproducible.
-// row_pitch = n_q + 144, key_blocks = ceil(n_k / 172),
+// row_pitch = n_q + 144, key_blocks = ceil(n_k / 182),
 // dw_terms = batch * key_blocks.
 // The main kernel takes, for 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
 //
 // mta_tile_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-row_pitch // 32) * batch * heads), 256, 0>>>
-// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 218832>>>
-// mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-(33 * heads) // 4) + -(-dq_pieces // 256)), 256, 0>>>
+// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 218848>>>
+// mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -482,19 +484,14 @@ constexpr int D = 64, CQ = 6, CK = 11;
 constexpr int THREADS = 512;
 // A step has ROWS rows, a warp works on a row tile of them.
 constexpr int ROWS = 64, ROW_TILE = 16, ROW_TILES = ROWS / ROW_TILE;
-// S has KEYS columns, in parts of ROW_TILES warps each. The CTA makes the gradients of OWNED keys.
-constexpr int KEYS = 192, PARTS = 3, PART = KEYS / PARTS, OWNED = 172;
+// S and dS have KEYS columns, in parts of ROW_TILES warps each; C, P and G the first OWNED of them.
+constexpr int KEYS = 192, PARTS = 3, PART = KEYS / PARTS, OWNED = 182;
 // A convolution reads ROW_HALO rows and HALO columns besides its own.
 constexpr int ROW_HALO = CQ - 1, HALO = 10;
-// Column 0 of C, P and G is PAD_LEFT keys after that of S, their first column owned is PAD_RIGHT.
-constexpr int OUTPUT_COLUMNS = 182;
-constexpr int PAD_LEFT = 5, PAD_RIGHT = 5;
-// Column 0 of dS is LAG keys after that of S, its first column owned is SHIFT.
-constexpr int DS_COLUMNS = 174, LAG = 8, SHIFT = 2;
-// A warp makes DS_CHUNKS chunks of dS.
-constexpr int DS_CHUNKS = 8;
-// A warp makes DQ_COLUMNS columns of dQ, in DQ_STEPS steps of 16 keys.
-constexpr int DQ_COLUMNS = 32, DQ_STEPS = 11;
+// Column 0 of C, P and G is PAD_LEFT keys after that of S and dS. In its slab, G is SHIFT columns further right.
+constexpr int PAD_LEFT = 5, SHIFT = HALO;
+// A warp makes DQ_COLUMNS columns of dQ.
+constexpr int DQ_COLUMNS = 32;
 // The slabs of S and of G keep so many row tiles, in rows of SLAB_ROW bytes.
 constexpr int SCORE_RING = 8, GRADIENT_RING = 5;
 constexpr int SLAB_ROW = 400;
@@ -516,9 +513,9 @@ constexpr int SHARED_P = 83968;
 constexpr int SHARED_DS = 108544;
 constexpr int SHARED_S = 133120;
 constexpr int SHARED_G = 184336;
-constexpr int SHARED_TAPS = 216336;
-constexpr int SHARED_STATISTICS = 217776;
-constexpr int SHARED_BARRIERS = 218800;
+constexpr int SHARED_TAPS = 216352;
+constexpr int SHARED_STATISTICS = 217792;
+constexpr int SHARED_BARRIERS = 218816;
 
 // ---- Before and after the main kernel ----------------------------------------------------------------------------
 
@@ -566,11 +563,36 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d64
   }
 }
 
+// The fp32 sums of 16 elements of a row.
+DEVICE void load_piece(float4 (&sums)[4], const float* from) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = reinterpret_cast<const float4*>(from)[i];
+}
+
+// 16 elements of a row, times `scale`: of each four of `from`, two to the first half and two to the second, if the sums
+// are INTERLEAVED as those of two mma tiles are, else as they lie.
+template <bool INTERLEAVED>
+DEVICE void store_piece(Element* to, const float4 (&from)[4], float scale) {
+  u32 pairs[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[INTERLEAVED ? i : 2 * i] = pack<Element>(from[i].x * scale, from[i].y * scale);
+    pairs[INTERLEAVED ? i + 4 : 2 * i + 1] = pack<Element>(from[i].z * scale, from[i].w * scale);
+  }
+  uint4* const halves = reinterpret_cast<uint4*>(to);
+  halves[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  halves[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
 // Makes the gradient of W, a warp a tap, and then dQ, a thread 16 columns, out of their fp32 sums. The sums of 16
 // columns are in the order of two mma tiles: for each lane_pair, columns 2 lane_pair and the next, then 8 further.
+// Then it adds up the parts of dK, of which each CTA of the main kernel has left those of its first HALO columns and of
+// its last ones. A thread has 16 columns of a key: one of the first, whose last part the CTA before has, or, where the
+// sequence ends, one of the last.
 extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a(
     const float* __restrict__ dq_sum, Element* __restrict__ dq, const float* __restrict__ dw_sums,
-    float* __restrict__ dweight, long long dq_pieces, int dw_terms, int heads, float scale) {
+    float* __restrict__ dweight, long long dq_pieces, int dw_terms, int heads, float scale,
+    const float* __restrict__ dk_parts, Element* __restrict__ dk, long long dk_pieces, int key_blocks, int n_k) {
   const int dw_blocks = (heads * CQ * CK + 7) / 8;
   if (blockIdx.x < dw_blocks) {
     const int tap = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -581,19 +603,36 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d
     if (lane == 0) dweight[tap] = sum * scale * (1.f / SCORE_SCALE);
     return;
   }
-  const long long piece = static_cast<long long>(blockIdx.x - dw_blocks) * 256 + threadIdx.x;
-  if (piece >= dq_pieces) return;
-  const float4* const from = reinterpret_cast<const float4*>(dq_sum + piece * 16);
-  u32 lo[4], hi[4];
-#pragma unroll
-  for (int lane_pair = 0; lane_pair < 4; ++lane_pair) {
-    const float4 x = from[lane_pair];
-    lo[lane_pair] = pack<Element>(x.x * scale, x.y * scale);
-    hi[lane_pair] = pack<Element>(x.z * scale, x.w * scale);
+  long long piece = static_cast<long long>(blockIdx.x - dw_blocks) * 256 + threadIdx.x;
+  float4 sums[4];
+  if (piece < dq_pieces) {
+    load_piece(sums, dq_sum + piece * 16);
+    store_piece<true>(dq + piece * 16, sums, scale);
+    return;
   }
-  uint4* const to = reinterpret_cast<uint4*>(dq + piece * 16);
-  to[0] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-  to[1] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+  piece -= (dq_pieces + 255) / 256 * 256;  // these begin with a block of threads
+  if (piece < 0 || piece >= dk_pieces) return;
+  constexpr int PIECES = D / 16, SHARED_ROWS = 2 * HALO;
+  const int column = piece % PIECES * 16, row = piece / PIECES % SHARED_ROWS;
+  const long long cta = piece / (PIECES * SHARED_ROWS), head = cta / key_blocks;
+  const int block = cta % key_blocks;
+  const long long place = cta;
+  const bool first = row < HALO;
+  const int j = block * OWNED - PAD_LEFT + (first ? row : OWNED + row - HALO);
+  if (j < 0 || j >= n_k || !first && (block + 1) * OWNED < n_k) return;
+  const float* const from = dk_parts + (place * SHARED_ROWS + row) * D + column;
+  load_piece(sums, from);
+  if (first && block > 0) {
+    float4 before[4];
+    load_piece(before, from - HALO * D);  // the parts of the last columns of the CTA before
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[i].x += before[i].x, sums[i].y += before[i].y;
+      sums[i].z += before[i].z, sums[i].w += before[i].w;
+    }
+  }
+  const long long key = head * n_k + j;
+  store_piece<false>(dk + key * D + column, sums, scale);
 }
 
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
@@ -656,6 +695,10 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
   }
 }
 
+// Whether a CTA before or behind adds to a column of dS, too, and the column's row among the parts of dK.
+DEVICE constexpr bool is_shared(int column) { return column < HALO || column >= OWNED; }
+DEVICE constexpr int part_row(int column) { return column < HALO ? column : column - OWNED + HALO; }
+
 // The threads of the CTA fill shared memory with zeros, from offset `begin` to `end`.
 DEVICE void fill_zeros(u32 base, int begin, int end, int thread) {
   for (int at = begin + thread * 16; at < end; at += THREADS * 16) store_shared(base + at, 0, 0, 0, 0);
@@ -690,10 +733,10 @@ DEVICE u32 load_taps(u32 base, int table, int u, int v) {
 // A set has WEIGHT_SHIFTS row shifts, for which a chunk of S takes WEIGHT_LOADS ldmatrix.
 constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3, WEIGHT_LOADS = 1;
 // The windows of chunk n of G touch chunks n + WEIGHT_FIRST and on of S, WEIGHT_CHUNKS in all.
-constexpr int WEIGHT_FIRST = -1, WEIGHT_CHUNKS = 3;
+constexpr int WEIGHT_FIRST = -2, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
 // The columns of G that are owned, in its slab.
-constexpr int GRADIENT_BEGIN = 7, GRADIENT_END = 179;
+constexpr int GRADIENT_BEGIN = 10, GRADIENT_END = 192;
 
 // A product has the blocks (u, d) and (u2, d2), u counted from the set's first row shift; or the first only, u2 = -1.
 struct WeightProduct {
@@ -825,7 +868,7 @@ struct Cta {
   DEVICE Cta(u32 base, int n_q, int n_k, int heads, int group, float scale) : base(base), n_k(n_k) {
     const int offset = n_k - n_q;  // row i is the query at position i + offset
     kv_heads = heads / group, b = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
-    c0 = static_cast<int>(blockIdx.y) * OWNED - HALO;
+    c0 = static_cast<int>(blockIdx.y) * OWNED - PAD_LEFT;
     first = max(0, c0 - offset);
     steps = (n_q - first + ROW_TILE + ROWS - 1) / ROWS;
     ahead = c0 - (first + offset);
@@ -902,6 +945,9 @@ DEVICE void convolve_slab(float (&c)[4 * CHUNKS], const Cta& cta, const Place& a
     convolve<typename Slab::Type, CHUNKS>(c, rows, toeplitz, at.lane, finish_inside);
 }
 
+// Whether a column of P in chunk n of its part is past those whose windows lie in the slab of S.
+DEVICE bool is_spare(int n, int column) { return CHUNK * (n + 1) > OWNED - PART * (PARTS - 1) && column >= OWNED; }
+
 // Makes P: in p, and as Elements in shared memory. `lse` is that of the thread's two rows.
 DEVICE void make_probabilities(float (&p)[PART / 2],
                                const float (&lse)[2], const Cta& cta, const Place& at, int row_tile, int step) {
@@ -915,7 +961,7 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
       x = exp2_fast(fmaf(x, cta.exponent, -lse[row]));
       const bool exists = key + column >= 0;
       if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f;
-      if (CHUNK * (n + 1) > OUTPUT_COLUMNS - PART * (PARTS - 1) && at.column + column >= OUTPUT_COLUMNS) x = 0.f;
+      if (is_spare(n, at.column + column)) x = 0.f;
     }
     at.store(cta.base + SHARED_P, PART / CHUNK * at.part + n, p + 4 * n);
   };
@@ -924,7 +970,7 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
   convolve_slab<Scores, PART / CHUNK>(p, cta, at, row_tile, edge, finish);
 }
 
-// Stores G = P (dP - dot) into its slab.
+// Stores G = P (dP - dot) into its slab, where zeros stay on both sides of it.
 DEVICE void store_gradients(const float (&p)[PART / 2], const float (&dp)[PART / 2], const float (&dot)[2],
                             const Cta& cta, const Place& at, int row_tile) {
   const u32 even = slab_row<Gradients>(cta.base, row_tile, at.lane_row, 0) + 2 * (at.column + SHIFT);
@@ -933,29 +979,26 @@ DEVICE void store_gradients(const float (&p)[PART / 2], const float (&dp)[PART /
     float x[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] = p[4 * n + e] * (dp[4 * n + e] - dot[e >> 1]);
-    store_rows<Gradients>(even + n * CHUNK_BYTES, x);
+    if (!is_spare(n, at.column + CHUNK * n)) store_rows<Gradients>(even + n * CHUNK_BYTES, x);
   }
 }
 
-// Makes dS, as Elements in shared memory, of the row tile above the step and of all but the step's last.
+// Makes what the CTA's G adds to dS, as Elements in shared memory, of the row tile above the step and of all but the
+// step's last.
 DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, int step) {
-  const int first_column = CHUNK * DS_CHUNKS * at.part + 2 * at.lane_pair;
-  const int ahead = cta.ahead + LAG + first_column - (step * ROWS - ROW_TILE + at.row);
-  float ds[4 * DS_CHUNKS];
+  const int ahead = cta.ahead + at.column - (step * ROWS - ROW_TILE + at.row);
+  float ds[PART / 2];
   auto finish = [&](int n, bool edge) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int column = first_column + CHUNK * n + (e & 1);
       float& x = ds[4 * n + e];
-      const int row = e >> 1, own_ahead = ahead + CHUNK * n + (e & 1) - row;
+      const int column = CHUNK * n + (e & 1), row = e >> 1, own_ahead = ahead + column - row;
       if (edge && is_hidden(own_ahead)) x = 0.f;
-      if (CHUNK * n < SHIFT && column < SHIFT) x = 0.f;
-      if (CHUNK * (n + 1) > DS_COLUMNS - CHUNK * DS_CHUNKS * (PARTS - 1) && column >= DS_COLUMNS) x = 0.f;
     }
-    at.store(cta.base + SHARED_DS, DS_CHUNKS * at.part + n, ds + 4 * n);
+    at.store(cta.base + SHARED_DS, PART / CHUNK * at.part + n, ds + 4 * n);
   };
   const bool edge = cta.hides(step * ROWS - ROW_TILE);
-  convolve_slab<Gradients, DS_CHUNKS>(ds, cta, at, row_tile, edge, finish);
+  convolve_slab<Gradients, PART / CHUNK>(ds, cta, at, row_tile, edge, finish);
 }
 
 // Waits until the CTA before has added `rows` rows to dQ, so that its sums take their addends in the order of the CTAs.
@@ -974,20 +1017,21 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 
 // ---- Main kernel -------------------------------------------------------------------------------------------------
 //
-// A CTA owns 172 keys. For each query head of its key head in turn, it streams the rows past them,
-// 64 in a step:
+// A CTA owns 182 keys, of which it makes P and G. For each query head of its key head in turn, it streams
+// the rows past them, 64 in a step:
 //
 //   S = Q K^T       C = conv(S)      P = exp(scale C - lse)    G = P (dO V^T - dot)    dS = adjoint conv(G)
 //   dV += P^T dO    dK += dS^T Q     dQ += dS K                dW += diagonals of S^T G
 //
-// Columns. A convolution reads HALO = 10 columns to the right of its own: C those of S, dS those of G.
-// The keys owned are those whose dS is complete, drawn as =. In its slab, G is SHIFT = 2 columns further
-// right than P, so that LAG is a multiple of 8: dQ = dS K reads the tile of K from row LAG on.
+// Columns. A convolution reads HALO = 10 columns to the right of its own: C those of S, dS those of G, which
+// is HALO columns further right in its slab, between zeros. So dS has the columns of S, and holds what the CTA's own G
+// adds to it. In the first and the last HALO columns, drawn as dots, the CTA before or behind adds to it, too. dQ is a
+// sum over CTAs anyway; of dK these columns are handed on in fp32.
 //
-//            key of column 0     columns, owned
-//   S        c0 + 0              192  10 .. 181  ..........====================================..........
-//   C, P, G  c0 + PAD_LEFT = 5   182   5 .. 176  .....====================================.....
-//   dS       c0 + LAG = 8        174   2 .. 173  ..====================================
+//            key of column 0     columns
+//   S        c0 + 0              192  ====================================
+//   C, P, G  c0 + PAD_LEFT = 5   182  ====================================
+//   dS       c0 + 0              192  .....====================================.....
 //
 // Rows. A warp works on a row tile, 16 rows. Row i of C reads rows i - ROW_HALO to i of S, row i of dS rows i to
 // i + ROW_HALO of G, ROW_HALO = 5, so that dS, dK and dQ are a row tile late. The slabs of S and G are
@@ -1043,10 +1087,10 @@ DEVICE void issue_scores(float (&d)[PART / 2], u32 vectors, u32 keys) {
 DEVICE void issue_queries(float (&dq)[DQ_COLUMNS / 2], u32 base, int part) {
   const u32 columns = part * (DQ_COLUMNS == PANEL ? KEYS * PANEL_ROW : 2 * DQ_COLUMNS);
   const u64 gradients = operand(base + SHARED_DS);
-  const u64 keys = operand(base + SHARED_K + LAG * PANEL_ROW + columns, KEYS * PANEL_ROW);
+  const u64 keys = operand(base + SHARED_K + columns, KEYS * PANEL_ROW);
   wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < DQ_STEPS; ++kk)
+  for (int kk = 0; kk < KEYS / 16; ++kk)
     wgmma_queries(dq, gradients + inner_columns(kk, ROWS), keys + inner_rows(kk), kk > 0);
   wgmma_commit();
 }
@@ -1086,17 +1130,24 @@ DEVICE void add_to_queries(float* dq_sum, const float (&dq)[DQ_COLUMNS / 2], lon
   }
 }
 
-// Writes dK or dV of the keys owned: column 0 of the sums is key c0 + lag, column `owned` is the first owned.
-DEVICE void store_keys(Element* to, const float (&sums)[D / 2], const Cta& cta, const Place& at, float factor, int lag,
-                       int owned) {
+// Writes dK or dV, of which column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`;
+// dV has none, and no `parts`.
+DEVICE void store_keys(Element* to, float* parts, const float (&sums)[D / 2], const Cta& cta, const Place& at,
+                       float factor, int lag) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {  // rows of a fragment are keys here
     const int column = PART * at.part + 16 * at.row_tile + at.lane_row + 8 * r, j = cta.c0 + lag + column;
-    if (column < owned || column >= owned + OWNED || j >= cta.n_k) continue;
-    u32* const pairs = reinterpret_cast<u32*>(to + cta.key_row(j) * D + 2 * at.lane_pair);
+    const bool shared = parts && is_shared(column);
+    if (!shared && (column >= OWNED || j >= cta.n_k)) continue;
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n)
-      pairs[4 * n] = pack<Element>(sums[4 * n + 2 * r] * factor, sums[4 * n + 2 * r + 1] * factor);
+    for (int n = 0; n < D / 8; ++n) {
+      const float* const x = sums + 4 * n + 2 * r;
+      const int pair = 4 * n + at.lane_pair;
+      if (shared)
+        reinterpret_cast<float2*>(parts + part_row(column) * D)[pair] = make_float2(x[0], x[1]);
+      else
+        reinterpret_cast<u32*>(to + cta.key_row(j) * D)[pair] = pack<Element>(x[0] * factor, x[1] * factor);
+    }
   }
 }
 
@@ -1104,17 +1155,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
     const Element* __restrict__ grad_out, const float* __restrict__ weight, const float* __restrict__ row_lse,
     const float* __restrict__ row_dot, float* __restrict__ dq_sum, Element* __restrict__ dk, Element* __restrict__ dv,
-    float* __restrict__ dw_sums, int* progress, long long q_stride_b, long long q_stride_h, long long q_stride_n,
-    long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
-    long long v_stride_n, long long grad_out_stride_b, long long grad_out_stride_h, long long grad_out_stride_n,
-    int n_q, int n_k, int heads, int group, int row_pitch, float scale) {
+    float* __restrict__ dw_sums, float* __restrict__ dk_parts, int* progress, long long q_stride_b,
+    long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h, long long k_stride_n,
+    long long v_stride_b, long long v_stride_h, long long v_stride_n, long long grad_out_stride_b,
+    long long grad_out_stride_h, long long grad_out_stride_n, int n_q, int n_k, int heads, int group, int row_pitch,
+    float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
   const Cta cta(base, n_q, n_k, heads, group, scale);
-
-  // The last chunks of dS, which no warp makes, stay zeros.
-  fill_zeros(base, SHARED_DS, SHARED_DS + PARTS * SCORES_TILE, threadIdx.x);
 
   const u32 loaded = base + SHARED_BARRIERS, above_taken = loaded + 8, taken = loaded + 16, written = loaded + 24;
   if (threadIdx.x == 0) {
@@ -1285,6 +1334,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     named_barrier(ALL, THREADS);
   }
 
-  store_keys(dk, dk_sums, cta, Place(warpgroup), scale, LAG, SHIFT);
-  store_keys(dv, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT, PAD_RIGHT);
+  store_keys(dk, dk_parts + (blockIdx.x * gridDim.y + blockIdx.y) * (2 * HALO * D), dk_sums, cta, Place(warpgroup), scale, 0);
+  store_keys(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
 }

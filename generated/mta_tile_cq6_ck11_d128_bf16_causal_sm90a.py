@@ -166,11 +166,11 @@ KERNELS = {
         ),
         "backward": (
             "mta_tile_bwd_cq6_ck11_d128_bf16_causal_sm90a",
-            384, 227024, "PPPPPPPPPPPPqqqqqqqqqqqqiiiiif",
+            384, 227040, "PPPPPPPPPPPPPqqqqqqqqqqqqiiiiif",
         ),
         "backward_finish": (
             "mta_tile_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a",
-            256, 0, "PPPPqiif",
+            256, 0, "PPPPqiifPPqii",
         ),
     },
     "decode": {
@@ -264,9 +264,10 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     _, kv_heads, n_k, _ = k.shape
     group = heads // kv_heads
     row_pitch = n_q + 144
-    key_blocks = -(-n_k // 108)
+    key_blocks = -(-n_k // 118)
     dq_pieces = 8 * batch * heads * n_q
     dw_terms = batch * key_blocks
+    dk_pieces = 160 * batch * key_blocks * kv_heads
     dq = q.new_empty(q.shape)
     dk = q.new_empty(k.shape)
     dv = q.new_empty(v.shape)
@@ -275,6 +276,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     row_dot = q.new_empty((batch * heads, row_pitch), dtype=torch.float32)
     dq_sum = q.new_empty(q.shape, dtype=torch.float32)
     dw_sums = q.new_empty((66 * heads, dw_terms), dtype=torch.float32)
+    dk_parts = q.new_empty((dk_pieces, 16), dtype=torch.float32)
     progress = q.new_zeros((batch * heads * key_blocks if deterministic else 0,), dtype=torch.int32)
 
     kernels = LOADED["backward"].get(q.device.index) or load("backward", q.device)
@@ -288,14 +290,17 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     kernels["backward"](
         (batch * kv_heads, key_blocks),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), grad_out.data_ptr(), weight.data_ptr(), row_lse.data_ptr(),
-        row_dot.data_ptr(), dq_sum.data_ptr(), dk.data_ptr(), dv.data_ptr(), dw_sums.data_ptr(), progress.data_ptr(),
+        row_dot.data_ptr(), dq_sum.data_ptr(), dk.data_ptr(), dv.data_ptr(), dw_sums.data_ptr(), dk_parts.data_ptr(),
+        progress.data_ptr(),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3],
         n_q, n_k, heads, group, row_pitch, scale,
     )
     kernels["backward_finish"](
-        (-(-(33 * heads) // 4) + -(-dq_pieces // 256),),
+        (-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256),),
         dq_sum.data_ptr(), dq.data_ptr(), dw_sums.data_ptr(), dweight.data_ptr(),
         dq_pieces, dw_terms, heads, scale,
+        dk_parts.data_ptr(), dk.data_ptr(),
+        dk_pieces, key_blocks, n_k,
     )
     return dq, dk, dv, dweight
 

@@ -473,47 +473,45 @@ def tile_backward(x: Head, row_tiles: int, keys: int) -> Gradients:
     halo, count = 2 * (ck // 2), 16 * row_tiles
     w = np.pad(x.w, ((0, 0), (0, halo + 1 - ck)))
     w_adjoint = w[::-1, ::-1]
-    shift, owned = halo % CHUNK, keys - 2 * halo
-    lag = halo - shift
+    owned = keys - halo
     dq, dk, dv, dw = (np.zeros_like(tensor) for tensor in (x.q, x.k, x.v, w))
-    for c0 in range(-halo, n_k - halo, owned):
+    for c0 in range(-x.p_l, n_k - x.p_l, owned):
         steps = math.ceil((n_q + 16) / count)
-        slab_s, slab_g = (np.zeros((cq - 1 + 16 + steps * count + cq, keys + CHUNK)) for _ in range(2))
+        slab_s, slab_g = (np.zeros((cq - 1 + 16 + steps * count + cq, keys + halo)) for _ in range(2))
         above = cq - 1 + 16  # row i of the scores is row above + i of either slab
         for t in range(steps):
-            first, columns = t * count, keys - halo
+            first = t * count
             slab_s[above + first :][:count, :keys] = block(x.s, first, c0, count, keys)
             # C, P and G have key j in column j - c0 - pL.
             windows = {}
             for u, v in np.ndindex(w.shape):
-                windows[u, v] = slab_s[above + first - (cq - 1) + u :][:count, v : v + columns]
+                windows[u, v] = slab_s[above + first - (cq - 1) + u :][:count, v : v + owned]
                 if x.mask == "output":
-                    windows[u, v] = windows[u, v] * x.sees(first, c0 + v, count, columns)
+                    windows[u, v] = windows[u, v] * x.sees(first, c0 + v, count, owned)
             c = sum(w[tap] * window for tap, window in windows.items())
-            i, j = first + np.arange(count)[:, None], c0 + x.p_l + np.arange(columns)
-            seen = x.sees(first, c0 + x.p_l, count, columns) & (i < n_q) & (j >= 0) & (j < n_k)
+            i, j = first + np.arange(count)[:, None], c0 + x.p_l + np.arange(owned)
+            seen = x.sees(first, c0 + x.p_l, count, owned) & (i < n_q) & (j >= 0) & (j < n_k)
             p = np.where(seen, np.exp(np.where(seen, c - rows(lse, first, count), 0)), 0)
             d_out = rows(x.d_out, first, count)
-            g = p * (d_out @ rows(x.v, c0 + x.p_l, columns).T - rows(d, first, count))
-            slab_g[above + first :][:count, shift : shift + columns] = g
-            own = slice(halo - x.p_l, halo - x.p_l + owned)
-            for column in range(own.start, min(own.stop, n_k - c0 - x.p_l)):
+            g = p * (d_out @ rows(x.v, c0 + x.p_l, owned).T - rows(d, first, count))
+            slab_g[above + first :][:count, halo:keys] = g
+            for column in range(min(owned, n_k - c0 - x.p_l)):
                 dv[c0 + x.p_l + column] += p[:, column] @ d_out
             for tap, window in windows.items():
-                dw[tap] += (g[:, own] * window[:, own]).sum()
-            # dS has key j in column j - c0 - lag, and lags by the 16 rows of a row tile.
-            first, key = first - 16, c0 + lag + shift  # of the owned columns
-            ds = np.zeros((count, owned))
+                dw[tap] += (g * window).sum()
+            # What G adds to dS has key j in column j - c0, and lags by the 16 rows of a row tile.
+            first -= 16
+            ds = np.zeros((count, keys))
             for u, v in np.ndindex(w.shape):
-                gradients = slab_g[above + first + u :][:count, shift + v : shift + v + owned]
+                gradients = slab_g[above + first + u :][:count, v : v + keys]
                 if x.mask == "output":
-                    gradients = gradients * x.sees(first + u, key, count, owned)
+                    gradients = gradients * x.sees(first + u, c0, count, keys)
                 ds += w_adjoint[u, v] * gradients
             if x.mask == "source":
-                ds *= x.sees(first, key, count, owned)
+                ds *= x.sees(first, c0, count, keys)
             begin, end = max(first, 0), min(first + count, n_q)
-            stop = min(key + owned, n_k)
-            ds = x.alpha * ds[begin - first : end - first, : stop - key]
+            key, stop = max(c0, 0), min(c0 + keys, n_k)
+            ds = x.alpha * ds[begin - first : end - first, key - c0 : stop - c0]
             dq[begin:end] += ds @ x.k[key:stop]
             dk[key:stop] += ds.T @ x.q[begin:end]
     return Gradients(dq, dk, dv, dw[:, :ck])
@@ -532,11 +530,11 @@ def test_weight_gradient_lies_on_diagonals(kernel: tuple[int, int]) -> None:
     """The sum over all chunks of 8 columns of S, transposed, times 8 columns of G has dW on its diagonals."""
     cq, ck = kernel
     random, halo = np.random.default_rng(0), 2 * (ck // 2)
-    shift, columns = halo % CHUNK, 24
+    columns = 24
     slab_s, g = random.standard_normal((cq - 1 + 16, columns + halo)), random.standard_normal((16, columns))
-    slab_g = np.pad(g, ((0, 0), (shift, CHUNK - shift)))
-    first = -1 if shift else 0  # chunk of S, relative to that of G, in which the windows start
-    chunks = (CHUNK - 1 - shift + halo) // CHUNK - first + 1
+    slab_g = np.pad(g, ((0, 0), (halo, -halo % CHUNK)))
+    first = -halo // CHUNK  # chunk of S, relative to that of G, in which the windows start
+    chunks = 1 - first
     dw = np.zeros(kernel)
     for u, e in itertools.product(range(cq), range(first, first + chunks)):
         product = sum(
@@ -544,7 +542,7 @@ def test_weight_gradient_lies_on_diagonals(kernel: tuple[int, int]) -> None:
             for n in range(slab_g.shape[1] // CHUNK)
         )
         for a, b in np.ndindex(CHUNK, CHUNK):
-            v = CHUNK * e + shift + a - b
+            v = CHUNK * e + halo + a - b
             if 0 <= v < ck:
                 dw[u, v] += product[a, b]
     expected = [[(slab_s[u : u + 16, v : v + columns] * g).sum() for v in range(ck)] for u in range(cq)]

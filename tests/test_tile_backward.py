@@ -57,12 +57,11 @@ def test_plans_fit_the_chip() -> None:
 
 def test_operands_are_aligned() -> None:
     for plan in plans():
-        assert plan.lag % 8 == 0  # the K tile's rows, in swizzle atoms
-        assert plan.shift % 2 == 0  # G is stored two columns at a time
+        assert plan.owned % 2 == plan.halo % 2 == 0  # G is stored two columns at a time
         assert plan.slab_row % 32 == 16  # an odd number of 16-byte chunks: no bank conflicts
-        assert plan.lag + 16 * plan.dq_steps <= plan.keys
-        assert 16 * plan.dq_steps <= 8 * plan.ds_chunks * plan.parts <= plan.keys
-        assert plan.shift + plan.output_columns <= plan.keys + 8  # G's last columns fit a slab's row
+        assert plan.keys % (16 * plan.parts) == 0  # steps of dS K, and whole chunks of dS for each part
+        reached = plan.keys + 8 * (plan.toeplitz.chunks - 1)  # columns of the slab of G that windows of dS reach
+        assert reached - plan.slab_row // 2 <= plan.halo  # past a row's end come the next row's zeros before G
         assert plan.dq_columns * plan.dq_parts >= plan.spec.head_dim
         assert plan.dq_parts <= plan.parts
 
@@ -147,11 +146,11 @@ def modelled(
         return slab[(begin + np.arange(rows) + u) % len(slab)][:, i : i + plan.keys]
 
     for block in range(-(-n_k // plan.owned)):
-        c0 = block * plan.owned - plan.halo
+        c0 = block * plan.owned - plan.pad_left
         first = max(0, c0 - off) if spec.causal else 0
         key_tile, value_tile = rows_of(k, c0, plan.keys), rows_of(v, c0 + plan.pad_left, plan.keys)
         scores = np.zeros((plan.score_ring * ROW_TILE, plan.keys + 16))
-        gradients = np.zeros((plan.gradient_ring * ROW_TILE, plan.keys + 16))
+        gradients = np.zeros((plan.gradient_ring * ROW_TILE, plan.keys + plan.halo))
         x, r = np.arange(plan.keys), np.arange(rows)[:, None]
 
         for step in range((n_q - first + ROW_TILE + rows - 1) // rows):
@@ -166,29 +165,28 @@ def modelled(
             for u, i in np.ndindex(taps.shape):
                 part = window(scores, step * rows - (spec.cq - 1), u, i)
                 c[:, : part.shape[1]] += taps[u, i] * part
-            exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.output_columns, n_k - c0 - plan.pad_left))
+            exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.owned, n_k - c0 - plan.pad_left))
             p = np.exp(c - rows_of(lse, row, rows, np.inf)[:, None])
             p = np.where(exists & (x + plan.pad_left <= last), p, 0)
             g = p * (tile_do @ value_tile.T - rows_of(dot, row, rows)[:, None])
-            gradients[(step * rows + r[:, 0]) % len(gradients), plan.shift : plan.shift + plan.keys] = g
+            gradients[(step * rows + r[:, 0]) % len(gradients), plan.halo : plan.keys] = g[:, : plan.owned]
 
             ds = np.zeros((rows, plan.keys))
             for u, i in np.ndindex(taps.shape):
                 part = window(gradients, step * rows - ROW_TILE, u, i)
                 ds[:, : part.shape[1]] += taps[spec.cq - 1 - u, plan.halo - i] * part
-            ds = np.where((x >= plan.shift) & (x < plan.ds_columns) & (x + plan.lag <= last - ROW_TILE), ds, 0)
-            assert not ds[:, 8 * plan.ds_chunks * plan.parts :].any()
+            ds = np.where(x <= last - ROW_TILE, ds, 0)
 
             above = np.concatenate([rows_of(q, row - ROW_TILE, ROW_TILE), tile_q[: rows - ROW_TILE]])
-            part = ds[:, : 16 * plan.dq_steps] @ key_tile[plan.lag : plan.lag + 16 * plan.dq_steps]
+            part = ds @ key_tile
             for i in range(rows):
                 if 0 <= row - ROW_TILE + i < n_q:
                     dq[row - ROW_TILE + i] += part[i]
-            for sums, tile, lag, begin in (
-                (dk, ds.T @ above, plan.lag, plan.shift),
-                (dv, p.T @ tile_do, plan.pad_left, plan.pad_right),
+            for sums, tile, lag, end in (
+                (dk, ds.T @ above, 0, plan.keys),  # with parts of the neighbours' columns
+                (dv, p.T @ tile_do, plan.pad_left, plan.owned),
             ):
-                for column in range(begin, min(begin + plan.owned, n_k - c0 - lag)):
+                for column in range(max(0, -(c0 + lag)), min(end, n_k - c0 - lag)):
                     sums[c0 + lag + column] += tile[column]
 
             begin, end = plan.owned_gradient
@@ -203,7 +201,7 @@ def modelled(
                     shifted = scores[(step * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)]
                     part = shifted[:, at : at + 8].T @ owned
                     for diagonal in range(-7, 8):  # row - column
-                        i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.shift
+                        i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.halo
                         if 0 <= i < spec.ck:
                             dw[u, i] += part.diagonal(-diagonal).sum()
     return Gradients(dq, dk, dv, dw)

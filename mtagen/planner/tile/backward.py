@@ -4,10 +4,12 @@
     dS = adjoint conv(G)    dV += P^T dO     dK += dS^T Q         dQ += dS K        dW += diagonals of S^T G
 
 Columns. A CTA whose first column is key c0 keeps S at column j - c0 of a slab in shared memory. Output column x of a
-convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left. G goes to its
-slab ``shift`` columns further right; its adjoint convolution then has key j at column j - c0 - lag, lag = halo - shift
-a multiple of 8, such that dQ reads the same K tile ``lag`` rows further down, on a swizzle atom. A CTA owns the keys
-whose dS is complete.
+convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left: the CTA owns the
+keys of those columns whose windows lie in the slab. G goes to its slab ``halo`` columns further right, with zeros on
+both sides, so that its adjoint convolution has key j at column j - c0 again. dS of a key near the first or the last
+column takes in gradients that the CTA before or behind owns. As dQ and dK are linear in dS, each CTA multiplies what
+its own G adds to dS; dQ is summed in global memory anyway, and dK of the ``halo`` first and last columns is handed on
+in fp32, where the last kernel adds the neighbours' parts.
 
 Rows. The slabs are rings of row tiles, 16 rows each, a warp's share of a step. Row i of C needs rows i-(cq-1) .. i of
 S, row i of dS rows i .. i+(cq-1) of G: dS lags a row tile behind a step, and its product with Q takes the last row tile
@@ -46,8 +48,8 @@ _HELPER_REGISTERS = 56
 _STEP_LATENCY = 4000  # cycles of a step that nothing hides
 _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
 
-ROW_PITCH, KEY_BLOCKS, DQ_PIECES, DW_TERMS = sympy.symbols(
-    "row_pitch key_blocks dq_pieces dw_terms", integer=True, positive=True
+ROW_PITCH, KEY_BLOCKS, DQ_PIECES, DW_TERMS, DK_PIECES = sympy.symbols(
+    "row_pitch key_blocks dq_pieces dw_terms dk_pieces", integer=True, positive=True
 )
 _C0, _OFFSET, _ROW_HALO = sympy.symbols("c0 offset ROW_HALO", integer=True)  # as the templates call them
 
@@ -163,48 +165,13 @@ class TileBackward(TilePass):
 
     @property
     def owned(self) -> int:
-        """Keys whose gradients a CTA makes: from c0 + halo on."""
-        return self.keys - 2 * self.halo
+        """Keys whose P and G a CTA makes, from c0 + pad_left on: columns whose windows lie in the slab of S."""
+        return self.keys - self.halo
 
     @property
     def pad_left(self) -> int:
         """C, P and G have key j at column j - c0 - pad_left."""
         return self.spec.pad_left
-
-    @property
-    def pad_right(self) -> int:
-        """First owned column of C, P and G."""
-        return self.halo - self.pad_left
-
-    @property
-    def shift(self) -> int:
-        """Columns by which G is moved right in its slab; first owned column of dS."""
-        return self.halo % CHUNK
-
-    @property
-    def lag(self) -> int:
-        """dS has key j at column j - c0 - lag."""
-        return self.halo - self.shift
-
-    @property
-    def output_columns(self) -> int:
-        """Columns of C, P and G: those whose windows lie in the slab of S."""
-        return self.keys - self.halo
-
-    @property
-    def ds_columns(self) -> int:
-        """Columns of dS, the last one owned."""
-        return self.shift + self.owned
-
-    @property
-    def ds_chunks(self) -> int:
-        """Chunks of 8 columns of dS that a warp makes."""
-        return -(-self.ds_columns // (CHUNK * self.parts))
-
-    @property
-    def dq_steps(self) -> int:
-        """Steps of 16 keys of the product dS K."""
-        return -(-self.ds_columns // 16)
 
     @property
     def dq_columns(self) -> int:
@@ -244,18 +211,17 @@ class TileBackward(TilePass):
     @property
     def first_weight_chunk(self) -> int:
         """Chunk of S, relative to that of G, in which the window of G's first column starts."""
-        return -1 if self.shift else 0
+        return -self.halo // CHUNK
 
     @property
     def weight_chunks(self) -> int:
-        """Chunks of S that the windows of a chunk of G touch."""
-        return (CHUNK - 1 - self.shift + self.halo) // CHUNK - self.first_weight_chunk + 1
+        """Chunks of S that the windows of a chunk of G touch, the last of them its own."""
+        return 1 - self.first_weight_chunk
 
     @property
     def owned_gradient(self) -> tuple[int, int]:
         """First owned column of G in its slab, and the end."""
-        first = self.shift + self.pad_right
-        return first, first + self.owned
+        return self.halo, self.keys
 
     # ---- Shared memory and registers
 
@@ -279,7 +245,7 @@ class TileBackward(TilePass):
         """What dropout keeps of a step's P, of two steps where a helper draws it; keys begin anywhere in a group."""
         if not self.spec.dropout:
             return None
-        return KeptBits(self.rows, self.keys, self.output_columns, self.parts, False, 1 + self.hopper)
+        return KeptBits(self.rows, self.keys, self.owned, self.parts, False, 1 + self.hopper)
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -296,7 +262,7 @@ class TileBackward(TilePass):
                 ("P", scores, 1024),
                 ("DS", scores if self.hopper else 0, 1024),
                 ("S", 2 * self.score_ring * parity + 16, 16),  # windows that do not count end past the last row
-                ("G", 2 * self.gradient_ring * parity, 16),
+                ("G", 2 * self.gradient_ring * parity + 16, 16),  # as zeros that the last row's windows reach
                 ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
                 ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 16),
@@ -358,14 +324,16 @@ class TileBackward(TilePass):
     def sizes(self) -> Mapping[str, Expr]:
         """What grids, buffers and arguments are counted in.
 
-        A head's statistics have ``row_pitch`` rows. Sums of dQ are finished in ``dq_pieces`` of 16.
+        A head's statistics have ``row_pitch`` rows. Sums of dQ are finished in ``dq_pieces`` of 16, those of dK's
+        shared columns in ``dk_pieces``.
         """
-        layout = self.layout
+        layout, pieces = self.layout, self.spec.head_dim // 16
         return {
             "row_pitch": layout.with_room(layout.queries, self.row_room),
             "key_blocks": layout.blocks(layout.keys, self.owned),
-            "dq_pieces": layout.batch * HEADS * layout.queries * (self.spec.head_dim // 16),
+            "dq_pieces": layout.batch * HEADS * layout.queries * pieces,
             "dw_terms": layout.batch * KEY_BLOCKS,
+            **({"dk_pieces": layout.batch * KV_HEADS * KEY_BLOCKS * 2 * self.halo * pieces} if self.halo else {}),
         }
 
     @property
@@ -387,6 +355,7 @@ class TileBackward(TilePass):
             Buffer("row_dot", "fp32", (heads, ROW_PITCH)),
             Buffer("dq_sum", "fp32", like="q"),
             Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=self.spec.packed),  # some CTAs have no tile
+            *((Buffer("dk_parts", "fp32", (DK_PIECES, 16)),) if self.halo else ()),
             Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, option="deterministic"),
         )
 
@@ -399,6 +368,7 @@ class TileBackward(TilePass):
     def kernels(self) -> tuple[Kernel, ...]:
         """D and zeroes first, then the gradients, then dQ and dW out of their fp32 sums."""
         spec, layout = self.spec, self.layout
+        dk_parts = ("dk_parts",) if self.halo else ()
 
         rows = (
             *reads("Element", "out", "grad_out"),
@@ -416,7 +386,7 @@ class TileBackward(TilePass):
             *layout.documents,
             *writes("float", "dq_sum"),
             *writes("Element", "dk", "dv"),
-            *writes("float", "dw_sums"),
+            *writes("float", "dw_sums", *dk_parts),
             *writes("int", "progress", restrict=False),
             *layout.strides("q", "k", "v", "grad_out"),
             *layout.lengths,
@@ -433,9 +403,18 @@ class TileBackward(TilePass):
             *numbers("int", "dw_terms", "heads"),
             *numbers("float", "scale"),
         )
+        if self.halo:
+            finish += (
+                *reads("float", "dk_parts"),
+                *(reads("int", "tiles", "cu_seq_k") if layout.packed else ()),
+                *writes("Element", "dk"),
+                *numbers("long long", "dk_pieces"),
+                *numbers("int", "key_blocks", "kv_heads" if layout.packed else "n_k"),
+            )
         rows_grid = (layout.batch * HEADS * ceiling(ROW_PITCH / (256 // self.row_lanes)),)
         main_grid = (layout.batch * KV_HEADS, KEY_BLOCKS)
-        finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + ceiling(DQ_PIECES / 256),)
+        pieces = ceiling(DQ_PIECES / 256) + (ceiling(DK_PIECES / 256) if self.halo else 0)
+        finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + pieces,)
         rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
         registers = max(self.register_split)
         return (
@@ -455,7 +434,11 @@ class TileBackward(TilePass):
         yield "Its three kernels run one after the other on one stream. They hand on, in fp32:"
         yield f"  row_lse, row_dot  of every row, ({batch}heads, row_pitch);"
         yield "  dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;"
-        yield f"  dw_sums           terms of dweight, (heads * {taps}, dw_terms)."
+        yield f"  dw_sums           terms of dweight, (heads * {taps}, dw_terms){';' if self.halo else '.'}"
+        if self.halo:
+            parts = f"({batch}kv_heads, key_blocks, {2 * self.halo}, {self.spec.head_dim})"
+            yield f"  dk_parts          dk of the {self.halo} first and last columns of each CTA, {parts},"
+            yield "                    in dk_pieces of 16 elements."
         yield f"progress is null, or int32 zeros ({batch}heads, key_blocks), which make dq reproducible."
         yield f"row_pitch = {self.sizes['row_pitch']}, key_blocks = {key_blocks},"
         yield f"dw_terms = {batch}key_blocks."
@@ -469,7 +452,7 @@ class TileBackward(TilePass):
         """Facts for the plan's table."""
         step = f"{self.keys} columns ({self.owned} owned), {self.rows} rows a step"
         yield "backward", "CTA", f"{step}, {self.threads} threads"
-        yield "backward", "convolutions", f"{self._convolutions}, dS lags {self.lag} columns"
+        yield "backward", "convolutions", self._convolutions
         yield "backward", "shared memory", f"{self.shared.size} bytes"
 
 
