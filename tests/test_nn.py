@@ -122,6 +122,16 @@ def test_norm_rounds_as_the_authors() -> None:
     assert torch.equal(norm(x), expected)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0,)], ids=str)
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    """Nothing to attend to is no error: of a batch that is divided, one part may be empty."""
+    x, packed = torch.zeros(*shape, DIM, dtype=torch.float64), len(shape) == 1
+    given = {"cu_seqlens": torch.zeros(3, dtype=torch.int32)} if packed else {}
+    found = train(made(LAYERS["everything"]), x, **given)
+    assert found["out"].shape == found["x"].shape == x.shape
+    assert all((grad == 0).all() for grad in found.values())
+
+
 # State dicts.
 
 
@@ -631,7 +641,7 @@ CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
         ({"cu_seqlens": CU_SEQLENS[None]}, "cu_seqlens: got"),
         ({"cu_seqlens": [0, 5]}, "cu_seqlens: got 'list'"),
         ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, "cu_seq_q: got .*from 0 to 5"),
-        ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_q: got"),
+        ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_seqlen: got 2.0; must be the length"),
         ({"max_seqlen": 5}, "max_seqlen: got 5; is of packed documents; legal: cu_seqlens besides"),
         ({"cache": 3}, "cache: got 'int'; must be a cache"),
     ],

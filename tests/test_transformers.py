@@ -435,6 +435,14 @@ def test_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
     assert torch.equal(base(x).last_hidden_state, model.model(x).last_hidden_state)
 
 
+@pytest.mark.parametrize("given", ["bfloat16", "bf16", torch.bfloat16], ids=str)
+def test_compute_dtype_is_saved(given: str | torch.dtype, tmp_path: Path) -> None:
+    model = made({"compute_dtype": given})
+    model.save_pretrained(tmp_path)
+    for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert one.model.layers[0].self_attn.op.dtypes == (torch.bfloat16,)
+
+
 def test_loaded_with_a_further_stage(tmp_path: Path) -> None:
     """It starts as the identity; what was saved stays."""
     model, x = made({"kernel": (3, 5)}), tokens(2, 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..errors import SpecError, explain
@@ -62,7 +63,7 @@ class MtaConfig(PreTrainedConfig):
         causal: as of the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's own position.
         mask: as of the layer.
         backend: as of the layer, of this run rather than of the trained model.
-        compute_dtype: as of the layer, by its name, e.g. ``float32``; of this run, too.
+        compute_dtype: as of the layer, or its name, e.g. ``float32``, as which it is saved; of this run, too.
         layer_overrides: by a layer's number from 0 on, options of :data:`LAYER_OPTIONS` in which it differs, e.g.
             ``{2: {"kernel": (6, 11)}}``.
         pad_token_id: of padding, whose embedding is not trained.
@@ -107,7 +108,7 @@ class MtaConfig(PreTrainedConfig):
         causal: bool = True,
         mask: str = "source",
         backend: str = "auto",
-        compute_dtype: str | None = None,
+        compute_dtype: torch.dtype | str | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -142,7 +143,9 @@ class MtaConfig(PreTrainedConfig):
         self.causal = causal
         self.mask = mask
         self.backend = backend
-        self.compute_dtype = compute_dtype
+        # JSON knows no dtypes.
+        named = isinstance(compute_dtype, torch.dtype)
+        self.compute_dtype = str(compute_dtype).removeprefix("torch.") if named else compute_dtype
         self.layer_overrides = _checked_overrides(layer_overrides, num_hidden_layers)
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id

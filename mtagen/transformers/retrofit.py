@@ -28,7 +28,7 @@ def retrofit(
     key_padding: str = "both",
     mask: str = "source",
     backend: str = "auto",
-    compute_dtype: str | None = None,
+    compute_dtype: torch.dtype | str | None = None,
     layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> MtaForCausalLM:
     """A copy of a trained Llama with stages over its scores that pass on, at first, what they get.
