@@ -188,6 +188,14 @@ def test_resuming_needs_the_same_settings(tmp_path: Path) -> None:
         train.Run(train.Settings(length=1920), tmp_path / "other")
 
 
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    train.Run(SETTINGS, tmp_path).train(until=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="has a log of another run: --resume"):
+        train.Run(SETTINGS, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_commands(tmp_path: Path) -> None:
     """Training, resuming and generating from the command line; a wrong name is named."""
     options = "--steps", 4, "--batch", 2, "--length", 32
@@ -202,6 +210,7 @@ def test_commands(tmp_path: Path) -> None:
     first, again, other = (run(generation.main, tmp_path, *warm, "--seed", seed).stdout for seed in (1, 1, 2))
     assert first == again != other
     assert "there is no" in run(generation.main, tmp_path.parent).output
+    assert "nothing to continue" in run(generation.main, tmp_path, "--prompt", "").output
     assert "others is none of" in run(train.main, tmp_path, "--variant", "others").output
 
 
