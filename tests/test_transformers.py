@@ -193,8 +193,9 @@ def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, A
 
 
 def test_only_llama_is_retrofitted(model: MtaForCausalLM) -> None:
-    with pytest.raises(SpecError, match="model: got 'mtagen'; its attention is not known"):
-        retrofit(model)
+    for other in (model, llama().model):  # the latter has no output layer
+        with pytest.raises(SpecError, match=f"model: got '{type(other).__name__}'; its attention is not known"):
+            retrofit(other)
 
 
 # Padding and packed documents: each document alone is what is expected.
@@ -583,6 +584,10 @@ import mtagen.transformers
     [
         ({"layer_overrides": {2: {}}}, "layer_overrides: got '2'; there is no such layer"),
         ({"layer_overrides": {0: {"causal": False}}}, "layer_overrides: got 'causal'; layer 0 cannot override it"),
+        ({"layer_overrides": {0: None}}, "layer_overrides: got {0: None}; must map layers' numbers to their options"),
+        ({"layer_overrides": [{}]}, "layer_overrides: got .*must map"),
+        ({"attention_dropout": 0.1}, "attention_dropout: got 0.1; this model has no option of that name; legal: dropout"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters: got .*legal: rope_theta"),
         ({"causal": False}, "causal: got False; a token would be predicted from itself"),
         ({"kernel": (0, 3)}, "kernel: got"),
         ({"kernel": 3}, "kernel: got"),

@@ -26,6 +26,16 @@ LAYER_OPTIONS = (
     "mask",
 )
 
+# What configurations of other models have under these names, with what there is here instead. Unlike other names,
+# which transformers keep as they are given, they would say something that the model does not do.
+_ELSEWHERE = {
+    "attention_bias": "no biases in attention",
+    "attention_dropout": "dropout=...",
+    "rope_parameters": "rope_theta=..., frequencies that are not scaled",
+    "rope_scaling": "frequencies that are not scaled",
+    "sliding_window": "window=(keys before its own, -1)",
+}
+
 
 class MtaConfig(PreTrainedConfig):
     """Sizes of a decoder, by the names of ``LlamaConfig``, and options of its attention, by those of the layer.
@@ -72,7 +82,8 @@ class MtaConfig(PreTrainedConfig):
         **kwargs: as of ``PreTrainedConfig``.
 
     Raises:
-        SpecError: ``layer_overrides`` names a layer or an option that there is not.
+        SpecError: ``layer_overrides`` names a layer or an option that there is not, or an option is given by the name
+            that it has in other models.
     """
 
     model_type: ClassVar[str] = "mtagen"
@@ -115,6 +126,9 @@ class MtaConfig(PreTrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        for name, legal in _ELSEWHERE.items():
+            if kwargs.get(name):
+                raise SpecError(explain(name, kwargs[name], "this model has no option of that name", legal))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -177,7 +191,11 @@ def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers
     Raises:
         SpecError: there is no such layer or option.
     """
-    checked = {str(layer): dict(options) for layer, options in (overrides or {}).items()}
+    overrides = overrides or {}
+    if not (isinstance(overrides, Mapping) and all(isinstance(options, Mapping) for options in overrides.values())):
+        rule = "must map layers' numbers to their options"
+        raise SpecError(explain("layer_overrides", overrides, rule, '{2: {"kernel": (6, 11)}}'))
+    checked = {str(layer): dict(options) for layer, options in overrides.items()}
     for layer, options in checked.items():
         if not (layer.isdecimal() and int(layer) < layers):
             raise SpecError(explain("layer_overrides", layer, "there is no such layer", f"0..{layers - 1}"))
