@@ -373,7 +373,7 @@ def test_entries_of_different_lengths(name: str) -> None:
     assert cache.longest == 32
     chosen = cache.select(torch.tensor([2, 1, 2]))
     assert chosen.read_longest() == 24
-    continued(chosen, [2, 1, 2], 15, [1, 1])
+    continued(chosen, [2, 1, 2], 15, [1, 10])  # they still differ in length
     continued(cache, [0, 1, 2], 15, [2])  # not changed
 
 
@@ -587,6 +587,7 @@ def test_repr(layer: MultiTokenAttention) -> None:
 def test_names_on_the_package() -> None:
     assert mtagen.nn.MultiTokenAttention is MultiTokenAttention
     assert mtagen.nn.Cache is Cache
+    assert {*mtagen.__all__} <= {*dir(mtagen)}
 
 
 # Bad input.
@@ -651,6 +652,11 @@ def test_illegal_calls(given: dict[str, Any], match: str) -> None:
     arguments = {"x": torch.zeros(1, 5, DIM)} | given
     with pytest.raises(InputError, match=match), torch.no_grad():
         layer(arguments.pop("x"), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kernels_are_built_for_parameters_of_16_bits(dtype: torch.dtype) -> None:
+    assert MultiTokenAttention(DIM, HEADS, head_dim=16, dtype=dtype).op.dtypes == (dtype,)
 
 
 def test_dtype_that_kernels_were_not_built_for() -> None:

@@ -146,6 +146,18 @@ def test_retrofitted_llama_computes_the_same(tied: bool) -> None:
     close(ours(x, attention_mask=mask).logits[0, 9:], theirs(x, attention_mask=mask).logits[0, 9:])
 
 
+def test_what_else_a_retrofitted_llama_keeps() -> None:
+    theirs = llama(hidden_act="gelu", attention_dropout=0.25).train()
+    theirs.generation_config.max_new_tokens = 3
+    ours = retrofit(theirs, **STAGES)
+    assert ours.training
+    assert ours.model.layers[0].self_attn.dropout == 0.25
+    assert ours.generation_config.max_new_tokens == 3
+    x = tokens(2, 30)
+    close(ours.eval()(x).logits, theirs.eval()(x).logits)
+    assert not retrofit(theirs, **STAGES).training
+
+
 def test_retrofitted_llama_in_float64() -> None:
     """Its norms and angles are rounded to fp32 there, too."""
     theirs = llama().double()
@@ -395,7 +407,7 @@ def test_what_a_cache_does(model: MtaForCausalLM) -> None:
         model(x, past_key_values=past)
         assert past.get_mask_sizes(3, 0) == (12, 0)
         past.batch_repeat_interleave(2)
-        past.batch_select_indices(torch.tensor([3, 0]))
+        past.batch_select_indices(torch.tensor([2, 0]))
         past.reorder_cache(torch.tensor([1, 0, 1]))
         assert layer.batch_size == 3
         rows = torch.stack([x[0], x[1], x[0]])

@@ -149,8 +149,9 @@ class Run:
 
     def _check(self, checkpoint: Path, settings: dict[str, Any]) -> None:
         """Refuse a checkpoint of other settings."""
-        if settings != self.identity:
-            raise ValueError(f"{checkpoint} is of a run with {settings}")
+        others = {name: settings.get(name) for name, value in self.identity.items() if settings.get(name) != value}
+        if others:
+            raise ValueError(f"{checkpoint} is of a run with {others}")
 
     def save(self) -> None:
         """Write the checkpoint; one that was there is whole until the new one is."""
