@@ -60,6 +60,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # names that nobody has used yet, too
+
+
 def __getattr__(name: str) -> object:
     if name in ("distributed", "nn"):
         return import_module(f".{name}", __name__)

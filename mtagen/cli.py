@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
 from .errors import InputError, MtagenError, SpecError, explain
 from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
+from .version import __version__
 
 
 class _Group(TyperGroup):
@@ -39,8 +40,22 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Plan, emit and check kernels for multi-token (convolutional) attention.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mtagen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Plan, emit and check kernels for multi-token (convolutional) attention."""
 
 
 def _spec(

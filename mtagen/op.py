@@ -64,8 +64,8 @@ def build(
             faster, CUDA where they are close; on the CPU tiled PyTorch ops), ``cuda``, ``triton`` or ``torch``. A
             backend named here never falls back to another.
         target: what to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``), default this machine's GPU, else its CPU.
-        dtype: of q, k, v; default bf16 on a GPU (fp32 in Triton's interpreter). The torch backend takes any of fp16,
-            bf16, fp32 and fp64 unless one is named.
+        dtype: of q, k, v, by its name too (``bf16``, ``bfloat16``); default bf16 on a GPU (fp32 in Triton's
+            interpreter). The torch backend takes any of fp16, bf16, fp32 and fp64 unless one is named.
         deterministic: whether equal inputs give bit-equal gradients; default: where
             ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
             gradient but the dq of CUDA's fused backward kernel.
@@ -134,9 +134,10 @@ def build(
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:
-    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
-    if isinstance(dtype, str) and dtype in TORCH_DTYPES:
-        return dtype
-    if isinstance(dtype, torch.dtype) and dtype in names:
-        return names[dtype]
-    raise SpecError(explain("dtype", dtype, "is not supported", [*TORCH_DTYPES, *names]))
+    """The spec's name of a dtype that is given as such, by that name, or by torch's."""
+    names: dict[object, str] = {}
+    for name, torch_dtype in TORCH_DTYPES.items():
+        names |= dict.fromkeys((name, str(torch_dtype).removeprefix("torch."), torch_dtype), name)
+    if not isinstance(dtype, (str, torch.dtype)) or dtype not in names:
+        raise SpecError(explain("dtype", dtype, "is not supported", [*names]))
+    return names[dtype]

@@ -59,6 +59,10 @@ def test_help_names_every_command() -> None:
     assert all(command in text for command in COMMANDS)
 
 
+def test_version() -> None:
+    assert output("--version") == f"mtagen {mtagen.__version__}\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help(command: str) -> None:
     assert f"mtagen {command}" in output(command, "--help").replace("root", "mtagen")

@@ -122,6 +122,16 @@ def test_norm_rounds_as_the_authors() -> None:
     assert torch.equal(norm(x), expected)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0,)], ids=str)
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    """Nothing to attend to is no error: of a batch that is divided, one part may be empty."""
+    x, packed = torch.zeros(*shape, DIM, dtype=torch.float64), len(shape) == 1
+    given = {"cu_seqlens": torch.zeros(3, dtype=torch.int32)} if packed else {}
+    found = train(made(LAYERS["everything"]), x, **given)
+    assert found["out"].shape == found["x"].shape == x.shape
+    assert all((grad == 0).all() for grad in found.values())
+
+
 # State dicts.
 
 
@@ -363,7 +373,7 @@ def test_entries_of_different_lengths(name: str) -> None:
     assert cache.longest == 32
     chosen = cache.select(torch.tensor([2, 1, 2]))
     assert chosen.read_longest() == 24
-    continued(chosen, [2, 1, 2], 15, [1, 1])
+    continued(chosen, [2, 1, 2], 15, [1, 10])  # they still differ in length
     continued(cache, [0, 1, 2], 15, [2])  # not changed
 
 
@@ -577,6 +587,7 @@ def test_repr(layer: MultiTokenAttention) -> None:
 def test_names_on_the_package() -> None:
     assert mtagen.nn.MultiTokenAttention is MultiTokenAttention
     assert mtagen.nn.Cache is Cache
+    assert {*mtagen.__all__} <= {*dir(mtagen)}
 
 
 # Bad input.
@@ -631,7 +642,7 @@ CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
         ({"cu_seqlens": CU_SEQLENS[None]}, "cu_seqlens: got"),
         ({"cu_seqlens": [0, 5]}, "cu_seqlens: got 'list'"),
         ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, "cu_seq_q: got .*from 0 to 5"),
-        ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_q: got"),
+        ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_seqlen: got 2.0; must be the length"),
         ({"max_seqlen": 5}, "max_seqlen: got 5; is of packed documents; legal: cu_seqlens besides"),
         ({"cache": 3}, "cache: got 'int'; must be a cache"),
     ],
@@ -641,6 +652,11 @@ def test_illegal_calls(given: dict[str, Any], match: str) -> None:
     arguments = {"x": torch.zeros(1, 5, DIM)} | given
     with pytest.raises(InputError, match=match), torch.no_grad():
         layer(arguments.pop("x"), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kernels_are_built_for_parameters_of_16_bits(dtype: torch.dtype) -> None:
+    assert MultiTokenAttention(DIM, HEADS, head_dim=16, dtype=dtype).op.dtypes == (dtype,)
 
 
 def test_dtype_that_kernels_were_not_built_for() -> None:

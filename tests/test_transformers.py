@@ -146,6 +146,18 @@ def test_retrofitted_llama_computes_the_same(tied: bool) -> None:
     close(ours(x, attention_mask=mask).logits[0, 9:], theirs(x, attention_mask=mask).logits[0, 9:])
 
 
+def test_what_else_a_retrofitted_llama_keeps() -> None:
+    theirs = llama(hidden_act="gelu", attention_dropout=0.25).train()
+    theirs.generation_config.max_new_tokens = 3
+    ours = retrofit(theirs, **STAGES)
+    assert ours.training
+    assert ours.model.layers[0].self_attn.dropout == 0.25
+    assert ours.generation_config.max_new_tokens == 3
+    x = tokens(2, 30)
+    close(ours.eval()(x).logits, theirs.eval()(x).logits)
+    assert not retrofit(theirs, **STAGES).training
+
+
 def test_retrofitted_llama_in_float64() -> None:
     """Its norms and angles are rounded to fp32 there, too."""
     theirs = llama().double()
@@ -193,8 +205,9 @@ def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, A
 
 
 def test_only_llama_is_retrofitted(model: MtaForCausalLM) -> None:
-    with pytest.raises(SpecError, match="model: got 'mtagen'; its attention is not known"):
-        retrofit(model)
+    for other in (model, llama().model):  # the latter has no output layer
+        with pytest.raises(SpecError, match=f"model: got '{type(other).__name__}'; its attention is not known"):
+            retrofit(other)
 
 
 # Padding and packed documents: each document alone is what is expected.
@@ -394,7 +407,7 @@ def test_what_a_cache_does(model: MtaForCausalLM) -> None:
         model(x, past_key_values=past)
         assert past.get_mask_sizes(3, 0) == (12, 0)
         past.batch_repeat_interleave(2)
-        past.batch_select_indices(torch.tensor([3, 0]))
+        past.batch_select_indices(torch.tensor([2, 0]))
         past.reorder_cache(torch.tensor([1, 0, 1]))
         assert layer.batch_size == 3
         rows = torch.stack([x[0], x[1], x[0]])
@@ -433,6 +446,14 @@ def test_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is MtaModel
     assert torch.equal(base(x).last_hidden_state, model.model(x).last_hidden_state)
+
+
+@pytest.mark.parametrize("given", ["bfloat16", "bf16", torch.bfloat16], ids=str)
+def test_compute_dtype_is_saved(given: str | torch.dtype, tmp_path: Path) -> None:
+    model = made({"compute_dtype": given})
+    model.save_pretrained(tmp_path)
+    for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert one.model.layers[0].self_attn.op.dtypes == (torch.bfloat16,)
 
 
 def test_loaded_with_a_further_stage(tmp_path: Path) -> None:
@@ -575,6 +596,10 @@ import mtagen.transformers
     [
         ({"layer_overrides": {2: {}}}, "layer_overrides: got '2'; there is no such layer"),
         ({"layer_overrides": {0: {"causal": False}}}, "layer_overrides: got 'causal'; layer 0 cannot override it"),
+        ({"layer_overrides": {0: None}}, "layer_overrides: got {0: None}; must map layers' numbers to their options"),
+        ({"layer_overrides": [{}]}, "layer_overrides: got .*must map"),
+        ({"attention_dropout": 0.1}, "attention_dropout: got 0.1; this model has no option .*legal: dropout="),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters: got .*legal: rope_theta"),
         ({"causal": False}, "causal: got False; a token would be predicted from itself"),
         ({"kernel": (0, 3)}, "kernel: got"),
         ({"kernel": 3}, "kernel: got"),

@@ -148,9 +148,11 @@ class Trainer:
             InputError: it is of a run with other settings.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
-        mine = json.dumps(asdict(self.settings))
-        if state["settings"] != mine:
-            raise InputError(explain("checkpoint", state["settings"], "is of a run with other settings", mine))
+        theirs, mine = (json.loads(text) for text in (state["settings"], json.dumps(asdict(self.settings))))
+        others = [name for name, value in mine.items() if theirs.get(name) != value]
+        if others:
+            got, legal = ({name: settings.get(name) for name in others} for settings in (theirs, mine))
+            raise InputError(explain("checkpoint", got, "is of a run with other settings", legal))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.seconds = state["steps"], state["seconds"]

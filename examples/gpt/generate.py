@@ -84,6 +84,8 @@ def main(
     place, checkpoint = torch.device(device), folder / "checkpoint.pt"
     if not checkpoint.exists():
         raise typer.BadParameter(f"there is no {checkpoint}", param_hint="folder")
+    if not prompt:
+        raise typer.BadParameter("there is nothing to continue", param_hint="--prompt")
     model = load(checkpoint, place)
     tokens = torch.tensor([list(prompt.encode())], device=place)
     step = torch.compile(model) if compiled else None

@@ -87,7 +87,8 @@ class Run:
         compiled: whether ``torch.compile`` compiles the model and its loss.
 
     Raises:
-        ValueError: the checkpoint is of other settings or of another text, or the text is too short.
+        ValueError: the checkpoint is of other settings or of another text, the folder has a log of a run that is not to
+            be resumed, or the text is too short.
     """
 
     quiet = False  # whether no progress is shown
@@ -109,6 +110,9 @@ class Run:
         self.text = torch.tensor(list(data))
         if len(self.text) <= settings.length:
             raise ValueError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
+        self.log = self._log_file()
+        if self.log.is_file() and not resume:
+            raise ValueError(f"{folder} has a log of another run: --resume, or another folder")
         torch.manual_seed(settings.seed)
         self.model = self._make_model()
         self.optimizer = make_optimizer(self.model, settings.lr)
@@ -116,7 +120,6 @@ class Run:
         self.step = 0
         self.loss = torch.compile(next_token_loss) if compiled else next_token_loss
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = self._log_file()
         checkpoint = self._checkpoint() if resume else None
         if checkpoint is None:
             self.log.write_text("")
@@ -146,8 +149,9 @@ class Run:
 
     def _check(self, checkpoint: Path, settings: dict[str, Any]) -> None:
         """Refuse a checkpoint of other settings."""
-        if settings != self.identity:
-            raise ValueError(f"{checkpoint} is of a run with {settings}")
+        others = {name: settings.get(name) for name, value in self.identity.items() if settings.get(name) != value}
+        if others:
+            raise ValueError(f"{checkpoint} is of a run with {others}")
 
     def save(self) -> None:
         """Write the checkpoint; one that was there is whole until the new one is."""

@@ -97,6 +97,10 @@ def check_input(
         if got != (1, torch.int32, x.device) or len(cu_seqlens) == 0:
             rule, legal = "where documents begin, and the last one's end", f"(documents + 1,), torch.int32, {x.device}"
             raise InputError(explain("cu_seqlens", _kind(cu_seqlens), rule, legal))
+        is_length = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
+        if max_seqlen is not None and not (is_length and max_seqlen >= 0):
+            rule = "must be the length of the longest document"
+            raise InputError(explain("max_seqlen", max_seqlen, rule, "0, 1, 2, ..., or None"))
     elif max_seqlen is not None:
         raise InputError(explain("max_seqlen", max_seqlen, "is of packed documents", "cu_seqlens besides, or None"))
 

@@ -118,7 +118,7 @@ class MultiTokenAttention(nn.Module):
         mask: str = "source",
         context_parallel: ProcessGroup | DeviceMesh | None = None,
         backend: str = "auto",
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -264,7 +264,7 @@ class MultiTokenAttention(nn.Module):
             out = self.subln(out)
         if self.gate is not None:
             out = self.gate(out)
-        result: Tensor = self.wo(out.reshape(*x.shape[:-1], -1))
+        result: Tensor = self.wo(out.reshape(*x.shape[:-1], self.n_local_heads * self.head_dim))
         return result
 
     def _positions(self, rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | None, length: int | None) -> Tensor:

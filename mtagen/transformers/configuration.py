@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..errors import SpecError, explain
@@ -24,6 +25,16 @@ LAYER_OPTIONS = (
     "window",
     "mask",
 )
+
+# What configurations of other models have under these names, with what there is here instead. Unlike other names,
+# which transformers keep as they are given, they would say something that the model does not do.
+_ELSEWHERE = {
+    "attention_bias": "no biases in attention",
+    "attention_dropout": "dropout=...",
+    "rope_parameters": "rope_theta=..., frequencies that are not scaled",
+    "rope_scaling": "frequencies that are not scaled",
+    "sliding_window": "window=(keys before its own, -1)",
+}
 
 
 class MtaConfig(PreTrainedConfig):
@@ -62,7 +73,7 @@ class MtaConfig(PreTrainedConfig):
         causal: as of the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's own position.
         mask: as of the layer.
         backend: as of the layer, of this run rather than of the trained model.
-        compute_dtype: as of the layer, by its name, e.g. ``float32``; of this run, too.
+        compute_dtype: as of the layer, or its name, e.g. ``float32``, as which it is saved; of this run, too.
         layer_overrides: by a layer's number from 0 on, options of :data:`LAYER_OPTIONS` in which it differs, e.g.
             ``{2: {"kernel": (6, 11)}}``.
         pad_token_id: of padding, whose embedding is not trained.
@@ -71,7 +82,8 @@ class MtaConfig(PreTrainedConfig):
         **kwargs: as of ``PreTrainedConfig``.
 
     Raises:
-        SpecError: ``layer_overrides`` names a layer or an option that there is not.
+        SpecError: ``layer_overrides`` names a layer or an option that there is not, or an option is given by the name
+            that it has in other models.
     """
 
     model_type: ClassVar[str] = "mtagen"
@@ -107,13 +119,16 @@ class MtaConfig(PreTrainedConfig):
         causal: bool = True,
         mask: str = "source",
         backend: str = "auto",
-        compute_dtype: str | None = None,
+        compute_dtype: torch.dtype | str | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        for name, legal in _ELSEWHERE.items():
+            if kwargs.get(name):
+                raise SpecError(explain(name, kwargs[name], "this model has no option of that name", legal))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -142,7 +157,9 @@ class MtaConfig(PreTrainedConfig):
         self.causal = causal
         self.mask = mask
         self.backend = backend
-        self.compute_dtype = compute_dtype
+        # JSON knows no dtypes.
+        named = isinstance(compute_dtype, torch.dtype)
+        self.compute_dtype = str(compute_dtype).removeprefix("torch.") if named else compute_dtype
         self.layer_overrides = _checked_overrides(layer_overrides, num_hidden_layers)
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
@@ -174,7 +191,11 @@ def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers
     Raises:
         SpecError: there is no such layer or option.
     """
-    checked = {str(layer): dict(options) for layer, options in (overrides or {}).items()}
+    overrides = overrides or {}
+    if not (isinstance(overrides, Mapping) and all(isinstance(options, Mapping) for options in overrides.values())):
+        rule = "must map layers' numbers to their options"
+        raise SpecError(explain("layer_overrides", overrides, rule, '{2: {"kernel": (6, 11)}}'))
+    checked = {str(layer): dict(options) for layer, options in overrides.items()}
     for layer, options in checked.items():
         if not (layer.isdecimal() and int(layer) < layers):
             raise SpecError(explain("layer_overrides", layer, "there is no such layer", f"0..{layers - 1}"))

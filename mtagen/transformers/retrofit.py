@@ -28,7 +28,7 @@ def retrofit(
     key_padding: str = "both",
     mask: str = "source",
     backend: str = "auto",
-    compute_dtype: str | None = None,
+    compute_dtype: torch.dtype | str | None = None,
     layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> MtaForCausalLM:
     """A copy of a trained Llama with stages over its scores that pass on, at first, what they get.
@@ -56,13 +56,8 @@ def retrofit(
         SpecError: an option is not legal, or the model has biases in its attention or scaled rotary embeddings.
         PlanError: this machine's target has no plan of the stages; the message names the limit.
     """
+    _check_llama(model)
     theirs = model.config
-    _check_llama(theirs)
-    for options in (layer_overrides or {}).values():
-        for name in _NOT_INITIALLY_THE_IDENTITY:
-            if name in options:
-                rule = "the model would not compute what it did"
-                raise SpecError(explain("layer_overrides", name, rule, "stages over scores, dropout"))
     config = MtaConfig(
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.hidden_size,
@@ -94,6 +89,11 @@ def retrofit(
         eos_token_id=theirs.eos_token_id,
         dtype=model.dtype,
     )
+    for options in config.layer_overrides.values():
+        for name in _NOT_INITIALLY_THE_IDENTITY:
+            if name in options:
+                rule = "the model would not compute what it did"
+                raise SpecError(explain("layer_overrides", name, rule, "stages over scores, dropout"))
     ours: MtaForCausalLM = MtaForCausalLM._from_config(config, dtype=model.dtype).to(model.device)
     ours.load_state_dict(ours.state_dict() | _renamed(model.state_dict(), config))
     ours.generation_config = copy.deepcopy(model.generation_config)
@@ -122,14 +122,15 @@ def interleave(weight: Tensor, head_dim: int) -> Tensor:
     return torch.unflatten(weight, 0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _check_llama(config: Any) -> None:
+def _check_llama(model: object) -> None:
     """Check that the layer can compute a model's attention.
 
     Raises:
         SpecError: it cannot.
     """
-    if config.model_type != "llama":
-        raise SpecError(explain("model", config.model_type, "its attention is not known", "a LlamaForCausalLM"))
+    if not isinstance(model, LlamaForCausalLM):
+        raise SpecError(explain("model", type(model).__name__, "its attention is not known", "a LlamaForCausalLM"))
+    config = model.config
     if config.attention_bias:
         raise SpecError(explain("attention_bias", True, "the layer's projections have no bias", False))
     rope_type = config.rope_parameters.get("rope_type", "default")
