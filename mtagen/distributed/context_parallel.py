@@ -108,7 +108,7 @@ class ContextParallel:
         return torch.cat([x.narrow(dim, rows.start, rows.count) for rows in held], dim)
 
     def unshard(self, x: Tensor, dim: int, *, length: int | None = None) -> Tensor:
-        """The whole tensor on every rank, e.g. of outputs. It has no gradient.
+        """The whole tensor on every rank, e.g. of outputs. It has no gradient, and breaks a graph of ``torch.compile``.
 
         Args:
             x: the rows that :meth:`shard` gives.
@@ -214,9 +214,9 @@ class ContextParallel:
         sharding: Sharding,
         *documents: Any,
     ) -> Tensor:
-        given = resolve_scale(scale, self.op.plan.spec.head_dim), self.op._key
-        ours = self.group.group_name, self.balanced, sharding.length
-        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *given, *ours, *documents)[0]
+        op = resolve_scale(scale, self.op.plan.spec.head_dim), self.op._key
+        plan = _Plan(*op, self.group.group_name, self.rank, self.ranks, self.balanced, sharding.length, *documents)
+        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
         return out
 
     def _sharding_of(self, q: Tensor, k: Tensor, dim: int, length: int | None) -> Sharding:
@@ -288,13 +288,16 @@ def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tu
 class _Plan(NamedTuple):
     """What the registered ops take after the tensors, and what follows from it.
 
-    Schemas hold the group's name, as those of PyTorch's own functional collectives do. ``cu_seqlens`` is None, and left
-    out, where no documents are packed.
+    Schemas hold the group's name, as those of PyTorch's own functional collectives do. They hold the rank, too, because
+    shapes depend on it: without it the graphs of all ranks were equal, and one rank would get from the cache of
+    ``torch.compile`` what was compiled for another. Where no documents are packed, ``cu_seqlens`` is None or left out.
     """
 
     scale: float
     key: str
     group_name: str
+    rank: int
+    ranks: int
     balanced: bool
     length: int
     cu_seqlens: Tensor | None = None
@@ -323,8 +326,8 @@ class _Plan(NamedTuple):
 
     @property
     def _sizes(self) -> tuple[Spec, Sharding, int, int | None]:
-        sharding = Sharding(self.length, get_world_size(self.group), self.balanced)
-        return self.spec, sharding, get_rank(self.group), None if self.cu_seqlens is None else self.max_seqlen
+        sharding = Sharding(self.length, self.ranks, self.balanced)
+        return self.spec, sharding, self.rank, None if self.cu_seqlens is None else self.max_seqlen
 
     @property
     def dim(self) -> int:
@@ -492,7 +495,10 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-_PLAN = "float scale, str key, str group, bool balanced, SymInt length, Tensor? cu_seqlens=None, SymInt max_seqlen=0"
+_PLAN = (
+    "float scale, str key, str group, int rank, int ranks, bool balanced, SymInt length, Tensor? cu_seqlens=None, "
+    "SymInt max_seqlen=0"
+)
 library.register_op(
     f"context_parallel_forward(Tensor q, Tensor k, Tensor v, {library.WEIGHTS_SCHEMA}, {_PLAN}) -> Tensor[]",
     _forward,
