@@ -214,8 +214,8 @@ class ContextParallel:
         sharding: Sharding,
         *documents: Any,
     ) -> Tensor:
-        op = resolve_scale(scale, self.op.plan.spec.head_dim), self.op._key
-        plan = _Plan(*op, self.group.group_name, self.rank, self.ranks, self.balanced, sharding.length, *documents)
+        scale, ours = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
+        plan = _Plan(scale, self.op._key, *ours, self.balanced, sharding.length, *documents)
         out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
         return out
 
@@ -289,7 +289,7 @@ class _Plan(NamedTuple):
     """What the registered ops take after the tensors, and what follows from it.
 
     Schemas hold the group's name, as those of PyTorch's own functional collectives do. They hold the rank, too, because
-    shapes depend on it: without it the graphs of all ranks were equal, and one rank would get from the cache of
+    shapes depend on it: without it the graphs of all ranks would be equal, and one rank get from the cache of
     ``torch.compile`` what was compiled for another. Where no documents are packed, ``cu_seqlens`` is None or left out.
     """
 
