@@ -111,8 +111,8 @@ def measure(
     own = tensors(spec, heads, kv_heads, length // ranks, length // ranks, device)
     cp = ContextParallel(op, dist.group.WORLD)
     spread = timed(lambda: [attend(cp, own)], repeats, device)
-    calls = [Call.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held[rank]]
-    parts = [tensors(spec, heads, kv_heads, len(call.queries), len(call.keys), device) for call in calls]
+    calls = [Call.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held_by(rank)]
+    parts = [tensors(spec, heads, kv_heads, call.queries.count, call.keys.count, device) for call in calls]
     computed = timed(lambda: [attend(op, part) for part in parts], repeats, device)
 
     result: dict[str, Any] = {"length": length, "alone_ms": slowest(alone, device)}

@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import forward_calls
 from pages import blocks
 from ranks import Ranks
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 from torchrun import torchrun
 
 import mtagen
@@ -34,7 +37,7 @@ from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, eager_op, judge
 from mtagen.nn import MultiTokenAttention
 from mtagen.nn.tensor_parallel import HeadParallel
-from mtagen.spec import Spec
+from mtagen.spec import WEIGHTS, Spec
 
 HEADS, WIDTH = 4, 16
 SIZES = (2, 3)  # of groups
@@ -176,35 +179,129 @@ def test_accuracy(ranks: Ranks, dtype: str, stages: dict[str, Any]) -> None:
     assert ranks.run(2, judge_op, dtype, stages) == [[], []]
 
 
-def wrap_op(group: ProcessGroup, how: str) -> None:
-    """Outputs and gradients, however autograd comes to the calls."""
+def mine(cp: ContextParallel, inputs: Inputs, grad_out: Tensor, packed: bool = False) -> tuple[Inputs, Tensor]:
+    """This rank's rows of inputs and of the gradient of the output."""
+    q, k, v, grad = (cp.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v, grad_out))
+    if packed:
+        q, k, v, grad = (x[0].transpose(0, 1) for x in (q, k, v, grad))
+    return replace(inputs, q=q, k=k, v=v), grad
+
+
+def checkpoint_op(group: ProcessGroup, reentrant: bool) -> None:
     op = built({"kernel": (4, 5)}, "fp32")
     inputs, grad_out = random(op.plan.spec, 1, 2, 36)
     call = over_ranks(ContextParallel(op, group), 2)
-    if how == "compile":
-        wrapped: Callable[..., Any] = torch.compile(lambda *x: call(*x[:3], weight=x[3]), backend="aot_eager")
-    else:
-        wrapped = partial(checkpoint, lambda *x: call(*x[:3], weight=x[3]), use_reentrant=how == "reentrant")
-    got = results(lambda *x, weight: wrapped(*x, weight), inputs, grad_out)
+    recomputed = partial(checkpoint, lambda *x: call(*x[:3], weight=x[3]), use_reentrant=reentrant)
+    got = results(lambda *x, weight: recomputed(*x, weight), inputs, grad_out)
     torch.testing.assert_close(got, results(call, inputs, grad_out))
 
 
-@pytest.mark.parametrize("how", ["compile", "reentrant", "not reentrant"])
-def test_wrapped(ranks: Ranks, how: str) -> None:
-    ranks.run(2, wrap_op, how)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(ranks: Ranks, reentrant: bool) -> None:
+    ranks.run(2, checkpoint_op, reentrant)
+
+
+def select_op(group: ProcessGroup) -> list[int]:
+    cp = ContextParallel(built({"kernel": (4, 5)}), group)
+    inputs, grad_out = mine(cp, *random(cp.op.plan.spec, 1, 2, 36))
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.mtagen.context_parallel_forward.default])
+    calls = []
+    for options in ({}, {"context_fn": saved}):
+        with pytest.MonkeyPatch.context() as patch:
+            calls.append(forward_calls(patch))
+            recomputed = partial(checkpoint, cp, use_reentrant=False, **options)
+            torch.testing.assert_close(results(recomputed, inputs, grad_out), results(cp, inputs, grad_out))
+    return list(map(len, calls))
+
+
+def test_selective_checkpoint_saves_the_op(ranks: Ranks) -> None:
+    """A call has two chunks, and is done once more for comparison; what is saved by name is not computed again."""
+    assert ranks.run(2, select_op) == [[6, 4], [6, 4]]
+
+
+def compile_op(group: ProcessGroup, packed: bool) -> int:
+    """How many graphs several lengths take."""
+    cp = ContextParallel(built(EVERYTHING), group)
+    call, counter = cp.varlen if packed else cp, CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *qkv, **others: call(*qkv, **others), fullgraph=True, backend=counter)
+    for length in range(45, 55):
+        inputs, grad_out = mine(cp, *random(cp.op.plan.spec, 1, 2, length), packed)
+        options: dict[str, Any] = {"length": length}
+        if packed:
+            options |= {"cu_seqlens": torch.tensor([0, 5, 20, length], dtype=torch.int32), "max_seqlen": length - 20}
+        expected = results(partial(call, **options), inputs, grad_out)
+        torch.testing.assert_close(results(partial(compiled, **options), inputs, grad_out), expected)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compile(ranks: Ranks, packed: bool) -> None:
+    """One graph is of the first length; of others the number of this rank's rows may stay the same, or not."""
+    assert set(ranks.run(2, compile_op, packed)) <= {2, 3}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shapes_follow_from_arguments(rank: int) -> None:
+    """And from no process group, because graphs with the same arguments share what was compiled for one of them."""
+    op = built(EVERYTHING)
+    q, v = (torch.empty(1, HEADS, 12, width, dtype=torch.float64, device="meta") for width in (WIDTH, 24))
+    weights = op.plan.spec.weights(HEADS)
+    given = (torch.empty(weights[name], device="meta") for name in WEIGHTS)
+    out, *kept = torch.ops.mtagen.context_parallel_forward(q, q, v, *given, 0.25, op._key, "none", rank, 2, True, 24)
+    before, context = 6 * rank, op.plan.spec.context
+    assert out.shape == v.shape
+    assert [len(x) for x in kept[:2]] == [min(before, context), context]
+    assert [x.shape[2] for x in kept[2:]] == [min(before, context) + 6, context + 6]
+
+
+def opcheck(group: ProcessGroup, packed: bool) -> None:
+    cp = ContextParallel(built(EVERYTHING), group)
+    inputs, grad_out = mine(cp, *random(cp.op.plan.spec, 1, 2, 37), packed)
+    tensors = [inputs.q, inputs.k, inputs.v, *(inputs.weights[name] for name in WEIGHTS)]
+    plan = [0.25, cp.op._key, group.group_name, cp.rank, cp.ranks, True, 37]
+    if packed:
+        plan += [torch.tensor([0, 5, 20, 37], dtype=torch.int32), 17]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    torch.library.opcheck(torch.ops.mtagen.context_parallel_forward.default, (*leaves, *plan))
+    kept = torch.ops.mtagen.context_parallel_forward(*tensors, *plan)
+    torch.library.opcheck(torch.ops.mtagen.context_parallel_backward.default, (grad_out, *tensors, kept, *plan))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(ranks: Ranks, packed: bool) -> None:
+    ranks.run(2, opcheck, packed)
 
 
 def cast_op(group: ProcessGroup) -> None:
     cp = ContextParallel(built({"kernel": (4, 5)}, None), group)
     q, v, weight = torch.randn(1, HEADS, 8, WIDTH), torch.randn(1, HEADS, 8, 24), torch.randn(HEADS, 4, 5)
+    inputs, grad_out = Inputs(q, q, v, {"weight": weight}), torch.randn(1, HEADS, 8, 24).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        out = cp(q, q, v, weight)
-    assert torch.equal(out, cp(q.bfloat16(), q.bfloat16(), v.bfloat16(), weight))
-    assert out.dtype == torch.bfloat16
+        got = results(cp, inputs, grad_out)
+    expected = results(cp, replace(inputs, q=q.bfloat16(), k=q.bfloat16(), v=v.bfloat16()), grad_out)
+    assert all(torch.equal(got[name], x) for name, x in expected.items())
+    assert got["out"].dtype == torch.bfloat16
+    assert {got[name].dtype for name in inputs.named} == {torch.float32}
 
 
 def test_autocast(ranks: Ranks) -> None:
     ranks.run(2, cast_op)
+
+
+def count_flop(group: ProcessGroup, packed: bool) -> int:
+    cp = ContextParallel(built({"kernel": None}), group, balanced=False)
+    inputs, grad_out = mine(cp, *random(cp.op.plan.spec, 1, 2, 24), packed)
+    documents = {"cu_seqlens": torch.tensor([0, 10, 24], dtype=torch.int32)} if packed else {}
+    with FlopCounterMode(display=False) as counted:
+        results(partial(cp.varlen, **documents) if packed else cp, inputs, grad_out)
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flop(ranks: Ranks, packed: bool) -> None:
+    """Seven products of a forward and a backward pass, with the keys up to a rank's last row."""
+    pairs = [10 * 10 + 2 * 2, 12 * 14] if packed else [12 * 12, 12 * 24]
+    assert ranks.run(2, count_flop, packed) == [2 * HEADS * (4 * WIDTH + 3 * 24) * each for each in pairs]
 
 
 def freeze_some(group: ProcessGroup) -> None:
@@ -267,8 +364,9 @@ def test_traffic(ranks: Ranks, size: int) -> None:
 def differentiate_twice(group: ProcessGroup) -> None:
     cp = ContextParallel(built({"kernel": None}), group)
     q, v = torch.randn(1, 1, 4, WIDTH).double().requires_grad_(), torch.randn(1, 1, 4, 24).double()
+    (gradient,) = torch.autograd.grad(cp(q, q, v).sum(), q, create_graph=True)
     with pytest.raises(BackendError, match="differentiable once"):
-        torch.autograd.grad(cp(q, q, v).sum(), q, create_graph=True)
+        gradient.sum().backward()
 
 
 def test_differentiable_once(ranks: Ranks) -> None:
@@ -346,7 +444,7 @@ def test_layer(ranks: Ranks, size: int, length: int, packed: bool) -> None:
     ranks.run(size, compare_layer, length, packed)
 
 
-def compare_data_parallel(group: ProcessGroup, fsdp: bool) -> None:
+def compare_data_parallel(group: ProcessGroup, fsdp: bool, compiled: bool) -> None:
     """The loss is a mean over tokens, of which ranks have equally many."""
     whole, spread = layers(group)
     cp = spread.context_parallel
@@ -354,16 +452,18 @@ def compare_data_parallel(group: ProcessGroup, fsdp: bool) -> None:
     parallel: Any = DistributedDataParallel(spread, process_group=group) if not fsdp else spread
     if fsdp:
         fully_shard(spread, mesh=DeviceMesh.from_group(group, "cpu"))
+    if compiled:
+        spread.compile(fullgraph=True, backend="aot_eager")
     whole(x).square().mean().backward()
     parallel(cp.shard(x, 1)).square().mean().backward()
     torch.testing.assert_close(gradients(spread), gradients(whole))
 
 
 @every_size
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_data_parallel(ranks: Ranks, size: int, fsdp: bool) -> None:
+@pytest.mark.parametrize(("fsdp", "compiled"), [(False, False), (True, False), (True, True)])
+def test_data_parallel(ranks: Ranks, size: int, fsdp: bool, compiled: bool) -> None:
     """DDP and FSDP over the ranks that share sequences take the mean of their gradients, as of other data."""
-    ranks.run(size, compare_data_parallel, fsdp)
+    ranks.run(size, compare_data_parallel, fsdp, compiled)
 
 
 def copy_layer(group: ProcessGroup) -> None:
@@ -385,8 +485,9 @@ def test_layers_are_copied(ranks: Ranks) -> None:
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 23, 64])
 def test_every_row_is_held_once(length: int, size: int, balanced: bool) -> None:
     sharding = Sharding(length, size, balanced)
-    lengths = list(map(len, sharding.chunks))
-    assert [row for chunk in sharding.chunks for row in chunk] == list(range(length))
+    chunks = [sharding.chunk(number) for number in range(sharding.chunks)]
+    lengths = [chunk.count for chunk in chunks]
+    assert [row for chunk in chunks for row in chunk] == list(range(length))
     assert sorted(row for held in sharding.held for chunk in held for row in chunk) == list(range(length))
     assert lengths == sorted(lengths, reverse=True)
     assert max(lengths) - min(lengths) == (not sharding.is_even)
@@ -397,7 +498,8 @@ def test_every_row_is_held_once(length: int, size: int, balanced: bool) -> None:
 def test_calls_take_what_their_rows_see(stages: dict[str, Any], mask: str) -> None:
     """The queries that outputs depend on and all keys that these see; no other rows come from other ranks."""
     spec, length = Spec(**stages, **MASKS[mask], head_dim=WIDTH), 29
-    for chunk in Sharding(length, 3, balanced=True).chunks:
+    sharding = Sharding(length, 3, balanced=True)
+    for chunk in map(sharding.chunk, range(sharding.chunks)):
         call = Call.of(chunk, length, spec)
         queries = {row - before for row in chunk for before in range(spec.context + 1) if row >= before}
         seen = {

@@ -27,6 +27,13 @@ def fails(run):
 train_distributed.DistributedRun.take_step = fails
 typer.run(train_distributed.main)
 """
+COMPILES = """\
+import functools, torch, typer
+from examples.gpt import train_distributed
+
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # the default one takes a minute
+typer.run(train_distributed.main)
+"""
 
 
 def trained(folder: Path, ranks: int, *arguments: Any) -> None:
@@ -59,6 +66,14 @@ def test_batches_over_ranks(alone: dict[int, float], tmp_path: Path) -> None:
     (tmp_path / "checkpoints/00000005").mkdir(parents=True)
     trained(tmp_path, 2, "--context", 1, "--resume")
     assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
+def test_compiled(alone: dict[int, float], tmp_path: Path) -> None:
+    script = tmp_path / "compiles.py"
+    script.write_text(COMPILES)
+    done = torchrun(2, script, tmp_path, *OPTIONS, "--until", 2, "--compile")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx({step: alone[step] for step in (1, 2)}, rel=1e-5)
 
 
 def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_traffic_and_memory(spec: Spec, balanced: bool) -> None:
     received = [sum(pair * keys + query * rows for keys, rows in each) for each in zip(*steps, strict=True)]
     assert made.traffic == 3 * max(received)
     calls = [[Call.of(chunk, 203, spec) for chunk in chunks] for chunks in Sharding(203, 3, balanced).held]
-    assert made.gathered == pair * max(sum(len(call.keys) for call in each) for each in calls)
+    assert made.gathered == pair * max(sum(call.keys.count for call in each) for each in calls)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

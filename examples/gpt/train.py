@@ -118,7 +118,9 @@ class Run:
         self.optimizer = make_optimizer(self.model, settings.lr)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step = 0
-        self.loss = torch.compile(next_token_loss) if compiled else next_token_loss
+        self.loss = next_token_loss
+        if compiled:
+            self._compile()
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = self._checkpoint() if resume else None
         if checkpoint is None:
@@ -130,6 +132,10 @@ class Run:
 
     def _make_model(self) -> Decoder:
         return make_decoder(SIZES[self.settings.size], self.settings.variant).to(self.device)
+
+    def _compile(self) -> None:
+        """Have steps go through ``torch.compile``."""
+        self.loss = torch.compile(self.loss)
 
     def _log_file(self) -> Path:
         return self.folder / "log.jsonl"
@@ -227,6 +233,7 @@ LengthOption = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
 LrOption = Annotated[float, typer.Option(help="The largest learning rate.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Steps in which it rises.")]
 SeedOption = Annotated[int, typer.Option(help="Of parameters and batches.")]
+CompileOption = Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")]
 UntilOption = Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")]
 LogEveryOption = Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")]
@@ -257,7 +264,7 @@ def main(
     seed: SeedOption = Settings.seed,
     device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
     resume: ResumeOption = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model and its loss.")] = False,
+    compiled: CompileOption = False,
     until: UntilOption = None,
     log_every: LogEveryOption = 10,
     save_every: SaveEveryOption = 1000,

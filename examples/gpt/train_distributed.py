@@ -33,6 +33,7 @@ from .train import (
     DEVICE,
     TEXT,
     BatchOption,
+    CompileOption,
     LengthOption,
     LogEveryOption,
     LrOption,
@@ -64,6 +65,7 @@ class DistributedRun(Run):
         text: as of :class:`Run`.
         context: ranks that share a sequence, a divisor of their number.
         resume: as of :class:`Run`.
+        compiled: whether ``torch.compile`` compiles each layer, whose parameters FSDP gathers before it.
 
     Raises:
         ValueError: as of :class:`Run`; or the batch cannot be shared among the groups of ranks, or a sequence not cut
@@ -71,7 +73,14 @@ class DistributedRun(Run):
     """
 
     def __init__(
-        self, settings: Settings, folder: Path, text: Path = TEXT, *, context: int, resume: bool = False
+        self,
+        settings: Settings,
+        folder: Path,
+        text: Path = TEXT,
+        *,
+        context: int,
+        resume: bool = False,
+        compiled: bool = False,
     ) -> None:
         device = f"cuda:{os.environ['LOCAL_RANK']}" if DEVICE == "cuda" else "cpu"
         ranks = dist.get_world_size()
@@ -84,7 +93,7 @@ class DistributedRun(Run):
             raise ValueError(f"{got}: {rule}")
         self.mesh = init_device_mesh(DEVICE, (groups, context), mesh_dim_names=("data", "context"))
         self.quiet = dist.get_rank() > 0
-        super().__init__(settings, folder, text, device, resume=resume)
+        super().__init__(settings, folder, text, device, resume=resume, compiled=compiled)
 
     def _make_model(self) -> Decoder:
         """The same on all ranks, then sharded."""
@@ -100,6 +109,10 @@ class DistributedRun(Run):
         for part in (*model.layers, model):
             fully_shard(part, mesh=everyone, mp_policy=precision)
         return model
+
+    def _compile(self) -> None:
+        for layer in self.model.layers:
+            layer.compile(fullgraph=True)
 
     def _log_file(self) -> Path:
         return Path(os.devnull) if self.quiet else super()._log_file()
@@ -157,6 +170,7 @@ def main(
     seed: SeedOption = Settings.seed,
     context: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence.", show_default="all")] = None,
     resume: ResumeOption = False,
+    compiled: CompileOption = False,
     until: UntilOption = None,
     log_every: LogEveryOption = 10,
     save_every: SaveEveryOption = 1000,
@@ -167,7 +181,9 @@ def main(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
-    run = DistributedRun(settings, folder, text, context=context or dist.get_world_size(), resume=resume)
+    run = DistributedRun(
+        settings, folder, text, context=context or dist.get_world_size(), resume=resume, compiled=compiled
+    )
     run.train(until, log_every, save_every)
     dist.destroy_process_group()
 

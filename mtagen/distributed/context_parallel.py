@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank, get_world_size
+from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..documents import Documents
-from ..errors import BackendError, InputError, explain
+from ..errors import InputError, explain
+from ..ops import flops, library
 from ..ops.attention import MultiTokenAttention, autocast
 from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
-from ..ops.library import run
+from ..spec import WEIGHTS, Spec
 from .exchange import Exchange
-from .sharding import Call, Sharding
+from .sharding import Call, Rows, Sharding
 
 
 class ContextParallel:
@@ -39,8 +42,8 @@ class ContextParallel:
     over ranks is the whole gradient, as of any parameter that is used on a part of the tokens. Data parallelism over
     these ranks, or FSDP, takes the mean instead, which is right where the loss is a mean of the ranks' losses.
 
-    There is no dropout: which entries a call drops follows from their places in the call. ``torch.compile`` leaves the
-    calls as they are, and compiles what is around them.
+    There is no dropout: which entries a call drops follows from their places in the call. To ``torch.compile`` and
+    selective checkpointing a call is one op, ``mtagen::context_parallel_forward``, and its backward pass another.
 
     Args:
         op: what :func:`mtagen.build` returns.
@@ -101,11 +104,11 @@ class ContextParallel:
         Returns:
             A copy of the rows, differentiable.
         """
-        held = Sharding(x.shape[dim], self.ranks, self.balanced).held[self.rank]
-        return torch.cat([x.narrow(dim, rows.start, len(rows)) for rows in held], dim)
+        held = Sharding(x.shape[dim], self.ranks, self.balanced).held_by(self.rank)
+        return torch.cat([x.narrow(dim, rows.start, rows.count) for rows in held], dim)
 
     def unshard(self, x: Tensor, dim: int, *, length: int | None = None) -> Tensor:
-        """The whole tensor on every rank, e.g. of outputs. It has no gradient.
+        """The whole tensor on every rank, e.g. of outputs. It has no gradient, and breaks a graph of ``torch.compile``.
 
         Args:
             x: the rows that :meth:`shard` gives.
@@ -117,11 +120,10 @@ class ContextParallel:
             InputError: ``x`` has another number of rows than ``length`` makes this rank's.
         """
         sharding = self._sharding(x.shape[dim], length)
-        everything = Exchange(sharding.held, self.ranks * [range(sharding.length)], self.group)
+        everything = Exchange(sharding.held, self.ranks * [Rows(0, sharding.length)], self.rank)
         with torch.no_grad():
-            return everything.receive(everything.send(x.movedim(dim, 0))).movedim(0, dim)
+            return everything.receive(everything.send(x.movedim(dim, 0), self.group)).movedim(0, dim)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
         q: Tensor,
@@ -156,9 +158,8 @@ class ContextParallel:
         q, k, v = autocast(q, k, v)
         weights = check_call(spec, self.op.dtypes, q, k, v, (weight, head_weight, post_weight, post_head_weight))
         sharding = self._sharding_of(q, k, 2, length)
-        return self._attend(q, k, v, weights, scale, sharding, None)
+        return self._attend(q, k, v, weights, scale, sharding)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def varlen(
         self,
         q: Tensor,
@@ -201,7 +202,7 @@ class ContextParallel:
         longest = sharding.length if max_seqlen is None else max_seqlen
         documents = Documents(cu_seqlens, cu_seqlens, longest, longest)
         check_documents(documents, sharding.length, sharding.length, q.device)
-        return self._attend(q, k, v, weights, scale, sharding, documents)
+        return self._attend(q, k, v, weights, scale, sharding, cu_seqlens, longest)
 
     def _attend(
         self,
@@ -211,20 +212,11 @@ class ContextParallel:
         weights: list[Tensor | None],
         scale: float | None,
         sharding: Sharding,
-        documents: Documents | None,
+        *documents: Any,
     ) -> Tensor:
-        spec, held = self.op.plan.spec, sharding.held
-        steps: list[_Step] = []
-        longest = None if documents is None else documents.max_k
-        for chunks in zip(*held, strict=True):  # one of each rank
-            calls = [Call.of(chunk, sharding.length, spec, longest) for chunk in chunks]
-            context = Exchange(held, [call.context for call in calls], self.group)
-            keys = Exchange(held, [call.keys for call in calls], self.group)
-            start = sum(len(step.call.own) for step in steps)
-            steps.append(_Step(calls[self.rank], start, context, keys))
-        options = resolve_scale(scale, spec.head_dim), self.op._key
-        plan = _Plan(tuple(steps), 2 if documents is None else 0, spec.context > 0, options, documents)
-        out: Tensor = _Attention.apply(plan, q, k, v, *weights)  # type: ignore[no-untyped-call]
+        scale, ours = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
+        plan = _Plan(scale, self.op._key, *ours, self.balanced, sharding.length, *documents)
+        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
         return out
 
     def _sharding_of(self, q: Tensor, k: Tensor, dim: int, length: int | None) -> Sharding:
@@ -252,7 +244,7 @@ class ContextParallel:
         if length is None and not sharding.is_even:
             rule = f"{rows} rows on rank {self.rank} of {self.ranks} are no chunks of one length"
             raise InputError(explain("length", length, rule, "rows of the whole sequence"))
-        mine = sum(map(len, sharding.held[self.rank]))
+        mine = sum(chunk.count for chunk in sharding.held_by(self.rank))
         if rows != mine:
             rule = f"rank {self.rank} of {self.ranks} holds {mine} of {length} rows"
             raise InputError(explain("rows", rows, rule, "those that shard() gives"))
@@ -276,35 +268,79 @@ class _Step:
     keys: Exchange
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The steps of a call, and what they have in common.
+def _calls(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> list[Call]:
+    """A rank's calls of the op, one for each of its chunks."""
+    return [Call.of(chunk, sharding.length, spec, longest) for chunk in sharding.held_by(rank)]
 
-    Attributes:
-        steps: in the order in which they are taken.
-        dim: the axis of rows of q, k, v and the output.
-        has_context: whether some chunk needs queries before its own.
-        options: the scale and the op's key.
-        documents: packed documents among all rows.
+
+@lru_cache(maxsize=256)
+def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tuple[_Step, ...]:
+    """What a rank does, in this order. The layers of a model, and their two passes, do the same."""
+    held, steps, start = sharding.held, [], 0
+    for calls in zip(*(_calls(spec, sharding, each, longest) for each in range(sharding.ranks)), strict=True):
+        context = Exchange(held, [call.context for call in calls], rank)
+        keys = Exchange(held, [call.keys for call in calls], rank)
+        steps.append(_Step(calls[rank], start, context, keys))
+        start += calls[rank].own.count
+    return tuple(steps)
+
+
+class _Plan(NamedTuple):
+    """What the registered ops take after the tensors, and what follows from it.
+
+    Schemas hold the group's name, as those of PyTorch's own functional collectives do. They hold the rank, too, because
+    shapes depend on it: without it the graphs of all ranks would be equal, and one rank get from the cache of
+    ``torch.compile`` what was compiled for another. Where no documents are packed, ``cu_seqlens`` is None or left out.
     """
 
-    steps: tuple[_Step, ...]
-    dim: int
-    has_context: bool
-    options: tuple[float, str]
-    documents: Documents | None
+    scale: float
+    key: str
+    group_name: str
+    rank: int
+    ranks: int
+    balanced: bool
+    length: int
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        """The op's."""
+        return library.executor_of(self.key).spec
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        group: ProcessGroup = distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[arg-type,attr-defined]
+        return group
+
+    @property
+    def calls(self) -> list[Call]:
+        """This rank's, where ``length`` may be a symbol."""
+        return _calls(*self._sizes)
+
+    @property
+    def steps(self) -> tuple[_Step, ...]:
+        """This rank's."""
+        return _steps(*self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[Spec, Sharding, int, int | None]:
+        sharding = Sharding(self.length, self.ranks, self.balanced)
+        return self.spec, sharding, self.rank, None if self.cu_seqlens is None else self.max_seqlen
+
+    @property
+    def dim(self) -> int:
+        """The axis of rows of q, k, v and the output."""
+        return 2 if self.cu_seqlens is None else 0
 
     def of_call(self, call: Call) -> tuple[Any, ...]:
-        """What the registered ops take after the tensors of a call."""
-        if self.documents is None:
-            return self.options
-        cu_seq_q, cu_seq_k, max_q, max_k = self.documents
-        parts = ((cu_seq_q, max_q, call.queries), (cu_seq_k, max_k, call.keys))
-        (cu_seq_q, max_q), (cu_seq_k, max_k) = (
-            (cu_seq.clamp(rows.start, rows.stop) - rows.start, min(longest, len(rows)))
-            for cu_seq, longest, rows in parts
-        )
-        return *self.options, cu_seq_q, cu_seq_k, max_q, max_k
+        """What ``mtagen::forward`` and ``mtagen::backward`` take after the tensors of a call."""
+        if self.cu_seqlens is None:
+            return self.scale, self.key
+        rows = call.queries, call.keys
+        places = (self.cu_seqlens.clamp(each.start, each.stop) - each.start for each in rows)
+        return self.scale, self.key, *places, *(min(self.max_seqlen, each.count) for each in rows)
 
     def rows_first(self, x: Tensor) -> Tensor:
         """A view of ``x`` as an exchange takes it."""
@@ -316,7 +352,7 @@ class _Plan:
 
     def own(self, x: Tensor, step: _Step) -> Tensor:
         """The rows of a step's chunk, of those that this rank holds."""
-        return x.narrow(self.dim, step.start, len(step.call.own))
+        return x.narrow(self.dim, step.start, step.call.own.count)
 
     def queries(self, q: Tensor, context: Tensor | None, step: _Step) -> Tensor:
         """What a step's call takes: the queries before the chunk, the chunk's, and zeros."""
@@ -327,82 +363,157 @@ class _Plan:
 
     def outputs(self, x: Tensor, step: _Step) -> Tensor:
         """The outputs of a step's call, or their gradients: zeros but for the chunk's, as nothing reads the others."""
-        return F.pad(self.own(x, step), self._pad(len(step.call.context), step.call.padding)).contiguous()
+        return F.pad(self.own(x, step), self._pad(step.call.context.count, step.call.padding)).contiguous()
 
     def _pad(self, before: int, after: int) -> tuple[int, ...]:
         """What ``torch.nn.functional.pad`` takes to add rows."""
-        axes_after = 1 if self.documents is None else 2
+        axes_after = 1 if self.cu_seqlens is None else 2
         return (*axes_after * (0, 0), before, after)
 
+    def like_call(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
+        """What a call takes, without numbers."""
+        dim, sizes = self.dim, (call.queries.count, call.keys.count, call.keys.count)
+        given = zip((q, k, v), sizes, strict=True)
+        return [x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :], device="meta") for x, size in given]
 
-class _Attention(torch.autograd.Function):
-    """All steps of a call. Every rank takes part in every exchange, even where it has nothing to compute."""
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """This rank's outputs, and for the backward pass the queries before each chunk, rows first, and log-sum-exps.
+
+    Every rank takes part in every exchange, even where it has nothing to compute.
+    """
+    weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
+    group, steps, has_context = plan.group, plan.steps, plan.spec.context > 0
+    widths, pairs = [k.shape[-1], v.shape[-1]], plan.rows_first(torch.cat([k, v], -1))
+    of_context = [step.context.send(plan.rows_first(q), group) if has_context else None for step in steps]
+    of_keys = [step.keys.send(pairs, group) for step in steps]
+    outs, lses, contexts = [], [], []
+    for step, transfer in zip(steps, of_context, strict=True):
+        context = None if transfer is None else step.context.receive(transfer)
+        queries = plan.queries(q, context, step)
+        pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
+        out, lse = library.run("forward", queries, *pair, *weights, *plan.of_call(step.call))
+        outs.append(out.narrow(plan.dim, step.call.context.count, step.call.own.count))
+        lses.append(lse)
+        if context is not None:
+            contexts.append(context)
+    return [torch.cat(outs, plan.dim), *contexts, *lses]
+
+
+def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights."""
+    weights, (out, *kept), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
+    group, steps = plan.group, plan.steps
+    lses, contexts = kept[-len(steps) :], kept[: -len(steps)] or [None] * len(steps)
+    widths, pairs = [k.shape[-1], v.shape[-1]], plan.rows_first(torch.cat([k, v], -1))
+    of_keys = [step.keys.send(pairs, group) for step in steps]
+    dq_parts, dw_parts, returns = [], [], []
+    for step, context, lse in zip(steps, contexts, lses, strict=True):
+        call, queries = step.call, plan.queries(q, context, step)
+        pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
+        grads, outs = plan.outputs(grad_out, step), plan.outputs(out, step)
+        dq, dk, dv, *dw = library.run(
+            "backward", grads, torch.zeros_like(lse), queries, *pair, *weights, outs, lse, *plan.of_call(call)
+        )
+        del pair  # which may be as long as the whole sequence, as the gradients of it are
+        dpair = torch.cat([dk, dv], -1)
+        del dk, dv
+        before, own, _ = dq.split_with_sizes([call.context.count, call.own.count, call.padding], plan.dim)
+        dq_parts.append(own)
+        dw_parts.append(dw)
+        back = None if context is None else step.context.send_back(plan.rows_first(before), group)
+        returns.append((back, step.keys.send_back(plan.rows_first(dpair), group)))
+        del dpair
+    dq, dpairs = torch.cat(dq_parts, plan.dim), torch.zeros_like(pairs, dtype=_sum_dtype(pairs))
+    for step, (back, keys_back) in zip(steps, returns, strict=True):
+        if back is not None:
+            step.context.add(back, plan.rows_first(dq))
+        step.keys.add(keys_back, dpairs)
+    sums = plan.from_rows(dpairs).split_with_sizes(widths, -1)
+    dk, dv = (x.new_empty(x.shape).copy_(total) for x, total in zip((k, v), sums, strict=True))
+    dweights = (torch.stack(parts).sum(0, dtype=_sum_dtype(parts[0])) for parts in zip(*dw_parts, strict=True))
+    given = (weight for weight in weights if weight is not None)
+    return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    plan = _Plan(*rest[len(WEIGHTS) :])
+    (out, lse), others = library.fake_forward(q, k, v), plan.rows_first(q).shape[1:]
+    contexts = [q.new_empty(call.context.count, *others) for call in plan.calls if plan.spec.context]
+    return [out, *contexts, *(lse.new_empty(*lse.shape[:-1], call.queries.count) for call in plan.calls)]
+
+
+def _fake_backward(grad_out: Tensor, *rest: Any) -> list[Tensor]:
+    return library.fake_backward(grad_out, grad_out, *rest)
+
+
+def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    """Of the rank's calls, with the rows around its chunks."""
+    weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
+    return sum(
+        flops.attention_forward_flop(*plan.like_call(call, q, k, v), *weights, *plan.of_call(call))
+        for call in plan.calls
+    )
+
+
+def _backward_flop(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    """Of the rank's calls, with the rows around its chunks."""
+    weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
+    rows = grad_out, grad_out  # of which nothing is counted
+    return sum(
+        flops.attention_backward_flop(*rows, *plan.like_call(call, q, k, v), *weights, *rows, *plan.of_call(call))
+        for call in plan.calls
+    )
+
+
+class _Differentiable(library.Recorded):
+    """The forward pass, with what the backward pass needs kept."""
+
+    returns = list
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor | None) -> Tensor:
-        """This rank's outputs; for the backward pass its rows are kept, and the log-sum-exps."""
-        widths, pairs = [k.shape[-1], v.shape[-1]], plan.rows_first(torch.cat([k, v], -1))
-        of_context = [step.context.send(plan.rows_first(q)) if plan.has_context else None for step in plan.steps]
-        of_keys = [step.keys.send(pairs) for step in plan.steps]
-        outs, lses, contexts = [], [], []
-        for step, context in zip(plan.steps, of_context, strict=True):
-            contexts.append(None if context is None else step.context.receive(context))
-            queries = plan.queries(q, contexts[-1], step)
-            pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
-            out, lse = run("forward", queries, *pair, *weights, *plan.of_call(step.call))
-            outs.append(out.narrow(plan.dim, len(step.call.context), len(step.call.own)))
-            lses.append(lse)
-        out = torch.cat(outs, plan.dim)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, *contexts, *lses, *weights)
-        return out
+    def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+        """All but the outputs is for the backward pass alone."""
+        results, plan = run(*arguments), _Plan(*arguments[library.INPUTS :])
+        ctx.plan, ctx.arguments = plan._replace(cu_seqlens=None), len(arguments)
+        ctx.save_for_backward(*arguments[: library.INPUTS], plan.cu_seqlens, *results)
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights.
-
-        Raises:
-            BackendError: a graph of the gradients is asked for.
-        """
-        if torch.is_grad_enabled():
-            rule = "mtagen ops are differentiable once"
-            raise BackendError(explain("create_graph", True, rule, "False, or mtagen.reference on one process"))
-        plan: _Plan = ctx.plan
-        q, k, v, out, *others = ctx.saved_tensors
-        count = len(plan.steps)
-        contexts, lses, weights = others[:count], others[count : 2 * count], others[2 * count :]
-        widths, pairs = [k.shape[-1], v.shape[-1]], plan.rows_first(torch.cat([k, v], -1))
-        of_keys = [step.keys.send(pairs) for step in plan.steps]
-        dq_parts, dw_parts, returns = [], [], []
-        for step, context, lse in zip(plan.steps, contexts, lses, strict=True):
-            call, queries = step.call, plan.queries(q, context, step)
-            pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
-            grads, outs = plan.outputs(grad_out, step), plan.outputs(out, step)
-            dq, dk, dv, *dw = run(
-                "backward", grads, torch.zeros_like(lse), queries, *pair, *weights, outs, lse, *plan.of_call(call)
-            )
-            del pair  # which may be as long as the whole sequence, as the gradients of it are
-            dpair = torch.cat([dk, dv], -1)
-            del dk, dv
-            before, own, _ = dq.split_with_sizes([len(call.context), len(call.own), call.padding], plan.dim)
-            dq_parts.append(own)
-            dw_parts.append(dw)
-            back = step.context.send_back(plan.rows_first(before)) if plan.has_context else None
-            returns.append((back, step.keys.send_back(plan.rows_first(dpair))))
-            del dpair
-        dq, dpairs = torch.cat(dq_parts, plan.dim), torch.zeros_like(pairs, dtype=_sum_dtype(pairs))
-        for step, (back, keys_back) in zip(plan.steps, returns, strict=True):
-            if back is not None:
-                step.context.add(back, plan.rows_first(dq))
-            step.keys.add(keys_back, dpairs)
-        dk, dv = plan.from_rows(dpairs.to(pairs.dtype)).split_with_sizes(widths, -1)
-        dweights = (torch.stack(parts).sum(0, dtype=_sum_dtype(parts[0])) for parts in zip(*dw_parts, strict=True))
-        return None, dq, dk, dv, *(None if w is None else next(dweights).to(w.dtype) for w in weights)
+    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        inputs, (cu_seqlens, *results) = saved[: library.INPUTS], saved[library.INPUTS :]
+        plan = ctx.plan._replace(cu_seqlens=cu_seqlens)
+        grads = iter(library.run("context_parallel_backward", grad_out, *inputs, results, *plan))
+        others = (None,) * (ctx.arguments - library.INPUTS)
+        return None, *(None if x is None else next(grads) for x in inputs), *others
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     """What sums of gradients are taken in."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+_PLAN = (
+    "float scale, str key, str group, int rank, int ranks, bool balanced, SymInt length, Tensor? cu_seqlens=None, "
+    "SymInt max_seqlen=0"
+)
+library.register_op(
+    f"context_parallel_forward(Tensor q, Tensor k, Tensor v, {library.WEIGHTS_SCHEMA}, {_PLAN}) -> Tensor[]",
+    _forward,
+    _fake_forward,
+    _Differentiable,
+    _forward_flop,
+)
+library.register_op(
+    f"context_parallel_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, {library.WEIGHTS_SCHEMA}, "
+    f"Tensor[] results, {_PLAN}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+    library.DifferentiatedOnce,
+    _backward_flop,
+)
 
 
 def _group(group_or_mesh: ProcessGroup | DeviceMesh) -> ProcessGroup:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_to_all_single, get_rank
+from torch.distributed import ProcessGroup, all_to_all_single
 
-from .sharding import common
+from .sharding import Rows, common
 
 
 class Transfer(NamedTuple):
@@ -41,14 +41,12 @@ class Exchange:
     Args:
         held: the chunks of rows of each rank, in the order in which its tensors hold them.
         needed: the rows that each rank needs.
-        group: the ranks.
+        rank: this process's number among them.
     """
 
-    def __init__(self, held: Sequence[Sequence[range]], needed: Sequence[range], group: ProcessGroup) -> None:
-        rank = get_rank(group)
+    def __init__(self, held: Sequence[Sequence[Rows]], needed: Sequence[Rows], rank: int) -> None:
         mine, wanted = held[rank], needed[rank]
-        starts = list(accumulate(map(len, mine), initial=0))
-        self._group = group
+        starts = list(accumulate((chunk.count for chunk in mine), initial=0))
         # By rank, the places of what is sent to it in the rows that this rank holds.
         self._sent = [
             [_place(common(chunk, rows), chunk.start - start) for start, chunk in zip(starts, mine, strict=False)]
@@ -57,9 +55,9 @@ class Exchange:
         # By rank, the places of what comes from it in the rows that this rank needs.
         self._received = [[_place(common(chunk, wanted), wanted.start) for chunk in chunks] for chunks in held]
 
-    def send(self, rows: Tensor) -> Transfer:
+    def send(self, rows: Tensor, group: ProcessGroup) -> Transfer:
         """Begin to bring the rows that each rank holds to those that need them, for :meth:`receive`."""
-        return self._begin(rows, self._sent, self._received)
+        return _begin(rows, self._sent, self._received, group)
 
     def receive(self, transfer: Transfer) -> Tensor:
         """The rows that this rank needs."""
@@ -70,9 +68,9 @@ class Exchange:
         pieces = received.split_with_sizes([_length(place) for place in places])
         return torch.cat([pieces[number] for number in order])
 
-    def send_back(self, grads: Tensor) -> Transfer:
+    def send_back(self, grads: Tensor, group: ProcessGroup) -> Transfer:
         """Begin to bring the gradients of the rows that each rank needed to those that hold them, for :meth:`add`."""
-        return self._begin(grads, self._received, self._sent)
+        return _begin(grads, self._received, self._sent, group)
 
     def add(self, transfer: Transfer, grads: Tensor) -> None:
         """Add what came back to the gradients of the rows that this rank holds, in the order of ranks."""
@@ -81,12 +79,13 @@ class Exchange:
         for place, piece in zip(places, pieces, strict=True):
             grads[place] += piece
 
-    def _begin(self, x: Tensor, sent: list[list[slice]], received: list[list[slice]]) -> Transfer:
-        output_sizes, input_sizes = ([sum(map(_length, places)) for places in each] for each in (received, sent))
-        pieces = torch.cat([x[:0], *(x[place] for place in _flat(sent))]).contiguous()
-        output = pieces.new_empty(sum(output_sizes), *pieces.shape[1:])
-        work = all_to_all_single(output, pieces, output_sizes, input_sizes, group=self._group, async_op=True)
-        return Transfer(output, pieces, work)
+
+def _begin(x: Tensor, sent: list[list[slice]], received: list[list[slice]], group: ProcessGroup) -> Transfer:
+    output_sizes, input_sizes = ([sum(map(_length, places)) for places in each] for each in (received, sent))
+    pieces = torch.cat([x[:0], *(x[place] for place in _flat(sent))]).contiguous()
+    output = pieces.new_empty(sum(output_sizes), *pieces.shape[1:])
+    work = all_to_all_single(output, pieces, output_sizes, input_sizes, group=group, async_op=True)
+    return Transfer(output, pieces, work)
 
 
 def _flat(places: list[list[slice]]) -> list[slice]:
@@ -98,5 +97,5 @@ def _length(place: slice) -> int:
     return int(place.stop - place.start)
 
 
-def _place(rows: range, origin: int) -> slice:
+def _place(rows: Rows, origin: int) -> slice:
     return slice(rows.start - origin, rows.stop - origin)

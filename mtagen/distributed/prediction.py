@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ..measure.cases import seen_pairs
 from ..spec import Spec
-from .sharding import Call, Sharding, common
+from .sharding import Call, Rows, Sharding, common
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def predict(
         backward_s=back,
         alone_s=whole / rates.forward + whole / rates.backward,
         traffic=3 * max(map(sum, zip(*carried, strict=True))),
-        gathered=pair_bytes * max(sum(len(call.keys) for call in calls) for calls in zip(*steps, strict=True)),
+        gathered=pair_bytes * max(sum(call.keys.count for call in calls) for calls in zip(*steps, strict=True)),
     )
 
 
-def _moved(held: Sequence[Sequence[range]], needed: Sequence[range]) -> list[int]:
+def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[int]:
     """The rows that each rank receives from others or sends to them, whichever are more."""
-    shared = [[sum(len(common(chunk, rows)) for chunk in chunks) for chunks in held] for rows in needed]
+    shared = [[sum(common(chunk, rows).count for chunk in chunks) for chunks in held] for rows in needed]
     received = [sum(each) - each[rank] for rank, each in enumerate(shared)]
     sent = [sum(each) - each[rank] for rank, each in enumerate(zip(*shared, strict=True))]
     return list(map(max, received, sent))
@@ -124,7 +124,7 @@ def _moved(held: Sequence[Sequence[range]], needed: Sequence[range]) -> list[int
 
 def _scores(call: Call, spec: Spec) -> int:
     """Pairs of a row and a key that it sees, of the rows that a call computes."""
-    return seen_pairs(len(call.queries), len(call.keys), spec.left, spec.right)
+    return seen_pairs(call.queries.count, call.keys.count, spec.left, spec.right)
 
 
 def _computed(transfers: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[list[float]]:

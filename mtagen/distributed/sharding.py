@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+
+import torch
 
 from ..spec import Spec
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of a sequence.
+
+    Attributes:
+        start: the first one's number. As ``stop`` it may be a symbol of ``torch.compile``, which ``range`` cannot hold.
+        stop: the number after the last one's.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
 
 
 @dataclass(frozen=True)
@@ -27,25 +50,31 @@ class Sharding:
     balanced: bool
 
     @property
-    def chunks(self) -> list[range]:
-        """All chunks, in the order of their rows."""
-        count = 2 * self.ranks if self.balanced else self.ranks
-        short, longer = divmod(self.length, count)
-        starts = [number * short + min(number, longer) for number in range(count + 1)]
-        return [range(*ends) for ends in pairwise(starts)]
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return 2 * self.ranks if self.balanced else self.ranks
 
     @property
     def is_even(self) -> bool:
         """Whether all chunks are as long as each other."""
-        return self.length % (2 * self.ranks if self.balanced else self.ranks) == 0
+        return self.length % self.chunks == 0
+
+    def chunk(self, number: int) -> Rows:
+        """One of the chunks, which are numbered in the order of their rows."""
+        short, longer = self.length // self.chunks, self.length % self.chunks
+        # Python's min would have torch.compile compile anew for each remainder.
+        extra: list[int] = [torch.sym_min(before, longer) for before in (number, number + 1)]  # type: ignore[no-untyped-call]
+        return Rows(number * short + extra[0], (number + 1) * short + extra[1])
+
+    def held_by(self, rank: int) -> list[Rows]:
+        """The chunks of a rank, in the order in which it holds them."""
+        numbers = (rank, self.chunks - 1 - rank) if self.balanced else (rank,)
+        return [self.chunk(number) for number in numbers]
 
     @property
-    def held(self) -> list[list[range]]:
-        """The chunks of each rank, in the order in which it holds them."""
-        chunks = self.chunks
-        if self.balanced:
-            return [[chunks[rank], chunks[-1 - rank]] for rank in range(self.ranks)]
-        return [[chunk] for chunk in chunks]
+    def held(self) -> list[list[Rows]]:
+        """The chunks of each rank."""
+        return [self.held_by(rank) for rank in range(self.ranks)]
 
 
 @dataclass(frozen=True)
@@ -58,31 +87,31 @@ class Call:
         keys: the rows of keys that the chunk's queries see.
     """
 
-    own: range
-    queries: range
-    keys: range
+    own: Rows
+    queries: Rows
+    keys: Rows
 
     @classmethod
-    def of(cls, chunk: range, length: int, spec: Spec, longest: int | None = None) -> Call:
+    def of(cls, chunk: Rows, length: int, spec: Spec, longest: int | None = None) -> Call:
         """The call for a chunk of a sequence of ``length`` rows, or of packed documents of ``longest`` rows at most.
 
         The op aligns its queries to the end of its keys. So where the mask depends on positions, the queries must end
         where the keys end: rows follow the chunk's own. What these hold does not matter, because convolutions read
         rows before a row only.
         """
-        if not chunk:
+        if chunk.count == 0:
             return cls(chunk, chunk, chunk)
         farthest = length if longest is None else max(0, longest - 1)  # key that a row may see, from its own position
         before, after = (farthest if limit is None else min(limit, farthest) for limit in (spec.left, spec.right))
         first = max(0, chunk.start - spec.context)
-        keys = range(max(0, first - before), min(length, chunk.stop + after))
+        keys = Rows(max(0, first - before), min(length, chunk.stop + after))
         is_masked = spec.left is not None or spec.right is not None
-        return cls(chunk, range(first, keys.stop if is_masked else chunk.stop), keys)
+        return cls(chunk, Rows(first, keys.stop if is_masked else chunk.stop), keys)
 
     @property
-    def context(self) -> range:
+    def context(self) -> Rows:
         """The rows of queries before the chunk's own."""
-        return range(self.queries.start, self.own.start)
+        return Rows(self.queries.start, self.own.start)
 
     @property
     def padding(self) -> int:
@@ -90,7 +119,7 @@ class Call:
         return self.queries.stop - self.own.stop
 
 
-def common(first: range, second: range) -> range:
+def common(first: Rows, second: Rows) -> Rows:
     """The rows that are in both."""
     start = max(first.start, second.start)
-    return range(start, max(start, min(first.stop, second.stop)))
+    return Rows(start, max(start, min(first.stop, second.stop)))

@@ -31,27 +31,12 @@ _executors: dict[str, Executor] = {}
 
 _library = torch.library.Library("mtagen", "DEF")
 _AUTOCAST_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]  # of device types
-_WEIGHTS = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
+WEIGHTS_SCHEMA = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
 _CALL = (
     "float scale, str key, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "
     "Tensor? dropout_seed=None, float dropout_p=0."
 )
-_INPUTS = 3 + len(WEIGHTS)  # q, k, v and the weights: what gradients are of
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_WEIGHTS}, {_CALL}) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-_library.define(
-    f"backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, {_WEIGHTS}, Tensor out, Tensor lse, "
-    f"{_CALL}) -> Tensor[]",
-    tags=_TAGS,
-)
-_library.define(
-    f"decode(Tensor q_tail, Tensor k_cache, Tensor v_cache, {_WEIGHTS}, Tensor? cache_seqlens, float scale, "
-    "int num_splits, str key) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
+INPUTS = 3 + len(WEIGHTS)  # q, k, v and the weights: what gradients are of
 
 
 def register(key: str, executor: Executor) -> None:
@@ -59,7 +44,12 @@ def register(key: str, executor: Executor) -> None:
     _executors[key] = executor
 
 
-def _executor(key: str) -> Executor:
+def executor_of(key: str) -> Executor:
+    """What runs the op of this key.
+
+    Raises:
+        BackendError: this process has not built it.
+    """
     try:
         return _executors[key]
     except KeyError:
@@ -98,39 +88,41 @@ def _given(weights: Iterable[Tensor | None]) -> list[Tensor]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     weights, call = rest[: len(WEIGHTS)], _Call(*rest[len(WEIGHTS) :])
-    run = _executor(call.key).forward
+    run = executor_of(call.key).forward
     return run(q, k, v, _given(weights), call.scale, call.documents, call.dropout)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     weights, (out, lse, *others) = rest[: len(WEIGHTS)], rest[len(WEIGHTS) :]
     call = _Call(*others)
-    grads, run = (grad_out, grad_lse), _executor(call.key).backward
+    grads, run = (grad_out, grad_lse), executor_of(call.key).backward
     return run(*grads, q, k, v, _given(weights), out, lse, call.scale, call.documents, call.dropout)
 
 
 def _decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *weights, cache_seqlens, scale, num_splits, key = rest
-    return _executor(key).decode(q_tail, k_cache, v_cache, _given(weights), cache_seqlens, scale, num_splits)
+    return executor_of(key).decode(q_tail, k_cache, v_cache, _given(weights), cache_seqlens, scale, num_splits)
 
 
 def _stats_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exps, in their shapes."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # of packed documents, heads come first
     return out, q.new_empty(rows, dtype=_stats_dtype(q))
 
 
-def _fake_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+def fake_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """The gradients of q, k, v and the weights that are given, in their shapes."""
     weights = rest[: len(WEIGHTS)]
     return [x.new_empty(x.shape) for x in (q, k, v, *_given(weights))]
 
 
 def _fake_decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    new_tokens = q_tail.shape[2] - _executor(rest[-1]).spec.context
+    new_tokens = q_tail.shape[2] - executor_of(rest[-1]).spec.context
     out = q_tail.new_empty(*q_tail.shape[:2], new_tokens, v_cache.shape[3])
     return out, q_tail.new_empty(out.shape[:3], dtype=_stats_dtype(q_tail))
 
@@ -146,23 +138,29 @@ def _below_autograd(op: OpOverload, *arguments: Any) -> Any:
         return op(*arguments)
 
 
-class _Recorded(torch.autograd.Function):
-    """An op that autograd knows of; what gradients of it mean is up to the classes below."""
+class Recorded(torch.autograd.Function):
+    """An op that autograd knows of; what gradients of it mean is up to subclasses.
+
+    Attributes:
+        returns: what the op's schema returns.
+    """
+
+    returns: type[tuple[Any, ...]] | type[list[Any]] = tuple
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
         return tuple(run(*arguments))
 
 
-class _Differentiable(_Recorded):
+class _Differentiable(Recorded):
     """The op's forward pass, with what its backward pass needs kept."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = run(*arguments)
-        call = _Call(*arguments[_INPUTS:])
+        call = _Call(*arguments[INPUTS:])
         ctx.call, ctx.arguments = call._replace(cu_seq_q=None, cu_seq_k=None, dropout_seed=None), len(arguments)
-        ctx.save_for_backward(*arguments[:_INPUTS], *results, call.cu_seq_q, call.cu_seq_k, call.dropout_seed)
+        ctx.save_for_backward(*arguments[:INPUTS], *results, call.cu_seq_q, call.cu_seq_k, call.dropout_seed)
         return results
 
     @staticmethod
@@ -170,12 +168,14 @@ class _Differentiable(_Recorded):
         *saved, cu_seq_q, cu_seq_k, dropout_seed = ctx.saved_tensors
         call = ctx.call._replace(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, dropout_seed=dropout_seed)
         grads = iter(run("backward", grad_out, grad_lse, *saved, *call))
-        others = (None,) * (ctx.arguments - _INPUTS)
-        return None, *(None if x is None else next(grads) for x in saved[:_INPUTS]), *others
+        others = (None,) * (ctx.arguments - INPUTS)
+        return None, *(None if x is None else next(grads) for x in saved[:INPUTS]), *others
 
 
-class _DifferentiatedOnce(_Recorded):
-    """The op's backward pass, which refuses to be differentiated."""
+class DifferentiatedOnce(Recorded):
+    """An op's backward pass, which refuses to be differentiated."""
+
+    returns = list
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,7 +183,7 @@ class _DifferentiatedOnce(_Recorded):
         raise BackendError(explain("double backward", got, rule, "mtagen.reference, by autograd"))
 
 
-class _Generation(_Recorded):
+class _Generation(Recorded):
     """Decode, which refuses to be differentiated."""
 
     @staticmethod
@@ -195,7 +195,7 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _autograd(run: Callable[..., Any], function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any) -> Any:
     """What ``torch.library.register_autograd`` would make, with 20 us less on the CPU where gradients are asked for.
 
     Raises:
@@ -209,8 +209,7 @@ def _autograd(run: Callable[..., Any], function: type[torch.autograd.Function], 
         if torch._C._are_functorch_transforms_active():
             got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
-        results = function.apply(run, *arguments)  # type: ignore[no-untyped-call]
-        return list(results) if function is _DifferentiatedOnce else results
+        return function.returns(function.apply(run, *arguments))  # type: ignore[no-untyped-call]
     return run(*arguments)
 
 
@@ -219,11 +218,14 @@ class _Op(NamedTuple):
 
     registered: OpOverload
     kernel: Callable[..., Any]
-    function: type[torch.autograd.Function]
+    function: type[Recorded]
+
+
+_OPS: dict[str, _Op] = {}
 
 
 def run(name: str, *arguments: Any) -> Any:
-    """Call ``forward``, ``backward`` or ``decode``.
+    """Call a registered op.
 
     Where PyTorch's dispatcher would only pass the arguments on, they take the way that it knows without it, which saves
     a quarter of a call's time on the CPU, and more where gradients are asked for.
@@ -274,18 +276,55 @@ def _ordinary_keys(on_gpus: bool) -> frozenset[int]:
     return frozenset(torch._C._dispatch_keys(x).raw_repr() for x in made)
 
 
-_OPS: dict[str, _Op] = {}
-for _name, _kernel, _fake, _function, _flop in (
-    ("forward", _forward, _fake_forward, _Differentiable, flops.attention_forward_flop),
-    ("backward", _backward, _fake_backward, _DifferentiatedOnce, flops.attention_backward_flop),
-    ("decode", _decode, _fake_decode, _Generation, flops.attention_decode_flop),
-):
-    _packet = getattr(torch.ops.mtagen, _name)
-    _op = _packet.default
-    register_flop_formula(_packet, get_raw=True)(_flop)
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _library.impl(_name, partial(_autograd, partial(_below_autograd, _op), _function), "Autograd")
-    for _autocast_key in _AUTOCAST_KEYS:
-        _library.impl(_name, partial(_without_autocast, _op), _autocast_key)
-    torch.library.register_fake(f"mtagen::{_name}", _fake, lib=_library)
-    _OPS[_name] = _Op(_op, _kernel, _function)
+def register_op(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    function: type[Recorded],
+    flop: Callable[..., int],
+) -> None:
+    """Make an op of the namespace ``mtagen``, which :func:`run` calls by its name.
+
+    Args:
+        schema: the name, the arguments and what is returned, as ``torch.library.Library.define`` takes it.
+        kernel: computes the op.
+        fake: gives the results' shapes.
+        function: differentiates it.
+        flop: counts its operations.
+    """
+    name, _, _ = schema.partition("(")
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    packet = getattr(torch.ops.mtagen, name)
+    op = packet.default
+    register_flop_formula(packet, get_raw=True)(flop)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, partial(_autograd, partial(_below_autograd, op), function), "Autograd")
+    for autocast_key in _AUTOCAST_KEYS:
+        _library.impl(name, partial(_without_autocast, op), autocast_key)
+    torch.library.register_fake(f"mtagen::{name}", fake, lib=_library)
+    _OPS[name] = _Op(op, kernel, function)
+
+
+register_op(
+    f"forward(Tensor q, Tensor k, Tensor v, {WEIGHTS_SCHEMA}, {_CALL}) -> (Tensor, Tensor)",
+    _forward,
+    fake_forward,
+    _Differentiable,
+    flops.attention_forward_flop,
+)
+register_op(
+    f"backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, {WEIGHTS_SCHEMA}, Tensor out, "
+    f"Tensor lse, {_CALL}) -> Tensor[]",
+    _backward,
+    fake_backward,
+    DifferentiatedOnce,
+    flops.attention_backward_flop,
+)
+register_op(
+    f"decode(Tensor q_tail, Tensor k_cache, Tensor v_cache, {WEIGHTS_SCHEMA}, Tensor? cache_seqlens, float scale, "
+    "int num_splits, str key) -> (Tensor, Tensor)",
+    _decode,
+    _fake_decode,
+    _Generation,
+    flops.attention_decode_flop,
+)
