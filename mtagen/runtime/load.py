@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor
 
 from ..codegen import Sources
-from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
 from ..planner.choice import GENERATED
 from ..planner.plan import Plan
 from ..planner.targets import get_target
-from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .devices import devices_for
 from .loader import load_module
@@ -124,8 +121,12 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
             module = load_cuda(plan, sources) if plan.tile else load_triton(plan, sources)
             list(pool.map(partial(_load, module, device), plan.cuda))
     for device in devices if plan.triton else ():
+        module = load_triton(plan, sources)
+        from .launches import compile_launches, exercise  # which needs triton
+
         with torch.cuda.device(device):  # Triton launches on the current device
-            exercise(plan, load_triton(plan, sources), device, plan.triton)
+            compile_launches(plan, module, device)
+            exercise(plan, module, device, plan.triton)
             torch.cuda.synchronize()
 
 
@@ -151,36 +152,3 @@ def arch_for(target: str, capability: tuple[int, int]) -> str:
         rule = f"the GPU has compute capability {capability[0]}.{capability[1]}, which does not run its instructions"
         raise BackendError(explain("target", target, rule, "the target of this GPU, or backend='triton'"))
     return f"sm_{here}"
-
-
-def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Collection[str]) -> None:
-    """Call these passes of the plan's Triton module such that each of their kernels is launched."""
-    spec = plan.spec
-    heads = 2 * math.lcm(*spec.mixed.values())
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
-
-    k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
-    others: list[Any] = []  # what is passed after the scale
-    if spec.packed:
-        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
-        cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
-        others += [cu_seq, cu_seq, spec.cq, spec.cq]
-    if spec.dropout:
-        others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
-    shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
-    weights = [torch.zeros(shape, device=device) for shape in shapes]
-    out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
-    lse = lse if spec.packed else lse.unsqueeze(0)
-    if "forward" in passes:
-        module.forward(k, k, v, *weights, 1.0, *others)
-    if "backward" in passes:
-        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0, *others)
-    if "decode" not in passes:
-        return
-    lengths = torch.ones(1, dtype=torch.int32, device=device)
-    for new_tokens in (1, MAX_NEW_TOKENS):
-        q_tail = zeros(1, heads, spec.context + new_tokens, spec.head_dim)
-        for cache_seqlens in (None, lengths):
-            module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)

@@ -6,24 +6,20 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
-from .load import exercise
+from .launches import Launch, exercise, recorded
 
 # As Triton spells them.
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
@@ -36,20 +32,6 @@ _OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One kernel launch as the host code asked for it."""
-
-    kernel: JITFunction
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch it (again)."""
-        self.kernel[self.grid](*self.args, **self.options)
-
-
-@dataclass(frozen=True)
 class Usage:
     """What a compiled kernel takes: registers and bytes of stack per thread, bytes of shared memory per CTA."""
 
@@ -57,32 +39,6 @@ class Usage:
     stack: int
     shared: int
     assembly: str
-
-
-@contextmanager
-def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
-    """Collect every launch that ``module`` makes inside the block; with ``run=False`` nothing is launched."""
-    launches: list[Launch] = []
-
-    class Recorder:
-        def __init__(self, kernel: JITFunction) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(*args: Any, **options: Any) -> None:
-                launches.append(Launch(self.kernel, grid, args, options))
-                if run:
-                    launches[-1].run()
-
-            return launch
-
-    jitted = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
-    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # which call the others
-    vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
-    try:
-        yield launches
-    finally:
-        vars(module).update(kernels)
 
 
 def launches(plan: Plan, module: ModuleType) -> list[Launch]:

@@ -1,7 +1,8 @@
 """Triton kernels compiled by several processes at once, which leave them in Triton's own cache.
 
-Triton compiles under the interpreter's lock, so threads gain nothing. The processes are programs of their own
-(``python -m mtagen.runtime.precompile``), for :mod:`multiprocessing` would run the user's script again.
+Tuning compiles hundreds of kernels, which threads would make wait for each other: Triton turns Python into IR, a sixth
+of the time, under the interpreter's lock. The processes are programs of their own (``python -m
+mtagen.runtime.precompile``), for :mod:`multiprocessing` would run the user's script again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 from ..codegen import render
 from ..planner import Plan
-from .load import exercise, load_triton
+from .launches import exercise
+from .load import load_triton
 
 
 def precompile(jobs: Sequence[tuple[Plan, str]], processes: int) -> None:

@@ -1,0 +1,119 @@
+"""The launches that a plan's Triton module makes in a small call of each pass: to be run, compiled or looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context
+from dataclasses import dataclass
+from threading import get_ident
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from ..dtypes import TORCH_DTYPES
+from ..planner.plan import Plan
+from ..spec import MAX_NEW_TOKENS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as the host code asked for it."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it (again)."""
+        self.kernel[self.grid](*self.args, **self.options)
+
+
+@contextmanager
+def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
+    """Collect every launch that ``module`` makes inside the block; with ``run=False`` nothing is launched.
+
+    Launches of other threads, which may call an op of the same module meanwhile, are run and not collected.
+    """
+    launches: list[Launch] = []
+    thread = get_ident()
+
+    class Recorder:
+        def __init__(self, kernel: JITFunction) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            if get_ident() != thread:
+                return self.kernel[grid]
+
+            def launch(*args: Any, **options: Any) -> None:
+                launches.append(Launch(self.kernel, grid, args, options))
+                if run:
+                    launches[-1].run()
+
+            return launch
+
+    jitted = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # which call the others
+    vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
+    try:
+        yield launches
+    finally:
+        vars(module).update(kernels)
+
+
+def compile_launches(plan: Plan, module: ModuleType, device: torch.device) -> None:
+    """Compile what :func:`exercise` launches on the current device, several kernels at once.
+
+    A kernel that does not compile is passed over here: its launch says why.
+    """
+    with recorded(module, run=False) as launches:
+        exercise(plan, module, device, plan.triton)
+
+    def compile_all() -> None:
+        # MLIR's passes and ptxas, five sixths of the time, let go of the interpreter lock.
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for launch in launches:
+                launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+
+    Context().run(compile_all)  # not in the caller's context, which may be in such a mode: Triton refuses a second one
+
+
+def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Collection[str]) -> None:
+    """Call these passes of the plan's Triton module such that each of their kernels is launched."""
+    spec = plan.spec
+    heads = 2 * math.lcm(*spec.mixed.values())
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+
+    k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
+    others: list[Any] = []  # what is passed after the scale
+    if spec.packed:
+        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+        cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
+        others += [cu_seq, cu_seq, spec.cq, spec.cq]
+    if spec.dropout:
+        others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
+    shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
+    weights = [torch.zeros(shape, device=device) for shape in shapes]
+    out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
+    lse = lse if spec.packed else lse.unsqueeze(0)
+    if "forward" in passes:
+        module.forward(k, k, v, *weights, 1.0, *others)
+    if "backward" in passes:
+        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0, *others)
+    if "decode" not in passes:
+        return
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
+    for new_tokens in (1, MAX_NEW_TOKENS):
+        q_tail = zeros(1, heads, spec.context + new_tokens, spec.head_dim)
+        for cache_seqlens in (None, lengths):
+            module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)
