@@ -50,13 +50,12 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            if get_ident() != thread:
-                return self.kernel[grid]
-
             def launch(*args: Any, **options: Any) -> None:
-                launches.append(Launch(self.kernel, grid, args, options))
-                if run:
-                    launches[-1].run()
+                made, mine = Launch(self.kernel, grid, args, options), get_ident() == thread
+                if mine:
+                    launches.append(made)
+                if run or not mine:
+                    made.run()
 
             return launch
 

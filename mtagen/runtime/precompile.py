@@ -18,7 +18,6 @@ import torch
 
 from ..codegen import render
 from ..planner import Plan
-from .launches import exercise
 from .load import load_triton
 
 
@@ -41,6 +40,8 @@ def _run(share: Sequence[tuple[Plan, str]]) -> None:
 
 
 def _main() -> None:
+    from .launches import exercise  # which needs triton
+
     for fields, pass_name in json.load(sys.stdin):
         plan = Plan.from_dict(fields)
         with suppress(Exception):
