@@ -7,6 +7,7 @@ Sources are compiled by NVRTC and loaded at the first call of a pass on a device
 call are on one device, which is the current one; kernels run on PyTorch's current stream.
 """
 
+import functools
 import ctypes
 import struct
 import threading
@@ -231,7 +232,7 @@ def forward(q, k, v, weight, scale):
     _, kv_heads, n_k, _ = k.shape
     group = heads // kv_heads
     out = q.new_empty(batch, heads, n_q, 64)
-    lse = q.new_empty((batch, heads, n_q), dtype=torch.float32)
+    lse = q.new_empty(batch, heads, n_q, dtype=torch.float32)
 
     kernels = LOADED["forward"].get(q.device.index) or load("forward", q.device)
     kernels["forward"](
@@ -268,16 +269,16 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     dq_pieces = 4 * batch * heads * n_q
     dw_terms = batch * key_blocks
     dk_pieces = 80 * batch * key_blocks * kv_heads
-    dq = q.new_empty(q.shape)
-    dk = q.new_empty(k.shape)
-    dv = q.new_empty(v.shape)
-    dweight = q.new_empty(weight.shape, dtype=torch.float32)
-    row_lse = q.new_empty((batch * heads, row_pitch), dtype=torch.float32)
-    row_dot = q.new_empty((batch * heads, row_pitch), dtype=torch.float32)
-    dq_sum = q.new_empty(q.shape, dtype=torch.float32)
-    dw_sums = q.new_empty((66 * heads, dw_terms), dtype=torch.float32)
-    dk_parts = q.new_empty((dk_pieces, 16), dtype=torch.float32)
-    progress = q.new_zeros((batch * heads * key_blocks if deterministic else 0,), dtype=torch.int32)
+    dq = q.new_empty(*q.shape)
+    dk = q.new_empty(*k.shape)
+    dv = q.new_empty(*v.shape)
+    dweight = q.new_empty(*weight.shape, dtype=torch.float32)
+    row_lse = q.new_empty(batch * heads, row_pitch, dtype=torch.float32)
+    row_dot = q.new_empty(batch * heads, row_pitch, dtype=torch.float32)
+    dq_sum = q.new_empty(*q.shape, dtype=torch.float32)
+    dw_sums = q.new_empty(66 * heads, dw_terms, dtype=torch.float32)
+    dk_parts = q.new_empty(dk_pieces, 16, dtype=torch.float32)
+    progress = q.new_zeros(batch * heads * key_blocks if deterministic else 0, dtype=torch.int32)
 
     kernels = LOADED["backward"].get(q.device.index) or load("backward", q.device)
     kernels["backward_rows"](
@@ -305,6 +306,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     return dq, dk, dv, dweight
 
 
+@functools.lru_cache  # layers of a model, and steps over a cache of one length, ask the same
 def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
     """How many parts to split the keys into, so that the GPU is busy.
 
@@ -363,11 +365,11 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
             break
     splits = num_splits or _splits(batch * kv_heads * -(-group // cta_heads), n_max, *rule)
     out = q_tail.new_empty(batch, heads, n_new, 64)
-    lse = q_tail.new_empty((batch, heads, n_new), dtype=torch.float32)
+    lse = q_tail.new_empty(batch, heads, n_new, dtype=torch.float32)
     partial = partial_lse = lse  # with one split nothing is written there
     if splits > 1:
-        partial = q_tail.new_empty((batch, heads, n_new, splits, 64), dtype=torch.float32)
-        partial_lse = q_tail.new_empty((batch, heads, n_new, splits), dtype=torch.float32)
+        partial = q_tail.new_empty(batch, heads, n_new, splits, 64, dtype=torch.float32)
+        partial_lse = q_tail.new_empty(batch, heads, n_new, splits, dtype=torch.float32)
 
     kernels = LOADED["decode"].get(q_tail.device.index) or load("decode", q_tail.device)
     kernels[role](

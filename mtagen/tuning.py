@@ -281,7 +281,7 @@ def _time(one: Candidate) -> float:
     module, role = load_host(one.plan, render(one.plan), one.pass_name), made.role(one.key)
     if role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
         return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(role)]))
-    from .runtime.offline import recorded  # which needs triton
+    from .runtime.launches import recorded  # which needs triton
 
     with recorded(module) as launches:
         _call(module, one.pass_name, spec, _LONG)()

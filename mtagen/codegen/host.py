@@ -54,14 +54,13 @@ def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str
     """Assignments that allocate buffers on the device of the tensor ``like``."""
     lines = []
     for buffer in buffers:
-        shape = f"{buffer.like}.shape" if buffer.like else ", ".join(map(python_code, buffer.shape))
+        # Extents are arguments of their own: PyTorch takes longer to read a tuple.
+        sizes = f"*{buffer.like}.shape" if buffer.like else ", ".join(map(python_code, buffer.shape))
         if buffer.option:
-            shape = f"{shape} if {buffer.option} else 0"
+            sizes = f"{sizes} if {buffer.option} else 0"
         dtype = {"fp32": ", dtype=torch.float32", "int32": ", dtype=torch.int32"}.get(buffer.dtype, "")
-        shape = f"({shape})" if dtype and not buffer.like else shape
-        shape = f"{shape[:-1]},)" if len(buffer.shape) == 1 and shape.endswith(")") else shape
         made = "new_zeros" if buffer.zeroed else "new_empty"
-        lines.append(f"{' ' * indent}{buffer.name} = {like}.{made}({shape}{dtype})")
+        lines.append(f"{' ' * indent}{buffer.name} = {like}.{made}({sizes}{dtype})")
     return "\n".join(lines)
 
 

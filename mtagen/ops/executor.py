@@ -173,7 +173,7 @@ def _nothing_seen(q: Tensor, out: Sequence[int], lse: Sequence[int], v: Tensor) 
 
 def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:
     """What host functions take besides: nothing where there is nothing, else the values, with contiguous tensors."""
-    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in values or ())
+    return () if values is None else tuple(x.contiguous() if isinstance(x, Tensor) else x for x in values)
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:

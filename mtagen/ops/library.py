@@ -28,6 +28,7 @@ from . import flops
 from .executor import Executor
 
 _executors: dict[str, Executor] = {}
+_OTHERS = frozenset((type(None), int, float, str))  # what ordinary arguments are that are no tensors
 
 _library = torch.library.Library("mtagen", "DEF")
 _AUTOCAST_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]  # of device types
@@ -159,14 +160,16 @@ class _Differentiable(Recorded):
     def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = run(*arguments)
         call = _Call(*arguments[INPUTS:])
-        ctx.call, ctx.arguments = call._replace(cu_seq_q=None, cu_seq_k=None, dropout_seed=None), len(arguments)
+        ctx.numbers = call.scale, call.key, call.max_q, call.max_k, call.dropout_p
+        ctx.arguments = len(arguments)
         ctx.save_for_backward(*arguments[:INPUTS], *results, call.cu_seq_q, call.cu_seq_k, call.dropout_seed)
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         *saved, cu_seq_q, cu_seq_k, dropout_seed = ctx.saved_tensors
-        call = ctx.call._replace(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, dropout_seed=dropout_seed)
+        scale, key, max_q, max_k, dropout_p = ctx.numbers
+        call = _Call(scale, key, cu_seq_q, cu_seq_k, max_q, max_k, dropout_seed, dropout_p)
         grads = iter(run("backward", grad_out, grad_lse, *saved, *call))
         others = (None,) * (ctx.arguments - INPUTS)
         return None, *(None if x is None else next(grads) for x in saved[:INPUTS]), *others
@@ -209,7 +212,9 @@ def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any
         if torch._C._are_functorch_transforms_active():
             got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
-        return function.returns(function.apply(run, *arguments))  # type: ignore[no-untyped-call]
+        # Not function.apply: what it does besides is look for wrappers that transforms have left behind, which never
+        # come here, for the dispatcher takes them off.
+        return function.returns(super(torch.autograd.Function, function).apply(run, *arguments))  # type: ignore[misc]
     return run(*arguments)
 
 
@@ -237,7 +242,7 @@ def run(name: str, *arguments: Any) -> Any:
 
 
 def _passed_on(arguments: Iterable[Any]) -> bool:
-    """Whether all tensors are ordinary, and no mode, transform, tracer or profiler wants to see the op."""
+    """Whether all arguments are ordinary, and no mode, transform, tracer or profiler wants to see the op."""
     if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():
         return False
     ordinary = _ordinary_keys(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -246,7 +251,7 @@ def _passed_on(arguments: Iterable[Any]) -> bool:
         if kind is Tensor or kind is Parameter:
             if torch._C._dispatch_keys(x).raw_repr() not in ordinary:
                 return False
-        elif isinstance(x, Tensor):
+        elif kind not in _OTHERS:
             return False
     return not torch._C._autograd._profiler_enabled()
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codegen import Sources
-from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, explain
 from ..planner.choice import GENERATED
 from ..planner.plan import Plan
 from ..planner.targets import get_target
-from ..spec import MAX_NEW_TOKENS
 from .cache import Cache, cache_key
 from .devices import devices_for
 from .loader import load_module
@@ -111,10 +107,14 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
         for device in devices:  # in turn: GPUs alike share what is compiled for the first
             for module in modules:
                 list(pool.map(partial(_load, module, device), getattr(module, "SOURCES", ())))
-    for device in devices if plan.triton else ():
+    hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in plan.triton} if devices else {}
+    for device in devices if hosts else ():
+        from .launches import compile_launches, exercise  # which needs triton
+
         with torch.cuda.device(device):  # Triton launches on the current device
-            for pass_name in plan.triton:
-                exercise(plan, load_host(plan, sources, pass_name), device, (pass_name,))
+            compile_launches(plan, hosts, device)
+            for pass_name, host in hosts.items():
+                exercise(plan, host, device, pass_name)
             torch.cuda.synchronize()
 
 
@@ -140,36 +140,3 @@ def arch_for(target: str, capability: tuple[int, int]) -> str:
         rule = f"the GPU has compute capability {capability[0]}.{capability[1]}, which does not run its instructions"
         raise BackendError(explain("target", target, rule, "the target of this GPU, or backend='triton'"))
     return f"sm_{here}"
-
-
-def exercise(plan: Plan, module: ModuleType, device: torch.device, passes: Collection[str]) -> None:
-    """Call these passes of the plan's Triton module such that each of their kernels is launched."""
-    spec = plan.spec
-    heads = 2 * math.lcm(*spec.mixed.values())
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
-
-    k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
-    others: list[Any] = []  # what is passed after the scale
-    if spec.packed:
-        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
-        cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
-        others += [cu_seq, cu_seq, spec.cq, spec.cq]
-    if spec.dropout:
-        others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
-    shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
-    weights = [torch.zeros(shape, device=device) for shape in shapes]
-    out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
-    lse = lse if spec.packed else lse.unsqueeze(0)
-    if "forward" in passes:
-        module.forward(k, k, v, *weights, 1.0, *others)
-    if "backward" in passes:
-        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0, *others)
-    if "decode" not in passes:
-        return
-    lengths = torch.ones(1, dtype=torch.int32, device=device)
-    for new_tokens in (1, MAX_NEW_TOKENS):
-        q_tail = zeros(1, heads, spec.context + new_tokens, spec.head_dim)
-        for cache_seqlens in (None, lengths):
-            module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)

@@ -6,25 +6,21 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..codegen import render
 from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
-from .load import exercise, load_host
+from .launches import Launch, dry_run
+from .load import load_host
 
 # As Triton spells them.
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
@@ -37,20 +33,6 @@ _OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One kernel launch as the host code asked for it."""
-
-    kernel: JITFunction
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch it (again)."""
-        self.kernel[self.grid](*self.args, **self.options)
-
-
-@dataclass(frozen=True)
 class Usage:
     """What a compiled kernel takes: registers and bytes of stack per thread, bytes of shared memory per CTA."""
 
@@ -60,42 +42,11 @@ class Usage:
     assembly: str
 
 
-@contextmanager
-def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
-    """Collect every launch that ``module`` makes inside the block; with ``run=False`` nothing is launched."""
-    launches: list[Launch] = []
-
-    class Recorder:
-        def __init__(self, kernel: JITFunction) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(*args: Any, **options: Any) -> None:
-                launches.append(Launch(self.kernel, grid, args, options))
-                if run:
-                    launches[-1].run()
-
-            return launch
-
-    jitted = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
-    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # which call the others
-    vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
-    try:
-        yield launches
-    finally:
-        vars(module).update(kernels)
-
-
 def launches(plan: Plan) -> list[Launch]:
     """Every Triton launch of a small forward, backward and decode call, each kernel once; nothing is run."""
-    found: dict[str, Launch] = {}
     sources = render(plan)
-    for pass_name in plan.triton:
-        module = load_host(plan, sources, pass_name)
-        with recorded(module, run=False) as made:
-            exercise(plan, module, torch.device("cpu"), (pass_name,))
-        found |= {launch.kernel.__name__: launch for launch in made}
-    return [*found.values()]
+    hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in plan.triton}
+    return [*{launch.kernel.__name__: launch for launch in dry_run(plan, hosts, torch.device("cpu"))}.values()]
 
 
 def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:

@@ -1,7 +1,8 @@
 """Triton kernels compiled by several processes at once, which leave them in Triton's own cache.
 
-Triton compiles under the interpreter's lock, so threads gain nothing. The processes are programs of their own
-(``python -m mtagen.runtime.precompile``), for :mod:`multiprocessing` would run the user's script again.
+Tuning compiles hundreds of kernels, which threads would make wait for each other: Triton turns Python into IR, a sixth
+of the time, under the interpreter's lock. The processes are programs of their own (``python -m
+mtagen.runtime.precompile``), for :mod:`multiprocessing` would run the user's script again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ..codegen import render
 from ..planner import Plan
-from .load import exercise, load_host
+from .load import load_host
 
 
 def precompile(jobs: Sequence[tuple[Plan, str]], processes: int) -> None:
@@ -39,10 +40,12 @@ def _run(share: Sequence[tuple[Plan, str]]) -> None:
 
 
 def _main() -> None:
+    from .launches import exercise  # which needs triton
+
     for fields, pass_name in json.load(sys.stdin):
         plan = Plan.from_dict(fields)
         with suppress(Exception):
-            exercise(plan, load_host(plan, render(plan), pass_name), torch.device("cuda"), (pass_name,))
+            exercise(plan, load_host(plan, render(plan), pass_name), torch.device("cuda"), pass_name)
     torch.cuda.synchronize()
 
 

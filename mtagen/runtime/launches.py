@@ -1,0 +1,127 @@
+"""The launches that a plan's Triton module makes in a small call of each pass: to be run, compiled or looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context
+from dataclasses import dataclass
+from threading import get_ident
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from ..dtypes import TORCH_DTYPES
+from ..planner.plan import Plan
+from ..spec import MAX_NEW_TOKENS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as the host code asked for it."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it (again)."""
+        self.kernel[self.grid](*self.args, **self.options)
+
+
+@contextmanager
+def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
+    """Collect every launch that ``module`` makes inside the block; with ``run=False`` nothing is launched.
+
+    Launches of other threads, which may call an op of the same module meanwhile, are run and not collected.
+    """
+    launches: list[Launch] = []
+    thread = get_ident()
+
+    class Recorder:
+        def __init__(self, kernel: JITFunction) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                made, mine = Launch(self.kernel, grid, args, options), get_ident() == thread
+                if mine:
+                    launches.append(made)
+                if run or not mine:
+                    made.run()
+
+            return launch
+
+    jitted = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # which call the others
+    vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
+    try:
+        yield launches
+    finally:
+        vars(module).update(kernels)
+
+
+def dry_run(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device) -> list[Launch]:
+    """What a small call of each pass of ``hosts``, its module by its name, would launch; nothing is run."""
+    found: list[Launch] = []
+    for pass_name, module in hosts.items():
+        with recorded(module, run=False) as made:
+            exercise(plan, module, device, pass_name)
+        found += made
+    return found
+
+
+def compile_launches(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device) -> None:
+    """Compile what :func:`exercise` launches on the current device, several kernels at once.
+
+    A kernel that does not compile is passed over here: its launch says why.
+    """
+    launches = dry_run(plan, hosts, device)
+
+    def compile_all() -> None:
+        # MLIR's passes and ptxas, five sixths of the time, let go of the interpreter lock.
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for launch in launches:
+                launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+
+    Context().run(compile_all)  # not in the caller's context, which may be in such a mode: Triton refuses a second one
+
+
+def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: str) -> None:
+    """Call a pass of the plan, whose host function ``module`` has, such that each of its kernels is launched."""
+    spec = plan.spec
+    heads = 2 * math.lcm(*spec.mixed.values())
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+
+    k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
+    others: list[Any] = []  # what is passed after the scale
+    if spec.packed:
+        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+        cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
+        others += [cu_seq, cu_seq, spec.cq, spec.cq]
+    if spec.dropout:
+        others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
+    shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
+    weights = [torch.zeros(shape, device=device) for shape in shapes]
+    out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
+    lse = lse if spec.packed else lse.unsqueeze(0)
+    if pass_name == "forward":
+        module.forward(k, k, v, *weights, 1.0, *others)
+    if pass_name == "backward":
+        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0, *others)
+    if pass_name != "decode":
+        return
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
+    for new_tokens in (1, MAX_NEW_TOKENS):
+        q_tail = zeros(1, heads, spec.context + new_tokens, spec.head_dim)
+        for cache_seqlens in (None, lengths):
+            module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)
