@@ -161,11 +161,8 @@ def _checked(
     _check_dense(tensors)
     _check_tensors(dtypes, tensors)
     _check_shapes(spec, tensors)
-    first, names = tensors[0], spec.weight_names
-    return [
-        None if weight is None and name not in names else _checked_weight(spec, first, name, weight)
-        for name, weight in zip(WEIGHTS, weights, strict=True)
-    ]
+    first = tensors[0]
+    return [_checked_weight(spec, first, name, weight) for name, weight in zip(WEIGHTS, weights, strict=True)]
 
 
 def _check_dense(tensors: Sequence[tuple[str, object]]) -> None:
@@ -215,11 +212,13 @@ def _check_shapes(spec: Spec, tensors: _Named) -> None:
         raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal))
 
 
-def _checked_weight(spec: Spec, first: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor:
-    """A weight in its shape; it is given, or the op has such a stage, or both."""
-    if weight is None or name not in spec.weight_names:
+def _checked_weight(spec: Spec, first: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor | None:
+    """A weight in its shape, or None where there is no such stage."""
+    if (weight is not None) != (name in spec.weight_names):
         has = "this op has such a stage" if weight is None else "this op was built without such a stage"
         raise InputError(explain(name, _kind(weight), has, spec.weight_names or "no weight"))
+    if weight is None:
+        return None
     _check_dense(((name, weight),))
     q_name, q = first
     if weight.device != q.device:
