@@ -178,7 +178,7 @@ BACKWARD = (
         "if (first && block > 0) {",
         "if (first && block > 1) {",
         "Of the keys between the first two CTAs, dK lacks what the first one makes.",
-        (f"{EMULATED}::test_accurate[{SM90}]",),
+        (f"{EMULATED}::test_accurate[{SM80}]",),
     ),
     Mutant(
         "backward-last-keys-of-every-cta",
@@ -186,15 +186,7 @@ BACKWARD = (
         " || !first && (block + 1) * OWNED < n_k) return;",
         ") return;",
         "Keys between two CTAs get the first one's part of dK, or the sum, whichever is written last.",
-        (f"{EMULATED}::test_accurate[{SM90}]", f"{EMULATED}::test_no_races[backward-{SM90}]"),
-    ),
-    Mutant(
-        "backward-spare-gradients-in-the-next-row",
-        f"{CUDA}/backward_scores.j2",
-        "if (!is_spare(n, at.column + CHUNK * n)) store_rows",
-        "store_rows",
-        "Columns past those that a CTA owns are written where the next row of the slab begins.",
-        (f"{EMULATED}::test_no_races[backward-{SM90}]",),
+        (f"{EMULATED}::test_the_order_of_warps_changes_nothing[sm_80-backward]",),
     ),
     Mutant(
         "backward-gradient-of-w-of-one-batch-entry",
