@@ -143,8 +143,8 @@ def test_full_suite() -> None:
     }
     regular = [c for c in cases if c.sizes.batch == max(1, 8192 // c.sizes.nk)]
     assert len(regular) == len(grid)
-    others = {(c.spec, c.sizes.batch, c.sizes.nk) for c in set(cases) - set(regular)}
-    assert others == {(Spec(PAPER, 128), 4, 4096), (Spec(PAPER, 128), 4, 8192)}
+    others = {(c.spec, c.sizes.batch, c.sizes.heads, c.sizes.nk) for c in set(cases) - set(regular)}
+    assert others == {(Spec(PAPER, 128), *sizes) for sizes in ((4, 16, 4096), (4, 16, 8192), (1, 1, 4096))}
 
 
 def test_decode_suite() -> None:

@@ -17,6 +17,7 @@ MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on requ
 SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data")
 
 _LARGE_BATCH_LENGTHS = (4096, 8192)  # measured at a batch of 4 besides
+_SINGLE_HEAD_LENGTHS = (4096,)  # of one head of one sequence, whose keys CUDA's forward pass splits
 # Heads and head dims of the paper's models of 550M and 830M parameters; those of 300M and 1B have 16 of 64 and of 128.
 _OTHER_MODELS = ((10, 128), (16, 96))
 # Of the sequences, in the suite "decode" of the caches; the suite "quick" has caches besides.
@@ -117,6 +118,8 @@ def _full(
         yield from _training(scale, [head_dim], lengths, kernels, causal=causal)
     if 128 in head_dims and PAPER in kernels:
         yield from _training(scale, [128], [n for n in _LARGE_BATCH_LENGTHS if n in lengths], [PAPER], batch=4)
+        single = [n for n in _SINGLE_HEAD_LENGTHS if n in lengths]
+        yield from _training(replace(scale, heads=1), [128], single, [PAPER], batch=1)
 
 
 def _layers(

@@ -22,7 +22,7 @@ class Sources:
     """What a plan is rendered to, once.
 
     Attributes:
-        kernels: CUDA source by pass, or by role of the kernel in strips.
+        kernels: CUDA source by pass or role, or by role of the kernel in strips.
         host: the Python module that launches fused passes of CUDA, or None if there are none.
         module: the Python module of the passes that Triton serves, and of all strips, or None if there are none.
         files: all of them, text by file name.
