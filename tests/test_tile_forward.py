@@ -457,7 +457,7 @@ def test_splits_fill_the_gpu_and_no_more(spec: Spec) -> None:
 
 
 def test_one_head_is_split() -> None:
-    """Of 22 x 11 CTAs 22 x 6 have keys, one for each multiprocessor; eight of 16 heads have more without splits."""
+    """Half of 22 x 11 CTAs have keys, nearly one for each multiprocessor; eight heads have more without splits."""
     first, _ = launches(Spec((6, 11), 128), 1, 1, 4096, 4096)
     assert first.grid == (1, 22, 11)
     (whole,) = launches(Spec((6, 11), 128), 1, 8, 4096, 4096)

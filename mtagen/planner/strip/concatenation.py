@@ -2,7 +2,7 @@
 
 To mix shares of a group's heads and multiply them by values is to multiply each head's shares by the values of all
 heads of its group, laid side by side, and to mix these products: sum over g of N[h, g] (P_g V_h). So the forward pass
-writes no scores. Its cost grows with the group, that of strips does not; and so does its memory, of m times the values
+writes no scores; its keys are not split. Its cost grows with the group, that of strips does not; and so does its memory, of m times the values
 and the outputs for groups of m heads.
 """
 
