@@ -341,6 +341,13 @@ class TileForward(TilePass):
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
+        yield from self.kernel_rows()
+        if self.split:
+            rule = self.split.rule
+            yield "forward", "splits of the keys", f"for up to {rule.slots} CTAs, of {rule.min_keys} keys or more"
+
+    def kernel_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Those of the kernel alone, where calls are not split."""
         yield (
             "forward",
             "CTA",
@@ -354,8 +361,6 @@ class TileForward(TilePass):
             else f"{self.toeplitz.mma_of_scores} mma of 16 x 8 x 16, lag {self.lag}, carry {self.toeplitz.carry}",
         )
         yield "forward", "shared memory", f"{self.shared.size} bytes"
-        if self.split:
-            yield from self.split.rows_of_table()
 
 
 @dataclass(frozen=True)
@@ -386,7 +391,10 @@ class SplitForward(TileForward):
 
     @property
     def seen_keys(self) -> Expr:
-        """Keys that the splits of a tile of rows take, at most, in names of the host and of the templates."""
+        """Keys that the splits of a tile of rows share, in names of the host and of the templates.
+
+        Where a window begins within a chunk it may be a few more, which the last split takes as all that are left.
+        """
         if self.mask.left is None or self.mask.right is None:
             return N_K
         return Min(N_K, self.rows + self.spec.pad_left + self.mask.left + self.mask.right)
@@ -408,7 +416,7 @@ class SplitForward(TileForward):
         ctas, slots = BATCH * HEADS * ceiling(n_q / self.owned), self.rule.slots
         if not self.mask.favours_later_rows:
             return ctas, Integer(slots)
-        hidden = Min(n_q, n_k)
+        hidden = Min(n_q, n_k)  # from the mean row, of 2 n_k keys
         return ctas * (2 * n_k - hidden), 2 * n_k * slots - ctas * hidden
 
     @property
@@ -441,11 +449,6 @@ class SplitForward(TileForward):
         """What the numbers of the source mean."""
         yield from super().legend
         yield "partial (batch * heads * n_q, splits, dv) and partial_lse (log2) are the results of splits of the keys."
-
-    def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
-        """Facts for the plan's table."""
-        rule = self.rule
-        yield "forward", "splits of the keys", f"up to {rule.slots} CTAs, each of {rule.min_keys} keys or more"
 
 
 def forward_candidates(spec: Spec, target: Target) -> list[TileForward]:
