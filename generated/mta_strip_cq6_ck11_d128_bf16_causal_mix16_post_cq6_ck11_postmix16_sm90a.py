@@ -66,7 +66,7 @@ class Kernel:
         """Launch on PyTorch's current stream of the kernel's device, which must be the current device.
 
         Args:
-            grid: blocks along x, and y if there are two.
+            grid: blocks along x, then along y and z if there are more.
             arguments: numbers; a pointer is what ``Tensor.data_ptr()`` gives.
 
         Raises:
@@ -82,11 +82,11 @@ class Kernel:
 
     def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        x, y, z = (*grid, 1, 1)[:3]
         with self._lock:
             self._pack_into(self._values, 0, *arguments)
             (status,) = driver.cuLaunchKernel(
-                self._function, x, y, 1, self._threads, 1, 1, self._shared, stream, self._parameters, 0
+                self._function, x, y, z, self._threads, 1, 1, self._shared, stream, self._parameters, 0
             )
         return status
 

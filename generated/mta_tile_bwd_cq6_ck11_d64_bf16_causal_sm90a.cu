@@ -697,6 +697,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
 
 // Whether a CTA before or behind adds to a column of dS, too, and the column's row among the parts of dK.
 DEVICE constexpr bool is_shared(int column) { return column < HALO || column >= OWNED; }
+
 DEVICE constexpr int part_row(int column) { return column < HALO ? column : column - OWNED + HALO; }
 
 // The threads of the CTA fill shared memory with zeros, from offset `begin` to `end`.

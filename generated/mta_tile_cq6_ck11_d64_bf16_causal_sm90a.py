@@ -60,7 +60,7 @@ class Kernel:
         """Launch on PyTorch's current stream of the kernel's device, which must be the current device.
 
         Args:
-            grid: blocks along x, and y if there are two.
+            grid: blocks along x, then along y and z if there are more.
             arguments: numbers; a pointer is what ``Tensor.data_ptr()`` gives.
 
         Raises:
@@ -76,11 +76,11 @@ class Kernel:
 
     def _launch(self, grid: Sequence[int], arguments: Sequence[float]) -> driver.CUresult:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        x, y, z = (*grid, 1, 1)[:3]
         with self._lock:
             self._pack_into(self._values, 0, *arguments)
             (status,) = driver.cuLaunchKernel(
-                self._function, x, y, 1, self._threads, 1, 1, self._shared, stream, self._parameters, 0
+                self._function, x, y, z, self._threads, 1, 1, self._shared, stream, self._parameters, 0
             )
         return status
 
@@ -145,6 +145,9 @@ SOURCES = {
     "forward": (
         "mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a.cu"
     ),
+    "forward_split": (
+        "mta_tile_fwd_split_cq6_ck11_d64_bf16_causal_sm90a.cu"
+    ),
     "backward": (
         "mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a.cu"
     ),
@@ -158,6 +161,16 @@ KERNELS = {
         "forward": (
             "mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a",
             512, 127616, "PPPPPPqqqqqqqqqiiiif",
+        ),
+    },
+    "forward_split": {
+        "forward_split": (
+            "mta_tile_fwd_split_cq6_ck11_d64_bf16_causal_sm90a",
+            512, 127616, "PPPPPPqqqqqqqqqiiiif",
+        ),
+        "combine": (
+            "mta_tile_fwd_combine_cq6_ck11_d64_bf16_causal_sm90a",
+            32, 0, "PPPPi",
         ),
     },
     "backward": {
@@ -213,6 +226,27 @@ def load(name, device, cubin=None):
     return LOADED[name].setdefault(index, load_kernels(cubin, KERNELS[name], index))
 
 
+@functools.lru_cache  # layers of a model, and steps over a cache of one length, ask the same
+def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
+    """How many parts to split the keys into, so that the GPU is busy.
+
+    Of the numbers of splits that fill 1, 2, ... waves of CTAs, the smallest is taken that keeps nearly as many of the
+    waves' slots busy as any of them.
+
+    Args:
+        ctas: CTAs if the keys were not split.
+        n_max: number of keys at most.
+        slots: CTAs that the GPU holds at once, a wave of them.
+        min_keys: keys of a split, at least.
+        max_waves: waves, at most.
+    """
+    if max_waves * slots < 2 * ctas:  # the GPU is busy as it is
+        return 1
+    splits = [max(1, min(waves * slots // ctas, n_max // min_keys)) for waves in range(1, max_waves + 1)]
+    busy = [ctas * count / (-(-ctas * count // slots) * slots) for count in splits]
+    return next(count for count, share in zip(splits, busy, strict=True) if share >= 0.9 * max(busy))
+
+
 def forward(q, k, v, weight, scale):
     """Attention whose scores are convolved before the softmax.
 
@@ -233,6 +267,28 @@ def forward(q, k, v, weight, scale):
     group = heads // kv_heads
     out = q.new_empty(batch, heads, n_q, 64)
     lse = q.new_empty(batch, heads, n_q, dtype=torch.float32)
+
+    splits = _splits(
+        -(-n_q // 187) * (2 * n_k - min(n_k, n_q)) * batch * heads,
+        n_k, 264 * n_k - -(-n_q // 187) * batch * heads * min(n_k, n_q),
+        256, 1,
+    )
+    if splits > 1:
+        partial = q.new_empty(batch, heads, n_q, splits, 64, dtype=torch.float32)
+        partial_lse = q.new_empty(batch, heads, n_q, splits, dtype=torch.float32)
+        kernels = LOADED["forward_split"].get(q.device.index) or load("forward_split", q.device)
+        kernels["forward_split"](
+            (batch * heads, -(-n_q // 187), splits),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), partial.data_ptr(), partial_lse.data_ptr(),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            n_q, n_k, heads, group, scale,
+        )
+        kernels["combine"](
+            (batch * heads * n_q,),
+            partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            splits,
+        )
+        return out, lse
 
     kernels = LOADED["forward"].get(q.device.index) or load("forward", q.device)
     kernels["forward"](
@@ -304,25 +360,6 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         dk_pieces, key_blocks, n_k,
     )
     return dq, dk, dv, dweight
-
-
-@functools.lru_cache  # layers of a model, and steps over a cache of one length, ask the same
-def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
-    """How many parts to split the keys into, so that the GPU is busy.
-
-    Of the numbers of splits that fill 1, 2, ... waves of CTAs, the smallest is taken that keeps nearly as many of the
-    waves' slots busy as any of them.
-
-    Args:
-        ctas: CTAs if the keys were not split.
-        n_max: number of keys at most.
-        slots: CTAs that the GPU holds at once, a wave of them.
-        min_keys: keys of a split, at least.
-        max_waves: waves, at most.
-    """
-    splits = [max(1, min(waves * slots // ctas, n_max // min_keys)) for waves in range(1, max_waves + 1)]
-    busy = [ctas * count / (-(-ctas * count // slots) * slots) for count in splits]
-    return next(count for count, share in zip(splits, busy, strict=True) if share >= 0.9 * max(busy))
 
 
 # Of each decode kernel: how many heads, query rows and pairs of a head and a new token a block takes at most; then what

@@ -181,6 +181,9 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// Below every score, yet finite: exp2_fast(-inf - NO_PEAK) is 0.
+constexpr float NO_PEAK = -1e30f;
+
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
@@ -206,7 +209,6 @@ constexpr int STEPS = 9;  // mma's that convolve 16 x 8 scores
 constexpr int FRAGMENT = 8, STEP = 32 * FRAGMENT;  // bytes of a step's B operand: a lane's and the warp's
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float SCORE_SCALE = 0.00390625f;  // what slabs hold of q . k
-constexpr float NO_PEAK = -1e30f;  // below every score, yet finite: exp2(-inf - NO_PEAK) is 0
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
@@ -776,7 +778,8 @@ mta_tile_decode_8_cq6_ck11_d128_bf16_causal_sm90a(
                   n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
-// out and lse of one row: the mean of its splits, weighted with exp2 of their lse.
+// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. What a split has that saw no key is
+// not looked at.
 constexpr int COMBINE_WARPS = 4, COLUMNS = (DV + 31) / 32;  // columns of a lane
 
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
@@ -803,7 +806,7 @@ mta_tile_decode_combine_cq6_ck11_d128_bf16_causal_sm90a(
     const float share = exp2_fast(partial_lse[split] - peak);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i)
-      if (lane + 32 * i < DV) acc[i] += share * partial[split * DV + lane + 32 * i];
+      if (lane + 32 * i < DV) acc[i] += share == 0.f ? 0.f : share * partial[split * DV + lane + 32 * i];
   }
 #pragma unroll
   for (int i = 0; i < COLUMNS; ++i)

@@ -162,5 +162,15 @@ def decode_failures(
     return _broken(dict(zip(("decode out", "decode lse"), judged, strict=True)))
 
 
+def forward_failures(forward: Callable[..., tuple[Tensor, Tensor]], spec: Spec, problem: Problem) -> list[str]:
+    """The same of a host function of the forward pass, alone."""
+    tensors, eager = problem.inputs.arguments, eager_op(spec, return_lse=True)
+    exact = eager(*(x.double() for x in tensors), scale=problem.scale)
+    results = zip(forward(*tensors, problem.scale), eager(*tensors, scale=problem.scale), exact, strict=True)
+    terms = problem.inputs.v.abs().max().item(), 0.0
+    judged = (compare(*three, terms=term) for three, term in zip(results, terms, strict=True))
+    return _broken(dict(zip(("out", "lse"), judged, strict=True)))
+
+
 def _broken(judged: dict[str, Comparison]) -> list[str]:
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]

@@ -60,7 +60,8 @@ class Recorder:
     def __init__(self, made: TilePass) -> None:
         self._function = getattr(module := host_module(made), made.pass_name)
         self._launches: list[Launch] = []
-        module.LOADED[made.pass_name][None] = {kernel.role: self._record(kernel) for kernel in made.kernels}
+        for role, source in made.cuda.items():
+            module.LOADED[role][None] = {kernel.role: self._record(kernel) for kernel in source.kernels}
 
     def __call__(self, *arguments: Any, **options: Any) -> list[Launch]:
         """The launches of one call."""

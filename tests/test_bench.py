@@ -108,7 +108,7 @@ def bench(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_have_no_case_twice_and_problems_together(name: str, device: str) -> None:
-    if device == "cpu" and name in ("memory", "overhead"):
+    if device == "cpu" and name in ("memory", "overhead", "single"):
         with pytest.raises(InputError, match="only a GPU"):
             suite(name, device)
         return
@@ -160,6 +160,14 @@ def test_memory_suite() -> None:
     assert {case.pass_name for case in cases} == {"forward+backward"}
     assert {case.sizes.nk for case in cases} == {8192, 16384, 32768, 65536}
     assert [x.name for x in entrants("memory", CPU)] == ["mtagen torch", "eager"]
+
+
+def test_single_suite() -> None:
+    cases = suite("single", "cuda", lengths=[4096])
+    assert {case.pass_name for case in cases} == set(TRAINING_PASSES)
+    assert {(case.spec, case.sizes) for case in cases} == {
+        (Spec(PAPER, d), Sizes(1, 1, 1, 4096, 4096)) for d in (64, 128)
+    }
 
 
 def test_overhead_suite() -> None:

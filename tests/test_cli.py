@@ -173,6 +173,7 @@ def test_emit_writes_cuda_sources_and_the_module_that_launches_them(tmp_path: Pa
         f"mta_tile_{part}{made.suffix}{end}"
         for part, end in (
             ("fwd_", ".cu"),
+            ("fwd_split_", ".cu"),
             ("bwd_", ".cu"),
             ("decode_", ".cu"),
             ("", ".py"),
@@ -185,8 +186,8 @@ def test_emit_writes_cuda_sources_and_the_module_that_launches_them(tmp_path: Pa
         for node in ast.parse(host.read_text()).body
         if isinstance(node, ast.Assign) and node.targets[0].id in ("SOURCES", "KERNELS")
     }
-    assert facts["SOURCES"] == {name: f"{one.name}.cu" for name, one in made.tile.items()}
-    for name, one in made.tile.items():
+    assert facts["SOURCES"] == {name: f"{one.name}.cu" for name, one in made.cuda.items()}
+    for name, one in made.cuda.items():
         source = files[f"{one.name}.cu"].read_text()
         assert all(f"{kernel.name}(" in source for kernel in one.kernels)
         assert facts["KERNELS"][name] == {

@@ -91,6 +91,21 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: Callable[[], str
         check_forward(plan, usage[plan.name], sass_opcodes(cubin, plan.name))
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    "spec", [Spec((6, 11), 128), Spec((1, 1), 64), Spec((6, 11), 128, window=(1024, -1))], ids=case_id
+)
+def test_splits_of_the_keys_compile(target: str, spec: Spec, log: Callable[[], str]) -> None:
+    """They have the same limits as the kernel of calls that are not split."""
+    plan = cheapest("forward", spec, TARGETS[target]).split
+    cubin = compile_cubin(render(plan), target, plan.name)
+    assert not log()
+    usage = usage_of_cubin(cubin)
+    for kernel in plan.kernels:
+        check_resources(kernel, target, usage[kernel.name], STACK["forward"])
+    check_forward(plan, usage[plan.name], sass_opcodes(cubin, plan.name))
+
+
 def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> None:
     chip = TARGETS[target]
     assert used.stack <= stack

@@ -302,7 +302,7 @@ def test_build_compiles_for_the_target(cache: Cache) -> None:
     op = mtagen.build((6, 11), 64, backend="cuda", target="sm_90a", dtype="bf16")
     assert op.plan.backend == "cuda"
     made = {entry.name for entry in cache.entries()}
-    assert made == {op.plan.name, *(one.name for one in op.plan.tile.values())}
+    assert made == {op.plan.name, *(one.name for one in op.plan.cuda.values())}
     with pytest.raises(BackendError, match="device: got 'cpu'"):
         op(*(torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(3)), torch.zeros(1, 6, 11))
 

@@ -68,6 +68,16 @@ DROPPING = [
     ("sm_86", Spec((6, 11), 32, mask="output", dropout=True), 0.5),
     ("sm_86", Spec((2, 2), 128, dropout=True), 0.9),  # rows of 32 keys, parts of 16
 ]
+SPLITS = [
+    SM90,
+    SM90_ONE_TAP,
+    ("sm_90a", Spec((2, 9), 32, causal=False, key_padding="left", dtype="fp16")),  # the first output has no lag
+    ("sm_90a", Spec((6, 11), 48, mask="output", key_padding="right")),
+    ("sm_90a", Spec((3, 3), 32, causal=False, window=(20, 70), mask="output")),
+    SM80,
+    SM80_FULL,
+    ("sm_80", Spec((11, 4), 32, window=(90, -1))),
+]
 RACES = [
     *((name, target, Spec((6, 11), 64)) for target in ("sm_80", "sm_90a") for name in ("forward", "decode")),
     ("forward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
@@ -180,6 +190,30 @@ def test_any_scale(target: str, spec: Spec, scale: float, folder: Path) -> None:
     problem = problems.random(spec, Sizes(2, 8, 4, 21, 30), scale)
     assert not problems.failures(op, spec, problem)
     assert not problems.decode_failures(op, spec, problem)
+
+
+@pytest.mark.parametrize(("target", "spec"), SPLITS, ids=case_id)
+def test_splits_of_the_keys(target: str, spec: Spec, folder: Path) -> None:
+    """Of some rows a split sees no key, and some splits have none; all have fewer than a window in the shortest."""
+    made = plan(spec, target, "cuda").tile["forward"]
+    sizes = (Sizes(1, 1, 1, 1, 1), Sizes(2, 4, 2, 9, 300), Sizes(1, 2, 1, 205, 212), Sizes(1, 1, 1, 70, 9))
+    for splits in (2, 3, 7):
+        forward = host_function(made, folder, splits, splits=splits)
+        for problem in [problems.random(spec, one) for one in sizes]:
+            assert not problems.forward_failures(forward, spec, problem)
+        if splits == 2 and min(spec.window) < 0:
+            assert not problems.forward_failures(forward, spec, problems.growing(spec, Sizes(1, 2, 1, 70, 203)))
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM80], ids=case_id)
+def test_splits_of_the_keys_have_no_races_and_the_same_bits_again(target: str, spec: Spec, folder: Path) -> None:
+    made, problem = plan(spec, target, "cuda").tile["forward"], problems.random(spec, Sizes(1, 1, 1, 190, 300))
+    first, *others = (
+        host_function(made, folder, seed, checked=seed == 0, splits=3)(*problem.inputs.arguments, problem.scale)
+        for seed in range(4)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize(("heads", "n_new"), [((2, 2), 8), ((8, 1), 8), ((12, 1), 1)], ids=str)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from fragments import Slabs, WarpScores, WarpSlab, make_toeplitz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from single_pass import cheapest
+from single_pass import Launch, Recorder, cheapest
 from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled, tile_address
 
 from mtagen.errors import PlanError
@@ -423,6 +424,51 @@ def test_products_of_tiles_by_mma(dim: int) -> None:
             mma(o[2 * n + 1], a, b[2:])
     assert np.array_equal(matrix(o).transpose(1, 2, 0, 3).reshape(16, dim), scores @ v)
     assert shared.ways == 1
+
+
+def launches(spec: Spec, batch: int, heads: int, n_q: int, n_k: int) -> list[Launch]:
+    """What a call of the emitted host function launches on the H200."""
+    q, k = (torch.empty(batch, heads, n, spec.head_dim, dtype=torch.bfloat16, device="meta") for n in (n_q, n_k))
+    weight = torch.empty(heads, *spec.kernel, device="meta")
+    return Recorder(cheapest("forward", spec, TARGETS["sm_90a"]))(q, k, k, weight, 1.0)
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec((6, 11), 128), Spec((1, 1), 64, causal=False), Spec((6, 11), 64, window=(512, -1))]
+)
+def test_splits_fill_the_gpu_and_no_more(spec: Spec) -> None:
+    """So partial results are of as many tiles of rows at most, or of twice as many where half of them are empty."""
+    plan, slots = cheapest("forward", spec, TARGETS["sm_90a"]), TARGETS["sm_90a"].multiprocessors
+    most = 2 * slots if spec.causal and spec.left is None else slots
+    seen = set()
+    for heads, n_q, n_k in itertools.product((1, 3, 16, 100), (1, 187, 900, 4096), (1, 300, 4096, 50_000)):
+        first, *merges = launches(spec, 2, heads, n_q, n_k)
+        whole = (2 * heads, -(-n_q // plan.owned))
+        seen.add(first.kernel.role)
+        if first.kernel.role == "forward":
+            assert (first.grid, merges) == (whole, [])
+            continue
+        ((merge,), splits) = merges, first.grid[2]
+        assert first.grid == (*whole, splits)
+        assert (merge.kernel.role, merge.grid) == ("combine", (2 * heads * n_q,))
+        assert 1 < splits == merge.arguments["num_splits"] <= n_k // (4 * plan.keys)
+        assert splits * whole[0] * whole[1] <= most
+    assert seen == {"forward", "forward_split"}
+
+
+def test_one_head_is_split() -> None:
+    """Half of 22 x 11 CTAs have keys, nearly one for each multiprocessor; eight heads have more without splits."""
+    first, _ = launches(Spec((6, 11), 128), 1, 1, 4096, 4096)
+    assert first.grid == (1, 22, 11)
+    (whole,) = launches(Spec((6, 11), 128), 1, 8, 4096, 4096)
+    assert whole.grid == (8, 22)
+
+
+@pytest.mark.parametrize("options", [{"packed": True}, {"dropout": True}], ids=str)
+def test_documents_and_dropout_are_not_split(options: dict[str, bool]) -> None:
+    plan = cheapest("forward", Spec((6, 11), 64, **options), TARGETS["sm_90a"])
+    assert plan.split is None
+    assert [*plan.cuda] == ["forward"]
 
 
 def all_plans() -> Iterator[TileForward]:

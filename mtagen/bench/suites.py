@@ -14,7 +14,7 @@ KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
 PATIENCE = 1.0  # seconds of a call, beyond which larger cases are left out
 MAX_MATERIALISED = 8192  # keys, beyond which whole scores are kept only on request
-SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data")
+SUITES = ("quick", "full", "decode", "memory", "overhead", "layers", "data", "single")
 
 _LARGE_BATCH_LENGTHS = (4096, 8192)  # measured at a batch of 4 besides
 # Heads and head dims of the paper's models of 550M and 830M parameters; those of 300M and 1B have 16 of 64 and of 128.
@@ -29,6 +29,7 @@ _LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
         "overhead": (512, 1024, 2048),
         "layers": (2048, 8192),
         "data": (8192, 32768),
+        "single": (1024, 2048, 4096, 8192),
     },
     "cpu": {
         "quick": (256, 512),
@@ -89,6 +90,8 @@ def suite(
         found = [*_layers(scale, head_dims, lengths, others)]
     elif name == "data":
         found = [*_data(scale, head_dims, lengths)]
+    elif name == "single":  # one head of one sequence, whose keys CUDA's forward pass splits
+        found = [*_training(replace(scale, heads=1), head_dims, lengths, paper, batch=1)]
     else:  # overhead
         calls = _training(scale, head_dims, lengths, kernels or (PAPER, (1, 1)), batch=8)
         found = [case for case in calls if case.pass_name == "forward"]

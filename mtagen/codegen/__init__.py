@@ -22,7 +22,7 @@ class Sources:
     """What a plan is rendered to, once.
 
     Attributes:
-        kernels: CUDA source by pass, or by role of the kernel in strips.
+        kernels: CUDA source by role: of fused passes, of kernels in strips.
         hosts: by pass, name of the file with the Python module that has its host function, and its Triton kernels.
         files: all of them, text by file name.
     """

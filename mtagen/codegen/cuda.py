@@ -99,7 +99,8 @@ def host_name(plan: Plan) -> str:
 def render_host(plan: Plan) -> str:
     """The Python module that launches a plan's CUDA kernels."""
     context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
-    return _environment().get_template("host.py.j2").render(**context, cuda=plan.tile, version=__version__)
+    cuda = {role: source for one in plan.tile.values() for role, source in one.cuda.items()}
+    return _environment().get_template("host.py.j2").render(**context, cuda=cuda, version=__version__)
 
 
 @cache

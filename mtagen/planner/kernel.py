@@ -84,7 +84,7 @@ class Kernel:
         role: what it does in its pass, e.g. ``forward`` or ``backward_rows``.
         name: its entry point.
         arguments: in order.
-        grid: blocks along x, and y if there are two.
+        grid: blocks along x, then along y and z if there are more.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
         registers: registers a thread is expected to take at most.

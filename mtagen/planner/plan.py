@@ -77,8 +77,9 @@ class Plan:
 
     @cached_property
     def cuda(self) -> Mapping[str, TilePass | StripSource]:
-        """What CUDA sources are printed from, by pass, or by role of the kernel in strips."""
-        return {**self.tile, **{role: source for one in self.strip.values() for role, source in one.cuda.items()}}
+        """What CUDA sources are printed from: those of passes, by pass or role, and those of strips, by role."""
+        passes: tuple[TilePass | StripPass, ...] = (*self.tile.values(), *self.strip.values())
+        return {role: source for one in passes for role, source in one.cuda.items()}
 
     @property
     def triton(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How many parts split decoding makes of the keys."""
+"""How many parts are made of the keys where there is too little else to share out: of a few rows, or heads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SplitRule:
 
     slots: int
     min_keys: int
-    max_waves: int = _MAX_WAVES
+    max_waves: int
 
 
-def split_rule(resident: int, block_n: int, multiprocessors: int) -> SplitRule:
+def split_rule(resident: int, block_n: int, multiprocessors: int, max_waves: int = _MAX_WAVES) -> SplitRule:
     """The rule for a kernel of which a multiprocessor holds ``resident`` CTAs."""
-    return SplitRule(resident * multiprocessors, _MIN_TILES * block_n)
+    return SplitRule(resident * multiprocessors, _MIN_TILES * block_n, max_waves)
 
 
 def split_keys(mask: Mask) -> Expr:

@@ -116,7 +116,7 @@ def _compile(*arguments: str, to: Path, source: str = "") -> None:
 
 
 def host_function(
-    plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False
+    plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False, splits: int | None = None
 ) -> Callable[..., tuple[Any, ...]]:
     """The emitted host function of a pass, with emulated kernels, which are compiled at the first call.
 
@@ -125,11 +125,16 @@ def host_function(
         folder: see :func:`emulated`.
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
+        splits: parts that the host makes of the keys, whatever their number; by default as its rule says.
     """
-    module, kernels = host_module(plan), emulated(plan, folder, seed, checked=checked)
+    module = host_module(plan)
+    kernels = {role: emulated(source, folder, seed, checked=checked) for role, source in plan.cuda.items()}
+    if splits is not None:
+        module._splits = lambda *_: splits  # type: ignore[attr-defined]
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        module.LOADED[plan.pass_name][None] = kernels  # the index of a CPU
+        for role, of_source in kernels.items():
+            module.LOADED[role][None] = of_source  # the index of a CPU
         return getattr(module, plan.pass_name)(*arguments, **options)
 
     return call

@@ -153,6 +153,46 @@ FORWARD = (
         "The first rows' correction counts rows before the first, which are the last ones of the head before.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
+    Mutant(
+        "forward-split-with-outputs-of-the-one-before",
+        f"{CUDA}/forward_masks.j2",
+        "blockIdx.z > 0 ? {{ plan.repeated }} : 0",
+        "0",
+        "Outputs whose windows begin before a split are made of the rest of them, and counted twice.",
+        (f"{EMULATED}::test_splits_of_the_keys",),
+    ),
+    Mutant(
+        "forward-split-without-carried-keys",
+        "mtagen/planner/tile/forward.py",
+        "SPLIT * (SPLIT_TILES * self.keys - self.toeplitz.carry)",
+        "SPLIT * (SPLIT_TILES * self.keys)",
+        "Outputs where two splits meet are made by neither.",
+        (f"{EMULATED}::test_splits_of_the_keys",),
+    ),
+    Mutant(
+        "forward-split-without-keys-leaves-no-lse",
+        f"{CUDA}/forward_rows.j2",
+        "splits + split] = -INFINITY;",
+        "splits + split];",
+        "Rows of which a split has no key are merged with what the memory held.",
+        (f"{EMULATED}::test_splits_of_the_keys",),
+    ),
+    Mutant(
+        "combine-takes-outputs-without-weight",
+        f"{CUDA}/combine.j2",
+        "share == 0.f ? 0.f : share * partial",
+        "share * partial",
+        "What a split without keys has not written is multiplied by 0, which NaN survives.",
+        (f"{EMULATED}::test_splits_of_the_keys",),
+    ),
+    Mutant(
+        "forward-split-as-if-all-rows-saw-all-keys",
+        "mtagen/planner/tile/forward.py",
+        "if not self.mask.favours_later_rows:",
+        "if True:",
+        "Causal calls are split in half as many parts as the GPU has room for.",
+        ("tests/test_tile_forward.py::test_one_head_is_split",),
+    ),
 )
 
 BACKWARD = (
@@ -297,7 +337,7 @@ DECODE = (
     ),
     Mutant(
         "decode-combine-one-split-a-lane",
-        f"{CUDA}/decode.cu.j2",
+        f"{CUDA}/combine.j2",
         "for (int split = lane; split < num_splits; split += 32) total +=",
         "if (int split = lane; split < num_splits) total +=",
         "Of more than 32 splits the others are left out of the sum that outputs are divided by.",

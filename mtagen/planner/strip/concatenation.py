@@ -2,8 +2,8 @@
 
 To mix shares of a group's heads and multiply them by values is to multiply each head's shares by the values of all
 heads of its group, laid side by side, and to mix these products: sum over g of N[h, g] (P_g V_h). So the forward pass
-writes no scores. Its cost grows with the group, that of strips does not; and so does its memory, of m times the values
-and the outputs for groups of m heads.
+writes no scores. Its cost grows with the group, that of strips does not; and so does its memory, of m times the
+values and the outputs for groups of m heads. Its keys are never split.
 """
 
 from __future__ import annotations
@@ -38,4 +38,4 @@ def rows_of_table(fused: TileForward) -> Iterator[tuple[str, str, str]]:
     """Facts for the plan's table."""
     width = fused.spec.value_head_dim
     yield "forward", "values", f"of each head's group side by side, {width} columns, in one fused kernel; then mixed"
-    yield from fused.rows_of_table()
+    yield from fused.kernel_rows()

@@ -30,6 +30,7 @@ from ..names import kernel_name
 from ..passes import Fields
 from ..splits import SplitRule, split_keys, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
+from .combine import SPLITS, Combine
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
@@ -42,10 +43,10 @@ _HEAD_ROWS = 6  # query rows a head, where a CTA takes several: one new token of
 _BUSY_WARPS = 8  # of a multiprocessor, such that loads, products and softmax overlap
 _STAGES = (3, 2)
 _TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
-_COMBINE_WARPS, _COMBINE_REGISTERS = 4, 64
+_COMBINE_WARPS = 4  # that share the splits of a row
 _REGISTERS = 128  # that a thread is given at least
 
-N_NEW, CTA_HEADS, SPLITS = sympy.symbols("n_new cta_heads splits", integer=True, positive=True)
+N_NEW, CTA_HEADS = sympy.symbols("n_new cta_heads", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,9 @@ class TileDecode(TilePass):
         return convolution_steps(self.spec)
 
     @property
-    def combine_warps(self) -> int:
-        """Warps that merge the splits of one row."""
-        return _COMBINE_WARPS
+    def combine(self) -> Combine:
+        """How splits are merged."""
+        return Combine(self.spec, self.target, "decode", (BATCH, HEADS, N_NEW), _COMBINE_WARPS)
 
     @cached_property
     def mask(self) -> Mask:
@@ -246,13 +247,6 @@ class TileDecode(TilePass):
         return (out, Buffer("lse", "fp32", (BATCH, HEADS, N_NEW)))
 
     @property
-    def partials(self) -> tuple[Buffer, ...]:
-        """The results of splits, where there are several."""
-        rows = (BATCH, HEADS, N_NEW, SPLITS)
-        partial = Buffer("partial", "fp32", (*rows, self.spec.value_head_dim))
-        return (partial, Buffer("partial_lse", "fp32", rows))
-
-    @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The decode kernels and the one that merges splits."""
         arguments = (
@@ -278,21 +272,7 @@ class TileDecode(TilePass):
             )
             for tile in self.tiles
         )
-        combine = Kernel(
-            "combine",
-            kernel_name("tile", "decode_combine", self.spec, self.target),
-            (
-                *reads("float", "partial", "partial_lse"),
-                *writes("Element", "out"),
-                *writes("float", "lse"),
-                *numbers("int", "num_splits"),
-            ),
-            (BATCH * HEADS * N_NEW,),
-            32 * _COMBINE_WARPS,
-            0,
-            _COMBINE_REGISTERS,
-        )
-        return (*decode, combine)
+        return (*decode, self.combine.kernel)
 
     @property
     def legend(self) -> Iterator[str]:

@@ -10,20 +10,22 @@ Scores that one tap convolves stay in their registers; then there is no slab.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 
-from sympy import Expr, Min, floor, symbols
+from sympy import Expr, Integer, Min, ceiling, floor, symbols
 
 from ...errors import PlanError, explain
 from ...spec import DROPOUT_GROUP, Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
-from ..kernel import HEADS, Buffer, Kernel, numbers, reads, writes
+from ..kernel import BATCH, HEADS, Argument, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
+from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
+from .combine import SPLITS, Combine
 from .kept import DRAW, KEEP_SCALE, KeptBits
 from .layout import Layout
 from .memory import SharedMap
@@ -32,12 +34,15 @@ from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
 
-FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)  # a CTA's rows, in the names of the templates
+# What is a CTA's, in the names of the templates: its rows, and its split of the keys.
+FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)
+SPLIT, SPLIT_TILES = symbols("split split_tiles", integer=True, nonnegative=True)
 _SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
 _SOFTMAX = 0.06  # a score's share of what tensor cores do not do
 _STEP_LATENCY = 1200  # of a step, that other warps do not hide
+_COMBINE_WARPS = 1  # that share the splits of a row
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class TileForward(TilePass):
     blocks: int = 1
 
     pass_name = "forward"
+    role = "forward"  # of the kernel
+    splits = False  # whether CTAs take splits of the keys
 
     @classmethod
     def fitting(cls, spec: Spec, target: Target) -> Sequence[TileForward]:
@@ -86,6 +93,21 @@ class TileForward(TilePass):
     def name(self) -> str:
         """Name of the source file and of its kernel."""
         return kernel_name("tile", "fwd", self.spec, self.target)
+
+    @cached_property
+    def split(self) -> SplitForward | None:
+        """The kernel for calls whose keys are split.
+
+        Packed documents have none, for their tiles come from a schedule; nor has dropout, which draws for groups of
+        keys that a split would have to begin with.
+        """
+        if self.spec.packed or self.spec.dropout:
+            return None
+        return SplitForward(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+    @property
+    def cuda(self) -> Mapping[str, TilePass]:
+        return {one.role: one for one in (self, self.split) if one}
 
     @property
     def template(self) -> str:  # type: ignore[override]
@@ -268,6 +290,16 @@ class TileForward(TilePass):
         return Layout.of(self.spec)
 
     @property
+    def results(self) -> tuple[Argument, ...]:
+        """Pointers to what the kernel makes."""
+        return (*writes("Element", "out"), *writes("float", "lse"))
+
+    @property
+    def grid(self) -> tuple[Expr, ...]:
+        """CTAs: heads of the batch, by tiles of rows."""
+        return (self.layout.batch * HEADS, self.layout.blocks(self.layout.queries, self.owned))
+
+    @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The one kernel."""
         layout = self.layout
@@ -275,8 +307,7 @@ class TileForward(TilePass):
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
             *layout.documents,
-            *writes("Element", "out"),
-            *writes("float", "lse"),
+            *self.results,
             *layout.strides("q", "k", "v"),
             *layout.lengths,
             *(numbers("int", "total_q") if layout.packed else ()),
@@ -284,9 +315,8 @@ class TileForward(TilePass):
             *numbers("float", "scale"),
             *((*DRAW, *KEEP_SCALE) if self.spec.dropout else ()),
         )
-        grid = (layout.batch * HEADS, layout.blocks(layout.queries, self.owned))
         registers = max(self.register_split)
-        return (Kernel("forward", self.name, arguments, grid, self.threads, self.shared.size, registers),)
+        return (Kernel(self.role, self.name, arguments, self.grid, self.threads, self.shared.size, registers),)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -311,6 +341,13 @@ class TileForward(TilePass):
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
+        yield from self.kernel_rows()
+        if self.split:
+            rule = self.split.rule
+            yield "forward", "splits of the keys", f"for up to {rule.slots} CTAs, of {rule.min_keys} keys or more"
+
+    def kernel_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Those of the kernel alone, where calls are not split."""
         yield (
             "forward",
             "CTA",
@@ -324,6 +361,94 @@ class TileForward(TilePass):
             else f"{self.toeplitz.mma_of_scores} mma of 16 x 8 x 16, lag {self.lag}, carry {self.toeplitz.carry}",
         )
         yield "forward", "shared memory", f"{self.shared.size} bytes"
+
+
+@dataclass(frozen=True)
+class SplitForward(TileForward):
+    """The same kernel for CTAs that take a split of the keys, and the one that merges splits.
+
+    A split streams so many tiles, the last one what is left. It begins ``carry`` keys before the end of the one before,
+    and so makes each output whose window begins with its keys.
+    """
+
+    role = "forward_split"
+    splits = True
+
+    @property
+    def name(self) -> str:
+        """Name of the source file and of its kernel."""
+        return kernel_name("tile", "fwd_split", self.spec, self.target)
+
+    @property
+    def key_begin(self) -> Expr:
+        """Where a CTA's keys begin, in the templates' names."""
+        return super().key_begin + SPLIT * (SPLIT_TILES * self.keys - self.toeplitz.carry)
+
+    @property
+    def repeated(self) -> int:
+        """Columns of a later split's first tile that are outputs of the split before: their windows begin there."""
+        return self.spec.pad_left
+
+    @property
+    def seen_keys(self) -> Expr:
+        """Keys that the splits of a tile of rows share, in names of the host and of the templates.
+
+        Where a window begins within a chunk it may be a few more, which the last split takes as all that are left.
+        """
+        if self.mask.left is None or self.mask.right is None:
+            return N_K
+        return Min(N_K, self.rows + self.spec.pad_left + self.mask.left + self.mask.right)
+
+    @property
+    def split_tiles(self) -> Expr:
+        """Tiles of keys that a split streams, in the templates' names."""
+        return ceiling((self.seen_keys + self.toeplitz.carry * SPLITS) / (self.keys * SPLITS))
+
+    @property
+    def ctas_and_slots(self) -> tuple[Expr, Expr]:
+        """CTAs of a call that is not split, and those that the GPU holds at once.
+
+        Where later rows see more keys, some splits have none: if the mean row does not see a share h of the keys, then
+        n splits of a tile of rows are n (1 - h) + h CTAs with keys. So a CTA counts 1 - h, and takes h slots besides.
+        Both numbers are times 2 n_k, so that they are integers.
+        """
+        n_q, n_k = symbols("n_q n_k", integer=True, positive=True)  # a call has some of both
+        ctas, slots = BATCH * HEADS * ceiling(n_q / self.owned), self.rule.slots
+        if not self.mask.favours_later_rows:
+            return ctas, Integer(slots)
+        hidden = Min(n_q, n_k)  # from the mean row, of 2 n_k keys
+        return ctas * (2 * n_k - hidden), 2 * n_k * slots - ctas * hidden
+
+    @property
+    def rule(self) -> SplitRule:
+        """How many splits a call has: as many as the GPU holds at once, and one where it has CTAs enough without."""
+        return split_rule(self.blocks, self.keys, get_target(self.target).multiprocessors, max_waves=1)
+
+    @property
+    def combine(self) -> Combine:
+        """How splits are merged."""
+        return Combine(self.spec, self.target, "fwd", self.layout.statistics, _COMBINE_WARPS)
+
+    @property
+    def results(self) -> tuple[Argument, ...]:
+        """Pointers to what the kernel makes."""
+        return writes("float", "partial", "partial_lse")
+
+    @property
+    def grid(self) -> tuple[Expr, ...]:
+        """CTAs: heads of the batch, by tiles of rows, by splits."""
+        return (*super().grid, SPLITS)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernel and the one that merges splits."""
+        return (*super().kernels, self.combine.kernel)
+
+    @property
+    def legend(self) -> Iterator[str]:
+        """What the numbers of the source mean."""
+        yield from super().legend
+        yield "partial (batch * heads * n_q, splits, dv) and partial_lse (log2) are the results of splits of the keys."
 
 
 def forward_candidates(spec: Spec, target: Target) -> list[TileForward]:

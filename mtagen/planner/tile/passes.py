@@ -14,15 +14,20 @@ from ..targets import Target, get_target
 
 
 class TilePass(PassPlan):
-    """One pass made of CUDA kernels that stand in one source file; all of it is one decision.
+    """One pass made of CUDA kernels; all of it is one decision.
 
     Attributes:
-        template: the template that prints the source.
+        template: the template that prints its source.
     """
 
     lowering = "tile"
     backend = "cuda"
     template: str
+
+    @property
+    def cuda(self) -> Mapping[str, TilePass]:
+        """What its sources are printed from, by role."""
+        return {self.pass_name: self}
 
     @property
     @abstractmethod
