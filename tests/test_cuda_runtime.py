@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -383,3 +385,12 @@ class TestLaunch:
     def test_a_broken_cubin_raises(self) -> None:
         with pytest.raises(RuntimeError, match="loading a cubin failed"):
             load_kernels(b"no cubin" * 100, FACTS, 0)
+
+
+def test_the_benchmark_of_calls_runs() -> None:
+    """``benchmarks/call.py``, whose figures of one burst mean little."""
+    script = Path(__file__).parents[1] / "benchmarks/call.py"
+    done = subprocess.run([sys.executable, script, "--bursts", "1"], capture_output=True, text=True, check=True)
+    figures = re.findall(r"(forward|with gradients|backward|decode) +│ +([\d.]+)", done.stdout)
+    assert [name for name, _ in figures] == ["forward", "with gradients", "backward", "decode"]
+    assert all(float(us) > 0 for _, us in figures)

@@ -270,3 +270,9 @@ def test_starts_of_wrong_values(values: tuple[int, ...]) -> None:
 def test_longest_of_wrong_kinds(longest: Any) -> None:
     refused("max_q.*length of the longest document", max_q=longest)
     refused("max_k.*length of the longest document", max_k=longest)
+
+
+def test_documents_longer_than_the_longest() -> None:
+    for name, axis in (("max_q", 0), ("max_k", 1)):
+        longest = max(lengths[axis] for lengths in LENGTHS)
+        refused(rf"{name}: got {longest - 1}; must be the length.*{longest} or more", **{name: longest - 1})

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError, explain
 from ..op import build
+from ..ops.attention import autocast_dtype
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache
 from .inputs import check_count, check_divisor, check_input, check_options, is_count
@@ -385,7 +386,7 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("causal", False, rule, "causal=True, or calls without a cache"))
         device = self.wk.weight.device if device is None else torch.device(device)
         if dtype is None:
-            dtype = _autocast_dtype(device) or self.wk.weight.dtype
+            dtype = autocast_dtype(device.type) or self.wk.weight.dtype
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shape = batch, self.n_local_kv_heads, max_len, self.head_dim
         queries = torch.zeros(batch, self.n_local_heads, spec.context, self.head_dim, **made)
@@ -456,10 +457,3 @@ def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: st
     if isinstance(layer.wposm, HeadMixer) and kernel is not None and kernel.shape == (1, *layer.wposm.weight.shape):
         del state_dict[f"{prefix}head_kernel"]
         state_dict[f"{prefix}wposm.weight"] = kernel[0].T.contiguous()
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on a device, if it is on."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)

@@ -300,11 +300,17 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What ``torch.autocast`` asks of an attention op: q, k and v in its dtype, the weight as it is."""
     if not torch._C._is_any_autocast_enabled():  # this takes half the time of the questions below
         return tensors
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if device == "meta" or not torch.is_autocast_enabled(device):  # PyTorch refuses to say for meta tensors
+    dtype = autocast_dtype(tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu")
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and _is_castable(x) else x for x in tensors)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in on devices of a type, if it is on."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # PyTorch refuses to say for meta tensors
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def _is_castable(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -90,7 +91,8 @@ def check_varlen(
     """As :func:`check_call` for packed documents: q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
 
     Raises:
-        InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold is looked at on the CPU only.
+        InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold, and whether a document is longer than
+            max_q or max_k, is looked at on the CPU only.
     """
     checked = check_packed(spec, dtypes, q, k, v, weights)
     check_documents(documents, len(q), len(k), q.device)
@@ -119,12 +121,16 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
     """Check where packed documents of so many queries and keys are.
 
     Raises:
-        InputError: some value does not fit. What cu_seq_q and cu_seq_k hold is looked at on the CPU only.
+        InputError: some value does not fit. What cu_seq_q and cu_seq_k hold, and whether a document is longer than
+            max_q or max_k, is looked at on the CPU only.
     """
-    ends = (("cu_seq_q", documents.cu_seq_q, total_q), ("cu_seq_k", documents.cu_seq_k, total_k))
-    _check_dense([(name, cu_seq) for name, cu_seq, _ in ends])
-    for name, cu_seq, total in ends:
-        got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
+    cu_seq_q, cu_seq_k, max_q, max_k = documents
+    for name, longest in (("max_q", max_q), ("max_k", max_k)):
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or not longest >= 0:
+            raise InputError(explain(name, longest, "must be the length of the longest document", "0, 1, 2, ..."))
+    _check_dense([("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)])
+    for axis, cu_seq, total, longest in (("q", cu_seq_q, total_q, max_q), ("k", cu_seq_k, total_k, max_k)):
+        name, got = f"cu_seq_{axis}", (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
         if got != (1, torch.int32, device) or len(cu_seq) == 0:
             rule = "must be where documents begin, and the last one's end"
             got_shape = (tuple(cu_seq.shape), *got[1:])
@@ -133,12 +139,13 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
             values = cu_seq.tolist()
             if values[0] != 0 or values[-1] != total or values != sorted(values):
                 raise InputError(explain(name, values, "must not decrease", f"from 0 to {total}"))
-    if len(documents.cu_seq_q) != len(documents.cu_seq_k):
-        counts = tuple(len(cu_seq) - 1 for _, cu_seq, _ in ends)
+            needed = max((end - begin for begin, end in pairwise(values)), default=0)
+            if longest < needed:
+                rule = "must be the length of the longest document"
+                raise InputError(explain(f"max_{axis}", longest, rule, f"{needed} or more"))
+    if len(cu_seq_q) != len(cu_seq_k):
+        counts = len(cu_seq_q) - 1, len(cu_seq_k) - 1
         raise InputError(explain("documents", counts, "cu_seq_q and cu_seq_k must have as many", "the same length"))
-    for name, longest in (("max_q", documents.max_q), ("max_k", documents.max_k)):
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or not longest >= 0:
-            raise InputError(explain(name, longest, "must be the length of the longest document", "0, 1, 2, ..."))
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -151,7 +158,9 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         return float(head_dim**-0.5)
     # torch.compile traces no math.isfinite of a symbol.
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -_LARGEST <= scale <= _LARGEST:
-        raise InputError(explain("scale", scale, "must be a finite number", "e.g. head_dim ** -0.5 (the default)"))
+        raise InputError(
+            explain("scale", scale, "must be a finite Python number", "e.g. head_dim ** -0.5 (the default)")
+        )
     return float(scale)
 
 

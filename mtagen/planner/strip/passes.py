@@ -211,6 +211,9 @@ class StripLowering:
         """
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
+        if spec.convolves_only and (pass_name != "backward" or not spec.kernel):
+            rule = "strips stand in for a fused backward pass of a convolution only"
+            raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         made = StripPass(spec, target.name, pass_name, self.backend)
         _ = made.kernels  # raises where there is none, or a tile does not fit
         if spec.convolves_only:
@@ -240,17 +243,14 @@ class StripLowering:
 
 
 def _check_stands_in(made: StripPass) -> None:
-    """Check that a pass may stand in for a fused one that does not fit.
+    """Check that strips may stand in for a fused backward pass that does not fit.
 
-    Strips some of whose kernels are Triton's take longer than its own lowering of a convolution, and so do strips where
-    there is none. The sums of packed documents do not count, which are always Triton's.
+    Those some of whose kernels are Triton's take longer than its own lowering of a convolution, as all do where there
+    is none. The sums of packed documents do not count, which are always Triton's.
 
     Raises:
-        PlanError: it may not.
+        PlanError: they may not.
     """
-    if made.pass_name != "backward" or not made.spec.kernel:
-        rule = "strips stand in for a fused backward pass of a convolution only"
-        raise PlanError(explain("pass", made.pass_name, rule, "backend='triton'"))
     dense = replace(made, spec=replace(made.spec, packed=False))
     if missing := [kernel.role for kernel in dense.kernels if kernel.role not in dense.cuda]:
         rule = "strips stand in for a fused backward pass only where these kernels, too, are CUDA's"
