@@ -116,7 +116,15 @@ def test_accuracy_of_cuda(
         kernel, head_dim, dtype=dtype, causal=causal, key_padding=key_padding, mask=mask, deterministic=False
     )
     assert "forward" in op.plan.tile
-    assert "backward" in op.plan.tile or head_dim > 128
+    assert op.plan["backward"].lowering == ("tile" if head_dim <= 128 else "strip")
+    assert_accurate(op)
+
+
+@pytest.mark.usefixtures("prefers_cuda", "poisoned")
+@pytest.mark.parametrize("options", [{}, {"window": (100, -1)}, {"causal": False}], ids=str)
+def test_accuracy_of_cuda_with_values_of_another_head_dim(options: dict[str, Any]) -> None:
+    op = mtagen.build((6, 11), 192, value_head_dim=128, **options)
+    assert op.plan["backward"].lowering == "strip"
     assert_accurate(op)
 
 
