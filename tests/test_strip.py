@@ -16,7 +16,7 @@ import torch
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
-from mtagen.planner.choice import GENERATED, lowering
+from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
@@ -552,7 +552,7 @@ def test_a_decode_step_makes_rows_that_are_needed_only() -> None:
 )
 def test_cuda_says_what_it_cannot_do(pass_name: str, spec: Spec, target: str, message: str) -> None:
     for refused in (
-        lambda: lowering("cuda", spec).candidates(pass_name, spec, get_target(target)),
+        lambda: candidates("cuda", pass_name, spec, get_target(target)),
         lambda: plan(spec, target, "cuda"),
     ):
         with pytest.raises(PlanError, match=message):
