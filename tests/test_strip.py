@@ -386,12 +386,13 @@ def test_auto_takes_cuda_and_says_why(spec: Spec) -> None:
 
 
 def test_auto_takes_triton_for_passes_in_which_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    ratios = {"forward": 1.1, "backward": 1.2, "decode": 0.5}
+    """However little: both launch as much, so that a call costs the CPU the same."""
+    ratios = {"forward": 1.0, "backward": 1.1, "decode": 0.5}
     monkeypatch.setattr("mtagen.planner.strip.passes.CUDA_OVER_TRITON", ratios)
     made = plan(EVERYTHING, "sm_90a")
     assert made.served_by("cuda") == ("forward", "decode")
     assert made.served_by("triton") == ("backward",)
-    assert "backward: cuda takes 1.20 of its time" in made.reason
+    assert "backward: cuda takes 1.10 of its time" in made.reason
     assert Plan.from_json(made.to_json()) == made
 
 
