@@ -77,7 +77,7 @@ class Plan:
 
     @cached_property
     def cuda(self) -> Mapping[str, TilePass | StripSource]:
-        """What CUDA sources are printed from: those of passes, by pass or role, and those of strips, by role."""
+        """What CUDA sources are printed from, by role: of fused passes, of kernels in strips."""
         passes: tuple[TilePass | StripPass, ...] = (*self.tile.values(), *self.strip.values())
         return {role: source for one in passes for role, source in one.cuda.items()}
 

@@ -99,22 +99,20 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
     devices, arch = devices_for(plan.target), get_target(plan.target).sm
     if plan.cuda:
         toolchain()  # it imports cuda.core, of which threads that import it at once may find a part only
-    passes = sources.hosts if devices else ()
-    modules = dict.fromkeys(load_host(plan, sources, pass_name) for pass_name in passes)
+    hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in sources.hosts} if devices else {}
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
         if not devices:
             list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.cuda[name].name), plan.cuda))
         for device in devices:  # in turn: GPUs alike share what is compiled for the first
-            for module in modules:
+            for module in dict.fromkeys(hosts.values()):  # passes of one lowering share theirs
                 list(pool.map(partial(_load, module, device), getattr(module, "SOURCES", ())))
-    hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in plan.triton} if devices else {}
-    for device in devices if hosts else ():
+    for device in devices if plan.triton else ():
         from .launches import compile_launches, exercise  # which needs triton
 
         with torch.cuda.device(device):  # Triton launches on the current device
-            compile_launches(plan, hosts, device)
-            for pass_name, host in hosts.items():
-                exercise(plan, host, device, pass_name)
+            compile_launches(plan, {pass_name: hosts[pass_name] for pass_name in plan.triton}, device)
+            for pass_name in plan.triton:
+                exercise(plan, hosts[pass_name], device, pass_name)
             torch.cuda.synchronize()
 
 
