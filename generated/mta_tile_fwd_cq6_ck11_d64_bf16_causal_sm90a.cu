@@ -9,7 +9,7 @@
 // Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
 //
-// mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, -(-n_q // 187)), 512, 127616>>>
+// mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(min(resident, -(-n_q // 187) * batch * heads)), 512, 128408>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,6 +35,11 @@ DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generi
 // Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Copies 4 bytes.
+DEVICE void copy_word_async(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 // The copies since the last commit are waited for together.
@@ -285,7 +290,8 @@ constexpr int SHARED_K = 24576;
 constexpr int SHARED_V = 40960;
 constexpr int SHARED_SLAB = 57344;
 constexpr int SHARED_GATHER = 114368;
-constexpr int SHARED_BARRIERS = 127168;
+constexpr int SHARED_TAPS = 127168;
+constexpr int SHARED_BARRIERS = 127960;
 
 // ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
 //
@@ -523,11 +529,13 @@ constexpr int GATHER_TILE = 800, GATHER = TILES * GATHER_TILE;
 
 using Weights = Toeplitz;
 
-// Loads the weights of a head. Those of a negative scale change sign, so that the largest sum is the largest score.
-DEVICE void load_weights(Weights& weights, const float* weight, float scale, int lane) {
+// Loads the weights of a head, of which read(i) gives tap i. Those of a negative scale change sign, so that the largest
+// sum is the largest score.
+template <class Read>
+DEVICE void load_weights(Weights& weights, Read read, float scale, int lane) {
   auto tap = [&](int u, int v) {
     const bool inside = u < CQ && 0 <= v && v < CK;
-    return inside ? copysignf(1.f, scale) * __ldg(weight + u * CK + v) : 0.f;
+    return inside ? copysignf(1.f, scale) * read(u * CK + v) : 0.f;
   };
   make_toeplitz(weights, lane, [&](int u, int v) { return pack<fp16>(tap(u, v), tap(u, v + 1)); });
 }
@@ -682,28 +690,6 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
   }
 }
 
-// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they are in [begin, end). A row that has
-// seen no key is zeros, and its log-sum-exp is -inf. Of each 8 columns of o the thread holds two, from column 2
-// lane_pair on.
-template <int N, class Element>
-DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax, int row,
-                         int begin, int end, int lane) {
-  constexpr int COLUMNS = 2 * N;
-  const int lane_pair = lane & 3;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float total = softmax.total(r);
-    const int i = row + r;
-    if (i < begin || i >= end) continue;
-    const float inverse = total == 0.f ? 0.f : 1.f / total;
-    if (lane_pair == 0) lse[i] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
-#pragma unroll
-    for (int n = 0; n < COLUMNS / CHUNK; ++n)
-      *reinterpret_cast<u32*>(out + static_cast<long long>(i) * COLUMNS + CHUNK * n + 2 * lane_pair) =
-          pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
-  }
-}
-
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
 // They are of a warp's 16 rows, the first at `position`, and of KEYS keys from `key` on.
@@ -746,12 +732,64 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
   }
 }
 
+// ---- Work tiles -----------------------------------------------------------------------------------------------------
+//
+// A work tile is what a CTA does at a time: the outputs of OWNED rows of a head.
+
+struct WorkTile {
+  bool exists;
+  int head;      // the number of its head through the batch
+  int b, h;      // its entry of the batch, and its head there
+  int n_q, n_k;  // queries and keys of the sequence
+  int first;     // its first row, of which the first HALO have their outputs elsewhere
+  int offset;    // query i is at position i + offset
+  int steps;     // tiles of keys that some of its rows see
+
+  DEVICE WorkTile(int head_, int number, int heads, int n_q_, int n_k_) : head(head_), n_q(n_q_), n_k(n_k_) {
+    const int head_tiles = (n_q + 186) / 187;
+    exists = number < head_tiles;
+    b = head / heads, h = head % heads;
+    const int block = head_tiles - 1 - number;  // those with the most keys first
+    first = block * OWNED - HALO;
+    offset = n_k - n_q;
+    const int key_end = min(n_k, first + offset + ROWS);  // of those that some row sees
+    steps = max(0, (key_end + LAG + KEYS - 1) / KEYS);
+  }
+  // Query i's row, of the outputs and of the log-sum-exps.
+  DEVICE long long row_of(int i) const { return static_cast<long long>(head) * n_q + i; }
+};
+
+// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, where they are outputs of the work tile. A row
+// that has seen no key is zeros, and its log-sum-exp is -inf. Of each 8 columns of o the thread holds two, from column 2
+// lane_pair on.
+template <int N, class Element>
+DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax,
+                         const WorkTile& work, int row, int lane) {
+  constexpr int COLUMNS = 2 * N;
+  const int lane_pair = lane & 3;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = softmax.total(r);
+    const int i = row + r;
+    if (i < work.first + HALO || i >= work.n_q) continue;
+    const float inverse = total == 0.f ? 0.f : 1.f / total;
+    if (lane_pair == 0)
+      lse[work.row_of(i)] = total == 0.f ? -INFINITY : logf(total) - LN_2 * softmax.shift[r];
+    Element* const to = out + work.row_of(i) * COLUMNS + 2 * lane_pair;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / CHUNK; ++n)
+      *reinterpret_cast<u32*>(to + CHUNK * n) =
+          pack<Element>(o[4 * n + 2 * r] * inverse, o[4 * n + 2 * r + 1] * inverse);
+  }
+}
+
 // ---- Forward --------------------------------------------------------------------------------------------------------
 
 constexpr int WARPGROUPS = 3;  // that compute; one more loads
 constexpr int THREADS = 512, STAGES = 2;
 constexpr int K_TILE = 1 * KEYS * PANEL_ROW;  // bytes
 constexpr int V_TILE = 1 * KEYS * PANEL_ROW;
+constexpr int TAPS = 4 * CQ * CK;  // bytes of a head's weights
 
 // Barriers of each stage: its tile of K or V is full, or may be written again.
 constexpr int K_FULL = 0, K_EMPTY = K_FULL + BARRIER * STAGES;
@@ -765,21 +803,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
     const float* __restrict__ weight, Element* __restrict__ out, float* __restrict__ lse, long long q_stride_b,
     long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h, long long k_stride_n,
-    long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k, int heads, int group,
-    float scale) {
+    long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k, int batch, int heads,
+    int group, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-  const int b = blockIdx.x / heads, h = blockIdx.x % heads;
-  const int block = gridDim.y - 1 - blockIdx.y;  // those with the most keys first
 
-  // The CTA's first row; query i is at position i + offset; no row of the CTA sees keys from key_end on.
-  const int first = block * OWNED - HALO;
-  const int offset = n_k - n_q;
-  const int key_end = min(n_k, first + offset + ROWS);
-  const int steps = max(0, (key_end + LAG + KEYS - 1) / KEYS);
-  k += b * k_stride_b + h / group * k_stride_h;
-  v += b * v_stride_b + h / group * v_stride_h;
+  const int all_heads = batch * heads;
+  // CTAs take work tiles in turn, forward and then back, so that each has longer and shorter ones.
+  auto work_tile = [&](int round) {
+    const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, index = round * gridDim.x + turn;
+    return WorkTile(index % all_heads, index / all_heads, heads, n_q, n_k);
+  };
+  WorkTile work = work_tile(0);
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -794,117 +830,143 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   clear_pads(base, threadIdx.x, THREADS);
   __syncthreads();
 
+  int round = 0, before = 0;  // work tiles, and steps, that the CTA has done
   if (warpgroup == WARPGROUPS) {
-    // Loads: two warps K, two warps V, which lags as the outputs do. One K tile more than there are steps.
+    // Loads: two warps K, two warps V, which lags as the outputs do. Of each work tile one K tile more than there are
+    // steps.
     registers_down_to<32>();
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
-    for (int t = 0; t < steps + loads_k; ++t) {
-      const int stage = t % STAGES;
-      if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
-      if (loads_k)
-        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, k, k_stride_n, t * KEYS, n_k, thread);
-      else
-        load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, v, v_stride_n, t * KEYS - LAG, n_k, thread);
-      copy_commit();
-      copy_wait<0>();
-      fence_async();
-      barrier_arrive(full + BARRIER * stage);
+    for (; work.exists; before += work.steps, work = work_tile(++round)) {
+      const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h;
+      const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h;
+      for (int t = 0; t < work.steps + loads_k; ++t) {
+        const int tile = before + t + (loads_k ? round : 0), stage = tile % STAGES;
+        if (tile >= STAGES) barrier_wait(empty + BARRIER * stage, (tile / STAGES - 1) & 1);
+        if (loads_k)
+          load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
+        else
+          load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
+        copy_commit();
+        copy_wait<0>();
+        fence_async();
+        barrier_arrive(full + BARRIER * stage);
+      }
     }
     return;
   }
 
   registers_up_to<160>();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int top = first + 16 * warp, position = top + offset;  // of the warp's first row
+  const u32 q_tile = base + SHARED_Q, taps = base + SHARED_TAPS + TAPS * warpgroup;
 
-  // Q, its rows in the order of the fragments, scaled.
-  const u32 q_tile = base + SHARED_Q;
-  q += b * q_stride_b + h * q_stride_h;
-  load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, q, q_stride_n, first, n_q, threadIdx.x & 127);
-  copy_commit();
-
-  Weights weights;
-  load_weights(weights, weight + h * CQ * CK, scale, lane);
-
-  copy_wait<0>();
-  scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
-  fence_async();
-  named_barrier(1 + warpgroup, 128);
-  u32 q_fragments[D / 16][4];
-#pragma unroll
-  for (int kk = 0; kk < D / 16; ++kk)
-    load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
-
-  WarpSlab scores;
-  scores.locate(base, 16 * warp, 0, lane);
-  Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
-  float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
-#pragma unroll
-  for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
+  // The warpgroup copies its rows of Q, in the order of the fragments, and its head's weights.
+  auto copy_queries = [&] {
+    const int thread = threadIdx.x & 127;
+    const Element* const queries = q + work.b * q_stride_b + work.h * q_stride_h;
+    load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, queries, q_stride_n, work.first, work.n_q, thread);
+    for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
+    copy_commit();
+  };
+  copy_queries();
 
   // The warp below reads this warp's rows as its halo, and this warp those of the warp above.
   const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
   const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
 
-  auto issue_scores = [&](int t) {  // s = Q K(t)^T
-    barrier_wait(barriers + K_FULL + BARRIER * (t % STAGES), t / STAGES & 1);
-    const u64 k_operand = operand(base + SHARED_K + t % STAGES * K_TILE);
-    wgmma_fence();
+  while (true) {
+    copy_wait<0>();
+    scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
+    fence_async();
+    named_barrier(1 + warpgroup, 128);
+    Weights weights;
+    load_weights(weights, [&](int i) { return __uint_as_float(load_shared(taps + 4 * i)); }, scale, lane);
+    u32 q_fragments[D / 16][4];
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk)
-      wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
-    wgmma_commit();
-  };
+      load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
 
-  auto write_scores = [&](int t) {
-    mask_scores(s, position, t * KEYS, n_k, lane);
-    if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + BARRIER * (t & 1), (t / 2 - 1) & 1);
-    scores.write(s, t & 1, lane);
-    __syncwarp();
-    if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * (t & 1));
-  };
-
-  issue_scores(0);
-  wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(barriers + K_EMPTY);
-  write_scores(0);
-
-  for (int t = 0; t < steps; ++t) {
-    // P: probabilities of the outputs' keys.
-    if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * (t & 1), t / 2 & 1);
-    u32 p[KEYS / 16][4];
-    softmax.begin();
-    scores.convolved(c, t & 1, position, t * KEYS, weights, lane,
-                     [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
-    mask_probabilities(p, softmax, position, t * KEYS - LAG, n_k, lane);
-    if (!softmax.end()) {
-      scores.convolved(c, t & 1, position, t * KEYS, weights, lane, [](int) {});
-      mask_outputs(c, position, t * KEYS - LAG, n_k, lane);
-      float rescale[2];
-      softmax.restart(p, c, rescale);
+    const int top = work.first + 16 * warp, position = top + work.offset;  // of the warp's first row
+    WarpSlab scores;
+    scores.locate(base, 16 * warp, 0, lane);
+    Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
+    float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
 #pragma unroll
-      for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
-    }
-    if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * (t & 1));
+    for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
 
-    // While the tensor cores add P V(t) to o, the next scores are written.
-    issue_scores(t + 1);
-    barrier_wait(barriers + V_FULL + BARRIER * (t % STAGES), t / STAGES & 1);
-    const u64 v_operand = operand(base + SHARED_V + t % STAGES * V_TILE, KEYS * PANEL_ROW);
-    wgmma_fence();
+    auto issue_scores = [&](int t) {  // s = Q K(t)^T
+      const int tile = before + round + t, stage = tile % STAGES;
+      barrier_wait(barriers + K_FULL + BARRIER * stage, tile / STAGES & 1);
+      const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
+      wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((t + 1) % STAGES));
-    write_scores(t + 1);
+      for (int kk = 0; kk < D / 16; ++kk)
+        wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
+      wgmma_commit();
+    };
+    auto scores_done = [&](int t) {
+      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + round + t) % STAGES));
+    };
+
+    auto write_scores = [&](int t) {
+      const int tile = before + t, slab = tile & 1;
+      mask_scores(s, position, t * KEYS, work.n_k, lane);
+      if (gives_rows && tile >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (tile / 2 - 1) & 1);
+      scores.write(s, slab, lane);
+      __syncwarp();
+      if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
+    };
+
+    issue_scores(0);
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
-  }
+    scores_done(0);
+    if (work.steps > 0) write_scores(0);
 
-  out += static_cast<long long>(blockIdx.x) * n_q * DV;
-  lse += static_cast<long long>(blockIdx.x) * n_q;
-  store_output(out, lse, o, softmax, top + 2 * (lane >> 2), first + HALO, n_q, lane);
+    for (int t = 0; t < work.steps; ++t) {
+      const int tile = before + t, slab = tile & 1, stage = tile % STAGES;
+      // P: probabilities of the outputs' keys.
+      if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, tile / 2 & 1);
+      u32 p[KEYS / 16][4];
+      auto fits = [&] {  // relative to the references that there are
+        softmax.begin();
+        scores.convolved(c, slab, position, t * KEYS, weights, lane,
+                         [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
+        mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
+        return softmax.end();
+      };
+      if (t == 0 || !fits()) {  // no row has a reference before the first tile
+        scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
+        mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
+        float rescale[2];
+        softmax.restart(p, c, rescale);
+#pragma unroll
+        for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
+      }
+      if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
+
+      // While the tensor cores add P V(t) to o, the next scores are written.
+      issue_scores(t + 1);
+      barrier_wait(barriers + V_FULL + BARRIER * stage, tile / STAGES & 1);
+      const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
+      wgmma_commit();
+      wgmma_wait<1>();
+      scores_done(t + 1);
+      if (t + 1 < work.steps) write_scores(t + 1);
+      wgmma_wait<0>();
+      if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
+    }
+
+    // The next work tile's rows of Q are copied while this one's outputs are stored.
+    const WorkTile done = work;
+    before += work.steps;
+    work = work_tile(++round);
+    named_barrier(1 + warpgroup, 128);  // no warp of the warpgroup needs the rows before
+    if (work.exists) copy_queries();
+    store_output(out, lse, o, softmax, done, top + 2 * (lane >> 2), lane);
+    if (!work.exists) return;
+  }
 }

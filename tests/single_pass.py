@@ -54,6 +54,9 @@ class Launch(NamedTuple):
     arguments: Mapping[str, float]
 
 
+RESIDENT = 132  # CTAs that an H200 holds at once of a kernel whose CTAs have a multiprocessor each
+
+
 class Recorder:
     """Calls the emitted host function of a pass, and launches nothing: tensors may be on the meta device."""
 
@@ -74,4 +77,5 @@ class Recorder:
             names = (argument.name for argument in kernel.arguments)
             self._launches.append(Launch(kernel, grid, dict(zip(names, values, strict=True))))
 
+        launch.resident = RESIDENT  # type: ignore[attr-defined]
         return launch

@@ -21,7 +21,7 @@ from ...errors import PlanError, explain
 from ...spec import DROPOUT_GROUP, Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, Argument, Buffer, Kernel, numbers, reads, writes
+from ..kernel import BATCH, HEADS, RESIDENT, Argument, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
@@ -232,6 +232,11 @@ class TileForward(TilePass):
         """What dropout keeps of a tile; where warps that load draw it, of as many tiles as they load ahead."""
         return KeptBits(self.rows, self.keys, self.keys, 1, True, self.stages) if self.spec.dropout else None
 
+    @property
+    def taps(self) -> int:
+        """Bytes of the weights that warpgroups copy, each those of the head that it works on."""
+        return 4 * self.spec.cq * self.spec.ck * (self.warps // 4) if self.hopper else 0
+
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
@@ -245,6 +250,7 @@ class TileForward(TilePass):
                 ("SLAB", self.slabs * 2 * self.slab_parity, 16),
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 4),
+                ("TAPS", self.taps, 4),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -295,9 +301,31 @@ class TileForward(TilePass):
         return (*writes("Element", "out"), *writes("float", "lse"))
 
     @property
+    def head_tiles(self) -> Expr:
+        """Work tiles of a head."""
+        return self.layout.blocks(self.layout.queries, self.owned)
+
+    @property
+    def all_heads(self) -> Expr:
+        """Heads of all entries of the batch."""
+        return self.layout.batch * HEADS
+
+    @property
+    def work_tiles(self) -> Expr:
+        """Work tiles of all heads: a CTA makes the outputs of one at a time."""
+        return self.all_heads * self.head_tiles
+
+    @property
     def grid(self) -> tuple[Expr, ...]:
-        """CTAs: heads of the batch, by tiles of rows."""
-        return (self.layout.batch * HEADS, self.layout.blocks(self.layout.queries, self.owned))
+        """CTAs: one for each work tile of each head; on Hopper no more than run at once, which take several."""
+        return (Min(self.work_tiles, RESIDENT),) if self.hopper else (self.all_heads, self.head_tiles)
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Numbers that tell how many work tiles there are, where it is not the grid that tells."""
+        if self.layout.packed:
+            return ("total_q", "documents")
+        return ("batch",) if self.hopper else ()
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -310,8 +338,7 @@ class TileForward(TilePass):
             *self.results,
             *layout.strides("q", "k", "v"),
             *layout.lengths,
-            *(numbers("int", "total_q") if layout.packed else ()),
-            *numbers("int", "heads", "group"),
+            *numbers("int", *self.counts, "heads", "group"),
             *numbers("float", "scale"),
             *((*DRAW, *KEEP_SCALE) if self.spec.dropout else ()),
         )
@@ -436,8 +463,8 @@ class SplitForward(TileForward):
 
     @property
     def grid(self) -> tuple[Expr, ...]:
-        """CTAs: heads of the batch, by tiles of rows, by splits."""
-        return (*super().grid, SPLITS)
+        """CTAs: one for each split of each work tile. Many have no keys, so they are not counted on to last alike."""
+        return (self.work_tiles, Integer(1), SPLITS) if self.hopper else (*super().grid, SPLITS)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
