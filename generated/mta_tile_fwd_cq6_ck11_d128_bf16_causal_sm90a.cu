@@ -8,6 +8,7 @@
 // A CTA computes 192 rows of scores, yields 187, and streams tiles of 64 keys.
 // Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
+// As many CTAs are launched as the device holds at once, `resident`, and take such work tiles in turn.
 //
 // mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a<<<(min(resident, -(-n_q // 187) * batch * heads)), 512, 185752>>>
 

@@ -2,7 +2,9 @@
 
 A warp holds 16 rows of scores in registers, or twice 16, writes them to a slab in shared memory, and convolves rows of
 the slab, its own and the cq-1 above them, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
-and its first cq-1 rows serve as halo only. Along the keys there is no halo: the slab keeps the last ``carry`` columns
+and its first cq-1 rows serve as halo only. On Hopper a CTA stays, and takes the next such work tile when it has done one:
+what a CTA begins with is then paid once, and the loads of the next tile are under way while the last one's outputs are
+stored. Along the keys there is no halo: the slab keeps the last ``carry`` columns
 of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the slab.
 
 Scores that one tap convolves stay in their registers; then there is no slab.
@@ -364,6 +366,8 @@ class TileForward(TilePass):
             carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
+        if any(RESIDENT in size.free_symbols for size in self.grid):
+            yield "As many CTAs are launched as the device holds at once, `resident`, and take such work tiles in turn."
         yield from self.layout.legend(self.owned, "queries")
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
