@@ -2,10 +2,11 @@
 
 A warp holds 16 rows of scores in registers, or twice 16, writes them to a slab in shared memory, and convolves rows of
 the slab, its own and the cq-1 above them, on the tensor cores. So a CTA of R rows yields R - (cq-1) rows of outputs,
-and its first cq-1 rows serve as halo only. On Hopper a CTA stays, and takes the next such work tile when it has done one:
-what a CTA begins with is then paid once, and the loads of the next tile are under way while the last one's outputs are
-stored. Along the keys there is no halo: the slab keeps the last ``carry`` columns
+and its first cq-1 rows serve as halo only. Along the keys there is no halo: the slab keeps the last ``carry`` columns
 of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the slab.
+
+Such a tile of rows is a work tile. On Hopper a CTA stays, and takes another one when it has done one: what a CTA begins
+with is paid once, and the next work tile's loads are under way while outputs are stored.
 
 Scores that one tap convolves stay in their registers; then there is no slab.
 """
