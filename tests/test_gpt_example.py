@@ -194,6 +194,9 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has a log of another run: --resume"):
         train.Run(SETTINGS, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "log.jsonl").unlink()
+    with pytest.raises(ValueError, match="has a checkpoint and no log"):
+        train.Run(SETTINGS, tmp_path, resume=True)
 
 
 def test_commands(tmp_path: Path) -> None:

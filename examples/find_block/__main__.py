@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from mtagen.errors import InputError, MtagenError, explain
 
+from ..device import DEVICE, DeviceOption
 from .data import Task
 from .model import Size
 from .train import LOG, Settings, describe
@@ -69,14 +70,12 @@ def train(
     heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 2,
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.1,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 1000,
-    device: Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")] = None,
+    device: DeviceOption = DEVICE,
     compile_model: Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that draw samples.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
 ) -> None:
     """Train one model. The defaults are the paper's model and schedule, but with new samples in each step."""
-    import torch
-
     settings = Settings(
         Task(letters, block_length, blocks),
         Size(dim, layers, heads, dropout),
@@ -92,7 +91,7 @@ def train(
         settings,
         folder,
         steps,
-        device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        device=device,
         evaluate_every=evaluate_every,
         workers=workers,
         compile_model=compile_model,

@@ -191,7 +191,8 @@ def train(
         The last error on the test samples, 0..1.
 
     Raises:
-        InputError: the folder has a log of a run that is not to be resumed, or that had other settings.
+        InputError: the folder has a log of a run that is not to be resumed, or that had other settings; or it has a
+            checkpoint to resume and no log.
     """
     log, checkpoint = folder / LOG, folder / CHECKPOINT
     if log.exists() and not resume:
@@ -200,6 +201,8 @@ def train(
     lines = [json.dumps({"settings": asdict(settings), "environment": _environment(device)})]
     error = 1.0
     if resume and checkpoint.exists():
+        if not log.exists():
+            raise InputError(explain("folder", str(folder), "has a checkpoint and no log", f"both, or no {CHECKPOINT}"))
         trainer.load(checkpoint)
         lines = [line for line in log.read_text().splitlines() if json.loads(line).get("steps", 0) <= trainer.steps]
         error = json.loads(lines[-1])["error"]

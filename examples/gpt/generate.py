@@ -12,8 +12,8 @@ import typer
 from torch import Tensor
 
 from ..decoder import Decoder, generate, likeliest
+from ..device import DEVICE, DeviceOption
 from .model import SIZES, make_decoder
-from .train import DEVICE
 
 
 class Continuation(NamedTuple):
@@ -77,20 +77,20 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Bytes to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="Of the choice; 0: the likeliest byte.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the choice, if the temperature is not 0.")] = 0,
-    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
+    device: DeviceOption = DEVICE,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step from token to token.")] = False,
 ) -> None:
     """Continue a prompt, and say how many tokens a second that took."""
-    place, checkpoint = torch.device(device), folder / "checkpoint.pt"
+    checkpoint = folder / "checkpoint.pt"
     if not checkpoint.exists():
         raise typer.BadParameter(f"there is no {checkpoint}", param_hint="folder")
     if not prompt:
         raise typer.BadParameter("there is nothing to continue", param_hint="--prompt")
-    model = load(checkpoint, place)
-    tokens = torch.tensor([list(prompt.encode())], device=place)
+    model = load(checkpoint, device)
+    tokens = torch.tensor([list(prompt.encode())], device=device)
     step = torch.compile(model) if compiled else None
     continued(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed
-    made = continued(model, tokens, count, temperature, torch.Generator(place).manual_seed(seed), step)
+    made = continued(model, tokens, count, temperature, torch.Generator(device).manual_seed(seed), step)
     typer.echo(prompt + bytes(made.tokens[0].tolist()).decode(errors="replace"))
     after = f", then {(count - 1) / made.tokens_s:,.0f} tokens/s" if count > 1 else ""
     typer.echo(f"prompt of {tokens.shape[1]} tokens: {1e3 * made.prompt_s:.1f} ms{after}", err=True)

@@ -23,8 +23,9 @@ from rich.table import Table
 from mtagen.environment import collect
 
 from ..decoder import Decoder
+from ..device import DEVICE, DeviceOption
 from .model import LLAMA3_VOCABULARY, SIZES, Size, count_parameters, make_decoder, next_token_loss
-from .train import DEVICE, MAX_GRADIENT_NORM, make_optimizer, precision
+from .train import MAX_GRADIENT_NORM, make_optimizer, precision
 
 EAGER = "plain", "mta", "authors"
 CONTENDERS = (*EAGER, *(f"{name}-compiled" for name in EAGER))
@@ -149,7 +150,7 @@ def main(
     length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 2048,
     vocabulary: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = LLAMA3_VOCABULARY,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after three that are not.")] = 10,
-    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
+    device: DeviceOption = DEVICE,
     json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
 ) -> None:
     """Measure a training step of one size of the model with each attention, in one process, one after the other."""
@@ -160,10 +161,10 @@ def main(
                 raise typer.BadParameter(f"{value} is none of {', '.join(legal)}", param_hint=option)
     console = Console(stderr=True)
     sizes = {"batch": batch, "length": length, "vocabulary": vocabulary, "steps": steps}
-    report: dict[str, Any] = {"environment": collect(), "device": device, "size": size, **sizes, "results": []}
+    report: dict[str, Any] = {"environment": collect(), "device": str(device), "size": size, **sizes, "results": []}
     for contender in contenders:
         with console.status(f"{size}, {contender}"):
-            result = measure_or_explain(SIZES[size], contender, **sizes, device=torch.device(device))
+            result = measure_or_explain(SIZES[size], contender, **sizes, device=device)
         report["results"].append({"contender": contender, **result})
         if json_path is not None:  # after each, for a later one may take too long
             json_path.write_text(json.dumps(report, indent=1) + "\n")

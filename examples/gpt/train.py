@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from ..decoder import Decoder
+from ..device import DEVICE, DeviceOption
 from .model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_loss
 
 TEXT = Path(__file__).with_name("hamlet.txt")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_GRADIENT_NORM = 1.0
 CHECKPOINT = "checkpoint.pt"
 
@@ -87,8 +87,8 @@ class Run:
         compiled: whether ``torch.compile`` compiles the model and its loss.
 
     Raises:
-        ValueError: the checkpoint is of other settings or of another text, the folder has a log of a run that is not to
-            be resumed, or the text is too short.
+        ValueError: the checkpoint is of other settings or of another text, or is to be resumed and has no log, the
+            folder has a log of a run that is not to be resumed, or the text is too short.
     """
 
     quiet = False  # whether no progress is shown
@@ -98,7 +98,7 @@ class Run:
         settings: Settings,
         folder: Path,
         text: Path = TEXT,
-        device: str = DEVICE,
+        device: torch.device | str = DEVICE,
         *,
         resume: bool = False,
         compiled: bool = False,
@@ -126,6 +126,8 @@ class Run:
         if checkpoint is None:
             self.log.write_text("")
         else:
+            if not self.log.exists():
+                raise ValueError(f"{folder} has a checkpoint and no log: both, or neither, can be resumed")
             self._load(checkpoint)
             lines = self.log.read_text().splitlines(keepends=True)
             self.log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
@@ -262,7 +264,7 @@ def main(
     lr: LrOption = Settings.lr,
     warmup: WarmupOption = Settings.warmup,
     seed: SeedOption = Settings.seed,
-    device: Annotated[str, typer.Option(help="Where.")] = DEVICE,
+    device: DeviceOption = DEVICE,
     resume: ResumeOption = False,
     compiled: CompileOption = False,
     until: UntilOption = None,

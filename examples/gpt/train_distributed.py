@@ -28,9 +28,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mtagen.nn import MultiTokenAttention
 
 from ..decoder import Decoder
+from ..device import DEVICE
 from .model import SIZES, make_decoder
 from .train import (
-    DEVICE,
     TEXT,
     BatchOption,
     CompileOption,
@@ -82,7 +82,7 @@ class DistributedRun(Run):
         resume: bool = False,
         compiled: bool = False,
     ) -> None:
-        device = f"cuda:{os.environ['LOCAL_RANK']}" if DEVICE == "cuda" else "cpu"
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if DEVICE.type == "cuda" else "cpu"
         ranks = dist.get_world_size()
         if ranks % context:
             raise ValueError(f"{ranks} ranks are no groups of {context}")
@@ -91,7 +91,7 @@ class DistributedRun(Run):
             got = f"batch {settings.batch}, length {settings.length}"
             rule = f"its sequences are shared by {groups} and each is cut into {2 * context} equal chunks"
             raise ValueError(f"{got}: {rule}")
-        self.mesh = init_device_mesh(DEVICE, (groups, context), mesh_dim_names=("data", "context"))
+        self.mesh = init_device_mesh(DEVICE.type, (groups, context), mesh_dim_names=("data", "context"))
         self.quiet = dist.get_rank() > 0
         super().__init__(settings, folder, text, device, resume=resume, compiled=compiled)
 
@@ -105,7 +105,7 @@ class DistributedRun(Run):
         model.to(self.device)
         on_gpu = self.device.type == "cuda"
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
-        everyone = init_device_mesh(DEVICE, (dist.get_world_size(),))
+        everyone = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
         for part in (*model.layers, model):
             fully_shard(part, mesh=everyone, mp_policy=precision)
         return model
@@ -177,7 +177,7 @@ def main(
 ) -> None:
     """Train a decoder on the bytes of a text, with its sequences and its parameters spread over ranks."""
     check_choices(size, variant, VARIANTS)
-    if DEVICE == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)

@@ -1,0 +1,27 @@
+"""The option of the examples that says where they run."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import torch
+import typer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def present(name: str | torch.device) -> torch.device:
+    """The device of a name, such as ``cpu`` or ``cuda:1``.
+
+    Raises:
+        typer.BadParameter: it is not here.
+    """
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    here = ["cpu", *(["cuda", *gpus] if gpus else [])]
+    if str(name) not in here:
+        raise typer.BadParameter(f"{name} is none of {', '.join(here)}")
+    return torch.device(name)
+
+
+_Option = typer.Option("--device", parser=present, metavar="NAME", help="Where.")
+DeviceOption: TypeAlias = Annotated[torch.device, _Option]
