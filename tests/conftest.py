@@ -17,6 +17,7 @@ def pytest_configure() -> None:
     """Parallel workers have a thread each: more would wait for each other's cores longer than they compute."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, NumPy's too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -185,15 +185,17 @@ def assert_compiles(source: StripSource, log: Callable[[], str]) -> Usage:
 def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
     """CUDA's kernels, each a source of its own, use the tensor cores."""
     spec = Spec(head_dim=64, **stages)
+    sources: dict[str, StripSource] = {}
     for name in passes_of(spec):
         made = StripPass(spec, target, name, "cuda")
         assert {*made.cuda} == {kernel.role for kernel in made.kernels} - CONTRACTIONS
-        for role, source in made.cuda.items():
-            assert isinstance(source, StripSource)
-            used = assert_compiles(source, log)
-            multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
-            instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
-            assert bool(re.search(instruction, used.assembly)) == multiplies, role
+        sources |= {cuda.render(source): source for source in made.cuda.values()}  # passes share some
+    for source in sources.values():
+        assert isinstance(source, StripSource)
+        used = assert_compiles(source, log)
+        multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
+        instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
+        assert bool(re.search(instruction, used.assembly)) == multiplies, source.role
 
 
 @pytest.mark.parametrize("after", [{"post_mixed_heads": 16}, {"post_kernel": (2, 3)}, EVERYTHING], ids=str)

@@ -6,7 +6,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -34,12 +36,24 @@ _OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: registers and bytes of stack per thread, bytes of shared memory per CTA."""
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        stack: bytes of a thread.
+        shared: bytes of a CTA's shared memory.
+        disassemble: gives ``assembly``, which takes about as long as to compile a small kernel.
+    """
 
     registers: int
     stack: int
     shared: int
-    assembly: str
+    disassemble: Callable[[], str]
+
+    @property
+    def assembly(self) -> str:
+        """The kernel's instructions."""
+        return self.disassemble()
 
 
 def launches(plan: Plan) -> list[Launch]:
@@ -68,7 +82,7 @@ def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:
         compiled = triton.compile(_source(launch), target=gpu, options=launch.options)
         name = launch.kernel.__name__
         cubin = compiled.asm.get("cubin")
-        used = usage_of_cubin(cubin)[name] if cubin else Usage(0, 0, 0, str(compiled.asm["amdgcn"]))
+        used = usage_of_cubin(cubin)[name] if cubin else Usage(0, 0, 0, partial(str, compiled.asm["amdgcn"]))
         usage[name] = replace(used, shared=compiled.metadata.shared)  # which is dynamic, and not in the cubin
     return usage
 
@@ -100,17 +114,24 @@ def usage_of_cubin(cubin: bytes) -> dict[str, Usage]:
 
     Read with the cuobjdump that the triton package carries; needs no GPU.
     """
-    report, assembly = _cuobjdump(cubin, "-res-usage"), _cuobjdump(cubin, "-sass")
-    bodies = dict(_FUNCTION.findall(assembly))
     return {
-        name: Usage(int(registers), int(stack), int(shared), bodies[name])
-        for name, registers, stack, shared in _RESOURCES.findall(report)
+        name: Usage(int(registers), int(stack), int(shared), partial(_listing, cubin, name))
+        for name, registers, stack, shared in _RESOURCES.findall(_cuobjdump(cubin, "-res-usage"))
     }
 
 
 def sass_opcodes(cubin: bytes, kernel: str) -> Counter[str]:
     """How often each instruction, such as ``HMMA.16816.F32``, stands in a kernel."""
-    return Counter(_OPCODE.findall(usage_of_cubin(cubin)[kernel].assembly))
+    return Counter(_OPCODE.findall(_listing(cubin, kernel)))
+
+
+def _listing(cubin: bytes, kernel: str) -> str:
+    return _listings(cubin)[kernel]
+
+
+@lru_cache(maxsize=1)  # whoever asks for one kernel of a cubin asks for the others next
+def _listings(cubin: bytes) -> dict[str, str]:
+    return dict(_FUNCTION.findall(_cuobjdump(cubin, "-sass")))
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:
