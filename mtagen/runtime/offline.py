@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,10 +30,11 @@ from .load import load_host
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
 
 
-# cuobjdump's report: a line per kernel with its resources; its listing: kernels, instructions between addresses.
+# cuobjdump's report, a line per kernel with its resources; nvdisasm's listing, a line per instruction.
 _RESOURCES = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
-_FUNCTION = re.compile(r"Function : (\w+)\n(.*?)(?=\n\s*Function : |\Z)", re.DOTALL)
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/.*$", re.MULTILINE)
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_BYTES = 16  # of an instruction
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Usage:
         registers: of a thread.
         stack: bytes of a thread.
         shared: bytes of a CTA's shared memory.
-        disassemble: gives ``assembly``, which takes about as long as to compile a small kernel.
+        disassemble: gives ``assembly``. The first time it takes about as long as to compile a small kernel.
     """
 
     registers: int
@@ -52,8 +55,13 @@ class Usage:
 
     @property
     def assembly(self) -> str:
-        """The kernel's instructions."""
+        """The kernel's instructions, a line each."""
         return self.disassemble()
+
+    @property
+    def opcodes(self) -> Counter[str]:
+        """How often each instruction, such as ``HMMA.16816.F32``, stands in the kernel."""
+        return Counter(_OPCODE.findall(self.assembly))
 
 
 def launches(plan: Plan) -> list[Launch]:
@@ -68,23 +76,24 @@ def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:
 
     Only kernels whose name contains ``part`` are compiled.
 
-    Registers and stack are read with the cuobjdump that Triton carries; on AMD they are left 0.
+    On AMD, registers and stack are left 0.
 
     Raises:
         Whatever Triton raises when it cannot compile.
     """
     target = get_target(plan.target)
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
-    usage = {}
-    for launch in launches(plan):
-        if part not in launch.kernel.__name__:
-            continue
-        compiled = triton.compile(_source(launch), target=gpu, options=launch.options)
-        name = launch.kernel.__name__
-        cubin = compiled.asm.get("cubin")
-        used = usage_of_cubin(cubin)[name] if cubin else Usage(0, 0, 0, partial(str, compiled.asm["amdgcn"]))
-        usage[name] = replace(used, shared=compiled.metadata.shared)  # which is dynamic, and not in the cubin
-    return usage
+    compiled = {
+        launch.kernel.__name__: triton.compile(_source(launch), target=gpu, options=launch.options)
+        for launch in launches(plan)
+        if part in launch.kernel.__name__
+    }
+    if target.backend == "cuda":
+        used = usage_of_cubins(plan.target, *(kernel.asm["cubin"] for kernel in compiled.values()))
+    else:
+        used = {name: Usage(0, 0, 0, partial(str, kernel.asm["amdgcn"])) for name, kernel in compiled.items()}
+    # Shared memory is dynamic, and not in the cubin.
+    return {name: replace(used[name], shared=kernel.metadata.shared) for name, kernel in compiled.items()}
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -109,34 +118,50 @@ def _type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def usage_of_cubin(cubin: bytes) -> dict[str, Usage]:
-    """Kernel name -> what it uses, as written in the cubin; shared memory is the static part.
+def usage_of_cubins(arch: str, *cubins: bytes) -> dict[str, Usage]:
+    """Kernel name -> what it uses, as written in the cubins; shared memory is the static part.
 
-    Read with the cuobjdump that the triton package carries; needs no GPU.
+    Read with the cuobjdump and the nvdisasm that the triton package carries; needs no GPU. The kernels are
+    disassembled together, when the first is asked for: nvdisasm takes longer to start than for a kernel.
+
+    Args:
+        arch: what the cubins are for, e.g. ``sm_90a``.
+        cubins: of kernels with names of their own.
     """
+    codes = {name: code for cubin in cubins for name, code in _codes(cubin).items()}
+
+    @cache
+    def listings() -> dict[str, str]:
+        lines = iter(_INSTRUCTION.findall(_run("nvdisasm", b"".join(codes.values()), "--binary", f"SM{arch[3:]}")))
+        return {name: "\n".join(islice(lines, len(code) // _BYTES)) for name, code in codes.items()}
+
+    def listing(kernel: str) -> str:
+        return listings()[kernel]
+
     return {
-        name: Usage(int(registers), int(stack), int(shared), partial(_listing, cubin, name))
-        for name, registers, stack, shared in _RESOURCES.findall(_cuobjdump(cubin, "-res-usage"))
+        name: Usage(int(registers), int(stack), int(shared), partial(listing, name))
+        for cubin in cubins
+        for name, registers, stack, shared in _RESOURCES.findall(_run("cuobjdump", cubin, "-res-usage"))
     }
 
 
-def sass_opcodes(cubin: bytes, kernel: str) -> Counter[str]:
-    """How often each instruction, such as ``HMMA.16816.F32``, stands in a kernel."""
-    return Counter(_OPCODE.findall(_listing(cubin, kernel)))
+def _codes(cubin: bytes) -> dict[str, bytes]:
+    """The instructions of each kernel: a cubin is an ELF file, where they are a section ``.text.<kernel>``."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, sections, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # Of each section: where its name begins among all names, and where it begins in the file and how long it is.
+    headers = [struct.unpack_from("<I20xQQ", cubin, table + i * size) for i in range(sections)]
+    found = {}
+    for name, start, length in headers:
+        named = cubin[headers[of_names][1] + name :].partition(b"\0")[0].decode()
+        if named.startswith(".text."):
+            found[named.removeprefix(".text.")] = cubin[start : start + length]
+    return found
 
 
-def _listing(cubin: bytes, kernel: str) -> str:
-    return _listings(cubin)[kernel]
-
-
-@lru_cache(maxsize=1)  # whoever asks for one kernel of a cubin asks for the others next
-def _listings(cubin: bytes) -> dict[str, str]:
-    return dict(_FUNCTION.findall(_cuobjdump(cubin, "-sass")))
-
-
-def _cuobjdump(cubin: bytes, option: str) -> str:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def _run(tool: str, content: bytes, *options: str) -> str:
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
         file.flush()
-        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
