@@ -17,6 +17,8 @@ def pytest_configure() -> None:
     """Parallel workers have a thread each: more would wait for each other's cores longer than they compute."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+        # NumPy's, and those of processes that tests start; torch.compile starts processes of its own otherwise.
+        os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from mtagen.planner.passes import PASSES
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
 from mtagen.runtime.nvrtc import compile_cubin
-from mtagen.runtime.offline import Usage, sass_opcodes, usage_of_cubin
+from mtagen.runtime.offline import Usage, usage_of_cubins
 from mtagen.spec import Spec
 
 # Bytes of stack that a thread may use, for what its main loop touches seldom and for some B operands of large kernels.
@@ -79,7 +79,7 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: Callable[[], str
     cubin = compile_cubin(source, target, plan.name)
     # Silence: ptxas reports products of warpgroups that it must serialise, NVRTC what is odd in the source.
     assert not log()
-    usage = usage_of_cubin(cubin)
+    usage = usage_of_cubins(cubin)
     assert set(usage) == {kernel.name for kernel in plan.kernels}
     for kernel in plan.kernels:
         check_resources(
@@ -88,7 +88,7 @@ def test_compiles(pass_name: str, target: str, spec: Spec, log: Callable[[], str
     if isinstance(plan, TileForward):
         printed = dict(re.findall(r"constexpr int SHARED_(\w+) = (\d+);", source))
         assert printed == {region.name: str(region.offset) for region in plan.shared.regions}
-        check_forward(plan, usage[plan.name], sass_opcodes(cubin, plan.name))
+        check_forward(plan, usage[plan.name])
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -100,10 +100,10 @@ def test_splits_of_the_keys_compile(target: str, spec: Spec, log: Callable[[], s
     plan = cheapest("forward", spec, TARGETS[target]).split
     cubin = compile_cubin(render(plan), target, plan.name)
     assert not log()
-    usage = usage_of_cubin(cubin)
+    usage = usage_of_cubins(cubin)
     for kernel in plan.kernels:
         check_resources(kernel, target, usage[kernel.name], STACK["forward"])
-    check_forward(plan, usage[plan.name], sass_opcodes(cubin, plan.name))
+    check_forward(plan, usage[plan.name])
 
 
 def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> None:
@@ -116,7 +116,8 @@ def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> Non
         assert used.shared == SYSTEM_SHARED[target]  # all of the plan's is dynamic
 
 
-def check_forward(plan: TileForward, used: Usage, opcodes: dict[str, int]) -> None:
+def check_forward(plan: TileForward, used: Usage) -> None:
+    opcodes = used.opcodes
     scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
     products = plan.row_tiles * plan.tiles * plan.toeplitz.mma_of_scores
     if plan.hopper:

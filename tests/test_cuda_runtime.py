@@ -28,7 +28,7 @@ from mtagen.runtime import nvrtc
 from mtagen.runtime.cache import Cache
 from mtagen.runtime.load import arch_for, compile_kernels
 from mtagen.runtime.nvrtc import cached_cubin, compile_cubin, cuda_is_installed, toolchain
-from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
+from mtagen.runtime.offline import usage_of_cubins
 from mtagen.templates.host.launcher import Kernel, checked, compile_source, load_kernels
 
 # y[h, i] = factor * x[h, i], in a kernel that takes an argument of every type and much shared memory.
@@ -70,14 +70,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cache:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_120"])
 def test_compiles_without_a_gpu(arch: str) -> None:
     cubin = compile_cubin(SOURCE, arch)
-    usage = usage_of_cubin(cubin)
+    usage = usage_of_cubins(cubin)
     assert set(usage) == {"scaled", "idle"}
     assert 0 < usage["scaled"].registers <= REGISTERS
     assert usage["scaled"].stack == 0
-    opcodes = sass_opcodes(cubin, "scaled")
+    opcodes = usage["scaled"].opcodes
     assert opcodes["FMUL"] == 1
     assert opcodes["STG.E"] == 1
-    assert not sass_opcodes(cubin, "idle")["FMUL"]
+    assert not usage["idle"].opcodes["FMUL"]
 
 
 def test_compile_errors_show_the_log() -> None:
@@ -280,7 +280,7 @@ def test_the_emitted_module_compiles_its_sources(monkeypatch: pytest.MonkeyPatch
     source.write_text(SOURCE)
     for target, index, arch in (("sm_90a", 0, "sm_90a"), ("sm_80", 0, "sm_90"), ("sm_80", 1, "sm_86")):
         cubin = compile_source(source, target, index)
-        assert set(usage_of_cubin(cubin)) == {"scaled", "idle"}
+        assert set(usage_of_cubins(cubin)) == {"scaled", "idle"}
         assert architecture(cubin) == arch.rstrip("a")
 
 

@@ -107,7 +107,7 @@ def problems() -> list[Problem]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradient_of_weight_where_one_score_dominates(backend: str, problems: list[Problem], tmp_path: Path) -> None:
+def test_gradient_of_weight_where_one_score_dominates(backend: str, problems: list[Problem], folder: Path) -> None:
     """A limit that is told: the gradient of W errs more than its own roundings explain, by the rounding of the output.
 
     The backward pass takes D, each row's grad_out . out, from the rounded output. It subtracts the gradient of the
@@ -118,7 +118,7 @@ def test_gradient_of_weight_where_one_score_dominates(backend: str, problems: li
     if backend == "torch":
         op = build(SPEC.kernel, SPEC.head_dim, dtype=SPEC.dtype, backend="torch")
     else:
-        op = op_of(SPEC, backend, tmp_path, 0)
+        op = op_of(SPEC, backend, folder, 0)
     in_half_ulps, relative, eager = [], [], []
     for problem in problems:
         out, gradient = differentiate(op, problem.operands)

@@ -340,15 +340,15 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
     ],
 )
 def test_mistakes_are_seen(
-    name: str, target: str, written: str, mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, target: str, written: str, mistake: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = Spec((6, 11), 96 if target == "sm_90a" else 32)  # Q of the first does not stay in registers
-    host = passes(spec, target, tmp_path, 0)
+    host = passes(spec, target, folder, 0)
     source = emulator.render(plan(spec, target, "cuda").tile[name])
     assert written in source
     if name != "forward":  # which precedes it, and makes no mistake
         results(spec, host, "forward", 250, 300)
-    host[name] = passes(spec, target, tmp_path, 0, checked=True)[name]
+    host[name] = passes(spec, target, folder, 0, checked=True)[name]
     monkeypatch.setattr(emulator, "render", lambda _: source.replace(written, mistake))
     with pytest.raises(AssertionError, match=message):
         results(spec, host, name, 250, 300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mtagen.planner.strip.source import StripSource
 from mtagen.planner.strip.stages import Stages
 from mtagen.runtime.load import load_host
 from mtagen.runtime.nvrtc import compile_cubin
-from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubin
+from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubins
 from mtagen.spec import Spec
 
 EVERYTHING = {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16}
@@ -157,7 +157,7 @@ def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: C
     spec = Spec(kernel, 64, post_mixed_heads=4)
     fused = StripPass(spec, target, "forward", "cuda").fused
     assert fused
-    ((_, used),) = usage_of_cubin(compile_cubin(cuda.render(fused), target, fused.name)).items()
+    ((_, used),) = usage_of_cubins(compile_cubin(cuda.render(fused), target, fused.name)).items()
     assert not log()
     assert used.stack <= 32
     assert used.registers <= fused.kernels[0].registers
@@ -170,30 +170,35 @@ def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: C
     assert (mixes.stack, mixes.shared) == (0, 0)
 
 
-def assert_compiles(source: StripSource, log: Callable[[], str]) -> Usage:
-    """A CUDA kernel keeps to what it is launched with."""
-    ((entry, used),) = usage_of_cubin(compile_cubin(cuda.render(source), source.target, source.name)).items()
-    assert not log(), source.role
-    assert entry == source.kernel.name
-    assert used.stack <= CUDA_STACK, f"{source.role} keeps {used.stack} bytes on the stack"
-    assert used.registers <= source.kernel.registers, source.role
-    assert source.kernel.shared + used.shared <= get_target(source.target).shared_per_block + 1024, source.role
-    return used
+def assert_compile(sources: Sequence[StripSource], log: Callable[[], str]) -> list[Usage]:
+    """CUDA kernels of one target, each with a name of its own, keep to what they are launched with."""
+    cubins, target = [], sources[0].target
+    for source in sources:
+        cubins.append(compile_cubin(cuda.render(source), target, source.name))
+        assert not log(), source.role
+    used = usage_of_cubins(*cubins)
+    assert [*used] == [source.kernel.name for source in sources]
+    for source, usage in zip(sources, used.values(), strict=True):
+        assert usage.stack <= CUDA_STACK, f"{source.role} keeps {usage.stack} bytes on the stack"
+        assert usage.registers <= source.kernel.registers, source.role
+        assert source.kernel.shared + usage.shared <= get_target(target).shared_per_block + 1024, source.role
+    return [*used.values()]
 
 
 @pytest.mark.parametrize(("target", "stages"), CUDA_CASES, ids=str)
 def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> None:
     """CUDA's kernels, each a source of its own, use the tensor cores."""
     spec = Spec(head_dim=64, **stages)
+    sources: dict[str, StripSource] = {}
     for name in passes_of(spec):
         made = StripPass(spec, target, name, "cuda")
         assert {*made.cuda} == {kernel.role for kernel in made.kernels} - CONTRACTIONS
-        for role, source in made.cuda.items():
-            assert isinstance(source, StripSource)
-            used = assert_compiles(source, log)
-            multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
-            instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
-            assert bool(re.search(instruction, used.assembly)) == multiplies, role
+        sources |= {cuda.render(source): source for source in made.cuda.values()}  # passes share some
+    assert all(isinstance(source, StripSource) for source in sources.values())
+    for source, used in zip(sources.values(), assert_compile([*sources.values()], log), strict=True):
+        multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
+        instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
+        assert bool(re.search(instruction, used.assembly)) == multiplies, source.role
 
 
 @pytest.mark.parametrize("after", [{"post_mixed_heads": 16}, {"post_kernel": (2, 3)}, EVERYTHING], ids=str)
@@ -202,10 +207,11 @@ def test_dropout_in_cuda(after: dict[str, Any], log: Callable[[], str]) -> None:
     spec = Spec(**{"kernel": None, "mixed_heads": 16, "head_dim": 64, "dropout": True} | after)
     dropped = set()
     for name in passes_of(spec):
-        for role, source in StripPass(spec, "sm_90a", name, "cuda").cuda.items():
-            if role in Stages(spec).dropping:
-                assert re.search(r"\bPRMT .*0xbb99", assert_compiles(source, log).assembly), role
-                dropped.add(role)
+        made = StripPass(spec, "sm_90a", name, "cuda").cuda
+        if draws := [source for role, source in made.items() if role in Stages(spec).dropping]:
+            for source, used in zip(draws, assert_compile(draws, log), strict=True):
+                assert re.search(r"\bPRMT .*0xbb99", used.assembly), source.role
+                dropped.add(source.role)
     assert dropped == {*Stages(spec).dropping}
 
 
@@ -217,4 +223,4 @@ def test_cuda_in_all_forms(role: str, target: str, log: Callable[[], str]) -> No
     source = StripPass(Spec(head_dim=128, **EVERYTHING), target, "backward", "cuda").cuda[role]
     assert isinstance(source, StripSource)
     for other in source.variants[1:]:
-        assert_compiles(other, log)
+        assert_compile([other], log)

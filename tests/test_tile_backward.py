@@ -25,7 +25,7 @@ from mtagen.planner import get_target
 from mtagen.planner.targets import Target
 from mtagen.planner.tile.backward import ROW_TILE, TileBackward
 from mtagen.runtime.nvrtc import compile_cubin
-from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
+from mtagen.runtime.offline import usage_of_cubins
 from mtagen.spec import Spec
 
 HOPPER, AMPERE, ADA = (get_target(name) for name in ("sm_90a", "sm_80", "sm_89"))
@@ -257,12 +257,12 @@ def test_compiled(target: Target, spec: Spec, spilled: int) -> None:
     """Products on the tensor cores, registers as planned, and a bounded stack."""
     plan = cheapest("backward", spec, target)
     cubin = compile_cubin(render(plan), plan.target)
-    usage = usage_of_cubin(cubin)
+    usage = usage_of_cubins(cubin)
     for kernel in plan.kernels:
         used = usage[kernel.name]
         assert used.registers <= kernel.registers
         assert used.stack <= (spilled if kernel.role == "backward" else 0)
-        opcodes = sass_opcodes(cubin, kernel.name)
+        opcodes = used.opcodes
         main = kernel.role == "backward"
         for product, expected in (("HGMMA", main and plan.hopper), ("HMMA", main)):
             assert any(name.startswith(product) for name in opcodes) == expected

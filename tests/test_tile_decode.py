@@ -21,7 +21,7 @@ from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
 from mtagen.planner.tile.decode import DecodeTile, TileDecode
 from mtagen.runtime.nvrtc import compile_cubin
-from mtagen.runtime.offline import sass_opcodes, usage_of_cubin
+from mtagen.runtime.offline import usage_of_cubins
 from mtagen.spec import MAX_NEW_TOKENS, Spec
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
@@ -231,12 +231,12 @@ def test_compiles_without_spills(
 ) -> None:
     plan = cheapest("decode", Spec(kernel, *dims, dtype=dtype, mask=mask), get_target(target))
     cubin = compile_cubin(render(plan), target)
-    usage = usage_of_cubin(cubin)
+    usage = usage_of_cubins(cubin)
     for launched in plan.kernels:
         used = usage[launched.name]
         assert used.stack == 0
         assert used.registers <= launched.registers
-        multiplies = sum(count for name, count in sass_opcodes(cubin, launched.name).items() if name.startswith("HMMA"))
+        multiplies = sum(count for name, count in used.opcodes.items() if name.startswith("HMMA"))
         assert bool(multiplies) == (launched.role != "combine")
 
 

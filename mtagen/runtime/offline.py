@@ -6,7 +6,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -34,12 +36,29 @@ _OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: registers and bytes of stack per thread, bytes of shared memory per CTA."""
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        stack: bytes of a thread.
+        shared: bytes of a CTA's shared memory.
+        disassemble: gives ``assembly``. The first time it takes about as long as to compile a small kernel.
+    """
 
     registers: int
     stack: int
     shared: int
-    assembly: str
+    disassemble: Callable[[], str]
+
+    @property
+    def assembly(self) -> str:
+        """The kernel's instructions, a line each."""
+        return self.disassemble()
+
+    @property
+    def opcodes(self) -> Counter[str]:
+        """How often each instruction, such as ``HMMA.16816.F32``, stands in the kernel."""
+        return Counter(_OPCODE.findall(self.assembly))
 
 
 def launches(plan: Plan) -> list[Launch]:
@@ -54,23 +73,24 @@ def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:
 
     Only kernels whose name contains ``part`` are compiled.
 
-    Registers and stack are read with the cuobjdump that Triton carries; on AMD they are left 0.
+    On AMD, registers and stack are left 0.
 
     Raises:
         Whatever Triton raises when it cannot compile.
     """
     target = get_target(plan.target)
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
-    usage = {}
-    for launch in launches(plan):
-        if part not in launch.kernel.__name__:
-            continue
-        compiled = triton.compile(_source(launch), target=gpu, options=launch.options)
-        name = launch.kernel.__name__
-        cubin = compiled.asm.get("cubin")
-        used = usage_of_cubin(cubin)[name] if cubin else Usage(0, 0, 0, str(compiled.asm["amdgcn"]))
-        usage[name] = replace(used, shared=compiled.metadata.shared)  # which is dynamic, and not in the cubin
-    return usage
+    compiled = {
+        launch.kernel.__name__: triton.compile(_source(launch), target=gpu, options=launch.options)
+        for launch in launches(plan)
+        if part in launch.kernel.__name__
+    }
+    if target.backend == "cuda":
+        used = usage_of_cubins(*(kernel.asm["cubin"] for kernel in compiled.values()))
+    else:
+        used = {name: Usage(0, 0, 0, partial(str, kernel.asm["amdgcn"])) for name, kernel in compiled.items()}
+    # Shared memory is dynamic, and not in the cubin.
+    return {name: replace(used[name], shared=kernel.metadata.shared) for name, kernel in compiled.items()}
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -95,22 +115,29 @@ def _type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def usage_of_cubin(cubin: bytes) -> dict[str, Usage]:
-    """Kernel name -> what it uses, as written in the cubin; shared memory is the static part.
+def usage_of_cubins(*cubins: bytes) -> dict[str, Usage]:
+    """Kernel name -> what it uses, as written in the cubins; shared memory is the static part.
 
     Read with the cuobjdump that the triton package carries; needs no GPU.
+
+    Args:
+        cubins: of kernels with names of their own.
     """
-    report, assembly = _cuobjdump(cubin, "-res-usage"), _cuobjdump(cubin, "-sass")
-    bodies = dict(_FUNCTION.findall(assembly))
+    return {name: used for cubin in cubins for name, used in _usage_of_cubin(cubin).items()}
+
+
+def _usage_of_cubin(cubin: bytes) -> dict[str, Usage]:
+    @cache
+    def listings() -> dict[str, str]:
+        return dict(_FUNCTION.findall(_cuobjdump(cubin, "-sass")))
+
+    def listing(kernel: str) -> str:
+        return listings()[kernel]
+
     return {
-        name: Usage(int(registers), int(stack), int(shared), bodies[name])
-        for name, registers, stack, shared in _RESOURCES.findall(report)
+        name: Usage(int(registers), int(stack), int(shared), partial(listing, name))
+        for name, registers, stack, shared in _RESOURCES.findall(_cuobjdump(cubin, "-res-usage"))
     }
-
-
-def sass_opcodes(cubin: bytes, kernel: str) -> Counter[str]:
-    """How often each instruction, such as ``HMMA.16816.F32``, stands in a kernel."""
-    return Counter(_OPCODE.findall(usage_of_cubin(cubin)[kernel].assembly))
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:
