@@ -166,7 +166,7 @@ KERNELS = {
     "forward": {
         "forward": (
             "mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a",
-            512, 128408, "PPPPPPqqqqqqqqqiiiiif",
+            512, 128448, "PPPPPPPqqqqqqqqqiiiiif",
         ),
     },
     "forward_split": {
@@ -297,9 +297,12 @@ def forward(q, k, v, weight, scale):
         return out, lse
 
     kernels = LOADED["forward"].get(q.device.index) or load("forward", q.device)
+    work_tiles, resident = -(-n_q // 187) * batch * heads, kernels["forward"].resident
+    next_tile = q.new_zeros(1, dtype=torch.int32) if work_tiles > resident else None
     kernels["forward"](
-        (min(kernels["forward"].resident, -(-n_q // 187) * batch * heads),),
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        (min(resident, work_tiles),),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), 0 if next_tile is None else next_tile.data_ptr(),
+        out.data_ptr(), lse.data_ptr(),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         n_q, n_k, batch, heads, group, scale,
     )

@@ -8,9 +8,11 @@
 // A CTA computes 192 rows of scores, yields 187, and streams tiles of 64 keys.
 // Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
-// As many CTAs are launched as the device holds at once, `resident`, and take such work tiles in turn.
+// When a CTA has made these, its work tile, it takes another: no more CTAs are launched than a device
+// holds at once, `resident`. There are work_tiles = batch*heads*ceiling(n_q/187).
+// next_tile counts those taken besides the CTAs' first: from 0 on, or null if there are no others.
 //
-// mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a<<<(min(resident, -(-n_q // 187) * batch * heads)), 512, 185752>>>
+// mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a<<<(min(resident, work_tiles)), 512, 185792>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -161,6 +163,9 @@ DEVICE float exp2_fast(float x) {
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
@@ -296,7 +301,8 @@ constexpr int SHARED_V = 81920;
 constexpr int SHARED_SLAB = 114688;
 constexpr int SHARED_GATHER = 171712;
 constexpr int SHARED_TAPS = 184512;
-constexpr int SHARED_BARRIERS = 185304;
+constexpr int SHARED_NEXT = 185304;
+constexpr int SHARED_BARRIERS = 185312;
 
 // ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
 //
@@ -744,7 +750,7 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
 struct WorkTile {
   bool exists;
   int head;      // the number of its head through the batch
-  int b, h;      // its entry of the batch, and its head there
+  int b, h;      // its entry of the batch and its head
   int n_q, n_k;  // queries and keys of the sequence
   int first;     // its first row, of which the first HALO have their outputs elsewhere
   int offset;    // query i is at position i + offset
@@ -804,23 +810,24 @@ constexpr int V_FULL = K_EMPTY + BARRIER * STAGES, V_EMPTY = V_FULL + BARRIER * 
 constexpr int WARP_BARRIERS = 2 * BARRIER;  // bytes of a warp's
 constexpr int ROWS_WRITTEN = V_EMPTY + BARRIER * STAGES, ROWS_READ = ROWS_WRITTEN + WARP_BARRIERS * 4 * WARPGROUPS;
 
+// Barriers of each slot for a work tile's index: it is there, or all warps have taken it.
+constexpr int NEXT_FULL = ROWS_READ + WARP_BARRIERS * 4 * WARPGROUPS, NEXT_EMPTY = NEXT_FULL + BARRIER * 2;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
-    const float* __restrict__ weight, Element* __restrict__ out, float* __restrict__ lse, long long q_stride_b,
-    long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h, long long k_stride_n,
-    long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k, int batch, int heads,
-    int group, float scale) {
+    const float* __restrict__ weight, int* __restrict__ next_tile, Element* __restrict__ out, float* __restrict__ lse,
+    long long q_stride_b, long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h,
+    long long k_stride_n, long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k,
+    int batch, int heads, int group, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  const int warpgroup = uniform(threadIdx.x >> 7);
 
-  const int all_heads = batch * heads;
-  // CTAs take work tiles in turn, forward and then back, so that each has longer and shorter ones.
-  auto work_tile = [&](int round) {
-    const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, index = round * gridDim.x + turn;
+  auto work_tile = [&](int index) {
+    const int all_heads = batch * heads;
     return WorkTile(index % all_heads, index / all_heads, heads, n_q, n_k);
   };
-  WorkTile work = work_tile(0);
+  WorkTile work = work_tile(blockIdx.x);
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -830,12 +837,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
       barrier_init(barriers + V_EMPTY + BARRIER * stage, 4 * WARPGROUPS);
     }
     for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + BARRIER * i, 32);
+    for (int slot = 0; slot < 2; ++slot) {
+      barrier_init(barriers + NEXT_FULL + BARRIER * slot, 1);
+      barrier_init(barriers + NEXT_EMPTY + BARRIER * slot, THREADS / 32);
+    }
     barrier_init_fence();
   }
   clear_pads(base, threadIdx.x, THREADS);
   __syncthreads();
 
-  int round = 0, before = 0;  // work tiles, and steps, that the CTA has done
+  int turn = 0, before = 0;  // work tiles, and steps, that the CTA has done
+  // A thread asks for the work tile after this one. All warps take it from shared memory when they have done theirs, and
+  // stop if there is none.
+  auto ask_for_work = [&] {
+    const int slot = turn & 1;
+    if (turn >= 2) barrier_wait(barriers + NEXT_EMPTY + BARRIER * slot, (turn / 2 - 1) & 1);
+    store_shared(base + SHARED_NEXT + 4 * slot, gridDim.x + (next_tile ? atomicAdd(next_tile, 1) : 0));
+    barrier_arrive(barriers + NEXT_FULL + BARRIER * slot);
+  };
+  auto take_work = [&] {
+    const int slot = turn & 1;
+    barrier_wait(barriers + NEXT_FULL + BARRIER * slot, turn / 2 & 1);
+    const int index = uniform(load_shared(base + SHARED_NEXT + 4 * slot));
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(barriers + NEXT_EMPTY + BARRIER * slot);
+    before += work.steps;
+    ++turn;
+    work = work_tile(index);
+    return work.exists;
+  };
+
   if (warpgroup == WARPGROUPS) {
     // Loads: two warps K, two warps V, which lags as the outputs do. Of each work tile one K tile more than there are
     // steps.
@@ -843,11 +874,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
-    for (; work.exists; before += work.steps, work = work_tile(++round)) {
+    do {
+      if (threadIdx.x == 128 * WARPGROUPS) ask_for_work();
+      __syncwarp();
       const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h;
       const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h;
       for (int t = 0; t < work.steps + loads_k; ++t) {
-        const int tile = before + t + (loads_k ? round : 0), stage = tile % STAGES;
+        const int tile = before + t + (loads_k ? turn : 0), stage = tile % STAGES;
         if (tile >= STAGES) barrier_wait(empty + BARRIER * stage, (tile / STAGES - 1) & 1);
         if (loads_k)
           load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
@@ -858,7 +891,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
         fence_async();
         barrier_arrive(full + BARRIER * stage);
       }
-    }
+    } while (take_work());
     return;
   }
 
@@ -880,7 +913,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
   const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
 
-  while (true) {
+  bool goes_on;
+  do {
     copy_wait<0>();
     scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
     fence_async();
@@ -897,7 +931,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
 
     auto issue_scores = [&](int t) {  // s = Q K(t)^T
-      const int tile = before + round + t, stage = tile % STAGES;
+      const int tile = before + turn + t, stage = uniform(tile % STAGES);
       barrier_wait(barriers + K_FULL + BARRIER * stage, tile / STAGES & 1);
       const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
       const u64 q_operand = operand(q_tile + warpgroup * 64 * PANEL_ROW);
@@ -908,7 +942,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
       wgmma_commit();
     };
     auto scores_done = [&](int t) {
-      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + round + t) % STAGES));
+      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + turn + t) % STAGES));
     };
 
     auto write_scores = [&](int t) {
@@ -926,7 +960,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     if (work.steps > 0) write_scores(0);
 
     for (int t = 0; t < work.steps; ++t) {
-      const int tile = before + t, slab = tile & 1, stage = tile % STAGES;
+      const int tile = before + t, slab = tile & 1, stage = uniform(tile % STAGES);
       // P: probabilities of the outputs' keys.
       if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, tile / 2 & 1);
       u32 p[KEYS / 16][4];
@@ -964,11 +998,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
 
     // The next work tile's rows of Q are copied while this one's outputs are stored.
     const WorkTile done = work;
-    before += work.steps;
-    work = work_tile(++round);
+    goes_on = take_work();
     named_barrier(1 + warpgroup, 128);  // no warp of the warpgroup needs the rows before
-    if (work.exists) copy_queries();
+    if (goes_on) copy_queries();
     store_output(out, lse, o, softmax, done, top + 2 * (lane >> 2), lane);
-    if (!work.exists) return;
-  }
+  } while (goes_on);
 }

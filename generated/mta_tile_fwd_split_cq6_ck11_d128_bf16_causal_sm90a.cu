@@ -165,6 +165,9 @@ constexpr float NO_PEAK = -1e30f;
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
@@ -752,7 +755,7 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
 struct WorkTile {
   bool exists;
   int head;      // the number of its head through the batch
-  int b, h;      // its entry of the batch, and its head there
+  int b, h;      // its entry of the batch and its head
   int n_q, n_k;  // queries and keys of the sequence
   int first;     // its first row, of which the first HALO have their outputs elsewhere
   int offset;    // query i is at position i + offset
@@ -827,15 +830,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     int batch, int heads, int group, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  const int warpgroup = uniform(threadIdx.x >> 7);
 
-  const int all_heads = batch * heads;
-  // CTAs take work tiles in turn, forward and then back, so that each has longer and shorter ones.
-  auto work_tile = [&](int round) {
-    const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, index = round * gridDim.x + turn;
+  auto work_tile = [&](int index) {
+    const int all_heads = batch * heads;
     return WorkTile(index % all_heads, index / all_heads, heads, n_q, n_k);
   };
-  WorkTile work = work_tile(0);
+  WorkTile work = work_tile(blockIdx.x);
   if (work.steps == 0) {  // The split sees no key, and the CTA has no other work tile.
     for (int i = work.first + HALO + threadIdx.x; i < min(work.first + ROWS, work.n_q); i += THREADS)
       partial_lse[work.row_of(i)] = -INFINITY;
@@ -855,7 +856,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   clear_pads(base, threadIdx.x, THREADS);
   __syncthreads();
 
-  int round = 0, before = 0;  // work tiles, and steps, that the CTA has done
+  int turn = 0, before = 0;  // work tiles, and steps, that the CTA has done
+  auto take_work = [] { return false; };  // a CTA has one split of one work tile
+
   if (warpgroup == WARPGROUPS) {
     // Loads: two warps K, two warps V, which lags as the outputs do. Of each work tile one K tile more than there are
     // steps.
@@ -863,11 +866,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
-    for (; work.exists; before += work.steps, work = work_tile(++round)) {
+    do {
       const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h + work.unseen * k_stride_n;
       const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h + work.unseen * v_stride_n;
       for (int t = 0; t < work.steps + loads_k; ++t) {
-        const int tile = before + t + (loads_k ? round : 0), stage = tile % STAGES;
+        const int tile = before + t + (loads_k ? turn : 0), stage = tile % STAGES;
         if (tile >= STAGES) barrier_wait(empty + BARRIER * stage, (tile / STAGES - 1) & 1);
         if (loads_k)
           load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
@@ -878,7 +881,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
         fence_async();
         barrier_arrive(full + BARRIER * stage);
       }
-    }
+    } while (take_work());
     return;
   }
 
@@ -900,7 +903,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
   const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
 
-  while (true) {
+  bool goes_on;
+  do {
     copy_wait<0>();
     scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
     fence_async();
@@ -917,7 +921,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
 
     auto issue_scores = [&](int t) {  // s = Q K(t)^T
-      const int tile = before + round + t, stage = tile % STAGES;
+      const int tile = before + turn + t, stage = tile % STAGES;
       barrier_wait(barriers + K_FULL + BARRIER * stage, tile / STAGES & 1);
       const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
       const u64 q_operand = operand(q_tile + warpgroup * 64 * PANEL_ROW);
@@ -928,7 +932,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
       wgmma_commit();
     };
     auto scores_done = [&](int t) {
-      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + round + t) % STAGES));
+      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + turn + t) % STAGES));
     };
 
     auto write_scores = [&](int t) {
@@ -984,13 +988,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
 
     // The next work tile's rows of Q are copied while this one's outputs are stored.
     const WorkTile done = work;
-    before += work.steps;
-    work = work_tile(++round);
+    goes_on = take_work();
     named_barrier(1 + warpgroup, 128);  // no warp of the warpgroup needs the rows before
-    if (work.exists) copy_queries();
+    if (goes_on) copy_queries();
     store_output(partial, partial_lse, o, softmax, done, top + 2 * (lane >> 2), lane);
-    if (!work.exists) return;
-  }
+  } while (goes_on);
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse. What a split has that saw no key is

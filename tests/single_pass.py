@@ -10,7 +10,7 @@ from mtagen.codegen import cuda, render
 from mtagen.planner import Plan
 from mtagen.planner.choice import COST_MODEL, PlannedPass
 from mtagen.planner.kernel import Kernel
-from mtagen.planner.targets import Target
+from mtagen.planner.targets import TARGETS, Target
 from mtagen.planner.tile.candidates import candidates
 from mtagen.planner.tile.passes import TilePass
 from mtagen.runtime.load import load_host
@@ -54,7 +54,22 @@ class Launch(NamedTuple):
     arguments: Mapping[str, float]
 
 
-RESIDENT = 132  # CTAs that an H200 holds at once of a kernel whose CTAs have a multiprocessor each
+class RecordedKernel:
+    """Stands in for a loaded kernel, and notes its launches.
+
+    Attributes:
+        resident: blocks that an H200 holds at once, if each takes a multiprocessor.
+    """
+
+    resident = TARGETS["sm_90a"].multiprocessors
+
+    def __init__(self, kernel: Kernel, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __call__(self, grid: tuple[int, ...], *values: float) -> None:
+        """Note the launch."""
+        names = (argument.name for argument in self._kernel.arguments)
+        self._launches.append(Launch(self._kernel, grid, dict(zip(names, values, strict=True))))
 
 
 class Recorder:
@@ -72,10 +87,5 @@ class Recorder:
         self._function(*arguments, **options)
         return list(self._launches)
 
-    def _record(self, kernel: Kernel) -> Callable[..., None]:
-        def launch(grid: tuple[int, ...], *values: float) -> None:
-            names = (argument.name for argument in kernel.arguments)
-            self._launches.append(Launch(kernel, grid, dict(zip(names, values, strict=True))))
-
-        launch.resident = RESIDENT  # type: ignore[attr-defined]
-        return launch
+    def _record(self, kernel: Kernel) -> RecordedKernel:
+        return RecordedKernel(kernel, self._launches)

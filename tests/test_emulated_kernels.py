@@ -245,7 +245,19 @@ def test_gradient_through_the_log_sum_exp(folder: Path) -> None:
 def test_far_more_queries_than_keys(target: str, spec: Spec, folder: Path) -> None:
     """Whole blocks of rows see no key, and wait for none."""
     op = op_of(spec, target, folder, 0)
-    assert not problems.failures(op, spec, problems.random(spec, Sizes(1, 1, 1, 450, 20)))
+    assert not problems.failures(op, spec, problems.random(spec, Sizes(1, 2, 1, 450, 20)))
+
+
+@pytest.mark.parametrize("spec", [SM90[1], SM90_ONE_TAP[1], WINDOWED[0][1], DROPPING[0][1]], ids=case_id)
+def test_ctas_that_take_several_work_tiles(spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes a work tile, and whatever came before: the outputs are the same bits, and no accesses race."""
+    expected, *others = [], [], []
+    for got, resident in zip((expected, *others), (8, 1, 2), strict=True):  # 8 work tiles
+        monkeypatch.setattr(emulator.EmulatedKernel, "resident", resident)
+        host = passes(spec, "sm_90a", folder, resident, checked=resident == 1)
+        got += results(spec, host, "forward", 190, 203)
+    for got in others:
+        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize(("target", "spec", "p"), DROPPING, ids=case_id)
@@ -342,7 +354,7 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
 def test_mistakes_are_seen(
     name: str, target: str, written: str, mistake: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = Spec((6, 11), 96 if target == "sm_90a" else 32)  # Q of the first does not stay in registers
+    spec = Spec((6, 11), 96 if target == "sm_90a" else 32)  # of 96, Q is read from shared memory
     host = passes(spec, target, folder, 0)
     source = emulator.render(plan(spec, target, "cuda").tile[name])
     assert written in source

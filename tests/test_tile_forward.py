@@ -13,7 +13,7 @@ from fragments import Slabs, WarpScores, WarpSlab, make_toeplitz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from single_pass import RESIDENT, Launch, Recorder, cheapest
+from single_pass import Launch, Recorder, cheapest
 from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled, tile_address
 
 from mtagen.errors import PlanError
@@ -446,7 +446,7 @@ def test_splits_fill_the_gpu_and_no_more(spec: Spec) -> None:
         work_tiles = 2 * heads * -(-n_q // plan.owned)
         seen.add(first.kernel.role)
         if first.kernel.role == "forward":
-            assert (first.grid, merges) == ((min(RESIDENT, work_tiles),), [])
+            assert (first.grid, merges) == ((min(slots, work_tiles),), [])
             continue
         ((merge,), splits) = merges, first.grid[2]
         assert first.grid == (work_tiles, 1, splits)
@@ -486,7 +486,17 @@ def test_shared_memory_maps() -> None:
     assert sum(1 for _ in all_plans()) > 60
     for plan in all_plans():
         regions = plan.shared.regions
-        alignment = {"Q": 1024, "K": 1024, "V": 1024, "SLAB": 16, "GATHER": 16, "KEPT": 4, "TAPS": 4, "BARRIERS": 8}
+        alignment = {
+            "Q": 1024,
+            "K": 1024,
+            "V": 1024,
+            "SLAB": 16,
+            "GATHER": 16,
+            "KEPT": 4,
+            "TAPS": 4,
+            "NEXT": 4,
+            "BARRIERS": 8,
+        }
         for region, following in itertools.pairwise(regions):
             assert region.offset + region.size <= following.offset
         for region in regions:

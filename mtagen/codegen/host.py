@@ -6,11 +6,9 @@ import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from sympy import sympify
-
-from ..planner.kernel import RESIDENT, Buffer, Kernel
+from ..planner.kernel import Buffer, Kernel
 from ..spec import Spec
-from .printers import Source, python_code
+from .printers import python_code
 
 WIDTH = 120  # of lines
 _CODES = {"pointer": "P", "int": "i", "long long": "q", "float": "f"}  # kinds of arguments -> codes of struct
@@ -96,9 +94,8 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
             texts.append(("stride", f"*{host}.stride()[:{axes}]"))
     if unknown := values.keys() - known:
         raise ValueError(f"{kernel.name} has no argument {sorted(unknown)}")
-    name = role or f'"{kernel.role}"'
-    resident = Source(f"kernels[{name}].resident")
-    grid = ", ".join(python_code(sympify(size).subs(RESIDENT, resident)) for size in kernel.grid)
+    grid = ", ".join(python_code(size) for size in kernel.grid)
     space, comma = " " * indent, "," if len(kernel.grid) == 1 else ""
+    name = role or f'"{kernel.role}"'
     lines = [f"{space}kernels[{name}](", f"{space}    ({grid}{comma}),", *grouped(texts, indent + 4), f"{space})"]
     return "\n".join(lines)

@@ -14,7 +14,6 @@ from .geometry.affine import Size
 BATCH, HEADS, KV_HEADS = sympy.symbols("batch heads kv_heads", integer=True, positive=True)
 TOTAL_Q = sympy.Symbol("total_q", integer=True, nonnegative=True)  # queries of all packed documents
 GROUP = sympy.Symbol("group", integer=True, positive=True)  # heads of queries for each head of keys
-RESIDENT = sympy.Symbol("resident", integer=True, positive=True)  # CTAs of the kernel that the device holds at once
 
 
 @dataclass(frozen=True)

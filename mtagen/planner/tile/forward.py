@@ -24,7 +24,7 @@ from ...errors import PlanError, explain
 from ...spec import DROPOUT_GROUP, Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, RESIDENT, Argument, Buffer, Kernel, numbers, reads, writes
+from ..kernel import BATCH, HEADS, Argument, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
@@ -40,6 +40,8 @@ from .wgmma import Wgmma
 # What is a CTA's, in the names of the templates: its rows, and its split of the keys.
 FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)
 SPLIT, SPLIT_TILES = symbols("split split_tiles", integer=True, nonnegative=True)
+# What host code counts: work tiles of a call, and CTAs that the device holds at once.
+_WORK_TILES, _RESIDENT = symbols("work_tiles resident", integer=True, positive=True)
 _SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
@@ -243,7 +245,7 @@ class TileForward(TilePass):
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
-        barriers = 8 * (4 * self.stages + 4 * self.warps) if self.hopper else 0
+        barriers = 8 * (4 * self.stages + 4 * self.warps + 4 * self.stays) if self.hopper else 0
         k_panels, v_panels = self.panels
         return SharedMap.of(
             (
@@ -254,6 +256,7 @@ class TileForward(TilePass):
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 4),
                 ("TAPS", self.taps, 4),
+                ("NEXT", 2 * 4 if self.stays else 0, 4),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -309,6 +312,11 @@ class TileForward(TilePass):
         return self.layout.blocks(self.layout.queries, self.owned)
 
     @property
+    def stays(self) -> bool:
+        """Whether a CTA takes another work tile when it has done one."""
+        return self.hopper and not self.splits
+
+    @property
     def all_heads(self) -> Expr:
         """Heads of all entries of the batch."""
         return self.layout.batch * HEADS
@@ -320,15 +328,14 @@ class TileForward(TilePass):
 
     @property
     def grid(self) -> tuple[Expr, ...]:
-        """CTAs: one for each work tile of each head; on Hopper no more than run at once, which take several."""
-        return (Min(self.work_tiles, RESIDENT),) if self.hopper else (self.all_heads, self.head_tiles)
+        """CTAs: one for each work tile of each head; no more than run at once, if they stay."""
+        return (Min(_WORK_TILES, _RESIDENT),) if self.stays else (self.all_heads, self.head_tiles)
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """Numbers that tell how many work tiles there are, where it is not the grid that tells."""
-        if self.layout.packed:
-            return ("total_q", "documents")
-        return ("batch",) if self.hopper else ()
+        """Numbers besides those of heads that tell which work tile a CTA has."""
+        counts = ("total_q",) if self.layout.packed else ()
+        return (*counts, "documents" if self.layout.packed else "batch") if self.hopper else counts
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -337,6 +344,7 @@ class TileForward(TilePass):
         arguments = (
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
+            *((Argument("next_tile", "int", pointer=True, written=True, optional=True),) if self.stays else ()),
             *layout.documents,
             *self.results,
             *layout.strides("q", "k", "v"),
@@ -367,8 +375,10 @@ class TileForward(TilePass):
             carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
-        if any(RESIDENT in size.free_symbols for size in self.grid):
-            yield "As many CTAs are launched as the device holds at once, `resident`, and take such work tiles in turn."
+        if self.stays:
+            yield "When a CTA has made these, its work tile, it takes another: no more CTAs are launched than a device"
+            yield f"holds at once, `resident`. There are work_tiles = {self.work_tiles}."
+            yield "next_tile counts those taken besides the CTAs' first: from 0 on, or null if there are no others."
         yield from self.layout.legend(self.owned, "queries")
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
@@ -468,8 +478,8 @@ class SplitForward(TileForward):
 
     @property
     def grid(self) -> tuple[Expr, ...]:
-        """CTAs: one for each split of each work tile. Many have no keys, so they are not counted on to last alike."""
-        return (self.work_tiles, Integer(1), SPLITS) if self.hopper else (*super().grid, SPLITS)
+        """CTAs: one for each split of each work tile."""
+        return (self.work_tiles, Integer(1), SPLITS) if self.hopper else (self.all_heads, self.head_tiles, SPLITS)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -254,6 +254,9 @@ DEVICE int load_acquire(const int* from) {
   return x;
 }
 
+// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // threadIdx.x, read anew: what follows from it needs no register before or after its use.
 DEVICE int thread_index() {
   int thread;
