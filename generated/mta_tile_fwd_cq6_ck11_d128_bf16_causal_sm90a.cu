@@ -991,7 +991,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
       wgmma_commit();
       wgmma_wait<1>();
       scores_done(t + 1);
-      if (HALO == 0 || t + 1 < work.steps) write_scores(t + 1);  // the warp below waits for no more
+      if (t + 1 < work.steps) write_scores(t + 1);  // what follows them is of another work tile
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
     }
