@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from single_pass import RecordedKernel
 
 from mtagen.codegen import cuda, render
 from mtagen.errors import PlanError
@@ -159,12 +160,12 @@ def test_values_side_by_side(target: str, kernel: tuple[int, int] | None, log: C
     assert fused
     ((_, used),) = usage_of_cubins(compile_cubin(cuda.render(fused), target, fused.name)).items()
     assert not log()
-    assert used.stack <= 32
+    assert used.stack <= 64  # which the main loop does not touch
     assert used.registers <= fused.kernels[0].registers
     made = plan(spec, target)
     module = load_host(made, render(made), "forward")
     for name in module.LOADED:  # as if they were compiled
-        kernels = dict.fromkeys((kernel.role for kernel in made.cuda[name].kernels), lambda *arguments: None)
+        kernels = {kernel.role: RecordedKernel(kernel, []) for kernel in made.cuda[name].kernels}
         module.LOADED[name] = dict.fromkeys((None, 0), kernels)
     ((_, mixes),) = compile_offline(made, "mixed_outputs").items()
     assert (mixes.stack, mixes.shared) == (0, 0)

@@ -99,7 +99,7 @@ FORWARD = (
     ),
     Mutant(
         "forward-no-counter-for-the-last-work-tiles",
-        f"{CUDA}/host.py.j2",
+        "mtagen/templates/host/next_tile.j2",
         "if work_tiles > resident else None",
         "if work_tiles > 2 * resident else None",
         "Work tiles besides the CTAs' first are made by nobody, or twice.",
