@@ -676,7 +676,7 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 // neighbours.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
-#pragma unroll 4
+#pragma unroll 2  // outputs are in registers meanwhile
   for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
     const int r = p + i / (COLUMNS / CHUNK), column = i % (COLUMNS / CHUNK);
     const int row = first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1);
@@ -688,7 +688,7 @@ DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, in
 // Each of those threads multiplies what it has copied by a power of two.
 template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
 DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
-#pragma unroll 4
+#pragma unroll 2  // outputs are in registers meanwhile
   for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
     const u32 at = tile_address<ROWS>(tile, p + i / (COLUMNS / CHUNK), i % (COLUMNS / CHUNK));
     u32 x[4];
@@ -778,6 +778,7 @@ struct WorkTile {
     const int tiles = key_end <= first_output() ? 0 : (key_end + LAG + KEYS - 1) / KEYS;
     steps = split + 1 < splits ? min(tiles, split_tiles) : tiles;
   }
+
   // The split's row of query i, of the outputs and of the log-sum-exps.
   DEVICE long long row_of(int i) const { return (static_cast<long long>(head) * n_q + i) * gridDim.z + blockIdx.z; }
 };
@@ -812,7 +813,7 @@ constexpr int WARPGROUPS = 3;  // that compute; one more loads
 constexpr int THREADS = 512, STAGES = 2;
 constexpr int K_TILE = 2 * KEYS * PANEL_ROW;  // bytes
 constexpr int V_TILE = 2 * KEYS * PANEL_ROW;
-constexpr int TAPS = 4 * CQ * CK;  // bytes of a head's weights
+constexpr int TAPS = 264;  // bytes of a head's weights
 
 // Barriers of each stage: its tile of K or V is full, or may be written again.
 constexpr int K_FULL = 0, K_EMPTY = K_FULL + BARRIER * STAGES;

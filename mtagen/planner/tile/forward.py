@@ -239,8 +239,8 @@ class TileForward(TilePass):
 
     @property
     def taps(self) -> int:
-        """Bytes of the weights that warpgroups copy, each those of the head that it works on."""
-        return 4 * self.spec.cq * self.spec.ck * (self.warps // 4) if self.hopper else 0
+        """Bytes of a head's weights."""
+        return 4 * self.spec.cq * self.spec.ck
 
     @cached_property
     def shared(self) -> SharedMap:
@@ -255,7 +255,7 @@ class TileForward(TilePass):
                 ("SLAB", self.slabs * 2 * self.slab_parity, 16),
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 4),
-                ("TAPS", self.taps, 4),
+                ("TAPS", self.warps // 4 * self.taps if self.hopper else 0, 4),  # warpgroups may have different heads
                 ("NEXT", 2 * 4 if self.stays else 0, 4),
                 ("BARRIERS", barriers, 8),
             )
