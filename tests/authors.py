@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
+from mtagen.nn import FrequencyScaling
 
 
 def head_dim(options: dict[str, Any]) -> int:
@@ -53,11 +54,28 @@ def random_state(options: dict[str, Any], heads: int, dim: int) -> dict[str, Ten
     }
 
 
-def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def lowered(frequency: float, scaling: FrequencyScaling) -> float:
+    """One frequency scaled, as Llama 3.1 does by its wavelength; their layer has no such option."""
+    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    if low is None or high is None or length is None:
+        return frequency / scaling.factor
+    wavelength = 2 * math.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / scaling.factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def turned(x: Tensor, positions: Tensor, theta: float, scaling: FrequencyScaling | None) -> Tensor:
     """Interleaved rotary embedding of (B, heads, N, D), by complex numbers."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponents = torch.arange(0, x.shape[-1], 2, dtype=wide.dtype, device=x.device) / x.shape[-1]
-    angles = positions.to(wide.dtype)[..., None] * (1 / theta**exponents)
+    frequencies = 1 / theta**exponents
+    if scaling is not None:
+        frequencies = frequencies.new_tensor([lowered(x, scaling) for x in frequencies.tolist()])
+    angles = positions.to(wide.dtype)[..., None] * frequencies
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
     if angles.ndim == 3:
         angles = angles[:, None]
@@ -86,7 +104,7 @@ def layer(
     theta = options.get("rope_theta", 100000.0)
     if theta is not None:
         positions = places if positions is None else positions
-        q, k = turned(q, positions, theta), turned(k, positions, theta)
+        q, k = (turned(y, positions, theta, options.get("frequency_scaling")) for y in (q, k))
     k, v = (y.repeat_interleave(heads // y.shape[1], 1) for y in (k, v))
     scores = q @ k.mT * d**-0.5
     ahead = places - places[:, None]

@@ -27,7 +27,7 @@ import mtagen
 from mtagen import InputError, SpecError
 from mtagen.accuracy import compare
 from mtagen.documents import Documents
-from mtagen.nn import Cache, MultiTokenAttention
+from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention
 from mtagen.nn.parts import HeadNorm
 from mtagen.ops import library
 
@@ -59,6 +59,12 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gate of channels": {"kernel": None, "gate": "channel"},
     "no positions": {"kernel": (3, 5), "rope_theta": None},
     "another theta": {"kernel": (3, 5), "rope_theta": 100.0},
+    "lower frequencies": {"kernel": (3, 5), "rope_theta": 100.0, "frequency_scaling": FrequencyScaling(4.0)},
+    "lower frequencies of slow pairs": {
+        "kernel": (3, 5),
+        "rope_theta": 100.0,
+        "frequency_scaling": FrequencyScaling(4.0, 1.0, 2.0, original_max_position_embeddings=20),
+    },
     "a window": {"kernel": (3, 5), "post_kernel": (2, 3), "window": (4, -1)},
     "not causal": {"kernel": (3, 5), "post_kernel": (2, 3), "causal": False},
     "causal by its window": {"kernel": (3, 5), "causal": False, "window": (4, 0)},
@@ -613,6 +619,8 @@ def test_names_on_the_package() -> None:
         ({"gate": "both"}, r"gate: got 'both'; .*\('scalar', 'channel'\)"),
         ({"rope_theta": 0}, "rope_theta: got 0"),
         ({"rope_theta": "10"}, "rope_theta: got '10'"),
+        ({"frequency_scaling": {"factor": 2.0}}, "frequency_scaling: got {'factor': 2.0}; must be a FrequencyScaling"),
+        ({"frequency_scaling": FrequencyScaling(2.0), "rope_theta": None}, "there is no rotary embedding"),
         ({"dropout": 1.0}, r"dropout: got 1\.0"),
         ({"window": (3,)}, "window: got"),
     ],
@@ -621,6 +629,23 @@ def test_illegal_options(options: dict[str, Any], match: str) -> None:
     given = {"dim": 64, "n_heads": HEADS} | options
     with pytest.raises(SpecError, match=match):
         MultiTokenAttention(given.pop("dim"), given.pop("n_heads"), **given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ((0,), "factor: got 0; must be a positive number"),
+        ((torch.inf,), "factor: got inf"),
+        ((None,), "factor: got None"),
+        ((True,), "factor: got True"),
+        ((8.0, -1.0, 4.0, 8192), r"low_freq_factor: got -1\.0; must be a positive number"),
+        ((8.0, 1.0, 4.0), r"frequency_scaling: got \(1\.0, 4\.0, None\); .* go together"),
+        ((8.0, 4.0, 4.0, 8192), r"frequency_scaling: got \(4\.0, 4\.0, 8192\); .* in order"),
+    ],
+)
+def test_illegal_scaling(fields: tuple[Any, ...], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        FrequencyScaling(*fields)
 
 
 CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)

@@ -146,6 +146,32 @@ def test_retrofitted_llama_computes_the_same(tied: bool) -> None:
     close(ours(x, attention_mask=mask).logits[0, 9:], theirs(x, attention_mask=mask).logits[0, 9:])
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 20,
+        },
+    ],
+    ids=["linear", "llama3"],
+)
+def test_retrofitted_llama_keeps_its_scaled_frequencies(scaling: dict[str, Any], tmp_path: Path) -> None:
+    theirs = llama(rope_theta=None, rope_parameters=scaling | {"rope_theta": 50.0})
+    retrofit(theirs, **STAGES).save_pretrained(tmp_path)
+    ours, x = MtaForCausalLM.from_pretrained(tmp_path), tokens(2, 30)
+    expected = theirs(x).logits
+    close(ours(x).logits, expected)
+    assert torch.equal(ours.generate(x, max_new_tokens=5), theirs.generate(x, max_new_tokens=5))
+    unscaled = llama(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 50.0})
+    unscaled.load_state_dict(theirs.state_dict())
+    assert (unscaled(x).logits - expected).abs().max() > 0.1 * expected.abs().max()
+
+
 def test_what_else_a_retrofitted_llama_keeps() -> None:
     theirs = llama(hidden_act="gelu", attention_dropout=0.25).train()
     theirs.generation_config.max_new_tokens = 3
@@ -190,9 +216,9 @@ def test_retrofitted_llama_trains() -> None:
     [
         ({"attention_bias": True}, {}, "attention_bias: got True; the layer's projections have no bias"),
         (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 500.0}},
             {},
-            "rope_type.*got 'linear'; .*no scaled frequencies",
+            "rope_type.*got 'yarn'; .*no such scaling; legal: .*'llama3'",
         ),
         ({}, {"layer_overrides": {0: {"gate": "scalar"}}}, "layer_overrides: got 'gate'; the model would not"),
         ({}, {"layer_overrides": {2: {"kernel": None}}}, r"layer_overrides: got '2'; there is no such layer; .*0\.\.1"),
@@ -600,6 +626,11 @@ import mtagen.transformers
         ({"layer_overrides": [{}]}, "layer_overrides: got .*must map"),
         ({"attention_dropout": 0.1}, "attention_dropout: got 0.1; this model has no option .*legal: dropout="),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters: got .*legal: rope_theta"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: got .*legal: frequency_scaling"),
+        ({"frequency_scaling": {"rope_type": "linear", "factor": 2.0}}, "frequency_scaling: got .*must map names"),
+        ({"frequency_scaling": {"low_freq_factor": 2.0}}, "frequency_scaling: got .*factor among them"),
+        ({"frequency_scaling": 2.0}, "frequency_scaling: got 2.0; must map names"),
+        ({"frequency_scaling": {"factor": -1}}, "factor: got -1; must be a positive number"),
         ({"causal": False}, "causal: got False; a token would be predicted from itself"),
         ({"kernel": (0, 3)}, "kernel: got"),
         ({"kernel": 3}, "kernel: got"),

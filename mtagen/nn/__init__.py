@@ -2,5 +2,6 @@
 
 from .cache import Cache
 from .layer import MultiTokenAttention
+from .rope import FrequencyScaling
 
-__all__ = ["Cache", "MultiTokenAttention"]
+__all__ = ["Cache", "FrequencyScaling", "MultiTokenAttention"]

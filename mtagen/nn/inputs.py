@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, SpecError, check_choice, explain
+from .rope import FrequencyScaling
 
 GATES = ("scalar", "channel")
 
@@ -39,7 +40,12 @@ def check_divisor(name: str, value: int, n_heads: int) -> int:
 
 
 def check_options(
-    group_norm: bool, depth_rescale: int | None, gate: str | None, rope_theta: float | None, dropout: float
+    group_norm: bool,
+    depth_rescale: int | None,
+    gate: str | None,
+    rope_theta: float | None,
+    frequency_scaling: FrequencyScaling | None,
+    dropout: float,
 ) -> None:
     """Check what the op does not.
 
@@ -58,6 +64,13 @@ def check_options(
         check_choice("gate", gate, GATES, "must be one, or None")
     if rope_theta is not None and not (_is_number(rope_theta) and 0 < rope_theta < torch.inf):
         raise SpecError(explain("rope_theta", rope_theta, "must be a positive number", "e.g. 100000.0, or None"))
+    if frequency_scaling is not None:
+        if not isinstance(frequency_scaling, FrequencyScaling):
+            rule, legal = "must be a FrequencyScaling", "mtagen.nn.FrequencyScaling(factor=...), or None"
+            raise SpecError(explain("frequency_scaling", frequency_scaling, rule, legal))
+        if rope_theta is None:
+            rule = "there is no rotary embedding"
+            raise SpecError(explain("frequency_scaling", frequency_scaling, rule, "rope_theta besides, or None"))
     if not (_is_number(dropout) and 0 <= dropout < 1):
         raise SpecError(explain("dropout", dropout, "must be a probability less than 1", "0 <= dropout < 1"))
 

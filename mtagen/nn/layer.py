@@ -14,7 +14,7 @@ from ..spec import MAX_NEW_TOKENS
 from .cache import Cache
 from .inputs import check_count, check_divisor, check_input, check_options, is_count
 from .parts import Gate, HeadMixer, HeadNorm, local, set_identity, set_parameter
-from .rope import document_positions, rotate, rotation
+from .rope import FrequencyScaling, document_positions, rotate, rotation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,6 +72,7 @@ class MultiTokenAttention(nn.Module):
         gate: ``scalar``: a head's output is multiplied by the sigmoid of one number; ``channel``: of one for each of
             its elements; default neither.
         rope_theta: base of the rotary embedding; None: there is none, and positions are not used.
+        frequency_scaling: of the rotary embedding, as of Llama 3.1 (:class:`mtagen.nn.FrequencyScaling`); default none.
         dropout: probability that a factor of the values is dropped in training.
         window: ``(left, right)``: keys before and after its own position that a query sees; -1 is no limit.
         causal: whether a query sees no later keys.
@@ -113,6 +114,7 @@ class MultiTokenAttention(nn.Module):
         depth_rescale: int | None = None,
         gate: str | None = None,
         rope_theta: float | None = 100000.0,
+        frequency_scaling: FrequencyScaling | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
@@ -135,8 +137,8 @@ class MultiTokenAttention(nn.Module):
         for name, group in (("mixed_heads", mixed_heads), ("post_mixed_heads", post_mixed_heads)):
             if group is not None:
                 check_divisor(name, group, n_heads)
-        check_options(group_norm, depth_rescale, gate, rope_theta, dropout)
-        self.rope_theta, self.dropout = rope_theta, dropout
+        check_options(group_norm, depth_rescale, gate, rope_theta, frequency_scaling, dropout)
+        self.rope_theta, self.frequency_scaling, self.dropout = rope_theta, frequency_scaling, dropout
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if compute_dtype is None and dtype in (torch.bfloat16, torch.float16):
             compute_dtype = dtype
@@ -253,7 +255,7 @@ class MultiTokenAttention(nn.Module):
         if self.rope_theta is not None:
             at = self._positions(rows, cu_seqlens, cache, length) if positions is None else positions
             at = at if cu_seqlens is None else at.reshape(-1)
-            cos, sin = rotation(at, self.head_dim, self.rope_theta, q.dtype)
+            cos, sin = rotation(at, self.head_dim, self.rope_theta, self.frequency_scaling, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             out = self._attend_to_cache(q, k, v, cache)
@@ -439,7 +441,10 @@ class MultiTokenAttention(nn.Module):
         """What was asked for, besides what submodules show."""
         heads = f"{self.dim}, {self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
         stages = ", ".join(f"{name}={x}" for name, x in self.op.plan.spec.weights(self.n_heads).items())
-        return f"{heads}, {stages or 'plain'}, rope_theta={self.rope_theta}, dropout={self.dropout}"
+        angles = f"rope_theta={self.rope_theta}"
+        if self.frequency_scaling is not None:
+            angles += f", frequency_scaling={self.frequency_scaling}"
+        return f"{heads}, {stages or 'plain'}, {angles}, dropout={self.dropout}"
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the op, which is of this process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..errors import SpecError, explain
+from ..nn import FrequencyScaling
 
 # What a layer may override, by the names that MultiTokenAttention has for it.
 LAYER_OPTIONS = (
@@ -21,6 +23,7 @@ LAYER_OPTIONS = (
     "depth_rescale",
     "gate",
     "rope_theta",
+    "frequency_scaling",
     "dropout",
     "window",
     "mask",
@@ -31,8 +34,8 @@ LAYER_OPTIONS = (
 _ELSEWHERE = {
     "attention_bias": "no biases in attention",
     "attention_dropout": "dropout=...",
-    "rope_parameters": "rope_theta=..., frequencies that are not scaled",
-    "rope_scaling": "frequencies that are not scaled",
+    "rope_parameters": "rope_theta=..., frequency_scaling={'factor': ...}",
+    "rope_scaling": "frequency_scaling={'factor': ...}",
     "sliding_window": "window=(keys before its own, -1)",
 }
 
@@ -68,6 +71,7 @@ class MtaConfig(PreTrainedConfig):
         depth_rescale: whether the norm rescales by the layer's number.
         gate: as of the layer.
         rope_theta: as of the layer.
+        frequency_scaling: the fields of a :class:`mtagen.nn.FrequencyScaling` by their names, e.g. ``{"factor": 2.0}``.
         dropout: as of the layer.
         window: as of the layer.
         causal: as of the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's own position.
@@ -114,6 +118,7 @@ class MtaConfig(PreTrainedConfig):
         depth_rescale: bool = False,
         gate: str | None = None,
         rope_theta: float | None = 100000.0,
+        frequency_scaling: Mapping[str, float] | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
@@ -152,6 +157,7 @@ class MtaConfig(PreTrainedConfig):
         self.depth_rescale = depth_rescale
         self.gate = gate
         self.rope_theta = rope_theta
+        self.frequency_scaling = frequency_scaling
         self.dropout = dropout
         self.window = window
         self.causal = causal
@@ -176,6 +182,7 @@ class MtaConfig(PreTrainedConfig):
         for name in ("kernel", "post_kernel", "window"):  # JSON knows no tuples
             options[name] = tuple(options[name]) if isinstance(options[name], list) else options[name]
         options["depth_rescale"] = layer if options["depth_rescale"] else None
+        options["frequency_scaling"] = _frequency_scaling(options["frequency_scaling"])
         return options | {
             "n_kv_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
@@ -183,6 +190,20 @@ class MtaConfig(PreTrainedConfig):
             "backend": self.backend,
             "compute_dtype": self.compute_dtype,
         }
+
+
+def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling | None:
+    """What the layer takes.
+
+    Raises:
+        SpecError: a field is not known, or its value is not legal.
+    """
+    if fields is None:
+        return None
+    names = [field.name for field in dataclasses.fields(FrequencyScaling)]
+    if not (isinstance(fields, Mapping) and "factor" in fields and set(fields) <= {*names}):
+        raise SpecError(explain("frequency_scaling", fields, "must map names of its fields, factor among them", names))
+    return FrequencyScaling(**fields)  # type: ignore[arg-type]  # it checks them
 
 
 def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers: int) -> dict[str, dict[str, Any]]:

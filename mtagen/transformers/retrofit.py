@@ -14,7 +14,13 @@ from ..errors import SpecError, explain
 from .configuration import MtaConfig
 from .modeling import MtaForCausalLM
 
-_NOT_INITIALLY_THE_IDENTITY = ("group_norm", "depth_rescale", "gate", "rope_theta", "window")
+_NOT_INITIALLY_THE_IDENTITY = ("group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window")
+# What a FrequencyScaling takes of a Llama's rope_parameters, by their rope_type.
+_SCALED_BY: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 _PROJECTIONS = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
 
 
@@ -53,11 +59,12 @@ def retrofit(
         On the model's device, in its dtype, and in its mode of training or evaluation.
 
     Raises:
-        SpecError: an option is not legal, or the model has biases in its attention or scaled rotary embeddings.
+        SpecError: an option is not legal, or the model has biases in its attention or a rotary embedding with a scaling
+            that the layer does not have.
         PlanError: this machine's target has no plan of the stages; the message names the limit.
     """
     _check_llama(model)
-    theirs = model.config
+    theirs, rope = model.config, model.config.rope_parameters
     config = MtaConfig(
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.hidden_size,
@@ -78,7 +85,8 @@ def retrofit(
         post_kernel=post_kernel,
         post_mixed_heads=post_mixed_heads,
         key_padding=key_padding,
-        rope_theta=theirs.rope_parameters["rope_theta"],
+        rope_theta=rope["rope_theta"],
+        frequency_scaling={name: rope[name] for name in _SCALED_BY[rope["rope_type"]]} or None,
         dropout=theirs.attention_dropout,
         mask=mask,
         backend=backend,
@@ -133,7 +141,7 @@ def _check_llama(model: object) -> None:
     config = model.config
     if config.attention_bias:
         raise SpecError(explain("attention_bias", True, "the layer's projections have no bias", False))
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type != "default":
-        rule = "the layer's rotary embedding has no scaled frequencies"
-        raise SpecError(explain("rope_parameters['rope_type']", rope_type, rule, "default"))
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _SCALED_BY:
+        rule = "the layer's rotary embedding has no such scaling"
+        raise SpecError(explain("rope_parameters['rope_type']", rope_type, rule, tuple(_SCALED_BY)))
