@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +62,10 @@ class Sharding:
     def chunk(self, number: int) -> Rows:
         """One of the chunks, which are numbered in the order of their rows."""
         short, longer = self.length // self.chunks, self.length % self.chunks
-        # Python's min would have torch.compile compile anew for each remainder.
-        extra: list[int] = [torch.sym_min(before, longer) for before in (number, number + 1)]  # type: ignore[no-untyped-call]
-        return Rows(number * short + extra[0], (number + 1) * short + extra[1])
+        # Of symbols, Python's min would compile anew for each remainder, but not where Dynamo traces it, which makes a
+        # symbol of it and, in torch 2.11, refuses sym_min of two ints.
+        least: Callable[[int, int], int] = min if torch.compiler.is_dynamo_compiling() else torch.sym_min
+        return Rows(number * short + least(number, longer), (number + 1) * short + least(number + 1, longer))
 
     def held_by(self, rank: int) -> list[Rows]:
         """The chunks of a rank, in the order in which it holds them."""
