@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compilers import OLD_COMPILER_STACK
 from single_pass import RecordedKernel
 
 from mtagen.codegen import cuda, render
@@ -65,7 +66,7 @@ def compiled(spec: Spec, target: str, *parts: str) -> dict[str, Usage]:
 def assert_fits(used: dict[str, Usage], target: str, stack: dict[str, int]) -> None:
     for role, usage in used.items():
         assert usage.shared <= get_target(target).shared_per_block, role
-        assert usage.stack <= stack.get(role, 0), f"{role} keeps {usage.stack} bytes on the stack"
+        assert usage.stack <= stack.get(role, 0) + OLD_COMPILER_STACK, f"{role} keeps {usage.stack} bytes on the stack"
         assert re.search(r"\bHG?MMA", usage.assembly) or role == "probabilities", role
 
 

@@ -96,7 +96,9 @@ class Sampler:
 
     def _normal(self, *shape: int) -> Tensor:
         dtype, generator = TORCH_DTYPES[self.spec.dtype], self.generator
-        return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).to(self.device)
+        # Versions of PyTorch differ in whether they draw the same numbers in 16 bits as in fp32.
+        wide = torch.promote_types(dtype, torch.float32)
+        return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(self.device, dtype)
 
     def _weight(self, shape: tuple[int, ...], terms: int) -> Tensor:
         """What an output sums has a sum of squares of about 1, so that what is mixed keeps its size."""

@@ -264,9 +264,14 @@ def _thread_state() -> tuple[int, int]:
 
 @cache
 def _ordinary_states() -> frozenset[tuple[int, int]]:
-    """Those of a new thread, which no mode has changed yet, and of inference mode."""
+    """Those of a new thread, which no mode has changed yet, of inference mode, and of both in a backward pass."""
     with ThreadPoolExecutor(1) as thread:
-        return frozenset(thread.submit(torch.inference_mode(mode)(_thread_state)).result() for mode in (False, True))
+        made = [thread.submit(torch.inference_mode(mode)(_thread_state)).result() for mode in (False, True)]
+    try:  # While PyTorch has tensors with names, 2.11 still, backward passes take their key away.
+        named = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Named")).raw_repr()
+    except RuntimeError:
+        named = 0
+    return frozenset((included, excluded | key) for included, excluded in made for key in (0, named))
 
 
 @cache
