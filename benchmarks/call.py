@@ -21,7 +21,6 @@ from mtagen.codegen import render
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
-from mtagen.planner import get_target
 from mtagen.runtime.load import load, load_host
 
 SPEC, HEADS, ROWS = Spec((6, 11), 64), 16, 64
@@ -30,8 +29,6 @@ CALLS = 40  # of a burst
 
 class NoKernel:
     """Stands in for a loaded kernel, and does nothing."""
-
-    resident = get_target("sm_90a").multiprocessors
 
     def __call__(self, grid: Sequence[int], *arguments: float) -> None:
         """Launch nothing."""

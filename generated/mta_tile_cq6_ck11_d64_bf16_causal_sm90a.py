@@ -30,9 +30,6 @@ class Kernel:
         module: the loaded cubin that it is in.
         context: the driver context that the cubin was loaded in.
         device: index of the device.
-
-    Attributes:
-        resident: blocks that the device holds at once.
     """
 
     def __init__(
@@ -45,9 +42,6 @@ class Kernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
         self._function = int(function)
-        blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.resident = multiprocessors * checked(blocks, f"occupancy of {name}")
 
         # The driver takes an array of pointers to the arguments. Each launch writes the arguments anew; the driver has
         # copied them when it returns.
@@ -166,13 +160,13 @@ KERNELS = {
     "forward": {
         "forward": (
             "mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a",
-            512, 128448, "PPPPPPPqqqqqqqqqiiiiif",
+            512, 128408, "PPPPPPqqqqqqqqqiiiif",
         ),
     },
     "forward_split": {
         "forward_split": (
             "mta_tile_fwd_split_cq6_ck11_d64_bf16_causal_sm90a",
-            512, 128408, "PPPPPPqqqqqqqqqiiiiif",
+            512, 128408, "PPPPPPqqqqqqqqqiiiif",
         ),
         "combine": (
             "mta_tile_fwd_combine_cq6_ck11_d64_bf16_causal_sm90a",
@@ -284,10 +278,10 @@ def forward(q, k, v, weight, scale):
         partial_lse = q.new_empty(batch, heads, n_q, splits, dtype=torch.float32)
         kernels = LOADED["forward_split"].get(q.device.index) or load("forward_split", q.device)
         kernels["forward_split"](
-            (-(-n_q // 187) * batch * heads, 1, splits),
+            (batch * heads, -(-n_q // 187), splits),
             q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), partial.data_ptr(), partial_lse.data_ptr(),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            n_q, n_k, batch, heads, group, scale,
+            n_q, n_k, heads, group, scale,
         )
         kernels["combine"](
             (batch * heads * n_q,),
@@ -297,14 +291,11 @@ def forward(q, k, v, weight, scale):
         return out, lse
 
     kernels = LOADED["forward"].get(q.device.index) or load("forward", q.device)
-    work_tiles, resident = -(-n_q // 187) * batch * heads, kernels["forward"].resident
-    next_tile = q.new_zeros(1, dtype=torch.int32) if work_tiles > resident else None
     kernels["forward"](
-        (min(resident, work_tiles),),
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), 0 if next_tile is None else next_tile.data_ptr(),
-        out.data_ptr(), lse.data_ptr(),
+        (batch * heads, -(-n_q // 187)),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), out.data_ptr(), lse.data_ptr(),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        n_q, n_k, batch, heads, group, scale,
+        n_q, n_k, heads, group, scale,
     )
     return out, lse
 

@@ -8,11 +8,8 @@
 // A CTA computes 192 rows of scores, yields 187, and streams tiles of 64 keys.
 // Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
-// When a CTA has made these, its work tile, it takes another: no more CTAs are launched than a device
-// holds at once, `resident`. There are work_tiles = batch*heads*ceiling(n_q/187).
-// next_tile counts those taken besides the CTAs' first: from 0 on, or null if there are no others.
 //
-// mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(min(resident, work_tiles)), 512, 128448>>>
+// mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, -(-n_q // 187)), 512, 128408>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -297,8 +294,7 @@ constexpr int SHARED_V = 40960;
 constexpr int SHARED_SLAB = 57344;
 constexpr int SHARED_GATHER = 114368;
 constexpr int SHARED_TAPS = 127168;
-constexpr int SHARED_NEXT = 127960;
-constexpr int SHARED_BARRIERS = 127968;
+constexpr int SHARED_BARRIERS = 127960;
 
 // ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
 //
@@ -741,10 +737,9 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
 
 // ---- Work tiles -----------------------------------------------------------------------------------------------------
 //
-// A work tile is what a CTA does at a time: the outputs of OWNED rows of a head.
+// A work tile is what a CTA does: the outputs of OWNED rows of a head.
 
 struct WorkTile {
-  bool exists;
   int head;      // the number of its head through the batch
   int b, h;      // its entry of the batch and its head
   int n_q, n_k;  // queries and keys of the sequence
@@ -753,10 +748,8 @@ struct WorkTile {
   int steps;     // tiles of keys that some of its rows see
 
   DEVICE WorkTile(int head_, int number, int heads, int n_q_, int n_k_) : head(head_), n_q(n_q_), n_k(n_k_) {
-    const int head_tiles = (n_q + 186) / 187;
-    exists = number < head_tiles;
     b = head / heads, h = head % heads;
-    const int block = head_tiles - 1 - number;  // those with the most keys first
+    const int block = gridDim.y - 1 - number;  // those with the most keys first
     first = block * OWNED - HALO;
     offset = n_k - n_q;
     const int key_end = min(n_k, first + offset + ROWS);  // of those that some row sees
@@ -807,24 +800,17 @@ constexpr int V_FULL = K_EMPTY + BARRIER * STAGES, V_EMPTY = V_FULL + BARRIER * 
 constexpr int WARP_BARRIERS = 2 * BARRIER;  // bytes of a warp's
 constexpr int ROWS_WRITTEN = V_EMPTY + BARRIER * STAGES, ROWS_READ = ROWS_WRITTEN + WARP_BARRIERS * 4 * WARPGROUPS;
 
-// Barriers of each slot for a work tile's index: it is there, or all warps have taken it.
-constexpr int NEXT_FULL = ROWS_READ + WARP_BARRIERS * 4 * WARPGROUPS, NEXT_EMPTY = NEXT_FULL + BARRIER * 2;
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
-    const float* __restrict__ weight, int* __restrict__ next_tile, Element* __restrict__ out, float* __restrict__ lse,
-    long long q_stride_b, long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h,
-    long long k_stride_n, long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k,
-    int batch, int heads, int group, float scale) {
+    const float* __restrict__ weight, Element* __restrict__ out, float* __restrict__ lse, long long q_stride_b,
+    long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h, long long k_stride_n,
+    long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k, int heads, int group,
+    float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = uniform(threadIdx.x >> 7);
 
-  auto work_tile = [&](int index) {
-    const int all_heads = batch * heads;
-    return WorkTile(index % all_heads, index / all_heads, heads, n_q, n_k);
-  };
-  WorkTile work = work_tile(blockIdx.x);
+  const WorkTile work(blockIdx.x, blockIdx.y, heads, n_q, n_k);
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -834,61 +820,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
       barrier_init(barriers + V_EMPTY + BARRIER * stage, 4 * WARPGROUPS);
     }
     for (int i = 0; i < 16 * WARPGROUPS; ++i) barrier_init(barriers + ROWS_WRITTEN + BARRIER * i, 32);
-    for (int slot = 0; slot < 2; ++slot) {
-      barrier_init(barriers + NEXT_FULL + BARRIER * slot, 1);
-      barrier_init(barriers + NEXT_EMPTY + BARRIER * slot, THREADS / 32);
-    }
     barrier_init_fence();
   }
   clear_pads(base, threadIdx.x, THREADS);
   __syncthreads();
 
-  int turn = 0, before = 0;  // work tiles, and steps, that the CTA has done
-  // A thread asks for the work tile after this one. All warps take it from shared memory when they have done theirs, and
-  // stop if there is none.
-  auto ask_for_work = [&] {
-    const int slot = turn & 1;
-    if (turn >= 2) barrier_wait(barriers + NEXT_EMPTY + BARRIER * slot, (turn / 2 - 1) & 1);
-    store_shared(base + SHARED_NEXT + 4 * slot, gridDim.x + (next_tile ? atomicAdd(next_tile, 1) : 0));
-    barrier_arrive(barriers + NEXT_FULL + BARRIER * slot);
-  };
-  auto take_work = [&] {
-    const int slot = turn & 1;
-    barrier_wait(barriers + NEXT_FULL + BARRIER * slot, turn / 2 & 1);
-    const int index = uniform(load_shared(base + SHARED_NEXT + 4 * slot));
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(barriers + NEXT_EMPTY + BARRIER * slot);
-    before += work.steps;
-    ++turn;
-    work = work_tile(index);
-    return work.exists;
-  };
-
   if (warpgroup == WARPGROUPS) {
-    // Loads: two warps K, two warps V, which lags as the outputs do. Of each work tile one K tile more than there are
-    // steps.
+    // Loads: two warps K, two warps V, which lags as the outputs do. There is one K tile more than there are steps.
     registers_down_to<32>();
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
-    do {
-      if (threadIdx.x == 128 * WARPGROUPS) ask_for_work();
-      __syncwarp();
-      const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h;
-      const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h;
-      for (int t = 0; t < work.steps + loads_k; ++t) {
-        const int tile = before + t + (loads_k ? turn : 0), stage = tile % STAGES;
-        if (tile >= STAGES) barrier_wait(empty + BARRIER * stage, (tile / STAGES - 1) & 1);
-        if (loads_k)
-          load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
-        else
-          load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
-        copy_commit();
-        copy_wait<0>();
-        fence_async();
-        barrier_arrive(full + BARRIER * stage);
-      }
-    } while (take_work());
+    const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h;
+    const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h;
+    for (int t = 0; t < work.steps + loads_k; ++t) {
+      const int stage = t % STAGES;
+      if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
+      if (loads_k)
+        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
+      else
+        load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
+      copy_commit();
+      copy_wait<0>();
+      fence_async();
+      barrier_arrive(full + BARRIER * stage);
+    }
     return;
   }
 
@@ -897,110 +853,99 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const u32 q_tile = base + SHARED_Q, taps = base + SHARED_TAPS + TAPS * warpgroup;
 
   // The warpgroup copies its rows of Q, in the order of the fragments, and its head's weights.
-  auto copy_queries = [&] {
-    const int thread = threadIdx.x & 127;
-    const Element* const queries = q + work.b * q_stride_b + work.h * q_stride_h;
-    load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, queries, q_stride_n, work.first, work.n_q, thread);
-    for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
-    copy_commit();
-  };
-  copy_queries();
+  const int thread = threadIdx.x & 127;
+  const Element* const queries = q + work.b * q_stride_b + work.h * q_stride_h;
+  load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, queries, q_stride_n, work.first, work.n_q, thread);
+  for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
+  copy_commit();
 
   // The warp below reads this warp's rows as its halo, and this warp those of the warp above.
   const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
   const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
 
-  bool goes_on;
-  do {
-    copy_wait<0>();
-    scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
-    fence_async();
-    named_barrier(1 + warpgroup, 128);
-    Weights weights;
-    load_weights(weights, [&](int i) { return __uint_as_float(load_shared(taps + 4 * i)); }, scale, lane);
-    u32 q_fragments[D / 16][4];
+  copy_wait<0>();
+  scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, thread);
+  fence_async();
+  named_barrier(1 + warpgroup, 128);
+  Weights weights;
+  load_weights(weights, [&](int i) { return __uint_as_float(load_shared(taps + 4 * i)); }, scale, lane);
+  u32 q_fragments[D / 16][4];
+#pragma unroll
+  for (int kk = 0; kk < D / 16; ++kk)
+    load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
+
+  const int top = work.first + 16 * warp, position = top + work.offset;  // of the warp's first row
+  WarpSlab scores;
+  scores.locate(base, 16 * warp, 0, lane);
+  Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
+  float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
+#pragma unroll
+  for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
+
+  auto issue_scores = [&](int t) {  // s = Q K(t)^T
+    const int stage = t % STAGES;
+    barrier_wait(barriers + K_FULL + BARRIER * stage, t / STAGES & 1);
+    const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
+    wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk)
-      load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
+      wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
+    wgmma_commit();
+  };
+  auto scores_done = [&](int t) {
+    if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * (t % STAGES));
+  };
 
-    const int top = work.first + 16 * warp, position = top + work.offset;  // of the warp's first row
-    WarpSlab scores;
-    scores.locate(base, 16 * warp, 0, lane);
-    Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
-    float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
+  auto write_scores = [&](int t) {
+    const int slab = t & 1;
+    mask_scores(s, position, t * KEYS, work.n_k, lane);
+    if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (t / 2 - 1) & 1);
+    scores.write(s, slab, lane);
+    __syncwarp();
+    if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
+  };
 
-    auto issue_scores = [&](int t) {  // s = Q K(t)^T
-      const int tile = before + turn + t, stage = uniform(tile % STAGES);
-      barrier_wait(barriers + K_FULL + BARRIER * stage, tile / STAGES & 1);
-      const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < D / 16; ++kk)
-        wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
-      wgmma_commit();
+  issue_scores(0);
+  wgmma_wait<0>();
+  scores_done(0);
+  write_scores(0);
+
+  for (int t = 0; t < work.steps; ++t) {
+    const int slab = t & 1, stage = t % STAGES;
+    // P: probabilities of the outputs' keys.
+    if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
+    u32 p[KEYS / 16][4];
+    auto fits = [&] {  // relative to the references that there are
+      softmax.begin();
+      scores.convolved(c, slab, position, t * KEYS, weights, lane,
+                       [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
+      mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
+      return softmax.end();
     };
-    auto scores_done = [&](int t) {
-      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + turn + t) % STAGES));
-    };
-
-    auto write_scores = [&](int t) {
-      const int tile = before + t, slab = tile & 1;
-      mask_scores(s, position, t * KEYS, work.n_k, lane);
-      if (gives_rows && tile >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (tile / 2 - 1) & 1);
-      scores.write(s, slab, lane);
-      __syncwarp();
-      if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
-    };
-
-    issue_scores(0);
-    wgmma_wait<0>();
-    scores_done(0);
-    if (work.steps > 0) write_scores(0);
-
-    for (int t = 0; t < work.steps; ++t) {
-      const int tile = before + t, slab = tile & 1, stage = uniform(tile % STAGES);
-      // P: probabilities of the outputs' keys.
-      if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, tile / 2 & 1);
-      u32 p[KEYS / 16][4];
-      auto fits = [&] {  // relative to the references that there are
-        softmax.begin();
-        scores.convolved(c, slab, position, t * KEYS, weights, lane,
-                         [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
-        mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
-        return softmax.end();
-      };
-      if (t == 0 || !fits()) {  // no row has a reference before the first tile
-        scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
-        mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
-        float rescale[2];
-        softmax.restart(p, c, rescale);
+    if (t == 0 || !fits()) {  // no row has a reference before the first tile
+      scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
+      mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
+      float rescale[2];
+      softmax.restart(p, c, rescale);
 #pragma unroll
-        for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
-      }
-      if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
-
-      // While the tensor cores add P V(t) to o, the next scores are written.
-      issue_scores(t + 1);
-      barrier_wait(barriers + V_FULL + BARRIER * stage, tile / STAGES & 1);
-      const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
-      wgmma_commit();
-      wgmma_wait<1>();
-      scores_done(t + 1);
-      if (t + 1 < work.steps) write_scores(t + 1);  // what follows them is of another work tile
-      wgmma_wait<0>();
-      if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
+      for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
     }
+    if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
-    // The next work tile's rows of Q are copied while this one's outputs are stored.
-    const WorkTile done = work;
-    goes_on = take_work();
-    named_barrier(1 + warpgroup, 128);  // no warp of the warpgroup needs the rows before
-    if (goes_on) copy_queries();
-    store_output(out, lse, o, softmax, done, top + 2 * (lane >> 2), lane);
-  } while (goes_on);
+    // While the tensor cores add P V(t) to o, the next scores are written.
+    issue_scores(t + 1);
+    barrier_wait(barriers + V_FULL + BARRIER * stage, t / STAGES & 1);
+    const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    scores_done(t + 1);
+    write_scores(t + 1);
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
+  }
+
+  store_output(out, lse, o, softmax, work, top + 2 * (lane >> 2), lane);
 }

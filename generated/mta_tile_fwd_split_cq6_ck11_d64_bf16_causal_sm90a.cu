@@ -10,7 +10,7 @@
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
 // partial (batch * heads * n_q, splits, dv) and partial_lse (log2) are the results of splits of the keys.
 //
-// mta_tile_fwd_split_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-n_q // 187) * batch * heads, 1, splits), 512, 128408>>>
+// mta_tile_fwd_split_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, -(-n_q // 187), splits), 512, 128408>>>
 // mta_tile_fwd_combine_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads * n_q), 32, 0>>>
 
 #include <cuda_bf16.h>
@@ -746,10 +746,9 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
 
 // ---- Work tiles -----------------------------------------------------------------------------------------------------
 //
-// A work tile is what a CTA does at a time: the outputs of OWNED rows of a head, from a split of the keys.
+// A work tile is what a CTA does: the outputs of OWNED rows of a head, from a split of the keys.
 
 struct WorkTile {
-  bool exists;
   int head;      // the number of its head through the batch
   int b, h;      // its entry of the batch and its head
   int n_q, n_k;  // queries and keys of the sequence
@@ -759,10 +758,8 @@ struct WorkTile {
   int steps;     // tiles of keys that some of its rows see
 
   DEVICE WorkTile(int head_, int number, int heads, int n_q_, int n_k_) : head(head_), n_q(n_q_), n_k(n_k_) {
-    const int head_tiles = (n_q + 186) / 187;
-    exists = number < head_tiles;
     b = head / heads, h = head % heads;
-    const int block = head_tiles - 1 - number;  // those with the most keys first
+    const int block = gridDim.y - 1 - number;  // those with the most keys first
     first = block * OWNED - HALO;
 
     // A split has so many tiles of keys, and the last one all that are left.
@@ -824,17 +821,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     const float* __restrict__ weight, float* __restrict__ partial, float* __restrict__ partial_lse,
     long long q_stride_b, long long q_stride_h, long long q_stride_n, long long k_stride_b, long long k_stride_h,
     long long k_stride_n, long long v_stride_b, long long v_stride_h, long long v_stride_n, int n_q, int n_k,
-    int batch, int heads, int group, float scale) {
+    int heads, int group, float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = uniform(threadIdx.x >> 7);
 
-  auto work_tile = [&](int index) {
-    const int all_heads = batch * heads;
-    return WorkTile(index % all_heads, index / all_heads, heads, n_q, n_k);
-  };
-  WorkTile work = work_tile(blockIdx.x);
-  if (work.steps == 0) {  // The split sees no key, and the CTA has no other work tile.
+  const WorkTile work(blockIdx.x, blockIdx.y, heads, n_q, n_k);
+  if (work.steps == 0) {  // The split sees no key.
     for (int i = work.first + HALO + threadIdx.x; i < min(work.first + ROWS, work.n_q); i += THREADS)
       partial_lse[work.row_of(i)] = -INFINITY;
     return;
@@ -853,32 +846,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   clear_pads(base, threadIdx.x, THREADS);
   __syncthreads();
 
-  int turn = 0, before = 0;  // work tiles, and steps, that the CTA has done
-  auto take_work = [] { return false; };  // a CTA has one split of one work tile
-
   if (warpgroup == WARPGROUPS) {
-    // Loads: two warps K, two warps V, which lags as the outputs do. Of each work tile one K tile more than there are
-    // steps.
+    // Loads: two warps K, two warps V, which lags as the outputs do. There is one K tile more than there are steps.
     registers_down_to<32>();
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
-    do {
-      const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h + work.unseen * k_stride_n;
-      const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h + work.unseen * v_stride_n;
-      for (int t = 0; t < work.steps + loads_k; ++t) {
-        const int tile = before + t + (loads_k ? turn : 0), stage = tile % STAGES;
-        if (tile >= STAGES) barrier_wait(empty + BARRIER * stage, (tile / STAGES - 1) & 1);
-        if (loads_k)
-          load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
-        else
-          load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
-        copy_commit();
-        copy_wait<0>();
-        fence_async();
-        barrier_arrive(full + BARRIER * stage);
-      }
-    } while (take_work());
+    const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h + work.unseen * k_stride_n;
+    const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h + work.unseen * v_stride_n;
+    for (int t = 0; t < work.steps + loads_k; ++t) {
+      const int stage = t % STAGES;
+      if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
+      if (loads_k)
+        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
+      else
+        load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
+      copy_commit();
+      copy_wait<0>();
+      fence_async();
+      barrier_arrive(full + BARRIER * stage);
+    }
     return;
   }
 
@@ -887,112 +874,101 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   const u32 q_tile = base + SHARED_Q, taps = base + SHARED_TAPS + TAPS * warpgroup;
 
   // The warpgroup copies its rows of Q, in the order of the fragments, and its head's weights.
-  auto copy_queries = [&] {
-    const int thread = threadIdx.x & 127;
-    const Element* const queries = q + work.b * q_stride_b + work.h * q_stride_h;
-    load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, queries, q_stride_n, work.first, work.n_q, thread);
-    for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
-    copy_commit();
-  };
-  copy_queries();
+  const int thread = threadIdx.x & 127;
+  const Element* const queries = q + work.b * q_stride_b + work.h * q_stride_h;
+  load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, queries, q_stride_n, work.first, work.n_q, thread);
+  for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
+  copy_commit();
 
   // The warp below reads this warp's rows as its halo, and this warp those of the warp above.
   const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
   const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
 
-  bool goes_on;
-  do {
-    copy_wait<0>();
-    scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, threadIdx.x & 127);
-    fence_async();
-    named_barrier(1 + warpgroup, 128);
-    Weights weights;
-    load_weights(weights, [&](int i) { return __uint_as_float(load_shared(taps + 4 * i)); }, scale, lane);
-    u32 q_fragments[D / 16][4];
+  copy_wait<0>();
+  scale_queries<Element, ROWS, D, 64, 128>(q_tile, 64 * warpgroup, SCORE_SCALE, thread);
+  fence_async();
+  named_barrier(1 + warpgroup, 128);
+  Weights weights;
+  load_weights(weights, [&](int i) { return __uint_as_float(load_shared(taps + 4 * i)); }, scale, lane);
+  u32 q_fragments[D / 16][4];
+#pragma unroll
+  for (int kk = 0; kk < D / 16; ++kk)
+    load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
+
+  const int top = work.first + 16 * warp, position = top + work.offset;  // of the warp's first row
+  WarpSlab scores;
+  scores.locate(base, 16 * warp, 0, lane);
+  Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
+  float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
+#pragma unroll
+  for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
+
+  auto issue_scores = [&](int t) {  // s = Q K(t)^T
+    const int stage = t % STAGES;
+    barrier_wait(barriers + K_FULL + BARRIER * stage, t / STAGES & 1);
+    const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
+    wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk)
-      load_matrices(q_fragments[kk], tile_address<ROWS>(q_tile, 16 * warp + (lane & 15), 2 * kk + (lane >> 4)));
+      wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
+    wgmma_commit();
+  };
+  auto scores_done = [&](int t) {
+    if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * (t % STAGES));
+  };
 
-    const int top = work.first + 16 * warp, position = top + work.offset;  // of the warp's first row
-    WarpSlab scores;
-    scores.locate(base, 16 * warp, 0, lane);
-    Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
-    float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
+  auto write_scores = [&](int t) {
+    const int slab = t & 1;
+    mask_scores(s, position, t * KEYS, work.n_k, lane);
+    if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (t / 2 - 1) & 1);
+    scores.write(s, slab, lane);
+    __syncwarp();
+    if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
+  };
 
-    auto issue_scores = [&](int t) {  // s = Q K(t)^T
-      const int tile = before + turn + t, stage = tile % STAGES;
-      barrier_wait(barriers + K_FULL + BARRIER * stage, tile / STAGES & 1);
-      const u64 k_operand = operand(base + SHARED_K + stage * K_TILE);
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < D / 16; ++kk)
-        wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
-      wgmma_commit();
+  issue_scores(0);
+  wgmma_wait<0>();
+  scores_done(0);
+  write_scores(0);
+
+  for (int t = 0; t < work.steps; ++t) {
+    const int slab = t & 1, stage = t % STAGES;
+    // P: probabilities of the outputs' keys.
+    if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
+    u32 p[KEYS / 16][4];
+    auto fits = [&] {  // relative to the references that there are
+      softmax.begin();
+      scores.convolved(c, slab, position, t * KEYS, weights, lane,
+                       [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
+      mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
+      return softmax.end();
     };
-    auto scores_done = [&](int t) {
-      if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * ((before + turn + t) % STAGES));
-    };
-
-    auto write_scores = [&](int t) {
-      const int tile = before + t, slab = tile & 1;
-      mask_scores(s, position, t * KEYS, work.n_k, lane);
-      if (gives_rows && tile >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (tile / 2 - 1) & 1);
-      scores.write(s, slab, lane);
-      __syncwarp();
-      if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
-    };
-
-    issue_scores(0);
-    wgmma_wait<0>();
-    scores_done(0);
-    if (work.steps > 0) write_scores(0);
-
-    for (int t = 0; t < work.steps; ++t) {
-      const int tile = before + t, slab = tile & 1, stage = tile % STAGES;
-      // P: probabilities of the outputs' keys.
-      if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, tile / 2 & 1);
-      u32 p[KEYS / 16][4];
-      auto fits = [&] {  // relative to the references that there are
-        softmax.begin();
-        scores.convolved(c, slab, position, t * KEYS, weights, lane,
-                         [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
-        mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
-        return softmax.end();
-      };
-      if (t == 0 || !fits()) {  // no row has a reference before the first tile
-        scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
-        mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
-        float rescale[2];
-        softmax.restart(p, c, rescale);
+    if (t == 0 || !fits()) {  // no row has a reference before the first tile
+      scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
+      mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
+      float rescale[2];
+      softmax.restart(p, c, rescale);
 #pragma unroll
-        for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
-      }
-      if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
-
-      // While the tensor cores add P V(t) to o, the next scores are written.
-      issue_scores(t + 1);
-      barrier_wait(barriers + V_FULL + BARRIER * stage, tile / STAGES & 1);
-      const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
-      wgmma_commit();
-      wgmma_wait<1>();
-      scores_done(t + 1);
-      write_scores(t + 1);
-      wgmma_wait<0>();
-      if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
+      for (int i = 0; i < DV / 2; ++i) o[i] *= rescale[i >> 1 & 1];
     }
+    if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
-    // The next work tile's rows of Q are copied while this one's outputs are stored.
-    const WorkTile done = work;
-    goes_on = take_work();
-    named_barrier(1 + warpgroup, 128);  // no warp of the warpgroup needs the rows before
-    if (goes_on) copy_queries();
-    store_output(partial, partial_lse, o, softmax, done, top + 2 * (lane >> 2), lane);
-  } while (goes_on);
+    // While the tensor cores add P V(t) to o, the next scores are written.
+    issue_scores(t + 1);
+    barrier_wait(barriers + V_FULL + BARRIER * stage, t / STAGES & 1);
+    const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    scores_done(t + 1);
+    write_scores(t + 1);
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
+  }
+
+  store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), lane);
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse. What a split has that saw no key is

@@ -10,7 +10,7 @@ from mtagen.codegen import cuda, render
 from mtagen.planner import Plan
 from mtagen.planner.choice import COST_MODEL, PlannedPass
 from mtagen.planner.kernel import Kernel
-from mtagen.planner.targets import TARGETS, Target
+from mtagen.planner.targets import Target
 from mtagen.planner.tile.candidates import candidates
 from mtagen.planner.tile.passes import TilePass
 from mtagen.runtime.load import load_host
@@ -55,13 +55,7 @@ class Launch(NamedTuple):
 
 
 class RecordedKernel:
-    """Stands in for a loaded kernel, and notes its launches.
-
-    Attributes:
-        resident: blocks that an H200 holds at once, if each takes a multiprocessor.
-    """
-
-    resident = TARGETS["sm_90a"].multiprocessors
+    """Stands in for a loaded kernel, and notes its launches."""
 
     def __init__(self, kernel: Kernel, launches: list[Launch]) -> None:
         self._kernel, self._launches = kernel, launches

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from single_pass import cheapest, on_gpu
 from torch import Tensor
 
 import mtagen
@@ -23,7 +22,6 @@ from mtagen.planner import choice, get_target
 from mtagen.runtime import nvrtc
 from mtagen.runtime.load import load, plan_key
 from mtagen.runtime.offline import launches
-from mtagen.spec import Spec
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -129,44 +127,6 @@ def test_accuracy_of_cuda_with_values_of_another_head_dim(options: dict[str, Any
     op = mtagen.build((6, 11), 192, value_head_dim=128, **options)
     assert op.plan["backward"].lowering == "strip"
     assert_accurate(op)
-
-
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize(
-    "spec",
-    [
-        Spec((6, 11), 128),
-        Spec((6, 11), 64),
-        Spec((1, 1), 64, causal=False),
-        Spec((3, 3), 64, window=(300, -1)),
-        Spec((6, 11), 64, packed=True),
-        Spec((6, 11), 128, dropout=True),
-    ],
-    ids=str,
-)
-def test_ctas_that_take_several_work_tiles(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes a work tile, and whatever came before: the outputs are the same bits."""
-    forward, n = on_gpu(cheapest("forward", spec, get_target("sm_90a"))), 799
-
-    def rows(heads: int) -> Tensor:
-        shape = (n, heads, spec.head_dim) if spec.packed else (3, heads, n, spec.head_dim)
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-    q, k, v, weight = rows(12), rows(4), rows(4), torch.randn(12, *spec.kernel, device="cuda")
-    ends = torch.tensor([0, 5, 5, 500, n], dtype=torch.int32, device="cuda")
-    packed = (ends, ends, 495, 495) if spec.packed else ()
-    dropped = (torch.tensor([1, 2], device="cuda"), 0.3) if spec.dropout else ()
-
-    def outputs() -> list[Tensor]:
-        return [*forward(q, k, v, weight, 0.1, *packed, *dropped)]
-
-    expected = outputs()
-    assert all(x.isfinite().all() for x in expected)
-    (kernels,) = forward.__globals__["LOADED"]["forward"].values()
-    for resident in (1, 2, 7, 10**6):
-        monkeypatch.setattr(kernels["forward"], "resident", resident)
-        for _ in range(3):
-            assert all(map(torch.equal, outputs(), expected)), resident
 
 
 WINDOWS: dict[str, dict[str, Any]] = {

@@ -443,25 +443,25 @@ def test_splits_fill_the_gpu_and_no_more(spec: Spec) -> None:
     seen = set()
     for heads, n_q, n_k in itertools.product((1, 3, 16, 100), (1, 187, 900, 4096), (1, 300, 4096, 50_000)):
         first, *merges = launches(spec, 2, heads, n_q, n_k)
-        work_tiles = 2 * heads * -(-n_q // plan.owned)
+        whole = 2 * heads, -(-n_q // plan.owned)
         seen.add(first.kernel.role)
         if first.kernel.role == "forward":
-            assert (first.grid, merges) == ((min(slots, work_tiles),), [])
+            assert (first.grid, merges) == (whole, [])
             continue
         ((merge,), splits) = merges, first.grid[2]
-        assert first.grid == (work_tiles, 1, splits)
+        assert first.grid == (*whole, splits)
         assert (merge.kernel.role, merge.grid) == ("combine", (2 * heads * n_q,))
         assert 1 < splits == merge.arguments["num_splits"] <= n_k // (4 * plan.keys)
-        assert splits * work_tiles <= most
+        assert splits * whole[0] * whole[1] <= most
     assert seen == {"forward", "forward_split"}
 
 
 def test_one_head_is_split() -> None:
     """Half of 22 x 11 CTAs have keys, nearly one for each multiprocessor; eight heads have more without splits."""
     first, _ = launches(Spec((6, 11), 128), 1, 1, 4096, 4096)
-    assert first.grid == (22, 1, 11)
+    assert first.grid == (1, 22, 11)
     (whole,) = launches(Spec((6, 11), 128), 1, 8, 4096, 4096)
-    assert whole.grid == (132,)  # of 176 work tiles
+    assert whole.grid == (8, 22)
 
 
 @pytest.mark.parametrize("options", [{"packed": True}, {"dropout": True}], ids=str)
@@ -494,7 +494,6 @@ def test_shared_memory_maps() -> None:
             "GATHER": 16,
             "KEPT": 4,
             "TAPS": 4,
-            "NEXT": 4,
             "BARRIERS": 8,
         }
         for region, following in itertools.pairwise(regions):

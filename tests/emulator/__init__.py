@@ -43,12 +43,7 @@ class EmulatedKernel:
         folder: see :func:`emulated`.
         seed: of the order in which warps run; copies and wgmma are late if it is odd.
         checked: report races in shared memory. Takes several times as long.
-
-    Attributes:
-        resident: blocks that the device holds at once, so few that a block has several work tiles.
     """
-
-    resident = 3
 
     def __init__(self, plan: TilePass | StripSource, kernel: Kernel, folder: Path, seed: int, checked: bool) -> None:
         self.kernel = kernel

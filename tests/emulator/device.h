@@ -109,11 +109,6 @@ float half_of(u32 word, int high) {
   x.bits = word >> 16 * high;
   return static_cast<float>(x);
 }
-inline int atomicAdd(int* at, int x) {
-  const int before = *at;
-  *at += x;
-  return before;
-}
 inline float exp2_fast(float x) { return exp2f(x); }
 
 inline uint3 threadIdx, blockIdx, gridDim;

@@ -90,22 +90,6 @@ FORWARD = (
         (f"{EMULATED}::test_far_more_queries_than_keys",),
     ),
     Mutant(
-        "forward-second-work-tile-waits-for-the-first-one-s-keys",
-        f"{CUDA}/forward_sm90.cu.j2",
-        "const int tile = before + turn + t, stage",
-        "const int tile = before + t, stage",
-        "From its second work tile on, a CTA takes tiles of K for full that are not, or waits for ever.",
-        (f"{EMULATED}::test_accurate",),
-    ),
-    Mutant(
-        "forward-no-counter-for-the-last-work-tiles",
-        "mtagen/templates/host/next_tile.j2",
-        "if work_tiles > resident else None",
-        "if work_tiles > 2 * resident else None",
-        "Work tiles besides the CTAs' first are made by nobody, or twice.",
-        (f"{EMULATED}::test_accurate",),
-    ),
-    Mutant(
         "softmax-exponent-without-a-floor",
         f"{CUDA}/softmax.cuh",
         "fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f)",
@@ -140,8 +124,8 @@ FORWARD = (
     Mutant(
         "forward-sm90-strip-written-without-a-barrier",
         f"{CUDA}/forward_sm90.cu.j2",
-        "      __syncwarp();\n      if (gives_rows)",
-        "      if (gives_rows)",
+        "    __syncwarp();\n    if (gives_rows)",
+        "    if (gives_rows)",
         "Lanes may read scores of their warp's rows before other lanes have written them.",
         (f"{EMULATED}::test_no_races[forward-{SM90}]",),
     ),

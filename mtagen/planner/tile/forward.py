@@ -5,9 +5,6 @@ the slab, its own and the cq-1 above them, on the tensor cores. So a CTA of R ro
 and its first cq-1 rows serve as halo only. Along the keys there is no halo: the slab keeps the last ``carry`` columns
 of the tile before, and outputs lag the keys by ``lag`` columns, such that every window starts on a chunk of the slab.
 
-Such a tile of rows is a work tile. On Hopper a CTA stays, and takes another one when it has done one: what a CTA begins
-with is paid once, and the next work tile's loads are under way while outputs are stored.
-
 Scores that one tap convolves stay in their registers; then there is no slab.
 """
 
@@ -40,8 +37,6 @@ from .wgmma import Wgmma
 # What is a CTA's, in the names of the templates: its rows, and its split of the keys.
 FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)
 SPLIT, SPLIT_TILES = symbols("split split_tiles", integer=True, nonnegative=True)
-# What host code counts: work tiles of a call, and CTAs that the device holds at once.
-_WORK_TILES, _RESIDENT = symbols("work_tiles resident", integer=True, positive=True)
 _SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
@@ -245,7 +240,7 @@ class TileForward(TilePass):
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
-        barriers = 8 * (4 * self.stages + 4 * self.warps + 4 * self.stays) if self.hopper else 0
+        barriers = 8 * (4 * self.stages + 4 * self.warps) if self.hopper else 0
         k_panels, v_panels = self.panels
         return SharedMap.of(
             (
@@ -256,7 +251,6 @@ class TileForward(TilePass):
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 4),
                 ("TAPS", self.warps // 4 * self.taps if self.hopper else 0, 4),  # warpgroups may have different heads
-                ("NEXT", 2 * 4 if self.stays else 0, 4),
                 ("BARRIERS", barriers, 8),
             )
         )
@@ -312,30 +306,9 @@ class TileForward(TilePass):
         return self.layout.blocks(self.layout.queries, self.owned)
 
     @property
-    def stays(self) -> bool:
-        """Whether a CTA takes another work tile when it has done one."""
-        return self.hopper and not self.splits
-
-    @property
-    def all_heads(self) -> Expr:
-        """Heads of all entries of the batch."""
-        return self.layout.batch * HEADS
-
-    @property
-    def work_tiles(self) -> Expr:
-        """Work tiles of all heads: a CTA makes the outputs of one at a time."""
-        return self.all_heads * self.head_tiles
-
-    @property
     def grid(self) -> tuple[Expr, ...]:
-        """CTAs: one for each work tile of each head; no more than run at once, if they stay."""
-        return (Min(_WORK_TILES, _RESIDENT),) if self.stays else (self.all_heads, self.head_tiles)
-
-    @property
-    def counts(self) -> tuple[str, ...]:
-        """Numbers besides those of heads that tell which work tile a CTA has."""
-        counts = ("total_q",) if self.layout.packed else ()
-        return (*counts, "documents" if self.layout.packed else "batch") if self.hopper else counts
+        """CTAs: one for each work tile of each head."""
+        return self.layout.batch * HEADS, self.head_tiles
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -344,12 +317,11 @@ class TileForward(TilePass):
         arguments = (
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
-            *((Argument("next_tile", "int", pointer=True, written=True, optional=True),) if self.stays else ()),
             *layout.documents,
             *self.results,
             *layout.strides("q", "k", "v"),
             *layout.lengths,
-            *numbers("int", *self.counts, "heads", "group"),
+            *numbers("int", *(("total_q",) if layout.packed else ()), "heads", "group"),
             *numbers("float", "scale"),
             *((*DRAW, *KEEP_SCALE) if self.spec.dropout else ()),
         )
@@ -375,10 +347,6 @@ class TileForward(TilePass):
             carried = f"a slab starts with {self.toeplitz.carry} columns of the tile before"
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
-        if self.stays:
-            yield "When a CTA has made these, its work tile, it takes another: no more CTAs are launched than a device"
-            yield f"holds at once, `resident`. There are work_tiles = {self.work_tiles}."
-            yield "next_tile counts those taken besides the CTAs' first: from 0 on, or null if there are no others."
         yield from self.layout.legend(self.owned, "queries")
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
@@ -479,7 +447,7 @@ class SplitForward(TileForward):
     @property
     def grid(self) -> tuple[Expr, ...]:
         """CTAs: one for each split of each work tile."""
-        return (self.work_tiles, Integer(1), SPLITS) if self.hopper else (self.all_heads, self.head_tiles, SPLITS)
+        return *super().grid, SPLITS
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

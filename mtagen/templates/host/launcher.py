@@ -20,9 +20,6 @@ class Kernel:
         module: the loaded cubin that it is in.
         context: the driver context that the cubin was loaded in.
         device: index of the device.
-
-    Attributes:
-        resident: blocks that the device holds at once.
     """
 
     def __init__(
@@ -35,9 +32,6 @@ class Kernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
         self._function = int(function)
-        blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.resident = multiprocessors * checked(blocks, f"occupancy of {name}")
 
         # The driver takes an array of pointers to the arguments. Each launch writes the arguments anew; the driver has
         # copied them when it returns.
