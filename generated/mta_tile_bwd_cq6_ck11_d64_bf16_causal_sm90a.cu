@@ -17,7 +17,7 @@
 // The main kernel takes, for 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
 //
 // mta_tile_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-row_pitch // 32) * batch * heads), 256, 0>>>
-// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 218848>>>
+// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 225248>>>
 // mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -493,7 +493,7 @@ constexpr int PAD_LEFT = 5, SHIFT = HALO;
 // A warp makes DQ_COLUMNS columns of dQ.
 constexpr int DQ_COLUMNS = 32;
 // The slabs of S and of G keep so many row tiles, in rows of SLAB_ROW bytes.
-constexpr int SCORE_RING = 8, GRADIENT_RING = 5;
+constexpr int SCORE_RING = 9, GRADIENT_RING = 5;
 constexpr int SLAB_ROW = 400;
 // A row of W has a table of TAP_WORDS words, taps v and v + 1 for each v from 1 - CHUNK on.
 constexpr int TAP_WORDS = 30;
@@ -512,10 +512,10 @@ constexpr int SHARED_DO = 67584;
 constexpr int SHARED_P = 83968;
 constexpr int SHARED_DS = 108544;
 constexpr int SHARED_S = 133120;
-constexpr int SHARED_G = 184336;
-constexpr int SHARED_TAPS = 216352;
-constexpr int SHARED_STATISTICS = 217792;
-constexpr int SHARED_BARRIERS = 218816;
+constexpr int SHARED_G = 190736;
+constexpr int SHARED_TAPS = 222752;
+constexpr int SHARED_STATISTICS = 224192;
+constexpr int SHARED_BARRIERS = 225216;
 
 // ---- Before and after the main kernel ----------------------------------------------------------------------------
 
@@ -1040,7 +1040,7 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //
 //   of S, C, P, G, dV               4  5  6  7
 //   of dS, dK, dQ                3  4  5  6
-//   in the slab of S    0  1  2  3  4  5  6  7
+//   in the slab of S   -1  0  1  2  3  4  5  6  7
 //   in the slab of G             3  4  5  6  7
 //
 // Lane 4 lane_row + lane_pair has, in a fragment, rows 2 lane_row and 2 lane_row + 1 of a row tile, and columns
@@ -1053,16 +1053,15 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //   meet at SCORES: S is in its slab
 //   P = exp(scale conv(S) - lse), to shared memory
 //   dP = dO V^T
-//   wait for `taken` of the step before  <-----------------------  dW of the last row tiles; arrive at `taken`
+//   wait for `taken` of the step before  <-----------------------  dW is made; arrive at `taken`
 //   G = P (dP - dot), to its slab
 //   arrive at `written`, meet at GRADIENTS  -------------------->  wait for `written`
 //   dS = adjoint conv(G), to shared memory                         copy Q above this step; Q, dO, lse, dot of the next
-//   meet at SCORE_GRADIENTS                                        dW of the first row tiles; arrive at `above_taken`
+//   meet at SCORE_GRADIENTS
 //   start dQ = dS K
 //   wait for `loaded`  <-----------------------------------------  the copies arrive at `loaded` when they are complete
 //   start S = Q K^T of the next step, dV += P^T dO, dK += dS^T Q
 //   add dQ to its sums in global memory
-//   wait for `above_taken`  <------------------------------------  the rows of S above this step have been read
 //   S of the next step, to its slab
 
 // Each main warpgroup has a part of the columns; DQ_PARTS of them share the columns of dQ.
@@ -1116,8 +1115,19 @@ DEVICE void issue_keys(float (&dk)[D / 2], u32 gradients, u32 above, u32 queries
 }
 
 // Adds the warpgroup's columns of dQ to the head's sums. The thread's first row is row `first`.
-DEVICE void add_to_queries(float* dq_sum, const float (&dq)[DQ_COLUMNS / 2], long long head, int first, int n_q,
-                           int part, const Place& at) {
+DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long head, int first, int n_q, int part,
+                           const Place& at) {
+  // A reduction takes four neighbouring registers. So all are put in order first: moved to registers that the next
+  // one takes, too, each would wait for the one before.
+#pragma unroll
+  for (int m = 0; m < DQ_COLUMNS / 16; ++m)
+#pragma unroll
+    for (int i = 8 * m + 2; i < 8 * m + 4; ++i) {
+      const float x = dq[i];
+      dq[i] = dq[i + 2];
+      dq[i + 2] = x;
+    }
+  pin(dq);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = first + r;
@@ -1125,8 +1135,8 @@ DEVICE void add_to_queries(float* dq_sum, const float (&dq)[DQ_COLUMNS / 2], lon
     float* const to = dq_sum + (head * n_q + i) * D + part * DQ_COLUMNS + 4 * at.lane_pair;
 #pragma unroll
     for (int m = 0; m < DQ_COLUMNS / 16; ++m) {
-      const float* const x = dq + 8 * m + 2 * r;
-      if (D % DQ_COLUMNS == 0 || part * DQ_COLUMNS + 16 * m < D) add_to_global(to + 16 * m, x[0], x[1], x[4], x[5]);
+      const float* const x = dq + 8 * m + 4 * r;
+      if (D % DQ_COLUMNS == 0 || part * DQ_COLUMNS + 16 * m < D) add_to_global(to + 16 * m, x[0], x[1], x[2], x[3]);
     }
   }
 }
@@ -1166,9 +1176,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
   const Cta cta(base, n_q, n_k, heads, group, scale);
 
-  const u32 loaded = base + SHARED_BARRIERS, above_taken = loaded + 8, taken = loaded + 16, written = loaded + 24;
+  const u32 loaded = base + SHARED_BARRIERS, taken = loaded + 8, written = loaded + 16;
   if (threadIdx.x == 0) {
-    for (u32 barrier : {loaded, above_taken, taken}) barrier_init(barrier, WARPGROUP);
+    barrier_init(loaded, WARPGROUP);
+    barrier_init(taken, WARPGROUP);
     barrier_init(written, MAIN_THREADS);
     barrier_init_fence();
   }
@@ -1225,9 +1236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         load_row_tile_above(h, step);
         load_step(h, step + 1);
         barrier_arrive_after_copies(loaded);
-        add_row_tiles(step, 0, 1);
-        barrier_arrive(above_taken);
-        add_row_tiles(step, 1, WEIGHT_SETS);
+        add_row_tiles(step, 0, WEIGHT_SETS);
         barrier_arrive(taken);
       }
 
@@ -1258,10 +1267,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     begin_head(h);
     const long long head = cta.b * heads + h;
 
+    auto in_score_ring = [](unsigned step, const Place& at) { return (ROW_TILES * step + at.row_tile) % SCORE_RING; };
     float s[PART / 2];
     auto store_scores_of = [&](int step) {
       const Place at(warpgroup);
-      store_scores(s, cta, at, ROW_TILES * (step & 1) + at.row_tile, step);
+      store_scores(s, cta, at, in_score_ring(step, at), step);
     };
     issue_scores(s, base + SHARED_Q, base + SHARED_K + own_keys);
     wgmma_wait<0>();
@@ -1279,7 +1289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         const Place at(warpgroup);
         const float2 lse = load_pair(statistics + at.row * 4);
         make_probabilities(p, {lse.x, lse.y}, cta, at,
-                           ROW_TILES * buffer + at.row_tile, step);
+                           in_score_ring(step, at), step);
       }
       issue_scores(dp, do_tile, base + SHARED_V + own_keys);
       {
@@ -1322,7 +1332,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
 
       wgmma_wait<2>();
       pin(s);
-      barrier_wait(above_taken, ~done & 1);
       store_scores_of(step + 1);
       wgmma_wait<0>();
       pin(dv_sums);

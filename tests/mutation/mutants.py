@@ -209,8 +209,17 @@ BACKWARD = (
         f"{CUDA}/backward_sm90.cu.j2",
         "barrier_wait(above_taken, ~done & 1);",
         "",
-        "The next tile's scores replace those that the gradient of W is still being made of.",
-        (f"{EMULATED}::test_no_races[backward-{SM90}]",),
+        "Where the slab has no room for a row tile more, the next step's scores replace those that the gradient of W is "
+        "still being made of.",
+        (f"{EMULATED}::test_no_races[backward-sm_90a-11x11-d80-bf16-right-causal-source]",),
+    ),
+    Mutant(
+        "backward-sm90-no-room-for-the-row-tile-above",
+        "mtagen/planner/tile/backward.py",
+        "return two_steps + (self._shared(two_steps + 1).size <= room)",
+        "return two_steps + (self._shared(two_steps + 1).size > room)",
+        "The slab has a row tile more only where there is no room for it.",
+        ("tests/test_tile_backward.py::test_plans_fit_the_chip",),
     ),
     Mutant(
         "backward-keys-of-one-neighbour",

@@ -131,10 +131,21 @@ class TileBackward(TilePass):
         """Row tiles of a step."""
         return self.rows // ROW_TILE
 
-    @property
+    @cached_property
     def score_ring(self) -> int:
-        """Row tiles of S: a step's, and the last of the step before, or all of those if a helper needs them."""
-        return 2 * self.row_tiles if self.hopper else self.row_tiles + 1
+        """Row tiles of S: a step's, and the last of the step before.
+
+        A helper reads a step's after the next step's are stored; where there is room, the last of the step before, too.
+        """
+        if not self.hopper:
+            return self.row_tiles + 1
+        two_steps, room = 2 * self.row_tiles, get_target(self.target).shared_per_block
+        return two_steps + (self._shared(two_steps + 1).size <= room)
+
+    @property
+    def waits_for_helper(self) -> bool:
+        """Whether the next step's scores take the place of the row tile above this step, which a helper reads."""
+        return self.hopper and self.score_ring == 2 * self.row_tiles
 
     @property
     def gradient_ring(self) -> int:
@@ -250,6 +261,9 @@ class TileBackward(TilePass):
     @cached_property
     def shared(self) -> SharedMap:
         """The CTA's shared memory."""
+        return self._shared(self.score_ring)
+
+    def _shared(self, score_ring: int) -> SharedMap:
         vectors, parity = 128 * self.panels, ROW_TILE // 2 * self.slab_row
         buffers, scores = (2 if self.hopper else 1), self.rows * 128 * -(-self.keys // PANEL)
         return SharedMap.of(
@@ -261,7 +275,7 @@ class TileBackward(TilePass):
                 ("DO", buffers * self.rows * vectors, 1024),
                 ("P", scores, 1024),
                 ("DS", scores if self.hopper else 0, 1024),
-                ("S", 2 * self.score_ring * parity + 16, 16),  # windows that do not count end past the last row
+                ("S", 2 * score_ring * parity + 16, 16),  # windows that do not count end past the last row
                 ("G", 2 * self.gradient_ring * parity + 16, 16),  # as zeros that the last row's windows reach
                 ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
                 ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
