@@ -209,8 +209,8 @@ BACKWARD = (
         f"{CUDA}/backward_sm90.cu.j2",
         "barrier_wait(above_taken, ~done & 1);",
         "",
-        "Where the slab has no room for a row tile more, the next step's scores replace those that the gradient of W is "
-        "still being made of.",
+        "Where the slab has no room for one row tile more, the next step's scores replace those that the gradient of W "
+        "is still being made of.",
         (f"{EMULATED}::test_no_races[backward-sm_90a-11x11-d80-bf16-right-causal-source]",),
     ),
     Mutant(
