@@ -135,7 +135,8 @@ class TileBackward(TilePass):
     def score_ring(self) -> int:
         """Row tiles of S: a step's, and the last of the step before.
 
-        A helper reads a step's after the next step's are stored; where there is room, the last of the step before, too.
+        A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
+        step before that, too.
         """
         if not self.hopper:
             return self.row_tiles + 1

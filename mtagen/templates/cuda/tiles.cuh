@@ -10,7 +10,7 @@
 // neighbours.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
-#pragma unroll 2  // outputs are in registers meanwhile
+#pragma unroll 4
   for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
     const int r = p + i / (COLUMNS / CHUNK), column = i % (COLUMNS / CHUNK);
     const int row = first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1);
@@ -22,7 +22,7 @@ DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, in
 // Each of those threads multiplies what it has copied by a power of two.
 template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
 DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
-#pragma unroll 2  // outputs are in registers meanwhile
+#pragma unroll 4
   for (int i = thread; i < COUNT * (COLUMNS / CHUNK); i += COPIERS) {
     const u32 at = tile_address<ROWS>(tile, p + i / (COLUMNS / CHUNK), i % (COLUMNS / CHUNK));
     u32 x[4];
