@@ -144,7 +144,7 @@ def test_full_suite() -> None:
     regular = [c for c in cases if c.sizes.batch == max(1, 8192 // c.sizes.nk)]
     assert len(regular) == len(grid)
     others = {(c.spec, c.sizes.batch, c.sizes.nk) for c in set(cases) - set(regular)}
-    assert others == {(Spec(PAPER, 128), 4, 4096), (Spec(PAPER, 128), 4, 8192)}
+    assert others == {(Spec(PAPER, 128), 4, 4096), (Spec(PAPER, 128), 4, 8192), (Spec(PAPER, 64), 8, 2048)}
 
 
 def test_decode_suite() -> None:
