@@ -1117,8 +1117,9 @@ DEVICE void issue_keys(float (&dk)[D / 2], u32 gradients, u32 above, u32 queries
 // Adds the warpgroup's columns of dQ to the head's sums. The thread's first row is row `first`.
 DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long head, int first, int n_q, int part,
                            const Place& at) {
-  // A reduction takes four neighbouring registers. So all are put in order first: moved to registers that the next
-  // one takes, too, each would wait for the one before.
+  // A reduction takes four neighbouring registers, and the four columns that a thread has of a row are not neighbours.
+  // They become so before the first reduction. If each moved its own to the same registers, it would have to wait until
+  // the one before has read them.
 #pragma unroll
   for (int m = 0; m < DQ_COLUMNS / 16; ++m)
 #pragma unroll
