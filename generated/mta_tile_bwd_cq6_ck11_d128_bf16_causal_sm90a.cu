@@ -1353,6 +1353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     named_barrier(ALL, THREADS);
   }
 
-  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[blockIdx.x * gridDim.y + blockIdx.y], dk_sums, cta, Place(warpgroup), scale, 0);
+  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[blockIdx.x * gridDim.y + blockIdx.y],
+             dk_sums, cta, Place(warpgroup), scale, 0);
   store_keys(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
 }
