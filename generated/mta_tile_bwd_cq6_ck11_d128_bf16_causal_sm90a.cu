@@ -209,6 +209,9 @@ DEVICE int load_acquire(const int* from) {
   return x;
 }
 
+// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // threadIdx.x, read anew: what follows from it needs no register before or after its use.
 DEVICE int thread_index() {
   int thread;
@@ -1182,7 +1185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     float scale) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   const Cta cta(base, n_q, n_k, heads, group, scale);
 
   const u32 loaded = base + SHARED_BARRIERS, taken = loaded + 8, written = loaded + 16;

@@ -184,6 +184,9 @@ DEVICE float exp2_fast(float x) {
 // Below every score, yet finite: exp2_fast(-inf - NO_PEAK) is 0.
 constexpr float NO_PEAK = -1e30f;
 
+// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
@@ -709,7 +712,7 @@ DEVICE void store_results(const Problem& x, const Share<Tile>& share) {
 
 template <class Tile>
 DEVICE void decode(const Problem& x) {
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
   const u32 shared = shared_address(dynamic), slab = shared + Tile::SLAB;
   const Share<Tile> share(x);
   Ring<Tile> ring(x, share);

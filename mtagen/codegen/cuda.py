@@ -18,7 +18,7 @@ from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..version import __version__
 from .host import allocate, codes, launch, options
-from .printers import Source, c_code
+from .printers import Source, c_code, python_code
 from .templates import environment
 
 # At the left margin: a comment, a template's parameters, a function to its end.
@@ -106,7 +106,7 @@ def render_host(plan: Plan) -> str:
 @cache
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
-    templates.filters |= {"parameters": _parameters, "table": _table, "c": c_code, "codes": codes}
+    templates.filters |= {"parameters": _parameters, "table": _table, "host": python_code, "c": c_code, "codes": codes}
     templates.globals |= {"allocate": allocate, "launch": launch} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,

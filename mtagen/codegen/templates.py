@@ -5,7 +5,6 @@ from __future__ import annotations
 import jinja2
 
 from ..spec import DROPOUT_GROUP
-from .printers import python_code
 
 
 def environment(folder: str) -> jinja2.Environment:
@@ -19,5 +18,4 @@ def environment(folder: str) -> jinja2.Environment:
         autoescape=False,
     )
     made.globals["DROPOUT_GROUP"] = DROPOUT_GROUP
-    made.filters["host"] = python_code
     return made

@@ -250,7 +250,7 @@ class TileForward(TilePass):
                 ("SLAB", self.slabs * 2 * self.slab_parity, 16),
                 ("GATHER", self.slabs * self.tiles * self.gather_tile, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 4),
-                ("TAPS", self.warps // 4 * self.taps if self.hopper else 0, 4),  # warpgroups may have different heads
+                ("TAPS", self.warps // 4 * self.taps if self.hopper else 0, 4),  # a warpgroup awaits its own copy
                 ("BARRIERS", barriers, 8),
             )
         )
