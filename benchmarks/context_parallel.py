@@ -1,15 +1,19 @@
 """Time attention over several ranks against one: ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py --help``.
 
 Of each length, forward and backward of one op: on the first rank alone with the whole sequence; on all ranks by
-:class:`mtagen.distributed.ContextParallel`; and what each rank computes of that, without any communication. What the
-model :func:`mtagen.distributed.predict` says stands beside it, with the rates of the first measurement.
+:class:`mtagen.distributed.ContextParallel`, on a GPU with a profile of it on the first rank; and what each rank
+computes of that, without any communication. What the model :func:`mtagen.distributed.predict` says stands beside it,
+with the rates of the first measurement.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +26,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import mtagen
 from mtagen.distributed import ContextParallel, Rates, predict
@@ -37,6 +43,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 PASSES = "forward", "backward"
 WARMUP = 2
+Outputs = list[tuple[Tensor, list[Tensor]]]  # each with what its gradient is asked of
 
 
 def tensors(spec: Spec, heads: int, kv_heads: int, rows: int, keys: int, device: torch.device) -> list[Tensor]:
@@ -46,15 +53,15 @@ def tensors(spec: Spec, heads: int, kv_heads: int, rows: int, keys: int, device:
     return [torch.randn(1, *shape, **made).requires_grad_() for shape in shapes]
 
 
-def timed(forward: Callable[[], list[tuple[Tensor, list[Tensor]]]], repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of a forward pass and of its backward pass, medians.
+def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) -> list[float]:
+    """Milliseconds of a forward pass and of its backward pass, medians; the CPU runs ahead, as it does in training.
 
     Args:
-        forward: makes outputs, each with what its gradient is asked of.
+        forward: makes outputs.
         repeats: that are timed, after some that are not.
         device: where.
     """
-    on_gpu, times = device.type == "cuda", []
+    on_gpu, marks = device.type == "cuda", []
 
     def mark() -> Any:
         if not on_gpu:
@@ -63,17 +70,56 @@ def timed(forward: Callable[[], list[tuple[Tensor, list[Tensor]]]], repeats: int
         event.record()
         return event
 
+    marks.append(mark())
     for _ in range(WARMUP + repeats):
-        marks = [mark()]
         outs = forward()
         marks.append(mark())
-        for out, leaves in outs:
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        differentiate(outs)
         marks.append(mark())
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append([a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)])
-    return [statistics.median(each) for each in zip(*times[WARMUP:], strict=True)]
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    times = [a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)][2 * WARMUP :]
+    return [statistics.median(times[::2]), statistics.median(times[1::2])]
+
+
+def differentiate(outs: Outputs) -> None:
+    """The backward pass."""
+    for out, leaves in outs:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def activity(forward: Callable[[], Outputs], repeats: int) -> dict[str, Any]:
+    """What the GPU does in both passes, by PyTorch's profiler.
+
+    Returns:
+        Milliseconds: ``kernels``, by name, the longest first; ``transfers``, in which NCCL's kernels run; and
+        ``exposed``, the part of these in which no other kernel runs.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(1 + repeats):  # in the first one ranks wait for each other's profiler
+            differentiate(forward())
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    totals: dict[str, float] = defaultdict(float)
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events[len(events) // (1 + repeats) :]:
+        name, span = re.split(r"[(<]", event.name.removeprefix("void "))[0], event.time_range
+        totals[name] += span.end - span.start
+        spans[name.startswith("nccl")].append((span.start, span.end))
+    transfers, others, everything = (covered(each) for each in (spans[True], spans[False], spans[True] + spans[False]))
+    scale = 1e-3 / repeats
+    kernels = {name: scale * total for name, total in sorted(totals.items(), key=lambda each: -each[1])}
+    return {"kernels": kernels, "transfers": scale * transfers, "exposed": scale * (everything - others)}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def slowest(milliseconds: list[float], device: torch.device) -> dict[str, float]:
@@ -111,12 +157,14 @@ def measure(
     own = tensors(spec, heads, kv_heads, length // ranks, length // ranks, device)
     cp = ContextParallel(op, dist.group.WORLD)
     spread = timed(lambda: [attend(cp, own)], repeats, device)
+    profiled = activity(lambda: [attend(cp, own)], repeats) if device.type == "cuda" else None
     calls = [Call.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held_by(rank)]
     parts = [tensors(spec, heads, kv_heads, call.queries.count, call.keys.count, device) for call in calls]
     computed = timed(lambda: [attend(op, part) for part in parts], repeats, device)
 
     result: dict[str, Any] = {"length": length, "alone_ms": slowest(alone, device)}
     result |= {"spread_ms": slowest(spread, device), "computed_ms": slowest(computed, device)}
+    result["profile_ms"] = profiled
     result["speedup"] = sum(result["alone_ms"].values()) / sum(result["spread_ms"].values())
     scores = heads * seen_pairs(length, length, spec.left, spec.right)
     rates = Rates(*(1e3 * scores / result["alone_ms"][name] for name in PASSES), link)
@@ -128,11 +176,13 @@ def measure(
 def table(results: list[dict[str, Any]], title: str) -> Table:
     """What was measured, for the console."""
     shown = Table(title=title)
-    for heading in ("N", "alone, ms", "over ranks, ms", "computed, ms", "speed-up", "predicted"):
+    for heading in ("N", "alone, ms", "over ranks, ms", "computed, ms", "exposed, ms", "speed-up", "predicted"):
         shown.add_column(heading, justify="right")
     for result in results:
         times = (f"{sum(result[name].values()):.1f}" for name in ("alone_ms", "spread_ms", "computed_ms"))
-        shown.add_row(str(result["length"]), *times, *(f"{result[x]:.3f}" for x in ("speedup", "predicted_speedup")))
+        exposed = "" if result["profile_ms"] is None else f"{result['profile_ms']['exposed']:.2f}"
+        speedups = (f"{result[name]:.3f}" for name in ("speedup", "predicted_speedup"))
+        shown.add_row(str(result["length"]), *times, exposed, *speedups)
     return shown
 
 
@@ -153,7 +203,7 @@ def main(
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group()
+    dist.init_process_group(device_id=device if device.type == "cuda" else None)
     dtype = "bf16" if device.type == "cuda" else "fp32"
     op = mtagen.build(head_dim=head_dim, dtype=dtype, **PIPELINES[pipeline])
     options = {"pipeline": pipeline, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "link_gbps": link}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from torchrun import torchrun
 
 import mtagen
 from mtagen import BackendError, InputError, SpecError
-from mtagen.distributed import ContextParallel, exchange
+from mtagen.distributed import ContextParallel, context_parallel, exchange
 from mtagen.distributed.sharding import Call, Sharding
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
@@ -325,16 +325,16 @@ def test_some_inputs_have_no_gradient(ranks: Ranks) -> None:
 def received(
     group: ProcessGroup, stages: dict[str, Any], length: int, balanced: bool, longest: int | None = None
 ) -> list[int]:
-    """Rows that come from other ranks, by transfers of a forward pass; of documents of ``longest`` rows, if given."""
+    """Rows of queries and of keys that come from other ranks, by steps; of documents of ``longest`` rows, if given."""
     cp, rows = ContextParallel(built(stages), group, balanced=balanced), []
 
-    def counting(output: Tensor, x: Tensor, output_sizes: list[int], *rest: Any, **options: Any) -> Any:
-        rows.append(sum(output_sizes) - output_sizes[group.rank()])
-        return dist.all_to_all_single(output, x, output_sizes, *rest, **options)
+    def counting(transfers: Sequence[exchange.Transfer], group: ProcessGroup) -> None:
+        rows.extend(sum(len(x) for _, x in transfer.received) for transfer in transfers)
+        exchange.begin(transfers, group)
 
     inputs, _ = random(cp.op.plan.spec, 1, 2, length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "all_to_all_single", counting)
+        patch.setattr(context_parallel, "begin", counting)
         qkv = [cp.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v)]
         if longest is None:
             cp(*qkv, **inputs.weights)
@@ -349,15 +349,15 @@ def received(
 def test_traffic(ranks: Ranks, size: int) -> None:
     """As docs/distributed.md has it."""
     length, half = 24 * size, 12  # rows, and those of a chunk
-    for _, _, *keys in ranks.run(size, received, EVERYTHING, length, True):
-        assert sum(keys) == length * (size - 1) // size
-    assert ranks.run(size, received, {"kernel": None}, length, False) == [[rank * 2 * half] for rank in range(size)]
+    for _, keys, _, others in ranks.run(size, received, EVERYTHING, length, True):
+        assert keys + others == length * (size - 1) // size
+    assert ranks.run(size, received, {"kernel": None}, length, False) == [[0, rank * 2 * half] for rank in range(size)]
     window = EVERYTHING | {"window": (2, -1)}
     context = Spec(**window, head_dim=WIDTH).context
     assert context == 5
     first, *_, last = ranks.run(size, received, window, length, True)
-    assert first == [0, context, 0, context + 2]
-    assert last == [context, 0, context + 2, 0]  # its second chunk is next to its first
+    assert first == [0, 0, context, context + 2]
+    assert last == [context, context + 2, 0, 0]  # its second chunk is next to its first
     assert ranks.run(size, received, EVERYTHING, length, True, 3) == ranks.run(size, received, window, length, True)
 
 

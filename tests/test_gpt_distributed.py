@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from torchrun import torchrun
 
-from examples.gpt import train
+from examples.gpt import longest, train
 
 SETTINGS = train.Settings(steps=6, batch=4, length=64, lr=3e-3, warmup=2)
 OPTIONS = ["--steps", "6", "--batch", "4", "--length", "64", "--lr", "3e-3", "--warmup", "2", "--log-every", "1"]
@@ -90,3 +91,22 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "examples.gpt.train_distributed", tmp_path, *OPTIONS, "--length", 66)
     assert done.returncode == 1
     assert "batch 4, length 66: its sequences are shared by 1 and each is cut into 4 equal chunks" in done.stderr
+
+
+def test_steps_on_longer_and_longer_sequences(tmp_path: Path) -> None:
+    path = tmp_path / "longest.json"
+    options = ["--size", "tiny", "--length", 64, "--length", 128, "--json", path]
+    done = torchrun(2, "-m", "examples.gpt.longest", *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["ranks"] == 2
+    assert [result["length"] for result in report["results"]] == [64, 128]
+    for result in report["results"]:
+        assert result["loss"] == pytest.approx(math.log(256), rel=0.2)  # before it learns, of bytes
+        assert result["seconds"] > 0
+
+
+def test_a_length_that_fills_memory() -> None:
+    """By a straight line, rounded down."""
+    results = [{"length": length, "peak_gib": gib} for length, gib in ((10, 50.0), (100, 3.0), (200, 5.0))]
+    assert longest.filling(results, 11.06, 4) == 500

@@ -191,7 +191,7 @@ class Run:
         loss: Tensor = self.loss(self.model, tokens.to(self.device, non_blocking=True))
         return loss
 
-    def _reported(self, loss: Tensor) -> float:
+    def reported(self, loss: Tensor) -> float:
         """A step's loss for the log; waits for the step."""
         return loss.item()
 
@@ -213,7 +213,7 @@ class Run:
             while self.step < until:
                 loss = self.take_step()
                 if self.step % log_every == 0 or self.step == until:
-                    value = self._reported(loss)
+                    value = self.reported(loss)
                     now = perf_counter()
                     rate = (self.step - logged) * self.settings.batch * self.settings.length / (now - start)
                     lr = learning_rate(self.step, self.settings)

@@ -149,7 +149,7 @@ class DistributedRun(Run):
         logits = self.model(self.spread.shard(mine[:, :-1], 1))
         return F.cross_entropy(logits.flatten(0, 1).float(), self.spread.shard(mine[:, 1:], 1).flatten())
 
-    def _reported(self, loss: Tensor) -> float:
+    def reported(self, loss: Tensor) -> float:
         """The mean over ranks."""
         loss = loss.clone()
         dist.all_reduce(loss, dist.ReduceOp.SUM)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +19,7 @@ from ..ops import flops, library
 from ..ops.attention import MultiTokenAttention, autocast
 from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
 from ..spec import WEIGHTS, Spec
-from .exchange import Exchange
+from .exchange import Exchange, Transfer, begin
 from .sharding import Call, Rows, Sharding
 
 
@@ -30,13 +30,13 @@ class ContextParallel:
     ``spec.context`` queries before them that convolutions read, and all keys that these see, so that a row of scores
     is never cut. Results are those of one process with the whole sequence, for every pipeline and mask.
 
-    Each call moves rows by two all-to-alls per chunk, which are begun at once, so that those of the second chunk are
-    under way while the first is computed. The backward pass moves keys and values again, for between the passes a rank
-    keeps its own rows only, and brings the gradients of keys, values and earlier queries back to the ranks that hold
-    them, which add them up, in fp32 those of keys and values. With W ranks, N rows and causal attention, a rank
-    receives N (1 - 1 / W) rows of keys and values in the forward pass, in the backward pass those and as many rows of
-    gradients. Meanwhile it holds about N rows, and as many again while it puts them in order or has their gradients.
-    With a window it receives what the window reaches.
+    What a chunk's call takes moves in one group of sends and receives. Both chunks' begin at once, so that those of the
+    second are under way while the first is computed. The backward pass moves keys and values again, for between the
+    passes a rank keeps its own rows only, and then brings the gradients of keys, values and earlier queries back to the
+    ranks that hold them, which add them up, in fp32 those of keys and values. With W ranks, N rows and causal
+    attention, a rank receives N (1 - 1 / W) rows of keys and values in the forward pass, in the backward pass those and
+    as many rows of gradients. Meanwhile it holds about N rows, and twice as many gradients of them. With a window it
+    receives what the window reaches.
 
     Gradients of queries, keys and values are complete. Gradients of weights are those of this rank's outputs: the sum
     over ranks is the whole gradient, as of any parameter that is used on a part of the tokens. Data parallelism over
@@ -122,7 +122,9 @@ class ContextParallel:
         sharding = self._sharding(x.shape[dim], length)
         everything = Exchange(sharding.held, self.ranks * [Rows(0, sharding.length)], self.rank)
         with torch.no_grad():
-            return everything.receive(everything.send(x.movedim(dim, 0), self.group)).movedim(0, dim)
+            transfer = everything.send(x.movedim(dim, 0))
+            begin([transfer], self.group)
+            return everything.receive(transfer).movedim(0, dim)
 
     def __call__(
         self,
@@ -285,6 +287,40 @@ def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tu
     return tuple(steps)
 
 
+class _Lanes:
+    """Streams of a GPU for the calls of a forward pass, which run beside each other.
+
+    The second call comes first where both are ready: its chunk has later rows, whose CTAs take longer, and those of the
+    other fill the multiprocessors that the last of them leave idle.
+
+    Memory belongs to the stream that it was allocated for: what a lane's kernels read or write must live until
+    :meth:`join`, and what is kept beyond the pass is made after it.
+
+    Args:
+        device: where; on the CPU calls follow each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            self._streams = [torch.cuda.current_stream(device), _side_stream(device)]
+            self._streams[1].wait_stream(self._streams[0])
+
+    def lane(self, number: int) -> AbstractContextManager[Any]:
+        """The stream of one call; of at most two."""
+        return torch.cuda.stream(self._streams[number]) if self._streams else nullcontext()
+
+    def join(self) -> None:
+        """The current stream waits for all calls."""
+        if self._streams:
+            self._streams[0].wait_stream(self._streams[1])
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 class _Plan(NamedTuple):
     """What the registered ops take after the tensors, and what follows from it.
 
@@ -354,21 +390,49 @@ class _Plan(NamedTuple):
         """The rows of a step's chunk, of those that this rank holds."""
         return x.narrow(self.dim, step.start, step.call.own.count)
 
-    def queries(self, q: Tensor, context: Tensor | None, step: _Step) -> Tensor:
-        """What a step's call takes: the queries before the chunk, the chunk's, and zeros."""
-        own, padding = self.own(q, step), step.call.padding
-        if padding:
-            own = F.pad(own, self._pad(0, padding))
-        return own if context is None else torch.cat([self.from_rows(context), own], self.dim)
+    def joined(self, k: Tensor, v: Tensor) -> Tensor:
+        """Keys and values, or their gradients, as an exchange takes them: those of a row beside each other."""
+        rows = [self.rows_first(x) for x in (k, v)]
+        made = k.new_empty(*rows[0].shape[:-1], k.shape[-1] + v.shape[-1])
+        for part, x in zip(made.split_with_sizes([k.shape[-1], v.shape[-1]], -1), rows, strict=True):
+            _copy(part, x)
+        return made
 
-    def outputs(self, x: Tensor, step: _Step) -> Tensor:
-        """The outputs of a step's call, or their gradients: zeros but for the chunk's, as nothing reads the others."""
-        return F.pad(self.own(x, step), self._pad(step.call.context.count, step.call.padding)).contiguous()
+    def parted(self, pairs: Tensor) -> list[Tensor]:
+        """Views of keys and values, or of their gradients, with the axes of q."""
+        widths = [self.spec.head_dim, self.spec.value_head_dim]
+        return list(self.from_rows(pairs).split_with_sizes(widths, -1))
 
-    def _pad(self, before: int, after: int) -> tuple[int, ...]:
-        """What ``torch.nn.functional.pad`` takes to add rows."""
-        axes_after = 1 if self.cu_seqlens is None else 2
-        return (*axes_after * (0, 0), before, after)
+    def extended(self, x: Tensor, step: _Step, before: Tensor | None = None) -> Tensor:
+        """What a step's call takes of queries, outputs or their gradients.
+
+        Args:
+            x: the rows that this rank holds.
+            step: whose rows are taken.
+            before: the rows before the chunk, rows first; default zeros. Rows after it are zeros.
+        """
+        call, own = step.call, self.own(x, step)
+        if call.queries.count == call.own.count:
+            return own
+        made = x.new_empty(*x.shape[: self.dim], call.queries.count, *x.shape[self.dim + 1 :])
+        context, rows, padding = self._of_queries(made, call)
+        if before is None:
+            context.zero_()
+        else:
+            _copy(context, self.from_rows(before))
+        _copy(rows, own)
+        padding.zero_()
+        return made
+
+    def of_chunks(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
+        """``x``, filled with the chunks' rows of what each call made."""
+        for step, each in zip(self.steps, made, strict=True):
+            _copy(self.own(x, step), self._of_queries(each, step.call)[1])
+        return x
+
+    def _of_queries(self, x: Tensor, call: Call) -> tuple[Tensor, ...]:
+        """The rows of a call before its chunk, the chunk's, and those after it."""
+        return x.split_with_sizes([call.context.count, call.own.count, call.padding], self.dim)
 
     def like_call(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         """What a call takes, without numbers."""
@@ -383,55 +447,77 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     Every rank takes part in every exchange, even where it has nothing to compute.
     """
     weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
-    group, steps, has_context = plan.group, plan.steps, plan.spec.context > 0
-    widths, pairs = [k.shape[-1], v.shape[-1]], plan.rows_first(torch.cat([k, v], -1))
-    of_context = [step.context.send(plan.rows_first(q), group) if has_context else None for step in steps]
-    of_keys = [step.keys.send(pairs, group) for step in steps]
-    outs, lses, contexts = [], [], []
-    for step, transfer in zip(steps, of_context, strict=True):
-        context = None if transfer is None else step.context.receive(transfer)
-        queries = plan.queries(q, context, step)
-        pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
-        out, lse = library.run("forward", queries, *pair, *weights, *plan.of_call(step.call))
-        outs.append(out.narrow(plan.dim, step.call.context.count, step.call.own.count))
-        lses.append(lse)
-        if context is not None:
-            contexts.append(context)
-    return [torch.cat(outs, plan.dim), *contexts, *lses]
+    steps, pairs = plan.steps, plan.joined(k, v)
+    of_context = [step.context.send(plan.rows_first(q)) for step in steps]
+    of_keys = [step.keys.send(pairs) for step in steps]
+    for transfers in zip(of_context, of_keys, strict=True):
+        begin(transfers, plan.group)
+    lanes, results, contexts, used = _Lanes(q.device), [], [], []
+    for number, step in enumerate(steps):
+        with lanes.lane(number):
+            context = step.context.receive(of_context[number])
+            queries = plan.extended(q, step, context)
+            pair = plan.parted(step.keys.receive(of_keys[number]))
+            results.append(library.run("forward", queries, *pair, *weights, *plan.of_call(step.call)))
+        contexts.append(context)
+        used.append((queries, pair))
+    lanes.join()
+    return [
+        plan.of_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
+        *(contexts if plan.spec.context else ()),
+        *(lse.clone() for _, lse in results),
+    ]
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights."""
+    """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights.
+
+    Calls follow each other: beside each other they would push each other's rows out of the L2 cache. Gradients travel
+    when all are computed. While a second chunk is computed, those of the first would make a rank wait whose first chunk
+    is the smaller one, by a kernel that takes multiprocessors from what computes; and no transfer would end sooner,
+    because the rank that sends most sends all of it after its second chunk.
+    """
     weights, (out, *kept), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
-    group, steps = plan.group, plan.steps
+    steps, pairs = plan.steps, plan.joined(k, v)
     lses, contexts = kept[-len(steps) :], kept[: -len(steps)] or [None] * len(steps)
-    widths, pairs = [k.shape[-1], v.shape[-1]], plan.rows_first(torch.cat([k, v], -1))
-    of_keys = [step.keys.send(pairs, group) for step in steps]
-    dq_parts, dw_parts, returns = [], [], []
-    for step, context, lse in zip(steps, contexts, lses, strict=True):
-        call, queries = step.call, plan.queries(q, context, step)
-        pair = plan.from_rows(step.keys.receive(of_keys.pop(0))).split_with_sizes(widths, -1)
-        grads, outs = plan.outputs(grad_out, step), plan.outputs(out, step)
+    of_keys: list[Transfer] = []
+    for step in steps:
+        of_keys.append(step.keys.send(pairs))
+        begin(of_keys[-1:], plan.group)
+    rows = [  # while keys and values travel
+        (*(plan.extended(x, step).contiguous() for x in (grad_out, out)), plan.extended(q, step, context))
+        for step, context in zip(steps, contexts, strict=True)
+    ]
+    dqs, dpairs, dws = [], [], []
+    for step, lse in zip(steps, lses, strict=True):
+        (grads, outs, queries), keys, values = rows.pop(0), *plan.parted(step.keys.receive(of_keys.pop(0)))
         dq, dk, dv, *dw = library.run(
-            "backward", grads, torch.zeros_like(lse), queries, *pair, *weights, outs, lse, *plan.of_call(call)
+            "backward",
+            grads,
+            torch.zeros_like(lse),
+            queries,
+            keys,
+            values,
+            *weights,
+            outs,
+            lse,
+            *plan.of_call(step.call),
         )
-        del pair  # which may be as long as the whole sequence, as the gradients of it are
-        dpair = torch.cat([dk, dv], -1)
-        del dk, dv
-        before, own, _ = dq.split_with_sizes([call.context.count, call.own.count, call.padding], plan.dim)
-        dq_parts.append(own)
-        dw_parts.append(dw)
-        back = None if context is None else step.context.send_back(plan.rows_first(before), group)
-        returns.append((back, step.keys.send_back(plan.rows_first(dpair), group)))
-        del dpair
-    dq, dpairs = torch.cat(dq_parts, plan.dim), torch.zeros_like(pairs, dtype=_sum_dtype(pairs))
-    for step, (back, keys_back) in zip(steps, returns, strict=True):
-        if back is not None:
-            step.context.add(back, plan.rows_first(dq))
-        step.keys.add(keys_back, dpairs)
-    sums = plan.from_rows(dpairs).split_with_sizes(widths, -1)
-    dk, dv = (x.new_empty(x.shape).copy_(total) for x, total in zip((k, v), sums, strict=True))
-    dweights = (torch.stack(parts).sum(0, dtype=_sum_dtype(parts[0])) for parts in zip(*dw_parts, strict=True))
+        dqs.append(dq)
+        dpairs.append(plan.joined(dk, dv))
+        dws.append(dw)
+        del keys, values, dk, dv  # which may be as long as the whole sequence
+    befores = [dq.narrow(plan.dim, 0, step.call.context.count) for dq, step in zip(dqs, steps, strict=True)]
+    backs = [step.context.send_back(plan.rows_first(before)) for step, before in zip(steps, befores, strict=True)]
+    keys_backs = [step.keys.send_back(dpair) for step, dpair in zip(steps, dpairs, strict=True)]
+    begin([*backs, *keys_backs], plan.group)
+    dq, sums = plan.of_chunks(dqs, q.new_empty(q.shape)), torch.zeros_like(pairs, dtype=_sum_dtype(pairs))
+    for add in (Exchange.add_own, Exchange.add_others):
+        for step, back, keys_back in zip(steps, backs, keys_backs, strict=True):
+            add(step.context, back, plan.rows_first(dq))
+            add(step.keys, keys_back, sums)
+    dk, dv = (x.new_empty(x.shape).copy_(total) for x, total in zip((k, v), plan.parted(sums), strict=True))
+    dweights = (torch.stack(parts).sum(0, dtype=_sum_dtype(parts[0])) for parts in zip(*dws, strict=True))
     given = (weight for weight in weights if weight is not None)
     return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
 
@@ -488,6 +574,19 @@ class _Differentiable(library.Recorded):
         grads = iter(library.run("context_parallel_backward", grad_out, *inputs, results, *plan))
         others = (None,) * (ctx.arguments - library.INPUTS)
         return None, *(None if x is None else next(grads) for x in inputs), *others
+
+
+def _copy(target: Tensor, x: Tensor) -> None:
+    """Copy rows into a part of a tensor: on a GPU in words of 16 bytes where they are made of them, twice as fast."""
+    if x.is_cuda and x.dtype == target.dtype and _has_words(x) and _has_words(target):
+        target, x = target.view(torch.complex128), x.view(torch.complex128)
+    target.copy_(x)
+
+
+def _has_words(x: Tensor) -> bool:
+    """Whether rows are of whole words of 16 bytes. Their lengths always are."""
+    *strides, last = x.stride()
+    return last == 1 and not any(number * x.element_size() % 16 for number in (x.storage_offset(), *strides))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

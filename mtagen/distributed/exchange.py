@@ -2,41 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_to_all_single
+from torch.distributed import P2POp, ProcessGroup, all_reduce, batch_isend_irecv, irecv, isend
 
 from .sharding import Rows, common
 
 
-class Transfer(NamedTuple):
-    """A transfer under way.
+@dataclass
+class Transfer:
+    """A transfer, which is under way once :func:`begin` has begun it.
 
     Attributes:
-        received: what it fills.
-        sent: what it reads, which must live as long.
-        work: what is waited for.
+        rows: what this rank has of it; must live as long.
+        sent: parts of them, each with the rank that it is for.
+        received: what is filled, each with the rank that it comes from.
+        result: where rows that come are parts of a tensor, that tensor.
+        works: what is waited for.
     """
 
-    received: Tensor
-    sent: Tensor
-    work: Any
+    rows: Tensor
+    sent: list[tuple[int, Tensor]]
+    received: list[tuple[int, Tensor]]
+    result: Tensor | None = None
+    works: list[Any] = field(default_factory=list)
 
-    def wait(self) -> Tensor:
-        """What this rank received; on a GPU the current stream waits, not the CPU."""
-        self.work.wait()
-        return self.received
+    def wait(self) -> None:
+        """On a GPU the current stream waits, not the CPU; with one of the transfers that began together, for all."""
+        while self.works:
+            self.works.pop().wait()
+
+
+def begin(transfers: Sequence[Transfer], group: ProcessGroup) -> None:
+    """Begin transfers together. All ranks of the group do so, in the same order."""
+    _connect(group, transfers[0].rows.device)
+    operations = [
+        P2POp(operation, x, group=group, group_peer=rank)
+        for transfer in transfers
+        for operation, pieces in ((isend, transfer.sent), (irecv, transfer.received))
+        for rank, x in pieces
+    ]
+    works = batch_isend_irecv(operations) if operations else []
+    for transfer in transfers:
+        transfer.works = works
+
+
+@cache
+def _connect(group: ProcessGroup, device: torch.device) -> None:
+    """NCCL connects ranks at a group's first operation, in which all must take part; transfers may leave some out."""
+    all_reduce(torch.zeros(1, device=device), group=group)
+
+
+class _Place(NamedTuple):
+    """Rows that go to a rank, or come from it.
+
+    Attributes:
+        rank: its number, which may be this process's own.
+        rows: a slice of a tensor's first axis.
+    """
+
+    rank: int
+    rows: slice
 
 
 class Exchange:
-    """One all-to-all, by which each rank gets the rows that it needs, in their order, from the ranks that hold them.
+    """What each rank needs of the rows that ranks hold, brought to its place without copies before or after.
 
-    Tensors have rows as their first axis. A transfer is begun by one method and waited for by another, so that what a
-    rank computes meanwhile hides it. All ranks of the group call the same methods in the same order.
+    Tensors have rows as their first axis. A transfer is made by one method, begun with others by :func:`begin`, and
+    waited for by another method, so that what a rank computes meanwhile hides it. A rank's own rows are not sent.
 
     Args:
         held: the chunks of rows of each rank, in the order in which its tensors hold them.
@@ -47,55 +86,60 @@ class Exchange:
     def __init__(self, held: Sequence[Sequence[Rows]], needed: Sequence[Rows], rank: int) -> None:
         mine, wanted = held[rank], needed[rank]
         starts = list(accumulate((chunk.count for chunk in mine), initial=0))
-        # By rank, the places of what is sent to it in the rows that this rank holds.
-        self._sent = [
-            [_place(common(chunk, rows), chunk.start - start) for start, chunk in zip(starts, mine, strict=False)]
-            for rows in needed
-        ]
-        # By rank, the places of what comes from it in the rows that this rank needs.
-        self._received = [[_place(common(chunk, wanted), wanted.start) for chunk in chunks] for chunks in held]
+        self._rank, self._count = rank, wanted.count
+        # In the rows that this rank holds, what each rank needs of them.
+        self._held = _places(
+            (other, common(chunk, rows), chunk.start - start)
+            for other, rows in enumerate(needed)
+            for start, chunk in zip(starts, mine, strict=False)
+        )
+        # In the rows that this rank needs, what each rank holds of them.
+        self._needed = _places(
+            (other, common(chunk, wanted), wanted.start) for other, chunks in enumerate(held) for chunk in chunks
+        )
+        own = [[place.rows for place in places if place.rank == rank] for places in (self._held, self._needed)]
+        self._own = list(zip(*own, strict=True))
 
-    def send(self, rows: Tensor, group: ProcessGroup) -> Transfer:
-        """Begin to bring the rows that each rank holds to those that need them, for :meth:`receive`."""
-        return _begin(rows, self._sent, self._received, group)
+    def send(self, rows: Tensor) -> Transfer:
+        """Rows that each rank holds, to those that need them, for :meth:`receive`."""
+        result = rows.new_empty(self._count, *rows.shape[1:])
+        return Transfer(rows, self._pieces(rows, self._held), self._pieces(result, self._needed), result)
 
     def receive(self, transfer: Transfer) -> Tensor:
         """The rows that this rank needs."""
-        places, received = _flat(self._received), transfer.wait()
-        order = sorted(range(len(places)), key=lambda number: places[number].start)
-        if order == list(range(len(places))):
-            return received
-        pieces = received.split_with_sizes([_length(place) for place in places])
-        return torch.cat([pieces[number] for number in order])
+        result = transfer.result
+        assert result is not None
+        for held, needed in self._own:
+            result[needed] = transfer.rows[held]
+        transfer.wait()
+        return result
 
-    def send_back(self, grads: Tensor, group: ProcessGroup) -> Transfer:
-        """Begin to bring the gradients of the rows that each rank needed to those that hold them, for :meth:`add`."""
-        return _begin(grads, self._received, self._sent, group)
+    def send_back(self, grads: Tensor) -> Transfer:
+        """Gradients of the rows that each rank needed, to those that hold them, for :meth:`add_own` and others."""
+        received = [
+            (place.rank, grads.new_empty(place.rows.stop - place.rows.start, *grads.shape[1:]))
+            for place in self._held
+            if place.rank != self._rank
+        ]
+        return Transfer(grads, self._pieces(grads, self._needed), received)
 
-    def add(self, transfer: Transfer, grads: Tensor) -> None:
-        """Add what came back to the gradients of the rows that this rank holds, in the order of ranks."""
-        places = _flat(self._sent)
-        pieces = transfer.wait().split_with_sizes([_length(place) for place in places])
-        for place, piece in zip(places, pieces, strict=True):
-            grads[place] += piece
+    def add_own(self, transfer: Transfer, grads: Tensor) -> None:
+        """Add what this rank itself gives, without waiting, to the gradients of the rows that it holds."""
+        for held, needed in self._own:
+            grads[held] += transfer.rows[needed]
 
+    def add_others(self, transfer: Transfer, grads: Tensor) -> None:
+        """Add what came from the other ranks, in their order, to the gradients of the rows that this rank holds."""
+        transfer.wait()
+        places = (place.rows for place in self._held if place.rank != self._rank)
+        for held, (_, piece) in zip(places, transfer.received, strict=True):
+            grads[held] += piece
 
-def _begin(x: Tensor, sent: list[list[slice]], received: list[list[slice]], group: ProcessGroup) -> Transfer:
-    output_sizes, input_sizes = ([sum(map(_length, places)) for places in each] for each in (received, sent))
-    pieces = torch.cat([x[:0], *(x[place] for place in _flat(sent))]).contiguous()
-    output = pieces.new_empty(sum(output_sizes), *pieces.shape[1:])
-    work = all_to_all_single(output, pieces, output_sizes, input_sizes, group=group, async_op=True)
-    return Transfer(output, pieces, work)
-
-
-def _flat(places: list[list[slice]]) -> list[slice]:
-    """Those that are not empty, of all ranks."""
-    return [place for each in places for place in each if _length(place)]
-
-
-def _length(place: slice) -> int:
-    return int(place.stop - place.start)
+    def _pieces(self, x: Tensor, places: list[_Place]) -> list[tuple[int, Tensor]]:
+        """What goes to other ranks or comes from them."""
+        return [(place.rank, x[place.rows].contiguous()) for place in places if place.rank != self._rank]
 
 
-def _place(rows: Rows, origin: int) -> slice:
-    return slice(rows.start - origin, rows.stop - origin)
+def _places(found: Iterable[tuple[int, Rows, int]]) -> list[_Place]:
+    """Those that are not empty, by ranks, rows and the row's number that a tensor begins with."""
+    return [_Place(rank, slice(rows.start - first, rows.stop - first)) for rank, rows, first in found if rows.count]

@@ -23,7 +23,7 @@ class Rates:
         forward: scores of the op's forward pass: heads times pairs of a row and a key that it sees.
         backward: of its backward pass.
         link: bytes that reach a rank from the others, while as many leave it.
-        latency: seconds of an all-to-all that carries nothing.
+        latency: seconds of a transfer that carries nothing.
     """
 
     forward: float
@@ -70,8 +70,8 @@ def predict(
 ) -> Prediction:
     """The time, traffic and memory of one call of :class:`ContextParallel` and its backward pass.
 
-    All transfers of a pass begin with it, one after the other on the link; a rank computes a chunk as soon as what the
-    chunk needs is there. Gradients of a chunk travel once all ranks have computed theirs.
+    Keys and values of a pass begin to travel with it, one chunk's after the other's; a rank computes a chunk as soon as
+    what the chunk needs is there. Gradients travel together once all ranks have computed them.
 
     Args:
         spec: of the op.
@@ -90,36 +90,43 @@ def predict(
 
     carried = [
         [
-            query_bytes * moved + pair_bytes * more
-            for moved, more in zip(
+            [query_bytes * of_rows + pair_bytes * of_keys for of_rows, of_keys in zip(rows, keys, strict=True)]
+            for rows, keys in zip(
                 _moved(held, [call.context for call in calls]), _moved(held, [call.keys for call in calls]), strict=True
             )
         ]
         for calls in steps
     ]
-    transfers = [rates.latency + max(each) / rates.link if ranks > 1 else 0.0 for each in carried]
+    # Gradients go back where rows came from, those of all steps together.
+    totals = [[sum(way) for way in zip(*each, strict=True)] for each in zip(*carried, strict=True)]
+    *transfers, gradients = (
+        rates.latency + max(max(rank) for rank in each) / rates.link if ranks > 1 else 0.0
+        for each in [*carried, totals]
+    )
     scores = [[batch * heads * _scores(call, spec) for call in calls] for calls in steps]
     forward = _computed(transfers, [[count / rates.forward for count in each] for each in scores])
     backward = _computed(transfers, [[count / rates.backward for count in each] for each in scores])
-    back = sum(transfers)  # which the link carries first
-    for computed, transfer in zip(backward, transfers, strict=True):
-        back = max(back, max(computed)) + transfer
     whole = batch * heads * seen_pairs(length, length, spec.left, spec.right)
     return Prediction(
-        forward_s=max(forward[-1]),
-        backward_s=back,
+        forward_s=max(forward),
+        backward_s=max(backward) + gradients,
         alone_s=whole / rates.forward + whole / rates.backward,
-        traffic=3 * max(map(sum, zip(*carried, strict=True))),
+        traffic=3 * max(max(rank) for rank in totals),
         gathered=pair_bytes * max(sum(call.keys.count for call in calls) for calls in zip(*steps, strict=True)),
     )
 
 
-def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[int]:
-    """The rows that each rank receives from others or sends to them, whichever are more."""
+def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[list[int]]:
+    """The rows that each rank receives from others, and that it sends to them."""
     shared = [[sum(common(chunk, rows).count for chunk in chunks) for chunks in held] for rows in needed]
     received = [sum(each) - each[rank] for rank, each in enumerate(shared)]
     sent = [sum(each) - each[rank] for rank, each in enumerate(zip(*shared, strict=True))]
-    return list(map(max, received, sent))
+    return [list(each) for each in zip(received, sent, strict=True)]
+
+
+def _carried(moved: Sequence[Sequence[int]], rates: Rates) -> float:
+    """Seconds of a transfer in which each rank receives and sends so many bytes."""
+    return rates.latency + max(max(rank) for rank in moved) / rates.link
 
 
 def _scores(call: Call, spec: Spec) -> int:
@@ -127,10 +134,9 @@ def _scores(call: Call, spec: Spec) -> int:
     return seen_pairs(call.queries.count, call.keys.count, spec.left, spec.right)
 
 
-def _computed(transfers: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[list[float]]:
-    """When each rank has computed each step, by steps."""
-    ends, end = [], [0.0] * len(seconds[0])
+def _computed(transfers: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[float]:
+    """When each rank has computed all steps."""
+    ends = [0.0] * len(seconds[0])
     for arrived, each in zip(accumulate(transfers), seconds, strict=True):
-        end = [max(before, arrived) + more for before, more in zip(end, each, strict=True)]
-        ends.append(end)
+        ends = [max(end, arrived) + more for end, more in zip(ends, each, strict=True)]
     return ends
