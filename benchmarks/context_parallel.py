@@ -41,7 +41,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "mix": {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16},
     "all": {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16},
 }
-PASSES = "forward", "backward"
+TIMES = "forward", "backward", "both"
 WARMUP = 2
 Outputs = list[tuple[Tensor, list[Tensor]]]  # each with what its gradient is asked of
 
@@ -54,7 +54,7 @@ def tensors(spec: Spec, heads: int, kv_heads: int, rows: int, keys: int, device:
 
 
 def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of a forward pass and of its backward pass, medians; the CPU runs ahead, as it does in training.
+    """Milliseconds of a forward pass, of its backward pass and of both: medians; the CPU runs ahead, as in training.
 
     Args:
         forward: makes outputs.
@@ -79,7 +79,8 @@ def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) ->
     if on_gpu:
         torch.cuda.synchronize(device)
     times = [a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)][2 * WARMUP :]
-    return [statistics.median(times[::2]), statistics.median(times[1::2])]
+    both = list(zip(times[::2], times[1::2], strict=True))
+    return [statistics.median(each) for each in (*zip(*both, strict=True), map(sum, both))]
 
 
 def differentiate(outs: Outputs) -> None:
@@ -123,10 +124,10 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def slowest(milliseconds: list[float], device: torch.device) -> dict[str, float]:
-    """Those of the rank that takes longest, by passes."""
+    """Each of the rank that takes longest."""
     longest = torch.tensor(milliseconds, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return dict(zip(PASSES, longest.tolist(), strict=True))
+    return dict(zip(TIMES, longest.tolist(), strict=True))
 
 
 def measure(
@@ -148,7 +149,7 @@ def measure(
     def attend(call: Callable[..., Any], qkv: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return call(*qkv, **weights), [*qkv, *weights.values()]
 
-    alone = [0.0, 0.0]
+    alone = [0.0, 0.0, 0.0]
     if rank == 0:
         whole = tensors(spec, heads, kv_heads, length, length, device)
         alone = timed(lambda: [attend(op, whole)], repeats, device)
@@ -165,9 +166,9 @@ def measure(
     result: dict[str, Any] = {"length": length, "alone_ms": slowest(alone, device)}
     result |= {"spread_ms": slowest(spread, device), "computed_ms": slowest(computed, device)}
     result["profile_ms"] = profiled
-    result["speedup"] = sum(result["alone_ms"].values()) / sum(result["spread_ms"].values())
+    result["speedup"] = result["alone_ms"]["both"] / result["spread_ms"]["both"]
     scores = heads * seen_pairs(length, length, spec.left, spec.right)
-    rates = Rates(*(1e3 * scores / result["alone_ms"][name] for name in PASSES), link)
+    rates = Rates(*(1e3 * scores / result["alone_ms"][name] for name in TIMES[:2]), link)
     predicted = predict(spec, rates, length=length, ranks=ranks, heads=heads, kv_heads=kv_heads)
     result["predicted_ms"] = {"forward": 1e3 * predicted.forward_s, "backward": 1e3 * predicted.backward_s}
     return result | {"predicted_speedup": predicted.speedup, "traffic_bytes": predicted.traffic}
@@ -179,7 +180,7 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
     for heading in ("N", "alone, ms", "over ranks, ms", "computed, ms", "exposed, ms", "speed-up", "predicted"):
         shown.add_column(heading, justify="right")
     for result in results:
-        times = (f"{sum(result[name].values()):.1f}" for name in ("alone_ms", "spread_ms", "computed_ms"))
+        times = (f"{result[name]['both']:.1f}" for name in ("alone_ms", "spread_ms", "computed_ms"))
         exposed = "" if result["profile_ms"] is None else f"{result['profile_ms']['exposed']:.2f}"
         speedups = (f"{result[name]:.3f}" for name in ("speedup", "predicted_speedup"))
         shown.add_row(str(result["length"]), *times, exposed, *speedups)

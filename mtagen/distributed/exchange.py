@@ -23,6 +23,7 @@ class Transfer:
         rows: what this rank has of it; must live as long.
         sent: parts of them, each with the rank that it is for.
         received: what is filled, each with the rank that it comes from.
+        own: what this rank itself has, behind the place that it is copied to.
         result: where rows that come are parts of a tensor, that tensor.
         works: what is waited for.
     """
@@ -30,6 +31,7 @@ class Transfer:
     rows: Tensor
     sent: list[tuple[int, Tensor]]
     received: list[tuple[int, Tensor]]
+    own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     result: Tensor | None = None
     works: list[Any] = field(default_factory=list)
 
@@ -40,7 +42,7 @@ class Transfer:
 
 
 def begin(transfers: Sequence[Transfer], group: ProcessGroup) -> None:
-    """Begin transfers together. All ranks of the group do so, in the same order."""
+    """Begin transfers together, and copy the rank's own rows meanwhile. All ranks do so, in the same order."""
     _connect(group, transfers[0].rows.device)
     operations = [
         P2POp(operation, x, group=group, group_peer=rank)
@@ -51,6 +53,8 @@ def begin(transfers: Sequence[Transfer], group: ProcessGroup) -> None:
     works = batch_isend_irecv(operations) if operations else []
     for transfer in transfers:
         transfer.works = works
+        for place, rows in transfer.own:
+            place.copy_(rows)
 
 
 @cache
@@ -103,19 +107,17 @@ class Exchange:
     def send(self, rows: Tensor) -> Transfer:
         """Rows that each rank holds, to those that need them, for :meth:`receive`."""
         result = rows.new_empty(self._count, *rows.shape[1:])
-        return Transfer(rows, self._pieces(rows, self._held), self._pieces(result, self._needed), result)
+        own = [(result[needed], rows[held]) for held, needed in self._own]
+        return Transfer(rows, self._pieces(rows, self._held), self._pieces(result, self._needed), own, result)
 
     def receive(self, transfer: Transfer) -> Tensor:
-        """The rows that this rank needs."""
-        result = transfer.result
-        assert result is not None
-        for held, needed in self._own:
-            result[needed] = transfer.rows[held]
+        """The rows that this rank needs, once they are there."""
+        assert transfer.result is not None
         transfer.wait()
-        return result
+        return transfer.result
 
     def send_back(self, grads: Tensor) -> Transfer:
-        """Gradients of the rows that each rank needed, to those that hold them, for :meth:`add_own` and others."""
+        """Gradients of the rows that each rank needed, to those that hold them, who add their own and the others'."""
         received = [
             (place.rank, grads.new_empty(place.rows.stop - place.rows.start, *grads.shape[1:]))
             for place in self._held
