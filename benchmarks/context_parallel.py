@@ -42,7 +42,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "all": {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16},
 }
 TIMES = "forward", "backward", "both"
-WARMUP = 2
+WARMUP, ROUNDS = 2, 3
 Outputs = list[tuple[Tensor, list[Tensor]]]  # each with what its gradient is asked of
 
 
@@ -53,8 +53,8 @@ def tensors(spec: Spec, heads: int, kv_heads: int, rows: int, keys: int, device:
     return [torch.randn(1, *shape, **made).requires_grad_() for shape in shapes]
 
 
-def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of a forward pass, of its backward pass and of both: medians; the CPU runs ahead, as in training.
+def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) -> list[tuple[float, float]]:
+    """Milliseconds of forward passes and of their backward passes; the CPU runs ahead, as it does in training.
 
     Args:
         forward: makes outputs.
@@ -79,8 +79,7 @@ def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) ->
     if on_gpu:
         torch.cuda.synchronize(device)
     times = [a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)][2 * WARMUP :]
-    both = list(zip(times[::2], times[1::2], strict=True))
-    return [statistics.median(each) for each in (*zip(*both, strict=True), map(sum, both))]
+    return list(zip(times[::2], times[1::2], strict=True))
 
 
 def differentiate(outs: Outputs) -> None:
@@ -123,9 +122,10 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def slowest(milliseconds: list[float], device: torch.device) -> dict[str, float]:
-    """Each of the rank that takes longest."""
-    longest = torch.tensor(milliseconds, device=device)
+def slowest(times: list[tuple[float, float]], device: torch.device) -> dict[str, float]:
+    """Medians of forward passes, of backward passes and of both together, each of the rank that takes longest."""
+    medians = [statistics.median(each) for each in (*zip(*times, strict=True), map(sum, times))] if times else [0.0] * 3
+    longest = torch.tensor(medians, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return dict(zip(TIMES, longest.tolist(), strict=True))
 
@@ -149,22 +149,26 @@ def measure(
     def attend(call: Callable[..., Any], qkv: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return call(*qkv, **weights), [*qkv, *weights.values()]
 
-    alone = [0.0, 0.0, 0.0]
-    if rank == 0:
-        whole = tensors(spec, heads, kv_heads, length, length, device)
-        alone = timed(lambda: [attend(op, whole)], repeats, device)
-        del whole
-    dist.barrier()
+    whole = tensors(spec, heads, kv_heads, length, length, device) if rank == 0 else []
     own = tensors(spec, heads, kv_heads, length // ranks, length // ranks, device)
     cp = ContextParallel(op, dist.group.WORLD)
-    spread = timed(lambda: [attend(cp, own)], repeats, device)
-    profiled = activity(lambda: [attend(cp, own)], repeats) if device.type == "cuda" else None
     calls = [Call.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held_by(rank)]
     parts = [tensors(spec, heads, kv_heads, call.queries.count, call.keys.count, device) for call in calls]
-    computed = timed(lambda: [attend(op, part) for part in parts], repeats, device)
+    contenders: dict[str, Callable[[], Outputs]] = {
+        "alone": lambda: [attend(op, whole)],
+        "spread": lambda: [attend(cp, own)],
+        "computed": lambda: [attend(op, part) for part in parts],
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):  # by turns, since clocks change as GPUs get warm
+        for name, forward in contenders.items():
+            if name != "alone" or rank == 0:
+                times[name] += timed(forward, repeats, device)
+            dist.barrier()
+    profiled = activity(contenders["spread"], repeats) if device.type == "cuda" else None
 
-    result: dict[str, Any] = {"length": length, "alone_ms": slowest(alone, device)}
-    result |= {"spread_ms": slowest(spread, device), "computed_ms": slowest(computed, device)}
+    result: dict[str, Any] = {"length": length}
+    result |= {f"{name}_ms": slowest(each, device) for name, each in times.items()}
     result["profile_ms"] = profiled
     result["speedup"] = result["alone_ms"]["both"] / result["spread_ms"]["both"]
     scores = heads * seen_pairs(length, length, spec.left, spec.right)
@@ -194,7 +198,7 @@ def main(
     heads: Annotated[int, typer.Option(help="Of queries.")] = 16,
     kv_heads: Annotated[int, typer.Option(help="Of keys and values.")] = 8,
     link: Annotated[float, typer.Option(help="GB/s that reach a rank, for what is predicted.")] = 350,
-    repeats: Annotated[int, typer.Option(min=1, help="That are timed.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help=f"That are timed in each of {ROUNDS} rounds.")] = 5,
     json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
 ) -> None:
     """Measure forward and backward of one op over all ranks, in bf16 on GPUs, one for each rank, or on the CPU."""

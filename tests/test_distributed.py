@@ -31,7 +31,7 @@ from torchrun import torchrun
 import mtagen
 from mtagen import BackendError, InputError, SpecError
 from mtagen.distributed import ContextParallel, context_parallel, exchange
-from mtagen.distributed.sharding import Call, Sharding
+from mtagen.distributed.sharding import Call, Sharding, fresh, regions
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, eager_op, judge
@@ -328,9 +328,9 @@ def received(
     """Rows of queries and of keys that come from other ranks, by steps; of documents of ``longest`` rows, if given."""
     cp, rows = ContextParallel(built(stages), group, balanced=balanced), []
 
-    def counting(transfers: Sequence[exchange.Transfer], group: ProcessGroup) -> None:
+    def counting(transfers: Sequence[exchange.Transfer], *where: Any) -> None:
         rows.extend(sum(len(x) for _, x in transfer.received) for transfer in transfers)
-        exchange.begin(transfers, group)
+        exchange.begin(transfers, *where)
 
     inputs, _ = random(cp.op.plan.spec, 1, 2, length)
     with pytest.MonkeyPatch.context() as patch:
@@ -349,8 +349,10 @@ def received(
 def test_traffic(ranks: Ranks, size: int) -> None:
     """As docs/distributed.md has it."""
     length, half = 24 * size, 12  # rows, and those of a chunk
-    for _, keys, _, others in ranks.run(size, received, EVERYTHING, length, True):
-        assert keys + others == length * (size - 1) // size
+    for rank, (_, keys, _, others) in enumerate(ranks.run(size, received, EVERYTHING, length, True)):
+        assert keys + others == length * (size - 1) // size - rank * half
+    for _, keys, _, others in ranks.run(size, received, {"kernel": None, "causal": False}, length, True):
+        assert (keys, others) == (length * (size - 1) // size, 0)
     assert ranks.run(size, received, {"kernel": None}, length, False) == [[0, rank * 2 * half] for rank in range(size)]
     window = EVERYTHING | {"window": (2, -1)}
     context = Spec(**window, head_dim=WIDTH).context
@@ -510,6 +512,35 @@ def test_calls_take_what_their_rows_see(stages: dict[str, Any], mask: str) -> No
         assert {*call.context, *call.own} == queries
         assert set(call.keys) == seen
         assert call.queries.stop == call.keys.stop or (spec.left, spec.right) == (None, None)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 29])
+@pytest.mark.parametrize("mask", MASKS)
+def test_keys_are_brought_once(mask: str, length: int) -> None:
+    """To one tensor for calls whose keys overlap, which holds no rows but theirs."""
+    spec, sharding = Spec((4, 3), **MASKS[mask], head_dim=WIDTH), Sharding(length, 3, balanced=True)
+    for chunks in sharding.held:
+        calls = [Call.of(chunk, length, spec) for chunk in chunks]
+        new, tensors = fresh(calls), regions(calls)
+        taken = [set(call.keys) for call in calls]
+        assert [set(rows) for rows in new] == [taken[0], taken[1] - taken[0]]
+        assert all(keys <= set(region) for keys, region in zip(taken, tensors, strict=True))
+        assert set().union(*map(set, tensors)) == taken[0] | taken[1]
+        assert tensors[0] == tensors[1] or not set(tensors[0]) & set(tensors[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gradients_of_a_chunk_are_summed(dtype: torch.dtype) -> None:
+    """Rows to which none, one or several contribute; in fp32 where they are bf16, rounded once."""
+    places = [(0, 0, 4), (0, 2, 9), (1, 0, 5), (0, 3, 8), (0, 3, 4), (0, 12, 13)]
+    parts = [exchange.Part(chunk, slice(a, b), torch.randn(b - a, 3).to(dtype)) for chunk, a, b in places]
+    result = torch.full((14, 3), torch.nan, dtype=dtype)
+    exchange.total(parts, 0, result)
+    expected = torch.zeros(14, 3, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    for part in parts:
+        if part.chunk == 0:
+            expected[part.rows] += part.x
+    assert torch.equal(result, expected.to(dtype))
 
 
 def shard_and_back(group: ProcessGroup, length: int, balanced: bool) -> list[int]:

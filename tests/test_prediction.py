@@ -34,28 +34,40 @@ def sees(spec: Spec, query: int, key: int) -> bool:
     return (spec.left is None or query - key <= spec.left) and (spec.right is None or key - query <= spec.right)
 
 
-def bytes_that_move(spec: Spec, length: int, ranks: int, balanced: bool) -> list[list[tuple[int, int]]]:
-    """By step and rank, those that come from other ranks and that go there, in bf16, of 2 sequences.
+Bytes = list[list[tuple[int, int]]]
+PAIR, QUERY = (
+    2 * 2 * (16 + 24) * 2,
+    2 * 4 * 16 * 2,
+)  # of a row of 2 sequences in bf16, with 2 heads of keys and 4 of queries
 
-    A row of keys and values is of 2 heads, a row of queries of 4.
-    """
-    pair, query = 2 * 2 * (16 + 24) * 2, 2 * 4 * 16 * 2
-    held = Sharding(length, ranks, balanced).held
+
+def bytes_that_move(spec: Spec, balanced: bool) -> tuple[Bytes, Bytes]:
+    """By step and rank, those that come from other ranks and those that go there: before calls, and of gradients."""
+    held = Sharding(203, 3, balanced).held
     mine = [{row for chunk in chunks for row in chunk} for chunks in held]
-    steps = []
+    had: list[set[int]] = [set() for _ in range(3)]
+    brought, returned = [], []
     for chunks in zip(*held, strict=True):
-        calls = [Call.of(chunk, length, spec) for chunk in chunks]
-        kinds = [[set(call.keys) for call in calls], [set(call.context) for call in calls]]
-        moved = []
-        for rank in range(ranks):
-            received = [len(needed[rank] - mine[rank]) for needed in kinds]
-            sent = [sum(len(x & mine[rank]) for r, x in enumerate(needed) if r != rank) for needed in kinds]
-            moved.append(tuple(pair * keys + query * rows for keys, rows in (received, sent)))
-        steps.append(moved)
-    return steps
+        calls = [Call.of(chunk, 203, spec) for chunk in chunks]
+        keys, context = [set(call.keys) for call in calls], [set(call.context) for call in calls]
+        new = [keys[rank] - had[rank] for rank in range(3)]
+        had = [had[rank] | keys[rank] for rank in range(3)]
+        brought.append(from_and_to_others(mine, new, context))
+        returned.append([(come, go) for go, come in from_and_to_others(mine, keys, context)])
+    return brought, returned
 
 
-def busiest(steps: list[list[tuple[int, int]]]) -> int:
+def from_and_to_others(mine: list[set[int]], *needed: list[set[int]]) -> list[tuple[int, int]]:
+    """Bytes that each rank gets, and gives, of keys and of queries."""
+    moved = []
+    for rank in range(3):
+        gets = [len(rows[rank] - mine[rank]) for rows in needed]
+        gives = [sum(len(rows[other] & mine[rank]) for other in range(3) if other != rank) for rows in needed]
+        moved.append(tuple(PAIR * keys + QUERY * queries for keys, queries in (gets, gives)))
+    return moved
+
+
+def busiest(steps: Bytes) -> int:
     """Bytes of the rank that receives or sends most."""
     return max(max(map(sum, zip(*each, strict=True))) for each in zip(*steps, strict=True))
 
@@ -63,10 +75,10 @@ def busiest(steps: list[list[tuple[int, int]]]) -> int:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("balanced", [False, True])
 def test_traffic_and_memory(spec: Spec, balanced: bool) -> None:
-    made, steps = of(spec, balanced=balanced), bytes_that_move(spec, 203, 3, balanced)
-    assert made.traffic == 3 * busiest(steps)
+    made, (brought, returned) = of(spec, balanced=balanced), bytes_that_move(spec, balanced)
+    assert made.traffic == busiest([*brought, *brought, *returned])
     calls = [[Call.of(chunk, 203, spec) for chunk in chunks] for chunks in Sharding(203, 3, balanced).held]
-    assert made.gathered == 2 * 2 * (16 + 24) * 2 * max(sum(call.keys.count for call in each) for each in calls)
+    assert made.gathered == PAIR * max(len({row for call in each for row in call.keys}) for each in calls)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -111,10 +123,10 @@ def test_the_first_and_the_last_transfer_are_waited_for() -> None:
 def test_a_slow_link_is_what_takes_time() -> None:
     """It carries what each chunk needs to the rank that needs most, in both passes, and gradients back."""
     made = of(rates=replace(RATES, link=1.0))
-    steps = bytes_that_move(SPEC, 203, 3, True)
-    carried = sum(max(map(max, each)) for each in steps)
+    brought, returned = bytes_that_move(SPEC, True)
+    carried = sum(max(map(max, each)) for each in brought)
     assert made.forward_s == pytest.approx(carried, rel=1e-4)
-    assert made.backward_s == pytest.approx(carried + busiest(steps), rel=1e-4)
+    assert made.backward_s == pytest.approx(carried + busiest(returned), rel=1e-4)
 
 
 def test_the_benchmark_measures_what_is_predicted(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from ..ops import flops, library
 from ..ops.attention import MultiTokenAttention, autocast
 from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
 from ..spec import WEIGHTS, Spec
-from .exchange import Exchange, Transfer, begin
-from .sharding import Call, Rows, Sharding
+from .exchange import Exchange, Transfer, begin, total
+from .sharding import Call, Rows, Sharding, fresh, regions
 
 
 class ContextParallel:
@@ -122,9 +122,14 @@ class ContextParallel:
         sharding = self._sharding(x.shape[dim], length)
         everything = Exchange(sharding.held, self.ranks * [Rows(0, sharding.length)], self.rank)
         with torch.no_grad():
-            transfer = everything.send(x.movedim(dim, 0))
-            begin([transfer], self.group)
-            return everything.receive(transfer).movedim(0, dim)
+            rows = x.movedim(dim, 0)
+            chunks = rows.split_with_sizes([chunk.count for chunk in sharding.held_by(self.rank)])
+            whole = rows.new_empty(sharding.length, *rows.shape[1:])
+            transfer = everything.send(chunks, whole)
+            begin([transfer], self.group, x.device)
+            everything.copy_own(chunks, whole)
+            transfer.wait()
+            return whole.movedim(0, dim)
 
     def __call__(
         self,
@@ -261,13 +266,21 @@ class _Step:
         call: this rank's call of the op.
         start: where the chunk begins in the rows that this rank holds.
         context: brings the queries before each rank's chunk.
-        keys: brings the keys and values that each rank's call takes.
+        region: the rows of the tensor in which this rank has the call's keys and values, maybe with other calls'.
+        keys: brings to such tensors the keys and values that earlier steps have not brought.
+        gradients: brings back those of the keys and values that each rank's call takes.
     """
 
     call: Call
     start: int
     context: Exchange
+    region: Rows
     keys: Exchange
+    gradients: Exchange
+
+    def of_region(self, x: Tensor, rows: Rows) -> Tensor:
+        """Some rows of the tensor of the region."""
+        return x.narrow(0, rows.start - self.region.start, rows.count)
 
 
 def _calls(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> list[Call]:
@@ -279,10 +292,14 @@ def _calls(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> li
 def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tuple[_Step, ...]:
     """What a rank does, in this order. The layers of a model, and their two passes, do the same."""
     held, steps, start = sharding.held, [], 0
-    for calls in zip(*(_calls(spec, sharding, each, longest) for each in range(sharding.ranks)), strict=True):
+    by_rank = [_calls(spec, sharding, each, longest) for each in range(sharding.ranks)]
+    by_step = zip(
+        regions(by_rank[rank]), zip(*by_rank, strict=True), zip(*map(fresh, by_rank), strict=True), strict=True
+    )
+    for region, calls, new in by_step:
         context = Exchange(held, [call.context for call in calls], rank)
-        keys = Exchange(held, [call.keys for call in calls], rank)
-        steps.append(_Step(calls[rank], start, context, keys))
+        gradients = Exchange(held, [call.keys for call in calls], rank)
+        steps.append(_Step(calls[rank], start, context, region, Exchange(held, new, rank, region), gradients))
         start += calls[rank].own.count
     return tuple(steps)
 
@@ -390,18 +407,32 @@ class _Plan(NamedTuple):
         """The rows of a step's chunk, of those that this rank holds."""
         return x.narrow(self.dim, step.start, step.call.own.count)
 
-    def joined(self, k: Tensor, v: Tensor) -> Tensor:
-        """Keys and values, or their gradients, as an exchange takes them: those of a row beside each other."""
-        rows = [self.rows_first(x) for x in (k, v)]
-        made = k.new_empty(*rows[0].shape[:-1], k.shape[-1] + v.shape[-1])
-        for part, x in zip(made.split_with_sizes([k.shape[-1], v.shape[-1]], -1), rows, strict=True):
+    def chunks(self, x: Tensor) -> list[Tensor]:
+        """The rows of each chunk, of those that this rank holds, rows first."""
+        return [self.rows_first(self.own(x, step)) for step in self.steps]
+
+    def join(self, k: Tensor, v: Tensor, pairs: Tensor) -> Tensor:
+        """``pairs``, filled with keys and values, or their gradients, as an exchange takes them: beside each other."""
+        for part, x in zip(self.parted(pairs), (k, v), strict=True):
             _copy(part, x)
-        return made
+        return pairs
 
     def parted(self, pairs: Tensor) -> list[Tensor]:
         """Views of keys and values, or of their gradients, with the axes of q."""
         widths = [self.spec.head_dim, self.spec.value_head_dim]
         return list(self.from_rows(pairs).split_with_sizes(widths, -1))
+
+    def new_pairs(self, k: Tensor, rows: int) -> Tensor:
+        """A tensor for keys and values of so many rows."""
+        others = self.rows_first(k).shape[1:-1]
+        return k.new_empty(rows, *others, self.spec.head_dim + self.spec.value_head_dim)
+
+    def placed(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The tensor of each step's region, with the keys and values of this rank's chunks in their places."""
+        made = {step.region: self.new_pairs(k, step.region.count) for step in self.steps}
+        for step in self.steps:
+            self.join(self.own(k, step), self.own(v, step), step.of_region(made[step.region], step.call.own))
+        return [made[step.region] for step in self.steps]
 
     def extended(self, x: Tensor, step: _Step, before: Tensor | None = None) -> Tensor:
         """What a step's call takes of queries, outputs or their gradients.
@@ -447,20 +478,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     Every rank takes part in every exchange, even where it has nothing to compute.
     """
     weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
-    steps, pairs = plan.steps, plan.joined(k, v)
-    of_context = [step.context.send(plan.rows_first(q)) for step in steps]
-    of_keys = [step.keys.send(pairs) for step in steps]
-    for transfers in zip(of_context, of_keys, strict=True):
-        begin(transfers, plan.group)
-    lanes, results, contexts, used = _Lanes(q.device), [], [], []
-    for number, step in enumerate(steps):
+    steps, pairs, queries = plan.steps, plan.placed(k, v), plan.chunks(q)
+    contexts = [x.new_empty(step.call.context.count, *x.shape[1:]) for step, x in zip(steps, queries, strict=True)]
+    of_context = [step.context.send(queries, x) for step, x in zip(steps, contexts, strict=True)]
+    transfers = _begin_keys(plan, pairs, of_context)
+    for step, context in zip(steps, contexts, strict=True):
+        step.context.copy_own(queries, context)
+    lanes, results, used = _Lanes(q.device), [], []
+    for number, (step, context) in enumerate(zip(steps, contexts, strict=True)):
         with lanes.lane(number):
-            context = step.context.receive(of_context[number])
-            queries = plan.extended(q, step, context)
-            pair = plan.parted(step.keys.receive(of_keys[number]))
-            results.append(library.run("forward", queries, *pair, *weights, *plan.of_call(step.call)))
-        contexts.append(context)
-        used.append((queries, pair))
+            transfers[number].wait()
+            taken = plan.extended(q, step, context), *plan.parted(step.of_region(pairs[number], step.call.keys))
+            results.append(library.run("forward", *taken, *weights, *plan.of_call(step.call)))
+        used.append(taken)
     lanes.join()
     return [
         plan.of_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
@@ -478,48 +508,62 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     because the rank that sends most sends all of it after its second chunk.
     """
     weights, (out, *kept), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
-    steps, pairs = plan.steps, plan.joined(k, v)
+    steps, pairs = plan.steps, plan.placed(k, v)
     lses, contexts = kept[-len(steps) :], kept[: -len(steps)] or [None] * len(steps)
-    of_keys: list[Transfer] = []
-    for step in steps:
-        of_keys.append(step.keys.send(pairs))
-        begin(of_keys[-1:], plan.group)
+    transfers = _begin_keys(plan, pairs)
     rows = [  # while keys and values travel
         (*(plan.extended(x, step).contiguous() for x in (grad_out, out)), plan.extended(q, step, context))
         for step, context in zip(steps, contexts, strict=True)
     ]
     dqs, dpairs, dws = [], [], []
     for step, lse in zip(steps, lses, strict=True):
-        (grads, outs, queries), keys, values = rows.pop(0), *plan.parted(step.keys.receive(of_keys.pop(0)))
+        transfers.pop(0).wait()
+        (grads, outs, queries), keys = rows.pop(0), plan.parted(step.of_region(pairs.pop(0), step.call.keys))
         dq, dk, dv, *dw = library.run(
             "backward",
             grads,
             torch.zeros_like(lse),
             queries,
-            keys,
-            values,
+            *keys,
             *weights,
             outs,
             lse,
             *plan.of_call(step.call),
         )
         dqs.append(dq)
-        dpairs.append(plan.joined(dk, dv))
+        dpairs.append(plan.join(dk, dv, plan.new_pairs(k, step.call.keys.count)))
         dws.append(dw)
-        del keys, values, dk, dv  # which may be as long as the whole sequence
-    befores = [dq.narrow(plan.dim, 0, step.call.context.count) for dq, step in zip(dqs, steps, strict=True)]
-    backs = [step.context.send_back(plan.rows_first(before)) for step, before in zip(steps, befores, strict=True)]
-    keys_backs = [step.keys.send_back(dpair) for step, dpair in zip(steps, dpairs, strict=True)]
-    begin([*backs, *keys_backs], plan.group)
-    dq, sums = plan.of_chunks(dqs, q.new_empty(q.shape)), torch.zeros_like(pairs, dtype=_sum_dtype(pairs))
-    for add in (Exchange.add_own, Exchange.add_others):
-        for step, back, keys_back in zip(steps, backs, keys_backs, strict=True):
-            add(step.context, back, plan.rows_first(dq))
-            add(step.keys, keys_back, sums)
-    dk, dv = (x.new_empty(x.shape).copy_(total) for x, total in zip((k, v), plan.parted(sums), strict=True))
+        del keys, dk, dv  # which may be as long as the whole sequence
+    befores = [plan.rows_first(dq)[: step.call.context.count] for dq, step in zip(dqs, steps, strict=True)]
+    backs = [step.context.send_back(before) for step, before in zip(steps, befores, strict=True)]
+    keys_backs = [step.gradients.send_back(dpair) for step, dpair in zip(steps, dpairs, strict=True)]
+    begin([*backs, *keys_backs], plan.group, q.device)
+    dq = plan.of_chunks(dqs, q.new_empty(q.shape))
+    of_queries = [part for step, x in zip(steps, befores, strict=True) for part in step.context.own(x)]
+    of_keys = [part for step, x in zip(steps, dpairs, strict=True) for part in step.gradients.own(x)]
+    for step, back, keys_back in zip(steps, backs, keys_backs, strict=True):
+        of_queries += step.context.returned(back)
+        of_keys += step.gradients.returned(keys_back)
+    chunks, dpair = plan.chunks(dq), plan.new_pairs(k, sum(step.call.own.count for step in steps))
+    for part in of_queries:
+        chunks[part.chunk][part.rows] += part.x
+    for number, step in enumerate(steps):
+        total(of_keys, number, dpair.narrow(0, step.start, step.call.own.count))
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    for x, summed in zip((dk, dv), plan.parted(dpair), strict=True):
+        _copy(x, summed)
     dweights = (torch.stack(parts).sum(0, dtype=_sum_dtype(parts[0])) for parts in zip(*dws, strict=True))
     given = (weight for weight in weights if weight is not None)
     return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
+
+
+def _begin_keys(plan: _Plan, pairs: list[Tensor], others: Sequence[Transfer] = ()) -> list[Transfer]:
+    """Begin to bring keys and values to the tensors of the steps' regions, for each step with another transfer."""
+    chunks = [step.of_region(x, step.call.own) for step, x in zip(plan.steps, pairs, strict=True)]
+    made = [step.keys.send(chunks, x) for step, x in zip(plan.steps, pairs, strict=True)]
+    for number, transfer in enumerate(made):
+        begin([*others[number : number + 1], transfer], plan.group, pairs[0].device)
+    return made
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +20,13 @@ class Transfer:
     """A transfer, which is under way once :func:`begin` has begun it.
 
     Attributes:
-        rows: what this rank has of it; must live as long.
-        sent: parts of them, each with the rank that it is for.
-        received: what is filled, each with the rank that it comes from.
-        own: what this rank itself has, behind the place that it is copied to.
-        result: where rows that come are parts of a tensor, that tensor.
+        sent: tensors, each with the rank that it is for; they must live as long.
+        received: tensors that are filled, each with the rank that it comes from.
         works: what is waited for.
     """
 
-    rows: Tensor
     sent: list[tuple[int, Tensor]]
     received: list[tuple[int, Tensor]]
-    own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    result: Tensor | None = None
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -41,9 +35,9 @@ class Transfer:
             self.works.pop().wait()
 
 
-def begin(transfers: Sequence[Transfer], group: ProcessGroup) -> None:
-    """Begin transfers together, and copy the rank's own rows meanwhile. All ranks do so, in the same order."""
-    _connect(group, transfers[0].rows.device)
+def begin(transfers: Sequence[Transfer], group: ProcessGroup, device: torch.device) -> None:
+    """Begin transfers together. All ranks of the group do so, in the same order, even where they have nothing to do."""
+    _connect(group, device)
     operations = [
         P2POp(operation, x, group=group, group_peer=rank)
         for transfer in transfers
@@ -53,8 +47,6 @@ def begin(transfers: Sequence[Transfer], group: ProcessGroup) -> None:
     works = batch_isend_irecv(operations) if operations else []
     for transfer in transfers:
         transfer.works = works
-        for place, rows in transfer.own:
-            place.copy_(rows)
 
 
 @cache
@@ -63,85 +55,114 @@ def _connect(group: ProcessGroup, device: torch.device) -> None:
     all_reduce(torch.zeros(1, device=device), group=group)
 
 
-class _Place(NamedTuple):
-    """Rows that go to a rank, or come from it.
+class Part(NamedTuple):
+    """Rows of a chunk that this rank holds.
 
     Attributes:
-        rank: its number, which may be this process's own.
-        rows: a slice of a tensor's first axis.
+        chunk: its number among this rank's.
+        rows: a slice of it.
+        x: what belongs there.
     """
 
-    rank: int
+    chunk: int
     rows: slice
+    x: Tensor
 
 
 class Exchange:
-    """What each rank needs of the rows that ranks hold, brought to its place without copies before or after.
+    """Brings to each rank what it needs of the rows that ranks hold, and gradients back, without copies of either.
 
     Tensors have rows as their first axis. A transfer is made by one method, begun with others by :func:`begin`, and
-    waited for by another method, so that what a rank computes meanwhile hides it. A rank's own rows are not sent.
+    waited for where it is used, so that what a rank computes meanwhile hides it. What a rank needs of its own rows is
+    not sent.
 
     Args:
-        held: the chunks of rows of each rank, in the order in which its tensors hold them.
+        held: the chunks of rows of each rank, in the order in which it holds them.
         needed: the rows that each rank needs.
         rank: this process's number among them.
+        into: the rows of the tensor that what this rank needs is a part of; default that alone.
     """
 
-    def __init__(self, held: Sequence[Sequence[Rows]], needed: Sequence[Rows], rank: int) -> None:
-        mine, wanted = held[rank], needed[rank]
-        starts = list(accumulate((chunk.count for chunk in mine), initial=0))
-        self._rank, self._count = rank, wanted.count
-        # In the rows that this rank holds, what each rank needs of them.
-        self._held = _places(
-            (other, common(chunk, rows), chunk.start - start)
-            for other, rows in enumerate(needed)
-            for start, chunk in zip(starts, mine, strict=False)
-        )
-        # In the rows that this rank needs, what each rank holds of them.
-        self._needed = _places(
-            (other, common(chunk, wanted), wanted.start) for other, chunks in enumerate(held) for chunk in chunks
-        )
-        own = [[place.rows for place in places if place.rank == rank] for places in (self._held, self._needed)]
-        self._own = list(zip(*own, strict=True))
+    def __init__(
+        self, held: Sequence[Sequence[Rows]], needed: Sequence[Rows], rank: int, into: Rows | None = None
+    ) -> None:
+        wanted = needed[rank]
+        first = wanted.start if into is None else into.start
+        # What others need of this rank's chunks, what it needs of theirs, and what it needs of its own.
+        self._given = [
+            (other, chunk, _slice(both, rows.start))
+            for other, theirs in enumerate(needed)
+            for chunk, rows in enumerate(held[rank])
+            if other != rank and (both := common(rows, theirs)).count
+        ]
+        self._taken = [
+            (other, _slice(both, first))
+            for other, chunks in enumerate(held)
+            for rows in chunks
+            if other != rank and (both := common(rows, wanted)).count
+        ]
+        self._own = [
+            (chunk, _slice(both, rows.start), _slice(both, first))
+            for chunk, rows in enumerate(held[rank])
+            if (both := common(rows, wanted)).count
+        ]
 
-    def send(self, rows: Tensor) -> Transfer:
-        """Rows that each rank holds, to those that need them, for :meth:`receive`."""
-        result = rows.new_empty(self._count, *rows.shape[1:])
-        own = [(result[needed], rows[held]) for held, needed in self._own]
-        return Transfer(rows, self._pieces(rows, self._held), self._pieces(result, self._needed), own, result)
+    def send(self, chunks: Sequence[Tensor], result: Tensor) -> Transfer:
+        """Rows of this rank's chunks, to those that need them; what it needs of other ranks' comes into ``result``."""
+        sent = [(other, chunks[chunk][rows].contiguous()) for other, chunk, rows in self._given]
+        return Transfer(sent, [(other, result[rows]) for other, rows in self._taken])
 
-    def receive(self, transfer: Transfer) -> Tensor:
-        """The rows that this rank needs, once they are there."""
-        assert transfer.result is not None
-        transfer.wait()
-        return transfer.result
+    def copy_own(self, chunks: Sequence[Tensor], result: Tensor) -> None:
+        """What this rank needs of its own chunks."""
+        for chunk, held, needed in self._own:
+            result[needed] = chunks[chunk][held]
 
     def send_back(self, grads: Tensor) -> Transfer:
-        """Gradients of the rows that each rank needed, to those that hold them, who add their own and the others'."""
-        received = [
-            (place.rank, grads.new_empty(place.rows.stop - place.rows.start, *grads.shape[1:]))
-            for place in self._held
-            if place.rank != self._rank
-        ]
-        return Transfer(grads, self._pieces(grads, self._needed), received)
+        """Gradients of what each rank needed, to those that hold it, for :meth:`returned`."""
+        sizes = [(other, rows.stop - rows.start) for other, _, rows in self._given]
+        received = [(other, grads.new_empty(size, *grads.shape[1:])) for other, size in sizes]
+        return Transfer([(other, grads[rows].contiguous()) for other, rows in self._taken], received)
 
-    def add_own(self, transfer: Transfer, grads: Tensor) -> None:
-        """Add what this rank itself gives, without waiting, to the gradients of the rows that it holds."""
-        for held, needed in self._own:
-            grads[held] += transfer.rows[needed]
+    def own(self, grads: Tensor) -> list[Part]:
+        """What this rank's gradients are of its own chunks."""
+        return [Part(chunk, held, grads[needed]) for chunk, held, needed in self._own]
 
-    def add_others(self, transfer: Transfer, grads: Tensor) -> None:
-        """Add what came from the other ranks, in their order, to the gradients of the rows that this rank holds."""
+    def returned(self, transfer: Transfer) -> list[Part]:
+        """What came back to this rank's chunks, in the order of ranks."""
         transfer.wait()
-        places = (place.rows for place in self._held if place.rank != self._rank)
-        for held, (_, piece) in zip(places, transfer.received, strict=True):
-            grads[held] += piece
-
-    def _pieces(self, x: Tensor, places: list[_Place]) -> list[tuple[int, Tensor]]:
-        """What goes to other ranks or comes from them."""
-        return [(place.rank, x[place.rows].contiguous()) for place in places if place.rank != self._rank]
+        places = zip(self._given, transfer.received, strict=True)
+        return [Part(chunk, rows, x) for (_, chunk, rows), (_, x) in places]
 
 
-def _places(found: Iterable[tuple[int, Rows, int]]) -> list[_Place]:
-    """Those that are not empty, by ranks, rows and the row's number that a tensor begins with."""
-    return [_Place(rank, slice(rows.start - first, rows.stop - first)) for rank, rows, first in found if rows.count]
+def total(parts: Sequence[Part], chunk: int, result: Tensor) -> None:
+    """Fill the gradients of a chunk with the sums of what belongs there, which are taken in fp32 at least, in order."""
+    mine = [part for part in parts if part.chunk == chunk]
+    edges = sorted({0, len(result), *(edge for part in mine for edge in (part.rows.start, part.rows.stop))})
+    for start, stop in pairwise(edges):
+        # Of a row all or nothing.
+        terms = [
+            part.x[start - part.rows.start : stop - part.rows.start]
+            for part in mine
+            if part.rows.start <= start and stop <= part.rows.stop
+        ]
+        _add(terms, result[start:stop])
+
+
+def _add(terms: list[Tensor], result: Tensor) -> None:
+    """With one rounding: an addition of two of a dtype is exact before it."""
+    if not terms:
+        result.zero_()
+    elif len(terms) == 1:
+        result.copy_(terms[0])
+    else:
+        so_far, *others, last = terms
+        if others:
+            so_far = so_far.to(torch.promote_types(so_far.dtype, torch.float32), copy=True)
+            for term in others:
+                so_far += term
+        torch.add(so_far, last, out=result)
+
+
+def _slice(rows: Rows, first: int) -> slice:
+    """Where rows are in a tensor whose first row has that number."""
+    return slice(rows.start - first, rows.stop - first)

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ..measure.cases import seen_pairs
 from ..spec import Spec
-from .sharding import Call, Rows, Sharding, common
+from .sharding import Call, Rows, Sharding, common, fresh, regions
 
 
 @dataclass(frozen=True)
@@ -84,36 +84,40 @@ def predict(
         balanced: as of :class:`ContextParallel`.
     """
     held = Sharding(length, ranks, balanced).held
-    steps = [[Call.of(chunk, length, spec) for chunk in chunks] for chunks in zip(*held, strict=True)]
+    by_rank = [[Call.of(chunk, length, spec) for chunk in chunks] for chunks in held]
+    steps = list(zip(*by_rank, strict=True))
     query_bytes = batch * heads * spec.head_dim * spec.itemsize
     pair_bytes = batch * kv_heads * (spec.head_dim + spec.value_head_dim) * spec.itemsize
 
-    carried = [
-        [
-            [query_bytes * of_rows + pair_bytes * of_keys for of_rows, of_keys in zip(rows, keys, strict=True)]
-            for rows, keys in zip(
-                _moved(held, [call.context for call in calls]), _moved(held, [call.keys for call in calls]), strict=True
-            )
-        ]
-        for calls in steps
-    ]
-    # Gradients go back where rows came from, those of all steps together.
-    totals = [[sum(way) for way in zip(*each, strict=True)] for each in zip(*carried, strict=True)]
+    def moved(calls: Sequence[Call], keys: Sequence[Rows]) -> list[list[int]]:
+        """Bytes that each rank receives and sends in a step."""
+        both = zip(_moved(held, [call.context for call in calls]), _moved(held, keys), strict=True)
+        return [[query_bytes * x + pair_bytes * y for x, y in zip(rows, others, strict=True)] for rows, others in both]
+
+    brought = [moved(calls, keys) for calls, keys in zip(steps, zip(*map(fresh, by_rank), strict=True), strict=True)]
+    # Gradients go where rows came from, those of all steps together, and of a key as many as calls took it.
+    returned = _sums([moved(calls, [call.keys for call in calls]) for calls in steps])
     *transfers, gradients = (
         rates.latency + max(max(rank) for rank in each) / rates.link if ranks > 1 else 0.0
-        for each in [*carried, totals]
+        for each in [*brought, returned]
     )
     scores = [[batch * heads * _scores(call, spec) for call in calls] for calls in steps]
     forward = _computed(transfers, [[count / rates.forward for count in each] for each in scores])
     backward = _computed(transfers, [[count / rates.backward for count in each] for each in scores])
+    both = zip(_sums(brought), ([received, sent] for sent, received in returned), strict=True)
     whole = batch * heads * seen_pairs(length, length, spec.left, spec.right)
     return Prediction(
         forward_s=max(forward),
         backward_s=max(backward) + gradients,
         alone_s=whole / rates.forward + whole / rates.backward,
-        traffic=3 * max(max(rank) for rank in totals),
-        gathered=pair_bytes * max(sum(call.keys.count for call in calls) for calls in zip(*steps, strict=True)),
+        traffic=max(max(2 * x + y for x, y in zip(*each, strict=True)) for each in both),
+        gathered=pair_bytes * max(sum(region.count for region in set(regions(calls))) for calls in by_rank),
     )
+
+
+def _sums(steps: Sequence[list[list[int]]]) -> list[list[int]]:
+    """Of all steps."""
+    return [[sum(way) for way in zip(*each, strict=True)] for each in zip(*steps, strict=True)]
 
 
 def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +118,26 @@ class Call:
     def padding(self) -> int:
         """The number of rows after the chunk's own."""
         return self.queries.stop - self.own.stop
+
+
+def fresh(calls: Sequence[Call]) -> list[Rows]:
+    """The keys of each of a rank's calls that none before it takes. Both ends of a later call's keys are later."""
+    ends = [0, *(call.keys.stop for call in calls)]
+    starts = [min(max(call.keys.start, end), call.keys.stop) for call, end in zip(calls, ends, strict=False)]
+    return [Rows(start, call.keys.stop) for start, call in zip(starts, calls, strict=True)]
+
+
+def regions(calls: Sequence[Call]) -> list[Rows]:
+    """The rows of the tensor that each of a rank's calls takes its keys from: calls whose keys overlap share one."""
+    first, *others = [call.keys for call in calls]
+    made = [first]
+    for keys in others:
+        if keys.start <= made[-1].stop:
+            joined = Rows(made[-1].start, keys.stop)
+            made = [joined if region == made[-1] else region for region in made] + [joined]
+        else:
+            made.append(keys)
+    return made
 
 
 def common(first: Rows, second: Rows) -> Rows:
