@@ -7,21 +7,19 @@
 //
 // Besides, every access to shared memory through an instruction may be checked against those before it: a pair that no barrier
 // orders is an error, even if this time it did no harm.
+//
+// Here is what kernels are compiled with; device.cpp is a library that all of them share.
 
 #pragma once
 
 #include <setjmp.h>
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdarg>
-#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
-#include <random>
 #include <utility>
 #include <vector>
 
@@ -111,7 +109,7 @@ float half_of(u32 word, int high) {
 }
 inline float exp2_fast(float x) { return exp2f(x); }
 
-inline uint3 threadIdx, blockIdx, gridDim;
+extern uint3 threadIdx, blockIdx, gridDim;
 
 namespace emulator {
 
@@ -145,25 +143,14 @@ struct Warp {
   u32 priority;
 };
 
-inline Thread threads[MAX_THREADS];
-inline Warp warps[MAX_WARPS];
-inline int count, current, active, turn, patience;  // threads; the one that runs, its warp, the lane that goes first, picks until luck turns
-inline bool late;                                   // copies and products come as late as they may
-inline std::mt19937 chance;
-inline jmp_buf launcher;
-inline char message[1024];
-inline std::function<void()> body;
-alignas(1024) inline unsigned char memory[BASE + MAX_SHARED];
-inline u32 memory_end;
+extern Thread threads[MAX_THREADS];
+extern Warp warps[MAX_WARPS];
+extern int count, current;  // threads; the one that runs
+extern bool late;           // copies and products come as late as they may
+extern unsigned char memory[BASE + MAX_SHARED];
+extern u32 memory_end;
 
-[[noreturn]] inline void fail(const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  const int length = snprintf(message, sizeof(message), "block (%u, %u), thread %d: ", blockIdx.x, blockIdx.y, current);
-  vsnprintf(message + length, sizeof(message) - length, format, arguments);
-  va_end(arguments);
-  _longjmp(launcher, 1);
-}
+[[noreturn]] void fail(const char* format, ...);
 
 // ---- What orders accesses: vector clocks -------------------------------------------------------------------------
 //
@@ -178,18 +165,8 @@ struct Clocks {
     for (int i = 0; i < AGENTS; ++i) at[i] = max(at[i], other.at[i]);
   }
 };
-struct Access {
-  int agent;
-  Clock clock;  // the agent's; NEVER while a copy is on its way
-  const char* what;
-};
-struct Cell {  // two bytes of shared memory
-  Access write;
-  std::vector<Access> reads;  // since
-};
-inline bool ordered;  // whether accesses are checked
-inline Clocks known[AGENTS];
-inline std::vector<Cell> cells;
+extern bool ordered;  // whether accesses are checked
+extern Clocks known[AGENTS];
 
 inline void release(int agent, Clocks& to) {
   if (!ordered) return;
@@ -200,109 +177,18 @@ inline void acquire(int agent, const Clocks& from) {
   if (ordered) known[agent].join(from);
 }
 
-inline void check(const Access& before, int agent, u32 address, const char* what) {
-  if (before.clock > known[agent].at[before.agent])
-    fail("%s at shared byte %u races with %s by %s %d", what, address - BASE, before.what,
-         before.agent < MAX_THREADS ? "thread" : "warp", before.agent < MAX_THREADS ? before.agent : before.agent - MAX_THREADS);
-}
+void check_read(int agent, u32 from, int bytes, const char* what);
+void check_write(int agent, u32 to, int bytes, const char* what, bool on_its_way);
 inline void note_read(int agent, u32 from, int bytes, const char* what) {
-  if (!ordered) return;
-  const Access mine{agent, known[agent].at[agent], what};
-  for (u32 address = from; address < from + bytes; address += 2) {
-    Cell& cell = cells[address / 2];
-    check(cell.write, agent, address, what);
-    auto same = std::find_if(cell.reads.begin(), cell.reads.end(), [&](const Access& x) { return x.agent == agent; });
-    if (same == cell.reads.end())
-      cell.reads.push_back(mine);
-    else
-      *same = mine;
-  }
+  if (ordered) check_read(agent, from, bytes, what);
 }
 inline void note_write(int agent, u32 to, int bytes, const char* what, bool on_its_way = false) {
-  if (!ordered) return;
-  for (u32 address = to; address < to + bytes; address += 2) {
-    Cell& cell = cells[address / 2];
-    check(cell.write, agent, address, what);
-    for (const Access& read : cell.reads) check(read, agent, address, what);
-    cell.reads.clear();
-    cell.write = {agent, on_its_way ? NEVER : known[agent].at[agent], what};
-  }
-}
-
-// ---- Scheduling --------------------------------------------------------------------------------------------------
-
-struct Arrival {  // at an mbarrier, due when copies have landed
-  u32 barrier;
-  int thread;
-  std::vector<Copy> copies;
-  Clocks known;
-};
-inline std::vector<Arrival> arrivals;
-void make_arrival(size_t index);
-
-inline void choose_warp() {
-  if (patience <= 0) {
-    warps[active].priority = chance();
-    patience = 1 + chance() % 4096;
-    if (!arrivals.empty() && !late) make_arrival(chance() % arrivals.size());
-  }
-  turn = chance() % WARP;
-  while (true) {
-    int best = -1;
-    for (int w = 0; w < count / WARP; ++w)
-      if (warps[w].ready && (best < 0 || warps[w].priority > warps[best].priority)) best = w;
-    if (best >= 0) {
-      active = best;
-      return;
-    }
-    if (arrivals.empty()) break;
-    make_arrival(chance() % arrivals.size());
-  }
-  std::map<std::string, std::string> waiting;
-  for (int i = 0; i < count; ++i)
-    if (!(warps[i / WARP].done >> i % WARP & 1)) {
-      std::string& them = waiting[threads[i].waits_for];
-      if (them.size() < 60) them += " " + std::to_string(i);
-    }
-  if (waiting.empty()) _longjmp(launcher, 2);
-  std::string text;
-  for (auto& [what, them] : waiting) text += "\n  at " + what + ":" + them;
-  fail("deadlock; threads wait%s", text.c_str());
-}
-
-inline int pick() {
-  if (--patience <= 0 || !warps[active].ready) choose_warp();
-  const u32 ready = warps[active].ready, rotated = ready >> turn | static_cast<u32>(static_cast<u64>(ready) << (WARP - turn));
-  return active * WARP + (__builtin_ctz(rotated) + turn) % WARP;
-}
-
-[[noreturn]] inline void resume(int thread) {
-  current = thread;
-  threadIdx.x = thread;
-  Thread& next = threads[thread];
-  if (next.started) _longjmp(next.context, 1);
-  next.started = true;
-  setcontext(&next.first);
-  __builtin_unreachable();
-}
-
-__attribute__((noinline)) inline void wait(const char* what) {
-  threads[current].waits_for = what;
-  warps[current / WARP].ready &= ~(1u << current % WARP);
-  const int next = pick();
-  if (next != current && !_setjmp(threads[current].context)) resume(next);
-}
-inline void wake(int thread) { warps[thread / WARP].ready |= 1u << thread % WARP; }
-
-inline void run_thread() {
-  body();
-  Warp& warp = warps[current / WARP];
-  warp.done |= 1u << current % WARP;
-  warp.ready &= ~warp.done;
-  resume(pick());
+  if (ordered) check_write(agent, to, bytes, what, on_its_way);
 }
 
 // ---- Warps -------------------------------------------------------------------------------------------------------
+
+void wait(const char* what);
 
 // All lanes meet; the last one to arrive does run(what every lane gave) for all.
 template <class Given, class Run>
@@ -380,37 +266,8 @@ void store(u32 to, T x) {
 }
 
 // Copies. Their order is that of the wait, even if they land at once.
-inline void put(const Copy& copy) {
-  memcpy(memory + copy.to, copy.from, copy.taken);
-  memset(memory + copy.to + copy.taken, 0, copy.bytes - copy.taken);
-}
-inline void copy(u32 to, const void* from, int bytes, int taken) {
-  place(to, bytes, "copy_async");
-  if (taken < 0 || taken > bytes) fail("copy_async of %d of %d bytes", taken, bytes);
-  if (taken && reinterpret_cast<size_t>(from) % bytes) fail("copy_async from %p, which is not aligned to %d bytes", from, bytes);
-  note_write(current, to, bytes, "copy_async", true);
-  const Copy it{to, from, bytes, taken, threads[current].groups};
-  if (!late) put(it);
-  threads[current].copies.push_back(it);
-}
-inline void land(const Copy& copy, int thread, Clock clock) {
-  if (late) put(copy);
-  if (ordered)
-    for (int i = 0; i < copy.bytes; i += 2) cells[(copy.to + i) / 2].write.clock = clock;
-}
-// Of this thread: those of groups before `end`.
-inline void land_until(int end) {
-  for (size_t i = arrivals.size(); i--;)
-    if (arrivals[i].thread == current) make_arrival(i);
-  std::vector<Copy>& copies = threads[current].copies;
-  size_t left = 0;
-  for (const Copy& copy : copies)
-    if (copy.group < end)
-      land(copy, current, known[current].at[current]);
-    else
-      copies[left++] = copy;
-  copies.resize(left);
-}
+void copy(u32 to, const void* from, int bytes, int taken);
+void land_until(int end);  // of this thread: those of groups before `end`
 
 }  // namespace emulator
 
@@ -478,93 +335,18 @@ const T* anew(const T* from) {
 
 namespace emulator {
 
-struct Barrier {
-  int expected = 0;
-  std::vector<int> arrived;
-  Clocks known;
-};
-inline Barrier barriers[16];
-
-inline void meet(int id, int expected, const char* what) {
-  if (id < 0 || id >= 16 || expected % WARP || expected > count) fail("%s(%d, %d): no such barrier", what, id, expected);
-  Barrier& barrier = barriers[id];
-  if (!barrier.arrived.empty() && barrier.expected != expected) fail("%s(%d, %d): others expect %d", what, id, expected, barrier.expected);
-  if (std::count(barrier.arrived.begin(), barrier.arrived.end(), current)) fail("%s(%d): arrives twice", what, id);
-  barrier.expected = expected;
-  barrier.arrived.push_back(current);
-  release(current, barrier.known);
-  if (static_cast<int>(barrier.arrived.size()) == expected) {
-    for (int thread : barrier.arrived) acquire(thread, barrier.known), wake(thread);
-    barrier = {};
-  } else {
-    static char names[16][32];
-    snprintf(names[id], sizeof(names[id]), "barrier %d", id);
-    wait(names[id]);
-  }
-}
-
-struct MemoryBarrier {
-  int expected, left;
-  u32 phase;
-  std::vector<int> waiting;
-  Clocks arrived, known;  // of the phase that runs; of the one before
-};
-inline std::map<u32, MemoryBarrier> memory_barriers;
-
-inline MemoryBarrier& memory_barrier(u32 address) {
-  auto found = memory_barriers.find(address);
-  if (found == memory_barriers.end()) fail("the mbarrier at shared byte %d is not initialised", static_cast<int>(address - BASE));
-  return found->second;
-}
-inline void arrive(MemoryBarrier& barrier) {
-  if (--barrier.left) return;
-  barrier.left = barrier.expected;
-  ++barrier.phase;
-  barrier.known = barrier.arrived;
-  barrier.arrived = {};
-  for (int thread : barrier.waiting) wake(thread);
-  barrier.waiting.clear();
-}
-inline void make_arrival(size_t index) {
-  const Arrival it = std::move(arrivals[index]);
-  arrivals.erase(arrivals.begin() + index);
-  for (const Copy& copy : it.copies) land(copy, it.thread, it.known.at[it.thread]);
-  MemoryBarrier& barrier = memory_barrier(it.barrier);
-  barrier.arrived.join(it.known);
-  arrive(barrier);
-}
+void meet(int id, int expected, const char* what);
 
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::meet(0, emulator::count, "__syncthreads"); }
 inline void named_barrier(int id, int threads) { emulator::meet(id, threads, "named_barrier"); }
 
-inline void barrier_init(u32 barrier, int arrivals) {
-  emulator::place(barrier, 8, "barrier_init");
-  if (!emulator::memory_barriers.insert({barrier, {arrivals, arrivals}}).second) emulator::fail("barrier_init, again");
-}
+void barrier_init(u32 barrier, int arrivals);
 inline void barrier_init_fence() {}
-inline void barrier_arrive(u32 barrier) {
-  emulator::MemoryBarrier& it = emulator::memory_barrier(barrier);
-  emulator::release(emulator::current, it.arrived);
-  emulator::arrive(it);
-}
-inline void barrier_arrive_after_copies(u32 barrier) {
-  using namespace emulator;
-  memory_barrier(barrier);
-  arrivals.push_back({barrier, current, std::move(threads[current].copies), known[current]});
-  threads[current].copies.clear();
-  ++known[current].at[current];
-}
-inline void barrier_wait(u32 barrier, int parity) {
-  using namespace emulator;
-  MemoryBarrier& it = memory_barrier(barrier);
-  while ((it.phase & 1) == static_cast<u32>(parity)) {
-    it.waiting.push_back(current);
-    wait("barrier_wait");
-  }
-  acquire(current, it.known);
-}
+void barrier_arrive(u32 barrier);
+void barrier_arrive_after_copies(u32 barrier);
+void barrier_wait(u32 barrier, int parity);
 inline void fence_async() {}
 template <int REGISTERS>
 void registers_up_to() {}
@@ -630,7 +412,7 @@ struct Products {
   int groups = 0;
   bool fenced = false;
 };
-inline Products in_flight[MAX_WARPS];
+extern Products in_flight[MAX_WARPS];
 
 // An operand in shared memory, of which its descriptor tells: element `inner` of row or column `outer`.
 template <class Element, bool TRANSPOSED>
@@ -812,55 +594,26 @@ void wgmma_wait() {
 
 namespace emulator {
 
-inline void run_block(char* stacks) {
-  memset(memory, 0xff, sizeof(memory));
-  for (Barrier& barrier : barriers) barrier = {};
-  memory_barriers.clear();
-  arrivals.clear();
-  for (Products& products : in_flight) products = {};
-  if (ordered) {
-    cells.assign(memory_end / 2, {});
-    for (int i = 0; i < AGENTS; ++i) known[i] = {}, known[i].at[i] = 1;
-  }
-  for (int i = 0; i < count; ++i) {
-    Thread& thread = threads[i];
-    getcontext(&thread.first);
-    thread.first.uc_stack.ss_sp = stacks + i * STACK;
-    thread.first.uc_stack.ss_size = STACK;
-    makecontext(&thread.first, run_thread, 0);
-    thread.started = false;
-    thread.copies.clear();
-    thread.groups = 0;
-  }
-  for (int w = 0; w < count / WARP; ++w) warps[w] = {~0u, 0, 0, {}, "", static_cast<u32>(chance())};
-  patience = 0;
-}
-
 // Why a launch has failed, or null.
-template <class... Parameters, size_t... INDEX>
-const char* launch(void (*kernel)(Parameters...), std::index_sequence<INDEX...>, const u32* grid, int threads_of_block, int shared, u32 seed, bool checked, void** arguments) {
-  static char* const stacks = static_cast<char*>(mmap(nullptr, MAX_THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  if (threads_of_block > MAX_THREADS || shared > static_cast<int>(MAX_SHARED)) return "the block is larger than those emulated";
-  body = [=] { kernel(*static_cast<std::remove_const_t<Parameters>*>(arguments[INDEX])...); };
-  count = threads_of_block, memory_end = BASE + shared, late = seed % 2, ordered = checked;
-  chance.seed(seed);
-  gridDim = {grid[0], grid[1], grid[2]};
-  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        run_block(stacks);
-        const int outcome = _setjmp(launcher);
-        if (!outcome) resume(pick());
-        if (outcome == 1) return message;
-      }
-  return nullptr;
-}
+const char* launch(void (*thread)(), const u32* grid, int threads_of_block, int shared, u32 seed, bool checked);
+
+// What each thread of a kernel does.
+inline void** arguments;
+template <auto KERNEL>
+struct Body;
+template <class... Parameters, void (*KERNEL)(Parameters...)>
+struct Body<KERNEL> {
+  template <size_t... INDEX>
+  static void call(std::index_sequence<INDEX...>) {
+    KERNEL(*static_cast<std::remove_const_t<Parameters>*>(arguments[INDEX])...);
+  }
+  static void run() { call(std::index_sequence_for<Parameters...>()); }
+};
 
 }  // namespace emulator
 
-#define EMULATED_KERNEL(NAME, THREADS_OF_BLOCK, SHARED)                                                                  \
-  template <class... Parameters>                                                                                      \
-  constexpr auto parameters_of_##NAME(void (*)(Parameters...)) { return std::index_sequence_for<Parameters...>(); }     \
-  extern "C" const char* launch_##NAME(const u32* grid, u32 seed, bool checked, void** arguments) {                     \
-    return emulator::launch(NAME, decltype(parameters_of_##NAME(NAME))(), grid, THREADS_OF_BLOCK, SHARED, seed, checked, arguments); \
+#define EMULATED_KERNEL(NAME, THREADS_OF_BLOCK, SHARED)                                                  \
+  extern "C" const char* launch_##NAME(const u32* grid, u32 seed, bool checked, void** arguments) {      \
+    emulator::arguments = arguments;                                                                     \
+    return emulator::launch(emulator::Body<NAME>::run, grid, THREADS_OF_BLOCK, SHARED, seed, checked); \
   }
