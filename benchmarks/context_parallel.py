@@ -12,7 +12,9 @@ import json
 import math
 import os
 import re
+import shlex
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -212,7 +214,9 @@ def main(
     dtype = "bf16" if device.type == "cuda" else "fp32"
     op = mtagen.build(head_dim=head_dim, dtype=dtype, **PIPELINES[pipeline])
     options = {"pipeline": pipeline, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "link_gbps": link}
-    report: dict[str, Any] = {"environment": collect(), "ranks": dist.get_world_size(), **options, "results": []}
+    command = f"torchrun --nproc-per-node {dist.get_world_size()} {shlex.join(sys.argv)}"
+    report: dict[str, Any] = {"command": command, "environment": collect(), "ranks": dist.get_world_size(), **options}
+    report["results"] = []
     for n in length:
         report["results"].append(measure(op, heads, kv_heads, n, 1e9 * link, repeats, device))
         if dist.get_rank() == 0 and json_path is not None:  # after each, for a later one may fail

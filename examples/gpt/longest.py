@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -76,9 +78,10 @@ def main(
     dist.init_process_group()
     ranks = dist.get_world_size()
     settings = Settings(size, variant, batch=1, length=2 * ranks)
-    report: dict[str, Any] = {"environment": collect(), "ranks": ranks, "size": size, "variant": variant}
+    command = f"torchrun --nproc-per-node {ranks} -m examples.gpt.longest {shlex.join(sys.argv[1:])}"
+    report: dict[str, Any] = {"command": command, "environment": collect(), "ranks": ranks, "size": size}
     results: list[dict[str, Any]] = []
-    report |= {"compiled": compiled, "results": results}
+    report |= {"variant": variant, "compiled": compiled, "results": results}
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text"
         text.write_bytes(random.Random(0).randbytes(TEXT_BYTES))
