@@ -1514,6 +1514,49 @@ MODELS = (
     ),
 )
 
+DISTRIBUTED = (
+    Mutant(
+        "ranks-own-context-missing",
+        "mtagen/distributed/context_parallel.py",
+        "step.context.copy_own(queries, context)",
+        "pass",
+        "A chunk that follows another of the same rank convolves what memory held before.",
+        ("tests/test_distributed.py::test_pipelines",),
+    ),
+    Mutant(
+        "ranks-own-gradients-missing",
+        "mtagen/distributed/context_parallel.py",
+        "of_keys = [part for step, x in zip(steps, dpairs, strict=True) for part in step.gradients.own(x)]",
+        "of_keys = []",
+        "Gradients of keys and values are those of the other ranks' outputs.",
+        ("tests/test_distributed.py::test_pipelines",),
+    ),
+    Mutant(
+        "ranks-keys-from-before-the-window",
+        "mtagen/distributed/sharding.py",
+        "min(max(call.keys.start, end), call.keys.stop)",
+        "min(end, call.keys.stop)",
+        "What comes for a second chunk begins where the first one's keys end, outside its tensor.",
+        ("tests/test_distributed.py::test_keys_are_brought_once",),
+    ),
+    Mutant(
+        "ranks-gradients-rounded-often",
+        "mtagen/distributed/exchange.py",
+        "torch.promote_types(so_far.dtype, torch.float32)",
+        "so_far.dtype",
+        "Sums of gradients in bf16 are rounded after each addition.",
+        ("tests/test_distributed.py::test_gradients_of_a_chunk_are_summed",),
+    ),
+    Mutant(
+        "ranks-gradients-summed-in-place",
+        "mtagen/distributed/exchange.py",
+        ", copy=True)",
+        ")",
+        "A sum in fp32 overwrites the first of what it adds.",
+        ("tests/test_distributed.py::test_gradients_of_a_chunk_are_summed",),
+    ),
+)
+
 MUTANTS = (
     *FORWARD,
     *BACKWARD,
@@ -1530,4 +1573,5 @@ MUTANTS = (
     *SOURCES,
     *LAYER,
     *MODELS,
+    *DISTRIBUTED,
 )
