@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 WITH_CODE = [name for name in PAGES if blocks(name, "python")]
 COMMANDS = sorted({tuple(words) for name in PAGES for words in commands(name)})
-NOT_RUN = ("on a GPU", "once")  # titles of blocks of commands that no test runs
+NOT_RUN = ("on a GPU", "on two GPUs", "once")  # titles of blocks of commands that no test runs
 
 
 @pytest.fixture(autouse=True)
