@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     "window": {"kernel": (6, 11), "window": (100, -1)},
     "full": {"kernel": (6, 11), "causal": False},
+    "plain, full": {"kernel": None, "causal": False},  # all keys come for the first chunk, nothing for the second
     "window to both sides": {"kernel": (6, 11), "causal": False, "window": (30, 20)},
     "everything in a window": EVERYTHING | {"window": (100, -1)},
 }

@@ -50,7 +50,8 @@ class ContextParallel:
         group_or_mesh: the ranks, in the order of the rows that they hold: a group, or a mesh of one dimension.
         balanced: whether sequences are cut into 2W chunks, of which rank r holds r and 2W-1-r, so that all ranks have
             the same work though later rows of causal attention see more keys; else into W chunks, of which it holds r,
-            which takes half the traffic where all rows see all keys. Ops of one model share tensors if they agree.
+            which takes a quarter less traffic where all rows see all keys. Ops of one model share tensors if they
+            agree.
 
     Attributes:
         op: the op.
@@ -305,13 +306,13 @@ def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tu
 
 
 class _Lanes:
-    """Streams of a GPU for the calls of a forward pass, which run beside each other.
+    """Streams of a GPU for the calls of a forward pass, which run beside each other; a context.
 
     The second call comes first where both are ready: its chunk has later rows, whose CTAs take longer, and those of the
     other fill the multiprocessors that the last of them leave idle.
 
-    Memory belongs to the stream that it was allocated for: what a lane's kernels read or write must live until
-    :meth:`join`, and what is kept beyond the pass is made after it.
+    The side stream begins after all that the current stream was given before, and each waits for the other at the end:
+    memory belongs to the stream that it was allocated for, and what the other one reads or writes must live until then.
 
     Args:
         device: where; on the CPU calls follow each other.
@@ -321,6 +322,14 @@ class _Lanes:
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
             self._streams = [torch.cuda.current_stream(device), _side_stream(device)]
+            self._streams[1].wait_stream(self._streams[0])
+
+    def __enter__(self) -> _Lanes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join()
+        if self._streams:
             self._streams[1].wait_stream(self._streams[0])
 
     def lane(self, number: int) -> AbstractContextManager[Any]:
@@ -484,19 +493,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     transfers = _begin_keys(plan, pairs, of_context)
     for step, context in zip(steps, contexts, strict=True):
         step.context.copy_own(queries, context)
-    lanes, results, used = _Lanes(q.device), [], []
-    for number, (step, context) in enumerate(zip(steps, contexts, strict=True)):
-        with lanes.lane(number):
-            transfers[number].wait()
-            taken = plan.extended(q, step, context), *plan.parted(step.of_region(pairs[number], step.call.keys))
-            results.append(library.run("forward", *taken, *weights, *plan.of_call(step.call)))
-        used.append(taken)
-    lanes.join()
-    return [
-        plan.of_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
-        *(contexts if plan.spec.context else ()),
-        *(lse.clone() for _, lse in results),
-    ]
+    transfers[0].wait()  # for both calls: the second one may read what came for the first
+    with _Lanes(q.device) as lanes:
+        results, used = [], []
+        for number, (step, context) in enumerate(zip(steps, contexts, strict=True)):
+            with lanes.lane(number):
+                transfers[number].wait()
+                taken = plan.extended(q, step, context), *plan.parted(step.of_region(pairs[number], step.call.keys))
+                results.append(library.run("forward", *taken, *weights, *plan.of_call(step.call)))
+            used.append(taken)
+        lanes.join()
+        return [
+            plan.of_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
+            *(contexts if plan.spec.context else ()),
+            *(lse.clone() for _, lse in results),
+        ]
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
@@ -630,7 +641,8 @@ def _copy(target: Tensor, x: Tensor) -> None:
 def _has_words(x: Tensor) -> bool:
     """Whether rows are of whole words of 16 bytes. Their lengths always are."""
     *strides, last = x.stride()
-    return last == 1 and not any(number * x.element_size() % 16 for number in (x.storage_offset(), *strides))
+    bytes_apart = [number * x.element_size() for number in (x.storage_offset(), *strides)]
+    return last == 1 and not any(number % 16 for number in (x.data_ptr(), *bytes_apart))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

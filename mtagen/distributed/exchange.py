@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -49,10 +49,14 @@ def begin(transfers: Sequence[Transfer], group: ProcessGroup, device: torch.devi
         transfer.works = works
 
 
-@cache
+_connected: WeakSet[ProcessGroup] = WeakSet()
+
+
 def _connect(group: ProcessGroup, device: torch.device) -> None:
     """NCCL connects ranks at a group's first operation, in which all must take part; transfers may leave some out."""
-    all_reduce(torch.zeros(1, device=device), group=group)
+    if device.type == "cuda" and group not in _connected:
+        all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
 
 
 class Part(NamedTuple):
@@ -70,11 +74,11 @@ class Part(NamedTuple):
 
 
 class Exchange:
-    """Brings to each rank what it needs of the rows that ranks hold, and gradients back, without copies of either.
+    """Brings to each rank what it needs of the rows that ranks hold, and gradients back.
 
-    Tensors have rows as their first axis. A transfer is made by one method, begun with others by :func:`begin`, and
-    waited for where it is used, so that what a rank computes meanwhile hides it. What a rank needs of its own rows is
-    not sent.
+    Rows come to where they are read, and are sent from where they are if they lie side by side. Tensors have rows as
+    their first axis. A transfer is made by one method, begun with others by :func:`begin`, and waited for where it is
+    used, so that what a rank computes meanwhile hides it. What a rank needs of its own rows is not sent.
 
     Args:
         held: the chunks of rows of each rank, in the order in which it holds them.
@@ -149,7 +153,7 @@ def total(parts: Sequence[Part], chunk: int, result: Tensor) -> None:
 
 
 def _add(terms: list[Tensor], result: Tensor) -> None:
-    """With one rounding: an addition of two of a dtype is exact before it."""
+    """Rounded once: an addition of two of a dtype is computed in fp32 at least."""
     if not terms:
         result.zero_()
     elif len(terms) == 1:

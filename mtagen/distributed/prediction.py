@@ -41,8 +41,8 @@ class Prediction:
         backward_s: seconds until the last rank has its gradients.
         alone_s: seconds of both passes on one rank with the whole sequence.
         traffic: bytes that the busiest rank receives in both passes, or sends if those are more.
-        gathered: bytes of keys and values that the rank with the most of them holds in the forward pass; in the
-            backward pass it holds as many of gradients besides.
+        gathered: bytes of keys and values that the rank with the most of them holds; in the backward pass it holds the
+            gradients of those of each call besides.
     """
 
     forward_s: float
@@ -89,28 +89,33 @@ def predict(
     query_bytes = batch * heads * spec.head_dim * spec.itemsize
     pair_bytes = batch * kv_heads * (spec.head_dim + spec.value_head_dim) * spec.itemsize
 
-    def moved(calls: Sequence[Call], keys: Sequence[Rows]) -> list[list[int]]:
+    def moved(queries: Sequence[Rows], keys: Sequence[Rows]) -> list[list[int]]:
         """Bytes that each rank receives and sends in a step."""
-        both = zip(_moved(held, [call.context for call in calls]), _moved(held, keys), strict=True)
-        return [[query_bytes * x + pair_bytes * y for x, y in zip(rows, others, strict=True)] for rows, others in both]
+        kinds = (query_bytes, _moved(held, queries)), (pair_bytes, _moved(held, keys))
+        return _sums([[[size * rows for rows in ways] for ways in each] for size, each in kinds])
 
-    brought = [moved(calls, keys) for calls, keys in zip(steps, zip(*map(fresh, by_rank), strict=True), strict=True)]
+    new = list(zip(*map(fresh, by_rank), strict=True))
+    contexts = [[call.context for call in calls] for calls in steps]
+    first = [moved(queries, keys) for queries, keys in zip(contexts, new, strict=True)]
+    second = [moved(ranks * [Rows(0, 0)], keys) for keys in new]  # queries are kept from pass to pass
     # Gradients go where rows came from, those of all steps together, and of a key as many as calls took it.
-    returned = _sums([moved(calls, [call.keys for call in calls]) for calls in steps])
-    *transfers, gradients = (
-        rates.latency + max(max(rank) for rank in each) / rates.link if ranks > 1 else 0.0
-        for each in [*brought, returned]
+    returned = _sums(
+        [moved(queries, [call.keys for call in calls]) for queries, calls in zip(contexts, steps, strict=True)]
     )
     scores = [[batch * heads * _scores(call, spec) for call in calls] for calls in steps]
-    forward = _computed(transfers, [[count / rates.forward for count in each] for each in scores])
-    backward = _computed(transfers, [[count / rates.backward for count in each] for each in scores])
-    both = zip(_sums(brought), ([received, sent] for sent, received in returned), strict=True)
+    forward = _computed(
+        [_carried(each, rates) for each in first], [[count / rates.forward for count in each] for each in scores]
+    )
+    backward = _computed(
+        [_carried(each, rates) for each in second], [[count / rates.backward for count in each] for each in scores]
+    )
+    everything = _sums([*first, *second, [[received, sent] for sent, received in returned]])
     whole = batch * heads * seen_pairs(length, length, spec.left, spec.right)
     return Prediction(
         forward_s=max(forward),
-        backward_s=max(backward) + gradients,
+        backward_s=max(backward) + _carried(returned, rates),
         alone_s=whole / rates.forward + whole / rates.backward,
-        traffic=max(max(2 * x + y for x, y in zip(*each, strict=True)) for each in both),
+        traffic=max(map(max, everything)),
         gathered=pair_bytes * max(sum(region.count for region in set(regions(calls))) for calls in by_rank),
     )
 
@@ -130,7 +135,8 @@ def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[list[
 
 def _carried(moved: Sequence[Sequence[int]], rates: Rates) -> float:
     """Seconds of a transfer in which each rank receives and sends so many bytes."""
-    return rates.latency + max(max(rank) for rank in moved) / rates.link
+    most = max(max(rank) for rank in moved)
+    return rates.latency + most / rates.link if most else 0.0
 
 
 def _scores(call: Call, spec: Spec) -> int:

@@ -128,7 +128,7 @@ def fresh(calls: Sequence[Call]) -> list[Rows]:
 
 
 def regions(calls: Sequence[Call]) -> list[Rows]:
-    """The rows of the tensor that each of a rank's calls takes its keys from: calls whose keys overlap share one."""
+    """The rows of the tensor that each of a rank's calls takes keys from: one for calls whose keys overlap or meet."""
     first, *others = [call.keys for call in calls]
     made = [first]
     for keys in others:
