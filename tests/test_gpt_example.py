@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from examples.decoder import Decoder
 from examples.gpt import generate as generation
-from examples.gpt import throughput, train, train_distributed
+from examples.gpt import longest, throughput, train, train_distributed
 from examples.gpt.model import (
     ATTENTION,
     LLAMA3_VOCABULARY,
@@ -220,6 +220,7 @@ def test_commands(tmp_path: Path) -> None:
 PROGRAMS = {
     "train": train,
     "train_distributed": train_distributed,
+    "longest": longest,
     "generate": generation,
     "throughput": throughput,
 }
