@@ -77,7 +77,10 @@ def main(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     ranks = dist.get_world_size()
-    settings = Settings(size, variant, batch=1, length=2 * ranks)
+    chunks = 2 * ranks
+    if any(each % chunks for each in length):
+        raise typer.BadParameter(f"{ranks} ranks cut a sequence into {chunks} equal chunks", param_hint="--length")
+    settings = Settings(size, variant, batch=1, length=chunks)
     command = f"torchrun --nproc-per-node {ranks} -m examples.gpt.longest {shlex.join(sys.argv[1:])}"
     report: dict[str, Any] = {"command": command, "environment": collect(), "ranks": ranks, "size": size}
     results: list[dict[str, Any]] = []
@@ -92,7 +95,7 @@ def main(
             if dist.get_rank() == 0 and json_path is not None:  # after each, for a later one may not fit
                 json_path.write_text(json.dumps(report, indent=1) + "\n")
             if not lengths and fill is not None:
-                lengths, fill = [filling(results, fill, 2 * ranks)], None
+                lengths, fill = [filling(results, fill, chunks)], None
     if dist.get_rank() == 0:
         table = Table("tokens", "s", "peak GiB", title=f"{size}, {variant}, {ranks} ranks, {DEVICE.type}")
         for result in results:

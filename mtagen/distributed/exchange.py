@@ -161,10 +161,15 @@ def _add(terms: list[Tensor], result: Tensor) -> None:
     else:
         so_far, *others, last = terms
         if others:
-            so_far = so_far.to(torch.promote_types(so_far.dtype, torch.float32), copy=True)
+            so_far = so_far.to(sum_dtype(so_far), copy=True)
             for term in others:
                 so_far += term
         torch.add(so_far, last, out=result)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What sums of gradients are taken in."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _slice(rows: Rows, first: int) -> slice:

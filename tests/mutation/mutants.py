@@ -1542,8 +1542,8 @@ DISTRIBUTED = (
     Mutant(
         "ranks-gradients-rounded-often",
         "mtagen/distributed/exchange.py",
-        "torch.promote_types(so_far.dtype, torch.float32)",
-        "so_far.dtype",
+        "so_far.to(sum_dtype(so_far), copy=True)",
+        "so_far.clone()",
         "Sums of gradients in bf16 are rounded after each addition.",
         ("tests/test_distributed.py::test_gradients_of_a_chunk_are_summed",),
     ),
