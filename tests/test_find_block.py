@@ -171,6 +171,40 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         train(SETTINGS, tmp_path, 2, device=CPU, resume=True)
 
 
+def test_cuda_graph_needs_a_gpu() -> None:
+    with pytest.raises(InputError, match="needs a GPU"):
+        Trainer(SETTINGS, CPU, cuda_graph=True)
+
+
+ON_GPU = replace(SETTINGS, size=Size(dim=128, layers=2, heads=2, dropout=0.0), lr=1e-3)
+
+
+@pytest.mark.gpu
+def test_steps_of_a_cuda_graph_are_the_same(tmp_path: Path) -> None:
+    """Losses of steps with and without, and of a run that goes on with a graph after steps without.
+
+    Sums on a GPU are not the same bits from run to run; losses of other batches and weights differ by far more.
+    """
+    gpu = torch.device("cuda")
+    losses = []
+    for i, parts in enumerate([[(8, False)], [(8, True)], [(2, False), (8, True)]]):
+        for steps, graph in parts:
+            train(ON_GPU, tmp_path / str(i), steps, device=gpu, evaluate_every=1, cuda_graph=graph, resume=True)
+        losses.append([entry["loss"] for entry in read(tmp_path / str(i))[1:]])
+    assert max(losses[0]) - min(losses[0]) > 0.1
+    assert losses[1] == pytest.approx(losses[0], abs=0.005)
+    assert losses[2] == pytest.approx(losses[0], abs=0.005)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_drops_anew() -> None:
+    """Each launch of a graph draws what dropout keeps, so that losses of the same weights and batch differ."""
+    settings = replace(ON_GPU, lr=0.0, size=replace(ON_GPU.size, dropout=0.5))
+    trainer = Trainer(settings, torch.device("cuda"), cuda_graph=True)
+    losses = [trainer.step(samples(SMALL, 32)).item() for _ in range(10)]
+    assert len(set(losses)) == 10
+
+
 def test_commands(tmp_path: Path) -> None:
     """Both models of the demonstration, and a picture of their logs; a model by ``train`` that one of them equals."""
     runner = CliRunner()

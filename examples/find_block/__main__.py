@@ -72,6 +72,7 @@ def train(
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 1000,
     device: DeviceOption = DEVICE,
     compile_model: Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")] = False,
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Launch each step as one CUDA graph.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that draw samples.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
 ) -> None:
@@ -95,6 +96,7 @@ def train(
         evaluate_every=evaluate_every,
         workers=workers,
         compile_model=compile_model,
+        cuda_graph=cuda_graph,
         resume=resume,
     )
     typer.echo(f"{error:.1%} of {test_samples} blocks were not found")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -67,16 +68,32 @@ class Trainer:
         settings: of the run.
         device: where it runs.
         compile_model: whether steps go through ``torch.compile``.
+        cuda_graph: whether steps after the first are launches of one CUDA graph.
+
+    Raises:
+        InputError: a CUDA graph is asked for where there is no GPU.
     """
 
-    def __init__(self, settings: Settings, device: torch.device, compile_model: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, device: torch.device, compile_model: bool = False, cuda_graph: bool = False
+    ) -> None:
+        if cuda_graph and device.type != "cuda":
+            raise InputError(explain("--cuda-graph", str(device), "needs a GPU", "no --cuda-graph, or --device cuda"))
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
         self.model = make_decoder(settings.task.vocabulary, settings.size, settings.kernel, device)
+        # A graph reads the learning rate of its step on the GPU.
+        self._lr = torch.zeros((), device=device) if cuda_graph else None
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0, fused=device.type == "cuda"
+            self.model.parameters(),
+            lr=settings.lr if self._lr is None else self._lr,
+            betas=(0.9, 0.98),
+            weight_decay=0,
+            fused=device.type == "cuda",
+            capturable=cuda_graph,
         )
         self._forward = torch.compile(self.model, fullgraph=True) if compile_model else self.model
+        self._learn = _Graphed(self._learn_from) if cuda_graph else self._learn_from
         self.steps = 0
         self.seconds = 0.0
 
@@ -98,11 +115,15 @@ class Trainer:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Learn from a batch ``(B, length)``. Returns the mean loss of the answers' tokens, on the device."""
-        settings = self.settings
+        lr = self.settings.lr * min(1, (self.steps + 1) / self.settings.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * min(1, (self.steps + 1) / settings.warmup)
-        tokens = tokens.to(self.device, non_blocking=True)
-        answers = tokens[:, settings.task.prompt_length :]
+            group["lr"] = lr if self._lr is None else self._lr.fill_(lr)
+        loss = self._learn(tokens.to(self.device, non_blocking=True))
+        self.steps += 1
+        return loss
+
+    def _learn_from(self, tokens: Tensor) -> Tensor:
+        answers = tokens[:, self.settings.task.prompt_length :]
         with self.autocast():
             logits = self._forward(tokens[:, :-1])[:, -answers.shape[1] :]
         loss = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten())
@@ -110,7 +131,6 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1)
         self.optimizer.step()
-        self.steps += 1
         return loss.detach()
 
     def error(self) -> float:
@@ -154,11 +174,36 @@ class Trainer:
             got, legal = ({name: settings.get(name) for name in others} for settings in (theirs, mine))
             raise InputError(explain("checkpoint", got, "is of a run with other settings", legal))
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        groups = self.optimizer.state_dict()["param_groups"]  # are of the settings, and of how steps are computed here
+        self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
         self.steps, self.seconds = state["steps"], state["seconds"]
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"])
+
+
+class _Graphed:
+    """A function of tokens ``(B, length)`` as one CUDA graph, so that the GPU need not wait for each kernel's launch.
+
+    The first calls run as they are: they compile kernels, and allocate what later ones update.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], plain_calls: int = 3) -> None:
+        self._function, self._plain_calls = function, plain_calls
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        if self._plain_calls:
+            self._plain_calls -= 1
+            return self._function(tokens)
+        if self._graph is None:
+            self._graph, self._tokens = torch.cuda.CUDAGraph(), tokens.clone()
+            # The thread that pins batches goes on with calls to CUDA, which are no part of the graph.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._result = self._function(self._tokens)
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._result.clone()
 
 
 def train(
@@ -170,6 +215,7 @@ def train(
     evaluate_every: int = 1000,
     workers: int = 0,
     compile_model: bool = False,
+    cuda_graph: bool = False,
     resume: bool = False,
 ) -> float:
     """Train, and write a log and checkpoints to a folder.
@@ -185,6 +231,7 @@ def train(
         evaluate_every: steps between evaluations, each of which writes a checkpoint.
         workers: processes that draw samples; 0: this one does.
         compile_model: whether steps go through ``torch.compile``.
+        cuda_graph: whether steps after the first are launches of one CUDA graph.
         resume: whether to continue from the folder's checkpoint; without one yet, the run begins anew.
 
     Returns:
@@ -192,12 +239,12 @@ def train(
 
     Raises:
         InputError: the folder has a log of a run that is not to be resumed, or that had other settings; or it has a
-            checkpoint to resume and no log.
+            checkpoint to resume and no log; or a CUDA graph is asked for where there is no GPU.
     """
     log, checkpoint = folder / LOG, folder / CHECKPOINT
     if log.exists() and not resume:
         raise InputError(explain("folder", str(folder), "has a log of another run", "--resume, or another folder"))
-    trainer = Trainer(settings, device, compile_model)
+    trainer = Trainer(settings, device, compile_model, cuda_graph)
     lines = [json.dumps({"settings": asdict(settings), "environment": _environment(device)})]
     error = 1.0
     if resume and checkpoint.exists():
