@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from mtagen.bench import compare, plots, report, runs, summary
@@ -388,14 +389,39 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
         runs.load(path)
 
 
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("render", SCRIPT)
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-render = load_script()
+render, alternate = load_script("render"), load_script("alternate")
+
+
+def test_versions_are_measured_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of two rounds the least time of each case counts, so that one slow run on either side tells nothing."""
+    base = make_run([ONE, altered(ONE, head_dim=64)])
+    speeds = iter([1.0, 1.5, 1.3, 1.03, 1.0, 1.04, 1.3, 1.019])  # before, now, before, now; twice
+    options = ["--suite", "quick"]
+    asked = []
+
+    def bench(checkout: Path, given: list[str]) -> dict[str, Any]:
+        asked.append(checkout)
+        assert given == options
+        return slowed(base, next(speeds))
+
+    monkeypatch.setattr(alternate, "bench", bench)
+    kept = tmp_path / "both.json"
+    for status, slow in ((1, 4), (0, 0)):
+        with pytest.raises(typer.Exit) as ended:
+            alternate.main(tmp_path, options, rounds=2, threshold=0.02, json_path=kept)
+        assert ended.value.exit_code == status
+        assert f"{slow} of 4 measurements are slower" in capsys.readouterr().out
+    assert asked == [tmp_path, ROOT] * 4
+    both = json.loads(kept.read_text())
+    assert both["before"] == base
+    assert both["now"] == slowed(base, 1.019)
 
 
 def in_files(*runs: dict[str, Any]) -> dict[Path, dict[str, Any]]:

@@ -21,14 +21,16 @@ def plot(logs: Sequence[Path], path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots()
-    colours: dict[str, str] = {}
-    runs: dict[str, int] = {}
+    seeds: dict[str, list[int]] = {}
     for log in logs:
         name, seed, points = _read(log)
-        colours.setdefault(name, f"C{len(colours)}")
-        style = ("-", "--", ":", "-.")[runs.setdefault(name, 0) % 4]
-        runs[name] += 1
-        ax.plot(*zip(*points, strict=True), style, color=colours[name], linewidth=1.4, label=f"{name}, seed {seed}")
+        runs = seeds.setdefault(name, [])
+        style = ("-", "--", ":", "-.")[len(runs) % 4]
+        ax.plot(*zip(*points, strict=True), style, color=f"C{[*seeds].index(name)}", linewidth=1.4)
+        runs.append(seed)
+    for i, (name, runs) in enumerate(seeds.items()):
+        label = f"{name}, seed{'s' * (len(runs) > 1)} {', '.join(map(str, runs))}"
+        ax.plot([], [], color=f"C{i}", linewidth=1.4, label=label)
     ax.set_xlabel("steps")
     ax.set_ylabel("test error, %")
     ax.set_ylim(0, 101)
