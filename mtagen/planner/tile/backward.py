@@ -38,7 +38,7 @@ from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .weight import WeightGradient, weight_gradient
+from .weight import MAX_SHIFTS, WeightGradient, weight_gradient
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
@@ -136,12 +136,14 @@ class TileBackward(TilePass):
         """Row tiles of S: a step's, and the last of the step before.
 
         A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too.
+        step before that, too. That gains nothing where the helper has the most row shifts: the others then wait for
+        it later in the step.
         """
         if not self.hopper:
             return self.row_tiles + 1
         two_steps, room = 2 * self.row_tiles, get_target(self.target).shared_per_block
-        return two_steps + (self._shared(two_steps + 1).size <= room)
+        helper_keeps_up = self.weight_gradient.shifts < MAX_SHIFTS
+        return two_steps + (helper_keeps_up and self._shared(two_steps + 1).size <= room)
 
     @property
     def waits_for_helper(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
+MAX_SHIFTS = 4  # row shifts that a warp has at most
 
 
 class WeightGradient(NamedTuple):
@@ -53,7 +54,7 @@ class WeightGradient(NamedTuple):
 
 
 def weight_gradient(cq: int, chunks: int, sets: int = 1) -> WeightGradient:
-    """The gradient of W with at most four row shifts a warp, in at least so many sets."""
+    """The gradient of W with at most ``MAX_SHIFTS`` row shifts a warp, in at least so many sets."""
     sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
     shifts = -(-cq // sets)
     products: list[tuple[Block, Block | None]] = [
