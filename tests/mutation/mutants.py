@@ -216,8 +216,8 @@ BACKWARD = (
     Mutant(
         "backward-sm90-no-room-for-the-row-tile-above",
         "mtagen/planner/tile/backward.py",
-        "return two_steps + (self._shared(two_steps + 1).size <= room)",
-        "return two_steps + (self._shared(two_steps + 1).size > room)",
+        "helper_keeps_up and self._shared(two_steps + 1).size <= room",
+        "helper_keeps_up and self._shared(two_steps + 1).size > room",
         "The slab has a row tile more only where there is no room for it.",
         ("tests/test_tile_backward.py::test_plans_fit_the_chip",),
     ),
