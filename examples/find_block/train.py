@@ -68,7 +68,7 @@ class Trainer:
         settings: of the run.
         device: where it runs.
         compile_model: whether steps go through ``torch.compile``.
-        cuda_graph: whether steps, but for the first three, are launches of one CUDA graph.
+        cuda_graph: whether steps, but for the first few, are launches of one CUDA graph.
 
     Raises:
         InputError: a CUDA graph is asked for where there is no GPU.
@@ -231,7 +231,7 @@ def train(
         evaluate_every: steps between evaluations, each of which writes a checkpoint.
         workers: processes that draw samples; 0: this one does.
         compile_model: whether steps go through ``torch.compile``.
-        cuda_graph: whether steps, but for the first three, are launches of one CUDA graph.
+        cuda_graph: whether steps, but for the first few, are launches of one CUDA graph.
         resume: whether to continue from the folder's checkpoint; without one yet, the run begins anew.
 
     Returns:

@@ -136,8 +136,8 @@ class TileBackward(TilePass):
         """Row tiles of S: a step's, and the last of the step before.
 
         A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too. That gains nothing where the helper has the most row shifts: the others then wait for
-        it later in the step.
+        step before that, too. Where the helper has the most row shifts, measured at cq = 7, that gains nothing: the
+        others may be waiting for it later in the step instead.
         """
         if not self.hopper:
             return self.row_tiles + 1
