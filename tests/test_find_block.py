@@ -21,6 +21,7 @@ from mtagen import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+PAGE = Path(__file__).parents[1] / "examples/find_block/README.md"
 CPU = torch.device("cpu")
 SMALL = Task(letters=6, block_length=3, blocks=4)
 SETTINGS = Settings(SMALL, Size(dim=32, layers=2, heads=2), batch=32, lr=5e-3, warmup=5, test_samples=20)
@@ -203,6 +204,33 @@ def test_cuda_graph_drops_anew() -> None:
     trainer = Trainer(settings, torch.device("cuda"), cuda_graph=True)
     losses = [trainer.step(samples(SMALL, 32)).item() for _ in range(10)]
     assert len(set(losses)) == 10
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "again"),
+    [("paper", "paper", "paper-longer"), ("lr 3e-4", "fast", "longer"), ("batch 256", "large", None)],
+)
+def test_means_on_the_page(schedule: str, name: str, again: str | None) -> None:
+    """What it says of the mean over runs is what their logs say."""
+
+    def runs(pattern: str) -> list[dict[int, float]]:
+        logs = sorted((PAGE.parent / "results").glob(f"{pattern}.jsonl"))
+        entries = [[json.loads(line) for line in log.read_text().splitlines()[1:]] for log in logs]
+        return [{entry["steps"]: entry["error"] for entry in log} for log in entries]
+
+    def mean(of: list[dict[int, float]], steps: int) -> float:
+        """Runs that were stopped before are without errors."""
+        return sum(run.get(steps, 0) for run in of) / len(of)
+
+    ours, others = runs(f"{name}-mta-*"), runs(f"{name}-plain-*")
+    if again:
+        others += runs(f"{again}-plain-*")
+    reached = min(steps for steps in set.intersection(*map(set, ours)) if mean(ours, steps) <= 0.02)
+    assert all(reached in run for run in others)
+    last = max(steps for run in others for steps in run if mean(others, steps) > 0.02)
+    row = f"| {schedule} | {len(ours)}, {len(others)} | {reached:,} steps: {mean(ours, reached):.1%} | "
+    row += f"{mean(others, reached):.1%} | {last:,} steps: at least {mean(others, last):.1%} |"
+    assert row.replace("%", " %") in PAGE.read_text()
 
 
 def test_commands(tmp_path: Path) -> None:
