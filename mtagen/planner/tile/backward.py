@@ -136,14 +136,13 @@ class TileBackward(TilePass):
         """Row tiles of S: a step's, and the last of the step before.
 
         A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too. At cq = 7, where a warp of the helper has four row shifts of two row tiles, that gains
-        nothing: the others may be waiting for it later in the step instead. So it is at cq = 8, which shares the same.
+        step before that, too. With four row shifts in a warp and three parts of columns, measured at cq = 7, that gains
+        nothing: the others may be waiting for the helper later in the step instead.
         """
         if not self.hopper:
             return self.row_tiles + 1
         two_steps, room = 2 * self.row_tiles, get_target(self.target).shared_per_block
-        shares = self.weight_gradient.shifts, self.weight_gradient.sets
-        helper_keeps_up = shares != (MAX_SHIFTS, 2)
+        helper_keeps_up = self.weight_gradient.shifts < MAX_SHIFTS or self.parts < 3
         return two_steps + (helper_keeps_up and self._shared(two_steps + 1).size <= room)
 
     @property
