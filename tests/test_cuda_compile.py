@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from machine_code import MachineCode, UnknownError
 from single_pass import cheapest
 
 from mtagen.codegen.cuda import render
@@ -104,6 +105,55 @@ def test_splits_of_the_keys_compile(target: str, spec: Spec, log: Callable[[], s
     for kernel in plan.kernels:
         check_resources(kernel, target, usage[kernel.name], STACK["forward"])
     check_forward(plan, usage[plan.name])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec((13, 5), 128),
+        Spec((16, 17), 128),
+        Spec((11, 11), 128, dropout=True),
+        Spec((7, 7), 64),
+        Spec((6, 11), 128, window=(100, -1)),
+    ],
+    ids=case_id,
+)
+def test_tiles_are_stored_whole(spec: Spec) -> None:
+    """Each word of P and of dS once, by either copy of the convolution before it, where registers are few."""
+    plan = cheapest("backward", spec, TARGETS["sm_90a"])
+    code = MachineCode(usage_of_cubins(compile_cubin(render(plan), "sm_90a", plan.name))[plan.name].assembly)
+    chunks, words = plan.keys // plan.parts // 8, plan.rows * plan.keys // plan.parts // 2
+    for tile in (region.offset for region in plan.shared.regions if region.name in ("P", "DS")):
+        halves = [list(code.stores(tile + rows)) for rows in (0, 8 * 128)]  # of a row tile
+        assert [len(half) for half in halves] == [2 * chunks] * 2
+        for copy in (slice(0, chunks), slice(chunks, None)):
+            stored = [address for half in halves for addresses in half[copy] for address in addresses]
+            assert len(set(stored)) == len(stored) == words
+
+
+CODE = """
+        /*0000*/                   S2R R2, SR_TID.X ;                  /* 0x0000000000027919 */
+        /*0010*/                   SHF.R.U32.HI R3, RZ, 0x2, R2.reuse ;
+        /*0020*/                   STL.64 [R1+0x8], R2 ;
+        /*0030*/                   LOP3.LUT R2, R2, 0x3, RZ, 0xc0, !PT ;
+        /*0040*/              @!P0 BRA 0x70 ;
+        /*0050*/                   LDL.LU R4, [R1+0xc] ;
+        /*0060*/                   BRA 0x80 ;
+        /*0070*/                   LDL R4, [R1+0xc] ;
+        /*0080*/                   IMAD R5, R4, 0x10, RZ ;
+        /*0090*/                   LEA R5, R2, R5, 0x2 ;
+        /*00a0*/                   STS [R5+0x100], R7 ;
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_integers_are_read_off_machine_code() -> None:
+    assert list(MachineCode(CODE).stores(0x100)) == [tuple(0x100 + 4 * thread for thread in range(128))]
+    given_away = CODE.replace("LDL R4, [R1+0xc]", "LDL R4, [R1+0x8]")  # on one of two ways
+    too_early = CODE.replace("S2R R2, SR_TID.X", "LDS R2, [R9]")
+    for wrong in (given_away, too_early):
+        with pytest.raises(UnknownError):
+            list(MachineCode(wrong).stores(0x100))
 
 
 def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> None:
