@@ -168,6 +168,13 @@ DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;"
 // A number that all lanes of the warp have, for which the compiler then needs no register a lane.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+DEVICE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
@@ -771,10 +778,17 @@ struct WorkTile {
     unseen = (64 * split_tiles - 16) * split;
     n_k -= unseen;
     offset = n_k - n_q;
-    const int key_end = min(n_k, first + offset + ROWS);  // of those that some row sees
-    const int tiles = key_end <= first_output() ? 0 : (key_end + LAG + KEYS - 1) / KEYS;
-    steps = split + 1 < splits ? min(tiles, split_tiles) : tiles;
+    steps = tiles_seen(ROWS);
+    if (keys_seen(ROWS) <= first_output()) steps = 0;
+    if (split + 1 < splits) steps = min(steps, split_tiles);
   }
+
+  // Where the keys end that some of its first `rows` rows see, and tiles of the keys that their outputs need.
+  DEVICE int keys_seen(int rows) const { return min(n_k, first + offset + rows); }
+  DEVICE int tiles_seen(int rows) const { return max(0, (keys_seen(rows) + LAG + KEYS - 1) / KEYS); }
+
+  // Steps that these rows take part in.
+  DEVICE int steps_of(int rows) const { return min(steps, tiles_seen(rows)); }
 
   // The split's row of query i, of the outputs and of the log-sum-exps.
   DEVICE long long row_of(int i) const { return (static_cast<long long>(head) * n_q + i) * gridDim.z + blockIdx.z; }
@@ -851,14 +865,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   __syncthreads();
 
   if (warpgroup == WARPGROUPS) {
-    // Loads: two warps K, two warps V, which lags as the outputs do. There is one K tile more than there are steps.
+    // Loads: two warps K, two warps V, which lags as the outputs do.
     registers_down_to<32>();
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
     const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h + work.unseen * k_stride_n;
     const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h + work.unseen * v_stride_n;
-    for (int t = 0; t < work.steps + loads_k; ++t) {
+    for (int t = 0; t < work.steps; ++t) {
       const int stage = t % STAGES;
       if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
       if (loads_k)
@@ -927,13 +941,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
   };
 
-  issue_scores(0);
-  wgmma_wait<0>();
-  scores_done(0);
-  write_scores(0);
+  auto issue_values = [&](u32 (&p)[KEYS / 16][4], int t) {  // o += P V(t)
+    const int stage = t % STAGES;
+    barrier_wait(barriers + V_FULL + BARRIER * stage, t / STAGES & 1);
+    const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
+    wgmma_commit();
+  };
 
-  for (int t = 0; t < work.steps; ++t) {
-    const int slab = t & 1, stage = t % STAGES;
+  auto begin = [&] {
+    issue_scores(0);
+    wgmma_wait<0>();
+    scores_done(0);
+    write_scores(0);
+  };
+  auto step = [&](int t, bool more) {  // with the scores of the next step, if there are more
+    const int slab = t & 1;
     // P: probabilities of the outputs' keys.
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
@@ -954,19 +979,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     }
     if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
-    // While the tensor cores add P V(t) to o, the next scores are written.
-    issue_scores(t + 1);
-    barrier_wait(barriers + V_FULL + BARRIER * stage, t / STAGES & 1);
-    const u64 v_operand = operand(base + SHARED_V + stage * V_TILE, KEYS * PANEL_ROW);
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < KEYS / 16; ++kk) wgmma_values(o, p[kk], v_operand + inner_rows(kk), true);
-    wgmma_commit();
-    wgmma_wait<1>();
-    scores_done(t + 1);
-    write_scores(t + 1);
+    if (more) {  // While the tensor cores add P V(t) to o, the next scores are written.
+      issue_scores(t + 1);
+      issue_values(p, t);
+      wgmma_wait<1>();
+      scores_done(t + 1);
+      write_scores(t + 1);
+    } else {
+      issue_values(p, t);
+    }
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * stage);
+    if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
+  };
+
+  // A warpgroup leaves when its rows have seen all their keys. Up to there, steps end alike for all warps, so that the
+  // compiler counts them in uniform registers; what is a warpgroup's own takes no register before it is needed.
+  const int joint_steps = work.steps_of(64);
+  if (work.steps > 0) begin();
+  for (int t = 0; t + 1 < joint_steps; ++t) step(t, true);
+  const int rows_above = 64 * uniform(thread_index() >> 7);  // of other warpgroups
+  const int steps = work.steps_of(rows_above + 64);
+  for (int t = max(joint_steps - 1, 0); t < steps; ++t) step(t, t + 1 < steps);
+
+  // The warpgroup below goes on with hidden scores of this one's last rows.
+  if (gives_rows && (warp & 3) == 3) {
+    const int steps_below = work.steps_of(rows_above + 128);
+    for (int t = max(steps, 1); t < steps_below; ++t) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i) s[i] = 0.f;
+      write_scores(t);
+    }
   }
 
   store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), lane);

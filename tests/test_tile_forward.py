@@ -63,8 +63,7 @@ class Cta:
         self.n_q, self.n_k = scores.shape
         self.first = block * plan.owned - plan.halo
         self.off = self.n_k - self.n_q
-        keys = min(self.n_k, self.first + plan.rows + self.off) if plan.spec.causal else self.n_k
-        self.steps = max(0, (keys + plan.lag + plan.keys - 1) // plan.keys)
+        self.steps = self.steps_of(plan.rows)
         cq, ck = taps.shape
         if plan.toeplitz.pointwise:
             self.operands = taps
@@ -96,6 +95,11 @@ class Cta:
                 order.remove(ready)
 
     # Pieces of the kernels.
+
+    def steps_of(self, rows: int) -> int:
+        """Tiles of keys that some of the first rows see."""
+        keys = min(self.n_k, self.first + rows + self.off) if self.plan.spec.causal else self.n_k
+        return max(0, (keys + self.plan.lag + self.plan.keys - 1) // self.plan.keys)
 
     def pause(self) -> Waits:
         """Others may run."""
@@ -180,7 +184,7 @@ class Cta:
 
         def loader(which: int, warp: int) -> Waits:
             tiles, loads_k = (self.k, self.v)[which], which == 0
-            for t in range(self.steps + loads_k):
+            for t in range(self.steps + (loads_k and not plan.warpgroups_leave)):
                 stage = t % plan.stages
                 if t >= plan.stages:
                     yield from empty[which][stage].wait((t // plan.stages - 1) & 1)
@@ -191,6 +195,8 @@ class Cta:
         def compute(warp: int) -> Waits:
             held, product = self.held(warp), products[warp // meets]
             gives, takes = plan.halo > 0 and warp < plan.warps - 1, plan.halo > 0 and warp > 0
+            rows = 64 * (warp // 4 + 1)
+            steps, below = map(self.steps_of, (rows, rows + 64)) if plan.warpgroups_leave else (self.steps, self.steps)
 
             def scores(t: int) -> Words:
                 return self.multiplied(warp, self.keys_of(self.k[t % plan.stages], t * plan.keys))
@@ -209,26 +215,33 @@ class Cta:
                 if gives:
                     written[warp][t & 1].arrive()
 
-            yield from issue_scores(0)
-            s = scores(0)
-            empty[0][0].arrive()
-            yield from write_scores(s, 0)
-            for t in range(self.steps):
+            if self.steps or not plan.warpgroups_leave:
+                yield from issue_scores(0)
+                s = scores(0)
+                empty[0][0].arrive()
+                yield from write_scores(s, 0)
+            for t in range(steps):
+                more = not plan.warpgroups_leave or t + 1 < steps
                 if takes:
                     yield from written[warp - 1][t & 1].wait(t // 2 & 1)
                 yield from self.pause()
                 c = held.convolved(t, self.operands, self.position(t, warp))
                 if takes:
                     read[warp - 1][t & 1].arrive()
-                yield from issue_scores(t + 1)
+                if more:
+                    yield from issue_scores(t + 1)
                 yield from full[1][t % plan.stages].wait(t // plan.stages & 1)
                 column = t * plan.keys - plan.lag
                 self.keys_of(self.v[t % plan.stages], column)
-                s = scores(t + 1)
-                empty[0][(t + 1) % plan.stages].arrive()
-                yield from write_scores(s, t + 1)
+                if more:
+                    s = scores(t + 1)
+                    empty[0][(t + 1) % plan.stages].arrive()
+                    yield from write_scores(s, t + 1)
                 self.take(c, column, warp, self.keys_of(self.v[t % plan.stages], column))
                 empty[1][t % plan.stages].arrive()
+            if gives and warp % 4 == 3:
+                for t in range(max(steps, 1), below):
+                    yield from write_scores(np.zeros_like(s), t)
 
         yield from (loader(which, warp) for which in (0, 1) for warp in (0, 1))
         yield from (compute(warp) for warp in range(plan.warps))
@@ -320,13 +333,21 @@ def test_every_score_once(kernel: tuple[int, int], causal: bool, mask: str, targ
         assert_convolves(plan, *LENGTHS[(KERNELS.index(kernel) + 2 * i) % len(LENGTHS)])
 
 
+@pytest.mark.parametrize("mask", ["source", "output"])
+def test_rows_of_a_warpgroup_whose_last_keys_end_a_tile(mask: str) -> None:
+    """The next warpgroup's first rows see the next tile's keys, and read of these rows what they do not see."""
+    plan = cheapest("forward", Spec((11, 1), 16, mask=mask), TARGETS["sm_90a"])
+    assert plan.warps == 12
+    assert_convolves(plan, 100, 110)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, MAX_ROWS), st.integers(1, MAX_COLUMNS)),
     masked=st.sampled_from(MASKED),
     padding=st.sampled_from(KEY_PADDINGS),
     value_dim=st.sampled_from([16, 48, 80, 144]),
-    warpgroups=st.sampled_from([0, 1, 2]),
+    warpgroups=st.sampled_from([0, 1, 2, 3]),
     keys=st.sampled_from([32, 48, 64]),
     n_q=st.integers(1, 140),
     n_k=st.integers(1, 260),

@@ -34,8 +34,8 @@ from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
 
-# What is a CTA's, in the names of the templates: its rows, and its split of the keys.
-FIRST, ROWS, OFFSET = symbols("first ROWS offset", integer=True)
+# What is a CTA's, in the names of the templates: so many of its rows, from the first on, and its split of the keys.
+FIRST, ROWS, OFFSET = symbols("first rows offset", integer=True)
 SPLIT, SPLIT_TILES = symbols("split split_tiles", integer=True, nonnegative=True)
 _SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
@@ -126,9 +126,22 @@ class TileForward(TilePass):
 
     @property
     def key_end(self) -> Expr:
-        """Where the keys end that some row of a CTA sees, in the templates' names."""
+        """Where the keys end that some of so many rows of a CTA see, in the templates' names."""
         last = self.mask.last_key(FIRST + ROWS - 1 + OFFSET)
         return N_K if last is None else Min(N_K, last + 1)
+
+    @property
+    def warpgroups_leave(self) -> bool:
+        """Whether a warpgroup ends with the last keys that its own rows see, while those of later rows go on.
+
+        The next one goes on with zeros for its rows. They are what a convolution takes for hidden scores, but not
+        where hidden terms are those that the row of the output does not see. Tiles that the others go on with are no
+        more than are loaded ahead, so that none waits for the warpgroup that has left. Two warpgroups, which tall
+        kernels have, gain less than three; with dropout, registers of three would be spilled.
+        """
+        zeros = self.slabs > 0 and self.mask.hides_later and not self.mask.zeroes_terms
+        ahead = 16 * (self.warps - 4) <= self.stages * self.keys
+        return self.hopper and zeros and ahead and self.warps == 12 and not self.kept
 
     @property
     def key_begin(self) -> Expr:
