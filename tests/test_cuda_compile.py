@@ -173,8 +173,8 @@ def check_forward(plan: TileForward, used: Usage) -> None:
     if plan.hopper:
         computes, loads = plan.register_split
         assert used.registers * plan.threads >= 128 * (plan.warps // 4 * computes + loads)  # what setmaxnreg gives out
-        # The first scores before the loop, and in it the next ones and the values. Where a warpgroup has steps of its own
-        # they are there once more, and the last step has values alone.
+        # The first scores before the loop, and in it the next ones and the values. Where a warpgroup has steps of its
+        # own they are there once more, and the last step has values alone.
         copies_of_scores, copies_of_values = (3, 3) if plan.warpgroups_leave else (2, 1)
         products_of_scores = copies_of_scores * (plan.spec.head_dim // 16)
         assert count(opcodes, "HGMMA") == products_of_scores + copies_of_values * (plan.keys // 16)
