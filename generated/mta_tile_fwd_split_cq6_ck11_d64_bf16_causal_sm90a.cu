@@ -783,7 +783,7 @@ struct WorkTile {
   DEVICE int keys_seen(int rows) const { return min(n_k, first + offset + rows); }
   DEVICE int tiles_seen(int rows) const { return max(0, (keys_seen(rows) + LAG + KEYS - 1) / KEYS); }
 
-  // Steps that these rows take part in.
+  // Steps that some of its first `rows` rows take part in.
   DEVICE int steps_of(int rows) const { return min(steps, tiles_seen(rows)); }
 
   // The split's row of query i, of the outputs and of the log-sum-exps.
@@ -978,6 +978,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     }
     if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
+    // The compiler serialises products that are in flight where branches meet, so that each branch has its own.
     if (more) {  // While the tensor cores add P V(t) to o, the next scores are written.
       issue_scores(t + 1);
       issue_values(p, t);
@@ -991,8 +992,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
   };
 
-  // A warpgroup leaves when its rows have seen all their keys. Up to there, steps end alike for all warps, so that the
-  // compiler counts them in uniform registers; what is a warpgroup's own takes no register before it is needed.
+  // A warpgroup leaves when its rows have seen all their keys, the first one before the others. Until then steps are the
+  // same for all warps, so that the compiler counts them in uniform registers, and what is a warpgroup's own takes none.
   const int joint_steps = work.steps_of(64);
   if (work.steps > 0) begin();
   for (int t = 0; t + 1 < joint_steps; ++t) step(t, true);
@@ -1000,7 +1001,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   const int steps = work.steps_of(rows_above + 64);
   for (int t = max(joint_steps - 1, 0); t < steps; ++t) step(t, t + 1 < steps);
 
-  // The warpgroup below goes on with hidden scores of this one's last rows.
+  // The warpgroup below goes on with hidden scores of this one's last rows. It has those of tile 0 in any case.
   if (gives_rows && (warp & 3) == 3) {
     const int steps_below = work.steps_of(rows_above + 128);
     for (int t = max(steps, 1); t < steps_below; ++t) {

@@ -54,6 +54,7 @@ CASES = [
     *(("decode", target, Spec((6, 11), 128)) for target in ("sm_80", "sm_89", "sm_90a")),
     *((name, target, Spec((6, 11), d)) for target in ("sm_86", "sm_120") for name in PASSES for d in (64, 128)),
     *((name, target, Spec((6, 11), 128, window=(1024, -1))) for target in ("sm_80", "sm_90a") for name in PASSES),
+    ("forward", "sm_90a", Spec((6, 11), 128, causal=False, window=(300, 40))),
     *((name, "sm_90a", Spec((3, 3), 64, causal=False, mask="output", window=(40, 30))) for name in PASSES),
     *((name, target, Spec((6, 11), 128, packed=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
     *((name, "sm_90a", Spec((6, 11), 64, packed=True)) for name in PASSES[:2]),

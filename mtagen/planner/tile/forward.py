@@ -34,8 +34,8 @@ from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
 
-# What is a CTA's, in the names of the templates: so many of its rows, from the first on, and its split of the keys.
-FIRST, ROWS, OFFSET = symbols("first rows offset", integer=True)
+# What is a CTA's, in the names of the templates: its first row, how many rows from it on, and its split of the keys.
+FIRST, FIRST_ROWS, OFFSET = symbols("first rows offset", integer=True)
 SPLIT, SPLIT_TILES = symbols("split split_tiles", integer=True, nonnegative=True)
 _SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
@@ -126,8 +126,8 @@ class TileForward(TilePass):
 
     @property
     def key_end(self) -> Expr:
-        """Where the keys end that some of so many rows of a CTA see, in the templates' names."""
-        last = self.mask.last_key(FIRST + ROWS - 1 + OFFSET)
+        """Where the keys end that some of a CTA's first ``rows`` rows see, in the templates' names."""
+        last = self.mask.last_key(FIRST + FIRST_ROWS - 1 + OFFSET)
         return N_K if last is None else Min(N_K, last + 1)
 
     @property
@@ -136,12 +136,13 @@ class TileForward(TilePass):
 
         The next one goes on with zeros for its rows. They are what a convolution takes for hidden scores, but not
         where hidden terms are those that the row of the output does not see. Tiles that the others go on with are no
-        more than are loaded ahead, so that none waits for the warpgroup that has left. Two warpgroups, which tall
-        kernels have, gain less than three; with dropout, registers of three would be spilled.
+        more than are loaded ahead, so that none waits for the warpgroup that has left. Two warpgroups gain less than
+        three. With dropout, and where there is one tap, the last steps would spill registers.
         """
-        zeros = self.slabs > 0 and self.mask.hides_later and not self.mask.zeroes_terms
+        zeros = self.mask.hides_later and not self.mask.zeroes_terms
         ahead = 16 * (self.warps - 4) <= self.stages * self.keys
-        return self.hopper and zeros and ahead and self.warps == 12 and not self.kept
+        fits = self.slabs > 0 and not self.kept
+        return self.hopper and zeros and ahead and fits and self.warps == 12
 
     @property
     def key_begin(self) -> Expr:
