@@ -979,7 +979,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     }
     if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
-    // The compiler serialises products that are in flight where branches meet, so that each branch has its own.
+    // One branch holds the next scores from their issue to where they are read. Of two branches on one condition the
+    // compiler does not know that both are taken or none, and would serialise all products.
     if (more) {  // While the tensor cores add P V(t) to o, the next scores are written.
       issue_scores(t + 1);
       issue_values(p, t);
