@@ -233,6 +233,29 @@ def test_means_on_the_page(schedule: str, name: str, again: str | None) -> None:
     assert row.replace("%", " %") in PAGE.read_text()
 
 
+def test_medians_on_the_page() -> None:
+    """At three times the learning rate: how many steps it takes to 2 percent, with runs that were stopped before."""
+
+    def reached(pattern: str) -> list[tuple[int, bool]]:
+        """For each run the steps after which it was there, or was stopped without."""
+        runs = []
+        for log in sorted((PAGE.parent / "results").glob(pattern)):
+            entries = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+            there = [entry["steps"] for entry in entries if entry["error"] <= 0.02]
+            runs.append((there[0], True) if there else (entries[-1]["steps"], False))
+        return sorted(runs)
+
+    ours, others = reached("fast-mta-*"), reached("longer-plain-*") + reached("fast-plain-*")
+    assert all(there for _, there in ours)
+    (least, _), (middle, _), (most, _) = ours[0], ours[len(ours) // 2], ours[-1]
+    assert f"is at 2 % after {middle:,} steps ({least:,} to {most:,})" in PAGE.read_text()
+    late = 27_000
+    assert sum(steps < late for steps, _ in others) < len(others) / 2  # even if those were there a step later
+    assert not any(there for steps, there in others if steps >= late)
+    assert f"not after\n{late:,}" in PAGE.read_text()
+    assert middle / late < 0.41
+
+
 def test_commands(tmp_path: Path) -> None:
     """Both models of the demonstration, and a picture of their logs; a model by ``train`` that one of them equals."""
     runner = CliRunner()
