@@ -46,6 +46,7 @@ SPECS = [
     ("sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("sm_90a", Spec((16, 3), 64, causal=False)),
+    ("sm_90a", Spec((7, 7), 64, causal=False)),  # backward with two taps of zeros more than it needs
     SM90_ONE_TAP,
     ("sm_80", Spec((1, 1), 32, mask="output")),
     SM80,
@@ -86,6 +87,7 @@ RACES = [
     ("backward", "sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("backward", "sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("backward", "sm_90a", Spec((1, 1), 64)),
+    ("backward", "sm_90a", Spec((7, 7), 96)),
     *((name, "sm_90a", Spec((6, 11), 64, window=(40, -1))) for name in PASSES),
     *((name, target, Spec((6, 11), 64, dropout=True)) for target in ("sm_80", "sm_90a") for name in PASSES[:2]),
 ]

@@ -248,8 +248,8 @@ BACKWARD = (
     Mutant(
         "backward-sm90-no-room-for-the-row-tile-above",
         "mtagen/planner/tile/backward.py",
-        "helper_keeps_up and self._shared(two_steps + 1).size <= room",
-        "helper_keeps_up and self._shared(two_steps + 1).size > room",
+        "not self.helper_is_busiest and self._shared(two_steps + 1).size <= room",
+        "not self.helper_is_busiest and self._shared(two_steps + 1).size > room",
         "The slab has a row tile more only where there is no room for it.",
         ("tests/test_tile_backward.py::test_plans_fit_the_chip",),
     ),

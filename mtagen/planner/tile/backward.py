@@ -38,7 +38,7 @@ from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .weight import MAX_SHIFTS, WeightGradient, weight_gradient
+from .weight import MAX_SHIFTS, WeightGradient, row_shifts, weight_gradient
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
@@ -136,14 +136,12 @@ class TileBackward(TilePass):
         """Row tiles of S: a step's, and the last of the step before.
 
         A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too. With four row shifts in a warp and three parts of columns, measured at cq = 7, that gains
-        nothing: the others may be waiting for the helper later in the step instead.
+        step before that, too. Where the helper has most to do, that gains nothing.
         """
         if not self.hopper:
             return self.row_tiles + 1
         two_steps, room = 2 * self.row_tiles, get_target(self.target).shared_per_block
-        helper_keeps_up = self.weight_gradient.shifts < MAX_SHIFTS or self.parts < 3
-        return two_steps + (helper_keeps_up and self._shared(two_steps + 1).size <= room)
+        return two_steps + (not self.helper_is_busiest and self._shared(two_steps + 1).size <= room)
 
     @property
     def waits_for_helper(self) -> bool:
@@ -159,8 +157,13 @@ class TileBackward(TilePass):
 
     @property
     def taps(self) -> int:
-        """Columns of W, made odd by one of zeros: slabs are written two columns at a time."""
-        return self.spec.ck | 1
+        """Columns of W, made odd by one of zeros: slabs are written two columns at a time.
+
+        Where the helper has most to do, two more of zeros are added if G then begins a chunk of its own: a chunk less
+        to multiply is worth more there than two keys of the CTA.
+        """
+        odd = self.spec.ck | 1
+        return odd + 2 * (self.helper_is_busiest and (odd + 1) % CHUNK == 0)
 
     @property
     def halo(self) -> int:
@@ -216,6 +219,14 @@ class TileBackward(TilePass):
         return self.warps // self.dim_warps if self.dim_warps else 0
 
     # ---- Gradient of W
+
+    @property
+    def helper_is_busiest(self) -> bool:
+        """Whether a warp of the helper has two row tiles of a step, with as many row shifts as there can be in each.
+
+        That is so at cq = 7 and 8. With more rows it has four row tiles, and gains by what these two do not gain by.
+        """
+        return self.hopper and row_shifts(self.spec.cq) == (MAX_SHIFTS, 2)
 
     @cached_property
     def weight_gradient(self) -> WeightGradient:
@@ -283,7 +294,7 @@ class TileBackward(TilePass):
                 ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
                 ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
                 ("KEPT", self.kept.size if self.kept else 0, 16),
-                ("BARRIERS", 32 if self.hopper else 0, 8),
+                ("BARRIERS", 40 if self.hopper else 0, 8),
             )
         )
 
