@@ -17,7 +17,7 @@
 // The main kernel takes, for 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
 //
 // mta_tile_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-row_pitch // 32) * batch * heads), 256, 0>>>
-// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 225248>>>
+// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 225256>>>
 // mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -1053,19 +1053,21 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //
 //   main warps                                                     helper
 //
-//   meet at SCORES: S is in its slab
-//   P = exp(scale conv(S) - lse), to shared memory
+//                                                                  wait for `used` of the step before
+//   meet at SCORES: S is in its slab                               copy Q above this step; Q, dO, lse, dot of the next:
+//   P = exp(scale conv(S) - lse), to shared memory                 when they are complete, copies arrive at `loaded`
 //   dP = dO V^T
-//   wait for `taken` of the step before  <-----------------------  dW is made; arrive at `taken`
+//   wait for `taken` of the step before
 //   G = P (dP - dot), to its slab
 //   arrive at `written`, meet at GRADIENTS  -------------------->  wait for `written`
-//   dS = adjoint conv(G), to shared memory                         copy Q above this step; Q, dO, lse, dot of the next
+//   dS = adjoint conv(G), to shared memory                         dW
 //   meet at SCORE_GRADIENTS
 //   start dQ = dS K
-//   wait for `loaded`  <-----------------------------------------  the copies arrive at `loaded` when they are complete
+//   wait for `loaded`
 //   start S = Q K^T of the next step, dV += P^T dO, dK += dS^T Q
 //   add dQ to its sums in global memory
 //   S of the next step, to its slab
+//   arrive at `used`: dV and dK are made                           arrive at `taken`
 
 // Each main warpgroup has a part of the columns; DQ_PARTS of them share the columns of dQ.
 constexpr int WARPGROUP = 128, MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
@@ -1180,11 +1182,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   const Cta cta(base, n_q, n_k, heads, group, scale);
 
-  const u32 loaded = base + SHARED_BARRIERS, taken = loaded + 8, written = loaded + 16;
+  const u32 used = base + SHARED_BARRIERS, loaded = used + 8, written = used + 16, taken = used + 24;
   if (threadIdx.x == 0) {
+    barrier_init(used, MAIN_THREADS);
     barrier_init(loaded, WARPGROUP);
-    barrier_init(taken, WARPGROUP);
     barrier_init(written, MAIN_THREADS);
+    barrier_init(taken, WARPGROUP);
     barrier_init_fence();
   }
 
@@ -1236,10 +1239,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       };
 #pragma unroll 1
       for (int step = 0; step < cta.steps; ++step) {
-        barrier_wait(written, done++ & 1);  // by then, the main warps are done with the step before
+        barrier_wait(used, ~done & 1);
         load_row_tile_above(h, step);
         load_step(h, step + 1);
         barrier_arrive_after_copies(loaded);
+        barrier_wait(written, done++ & 1);
         add_row_tiles(step, 0, WEIGHT_SETS);
         barrier_arrive(taken);
       }
@@ -1340,6 +1344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       wgmma_wait<0>();
       pin(dv_sums);
       pin(dk_sums);
+      barrier_arrive(used);
       if (progress) {
         named_barrier(SCORE_GRADIENTS, MAIN_THREADS);
         if (threadIdx.x == 0) store_release(added, row + ROWS);

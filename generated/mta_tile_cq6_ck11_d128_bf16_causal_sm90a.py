@@ -180,7 +180,7 @@ KERNELS = {
         ),
         "backward": (
             "mta_tile_bwd_cq6_ck11_d128_bf16_causal_sm90a",
-            384, 231392, "PPPPPPPPPPPPPqqqqqqqqqqqqiiiiif",
+            384, 231400, "PPPPPPPPPPPPPqqqqqqqqqqqqiiiiif",
         ),
         "backward_finish": (
             "mta_tile_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a",

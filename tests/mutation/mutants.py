@@ -246,6 +246,30 @@ BACKWARD = (
         (f"{EMULATED}::test_no_races[backward-sm_90a-11x11-d80-bf16-right-causal-source]",),
     ),
     Mutant(
+        "backward-sm90-vectors-overwritten-while-used",
+        f"{CUDA}/backward_sm90.cu.j2",
+        "barrier_wait(used, ~done & 1);",
+        "",
+        "The next step's vectors are copied over those that the main warps are still multiplying.",
+        (f"{EMULATED}::test_no_races[backward-sm_90a-6x11-d64-bf16-both-causal-source]",),
+    ),
+    Mutant(
+        "backward-sm90-used-before-keys-are-made",
+        f"{CUDA}/backward_sm90.cu.j2",
+        """      wgmma_wait<0>();
+      pin(dv_sums);
+      pin(dk_sums);
+      barrier_arrive(used);
+""",
+        """      barrier_arrive(used);
+      wgmma_wait<0>();
+      pin(dv_sums);
+      pin(dk_sums);
+""",
+        "The main warps give their vectors away while the products for dV and dK still read them.",
+        (f"{EMULATED}::test_no_races[backward-sm_90a-6x11-d64-bf16-both-causal-source]",),
+    ),
+    Mutant(
         "backward-sm90-no-room-for-the-row-tile-above",
         "mtagen/planner/tile/backward.py",
         "not self.helper_is_busiest and self._shared(two_steps + 1).size <= room",
