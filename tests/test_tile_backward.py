@@ -70,9 +70,11 @@ def test_gradients_begin_a_chunk_where_the_helper_has_most_to_do(
 ) -> None:
     plan, ampere = (cheapest("backward", Spec(kernel, 128), target) for target in (HOPPER, AMPERE))
     first, end = plan.owned_gradient
-    assert plan.taps == taps and first % 8 == 0 and (end - first) // 8 == chunks
+    assert plan.taps == taps
+    assert (first % 8, (end - first) // 8) == (0, chunks)
     for one in (plan, ampere):  # zeros cost no products
-        assert one.weight_chunks == 2 + taps // 16 and one.toeplitz.mma_per_tile == ampere.toeplitz.mma_per_tile
+        assert one.weight_chunks == 2 + taps // 16
+        assert one.toeplitz.mma_per_tile == ampere.toeplitz.mma_per_tile
     assert ampere.taps == taps - 2
 
 

@@ -136,7 +136,7 @@ class TileBackward(TilePass):
         """Row tiles of S: a step's, and the last of the step before.
 
         A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too. Where the helper has most to do, that gains nothing.
+        step before that, too, which gains nothing at the extents where it is busiest.
         """
         if not self.hopper:
             return self.row_tiles + 1
@@ -159,8 +159,8 @@ class TileBackward(TilePass):
     def taps(self) -> int:
         """Columns of W, made odd by one of zeros: slabs are written two columns at a time.
 
-        Where the helper has most to do, two more of zeros are added if G then begins a chunk of its own: a chunk less
-        to multiply is worth more there than two keys of the CTA.
+        Where the helper is busiest, two more of zeros are added if G then begins with a chunk of its own: that the
+        helper has a chunk less to multiply is worth more there than two keys of the CTA.
         """
         odd = self.spec.ck | 1
         return odd + 2 * (self.helper_is_busiest and (odd + 1) % CHUNK == 0)
@@ -222,9 +222,10 @@ class TileBackward(TilePass):
 
     @property
     def helper_is_busiest(self) -> bool:
-        """Whether a warp of the helper has two row tiles of a step, with as many row shifts as there can be in each.
+        """Whether a warp of the helper has two row tiles of a step, with as many row shifts in each as there can be.
 
-        That is so at cq = 7 and 8. With more rows it has four row tiles, and gains by what these two do not gain by.
+        That is so at cq = 7 and 8, where what follows from it was measured to gain: benchmarks/NOTES.md, "Kernels of 7
+        and 8 rows". From 9 rows on a warp has all four row tiles, and gains by a row tile more of S.
         """
         return self.hopper and row_shifts(self.spec.cq) == (MAX_SHIFTS, 2)
 
