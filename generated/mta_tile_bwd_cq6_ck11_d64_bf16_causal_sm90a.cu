@@ -1051,23 +1051,23 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //
 // A step of 12 main warps, each with a row tile of a part of the columns, and of a warpgroup, the helper:
 //
-//   main warps                                                     helper
+//   main warps                                                   helper
 //
-//                                                                  wait for `used` of the step before
-//   meet at SCORES: S is in its slab                               copy Q above this step; Q, dO, lse, dot of the next:
-//   P = exp(scale conv(S) - lse), to shared memory                 when they are complete, copies arrive at `loaded`
+//                                                                wait for `used` of the step before
+//   meet at SCORES: S is in its slab                             copy Q above this step; Q, dO, lse, dot of the next:
+//   P = exp(scale conv(S) - lse), to shared memory               when they are complete, copies arrive at `loaded`
 //   dP = dO V^T
 //   wait for `taken` of the step before
 //   G = P (dP - dot), to its slab
-//   arrive at `written`, meet at GRADIENTS  -------------------->  wait for `written`
-//   dS = adjoint conv(G), to shared memory                         dW
+//   arrive at `written`, meet at GRADIENTS                       wait for `written`
+//   dS = adjoint conv(G), to shared memory                       dW
 //   meet at SCORE_GRADIENTS
-//   start dQ = dS K
+//   start dQ = dS K                                              arrive at `taken`
 //   wait for `loaded`
 //   start S = Q K^T of the next step, dV += P^T dO, dK += dS^T Q
 //   add dQ to its sums in global memory
 //   S of the next step, to its slab
-//   arrive at `used`: dV and dK are made                           arrive at `taken`
+//   dV and dK are made: arrive at `used`
 
 // Each main warpgroup has a part of the columns; DQ_PARTS of them share the columns of dQ.
 constexpr int WARPGROUP = 128, MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;

@@ -46,7 +46,7 @@ SPECS = [
     ("sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("sm_90a", Spec((16, 3), 64, causal=False)),
-    ("sm_90a", Spec((7, 7), 64, causal=False)),  # backward with two taps of zeros more than it needs
+    ("sm_90a", Spec((7, 7), 64, causal=False)),  # backward with two columns of zeros beside W
     SM90_ONE_TAP,
     ("sm_80", Spec((1, 1), 32, mask="output")),
     SM80,
@@ -66,6 +66,7 @@ DROPPING = [
     ("sm_90a", Spec((6, 11), 64, dropout=True), 0.1),
     ("sm_90a", Spec((3, 3), 32, causal=False, window=(20, 7), mask="output", dtype="fp16", dropout=True), 0.9),
     ("sm_90a", Spec((1, 1), 64, window=(30, -1), dropout=True), 0.5),
+    ("sm_90a", Spec((8, 6), 48, mask="output", dropout=True), 0.5),  # backward with three columns of zeros beside W
     ("sm_80", Spec((6, 11), 64, causal=False, window=(30, -1), key_padding="left", dropout=True), 0.1),
     ("sm_86", Spec((6, 11), 32, mask="output", dropout=True), 0.5),
     ("sm_86", Spec((2, 2), 128, dropout=True), 0.9),  # rows of 32 keys, parts of 16

@@ -38,7 +38,7 @@ from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .weight import MAX_SHIFTS, WeightGradient, row_shifts, weight_gradient
+from .weight import MAX_SHIFTS, WeightGradient, weight_gradient
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
@@ -136,12 +136,14 @@ class TileBackward(TilePass):
         """Row tiles of S: a step's, and the last of the step before.
 
         A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too, which gains nothing at the extents where it is busiest.
+        step before that, too. Measured, that gains nothing with four row shifts in a warp and three parts of columns,
+        nor where W is widened: there the others may wait for the helper later in the step instead.
         """
         if not self.hopper:
             return self.row_tiles + 1
         two_steps, room = 2 * self.row_tiles, get_target(self.target).shared_per_block
-        return two_steps + (not self.helper_is_busiest and self._shared(two_steps + 1).size <= room)
+        gains = not self.widened and (self.weight_gradient.shifts < MAX_SHIFTS or self.parts < 3)
+        return two_steps + (gains and self._shared(two_steps + 1).size <= room)
 
     @property
     def waits_for_helper(self) -> bool:
@@ -156,14 +158,19 @@ class TileBackward(TilePass):
     # ---- Columns
 
     @property
-    def taps(self) -> int:
-        """Columns of W, made odd by one of zeros: slabs are written two columns at a time.
+    def widened(self) -> bool:
+        """Whether W is given 9 columns, the last ones of zeros: at 7 and 8 rows, if it has 6 to 9 columns itself.
 
-        Where the helper is busiest, two more of zeros are added if G then begins with a chunk of its own: that the
-        helper has a chunk less to multiply is worth more there than two keys of the CTA.
+        G then begins with a chunk of its own, so that a helper, which has four row shifts in each of two row tiles
+        there, multiplies a chunk less; two keys less are owned. Other extents lose by it: benchmarks/NOTES.md,
+        "Kernels of 7 and 8 rows".
         """
-        odd = self.spec.ck | 1
-        return odd + 2 * (self.helper_is_busiest and (odd + 1) % CHUNK == 0)
+        return self.hopper and self.spec.cq in (7, 8) and 6 <= self.spec.ck <= 9
+
+    @property
+    def taps(self) -> int:
+        """Columns of W, made odd by one of zeros: slabs are written two columns at a time."""
+        return 9 if self.widened else self.spec.ck | 1
 
     @property
     def halo(self) -> int:
@@ -219,15 +226,6 @@ class TileBackward(TilePass):
         return self.warps // self.dim_warps if self.dim_warps else 0
 
     # ---- Gradient of W
-
-    @property
-    def helper_is_busiest(self) -> bool:
-        """Whether a warp of the helper has two row tiles of a step, with as many row shifts in each as there can be.
-
-        That is so at cq = 7 and 8, where what follows from it was measured to gain: benchmarks/NOTES.md, "Kernels of 7
-        and 8 rows". From 9 rows on a warp has all four row tiles, and gains by a row tile more of S.
-        """
-        return self.hopper and row_shifts(self.spec.cq) == (MAX_SHIFTS, 2)
 
     @cached_property
     def weight_gradient(self) -> WeightGradient:

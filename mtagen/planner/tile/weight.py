@@ -53,15 +53,10 @@ class WeightGradient(NamedTuple):
         return -(-self.sets // 2)
 
 
-def row_shifts(cq: int, sets: int = 1) -> tuple[int, int]:
-    """Row shifts of a warp, at most ``MAX_SHIFTS``, and their sets, at least so many."""
-    sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
-    return -(-cq // sets), sets
-
-
 def weight_gradient(cq: int, chunks: int, sets: int = 1) -> WeightGradient:
-    """The gradient of W, of windows of so many chunks, in at least so many sets."""
-    shifts, sets = row_shifts(cq, sets)
+    """The gradient of W with at most ``MAX_SHIFTS`` row shifts a warp, in at least so many sets."""
+    sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
+    shifts = -(-cq // sets)
     products: list[tuple[Block, Block | None]] = [
         ((u, d), (u + 1, d)) for u in range(0, shifts - 1, 2) for d in range(chunks)
     ]
