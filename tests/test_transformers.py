@@ -27,6 +27,8 @@ from transformers import (
 from examples.gpt import model as gpt
 from mtagen import InputError, SpecError
 from mtagen.transformers import MtaCache, MtaConfig, MtaForCausalLM, MtaModel, retrofit
+from mtagen.transformers.cache import CACHE_NAME
+from mtagen.transformers.configuration import CACHE_NAMES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -329,12 +331,16 @@ def test_positions_that_count_by_two(model: MtaForCausalLM) -> None:
     x, position_ids = tokens(1, 9), 2 * torch.arange(9)[None]
     out = model(x, position_ids=position_ids, cu_seq_lens_q=torch.tensor([0, 9]).int(), use_cache=False).logits
     past = MtaCache(model.config)
-    steps = [model(x[:, i : i + 1], position_ids=position_ids[:, i : i + 1], past_key_values=past) for i in range(9)]
+    steps = [model(x[:, i : i + 1], position_ids=position_ids[:, i : i + 1], cache=past) for i in range(9)]
     close(torch.cat([step.logits for step in steps], 1), out)
     assert not out.allclose(model(x).logits, atol=1e-2)
 
 
 # Generation.
+
+
+def cache_of(out: Any) -> Any:
+    return getattr(out, CACHE_NAME)
 
 
 def generate(model: MtaForCausalLM, x: Tensor, **options: Any) -> Tensor:
@@ -379,8 +385,8 @@ def test_logits_of_a_prompt_in_parts(options: dict[str, Any], padded: bool) -> N
         for part in x.split([4, 5, 1, 3, 10], dim=1):
             new = slice(seen, seen + part.shape[1])
             given = {"attention_mask": mask[:, : new.stop] if padded else None, "position_ids": position_ids[:, new]}
-            out = model(part, past_key_values=past, **given)
-            assert out.past_key_values is past
+            out = model(part, cache=past, **given)
+            assert cache_of(out) is past
             seen = new.stop
             assert past.get_seq_length() == seen
             real = mask[:, new].bool()
@@ -397,12 +403,12 @@ def test_generation_goes_on(model: MtaForCausalLM) -> None:
     """From a cache that an earlier call returned, of which another copy is kept."""
     x = tokens(2, 12)
     first = model.generate(x, max_new_tokens=4, return_dict_in_generate=True)
-    assert isinstance(first.past_key_values, MtaCache)
-    assert first.past_key_values.get_seq_length() == 15
+    assert isinstance(cache_of(first), MtaCache)
+    assert cache_of(first).get_seq_length() == 15
     more = torch.cat([first.sequences, tokens(2, 11)], 1)
     given = {"attention_mask": torch.ones_like(more)}  # a token that was generated may be that of padding
-    for past in (copy.deepcopy(first.past_key_values), first.past_key_values):
-        assert torch.equal(generate(model, more, past_key_values=past, **given), generate(model, more, **given))
+    for past in (copy.deepcopy(cache_of(first)), cache_of(first)):
+        assert torch.equal(generate(model, more, **{CACHE_NAME: past}, **given), generate(model, more, **given))
 
 
 def test_generation_from_embeddings(model: MtaForCausalLM) -> None:
@@ -414,11 +420,11 @@ def test_generation_from_embeddings(model: MtaForCausalLM) -> None:
 def test_room_of_a_cache(model: MtaForCausalLM) -> None:
     """What ``generate`` makes has room at once; what a call makes grows."""
     out = model.generate(tokens(2, 12), max_new_tokens=9, return_dict_in_generate=True)
-    assert {layer.state.max_len for layer in out.past_key_values.layers} == {20}
+    assert {layer.state.max_len for layer in cache_of(out).layers} == {20}
     past = MtaCache(model.config)
     with torch.no_grad():
         for count, room in ((5, 5), (1, 10), (4, 10), (20, 30)):
-            model(tokens(2, count), past_key_values=past)
+            model(tokens(2, count), cache=past)
             assert {layer.state.max_len for layer in past.layers} == {room}
 
 
@@ -430,7 +436,7 @@ def test_what_a_cache_does(model: MtaForCausalLM) -> None:
     past.reorder_cache(torch.tensor([0]))  # nothing is held
     past.batch_repeat_interleave(2)
     with torch.no_grad():
-        model(x, past_key_values=past)
+        model(x, cache=past)
         assert past.get_mask_sizes(3, 0) == (12, 0)
         past.batch_repeat_interleave(2)
         past.batch_select_indices(torch.tensor([2, 0]))
@@ -438,23 +444,35 @@ def test_what_a_cache_does(model: MtaForCausalLM) -> None:
         assert layer.batch_size == 3
         rows = torch.stack([x[0], x[1], x[0]])
         new = tokens(3, 2)
-        close(model(new, past_key_values=past).logits, model(torch.cat([rows, new], 1)).logits[:, 9:])
+        close(model(new, cache=past).logits, model(torch.cat([rows, new], 1)).logits[:, 9:])
         past.crop(0)
         past.reset()
         assert past.get_seq_length() == 0
-        close(model(x, past_key_values=past).logits, model(x).logits)
+        close(model(x, cache=past).logits, model(x).logits)
+
+
+@pytest.mark.parametrize("kind", [MtaModel, MtaForCausalLM])
+def test_a_cache_goes_by_either_name(kind: type[MtaModel | MtaForCausalLM]) -> None:
+    model, x = made(STAGES, kind), tokens(1, 5)
+    for name in CACHE_NAMES:
+        past = MtaCache(model.config)
+        with torch.no_grad():
+            assert cache_of(model(x, **{name: past})) is past
+        assert past.get_seq_length() == 5
+    with pytest.raises(InputError, match="cache, past_key_values: got 'both'"):
+        model(x, **dict.fromkeys(CACHE_NAMES, MtaCache(model.config)))
 
 
 def test_when_a_call_returns_a_cache(model: MtaForCausalLM) -> None:
     x = tokens(1, 5)
-    assert model(x).past_key_values is None
+    assert cache_of(model(x)) is None
     with torch.no_grad():
-        assert isinstance(model(x).past_key_values, MtaCache)
-        assert model(x, use_cache=False).past_key_values is None
+        assert isinstance(cache_of(model(x)), MtaCache)
+        assert cache_of(model(x, use_cache=False)) is None
         mask = torch.tensor([[0, 1, 1, 1, 1]])
-        assert model(x, attention_mask=mask).past_key_values is None
-        assert model(x, attention_mask=mask, use_cache=True).past_key_values.layers[0].state.lengths.tolist() == [4]
-        assert made(STAGES | {"causal": False}, MtaModel)(x).past_key_values is None
+        assert cache_of(model(x, attention_mask=mask)) is None
+        assert cache_of(model(x, attention_mask=mask, use_cache=True)).layers[0].state.lengths.tolist() == [4]
+        assert cache_of(made(STAGES | {"causal": False}, MtaModel)(x)) is None
 
 
 # What transformers does with models.
@@ -669,7 +687,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
         ({"use_cache": True}, "cache: got 'gradients enabled'"),
         ({"inputs_embeds": torch.zeros(1, 5, 32)}, "input_ids, inputs_embeds: got 'both'"),
         ({"input_ids": None}, "input_ids, inputs_embeds: got 'neither'"),
-        ({"past_key_values": DynamicCache()}, "past_key_values: got 'DynamicCache'; .*queries"),
+        ({"cache": DynamicCache()}, "cache: got 'DynamicCache'; .*queries"),
     ],
 )
 def test_illegal_calls(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:
@@ -692,16 +710,16 @@ def test_illegal_calls(given: dict[str, Any], match: str, model: MtaForCausalLM)
         ),
         ({"attention_mask": torch.full((1, 9), 2)}, "attention_mask: got 'values that are neither"),
         ({"position_ids": torch.tensor([[4, 5, 0, 1, 2]])}, "position_ids: got 'positions that restart'"),
-        ({"seq_idx": torch.zeros(1, 5, dtype=torch.int64)}, "past_key_values: got 'packed documents besides'"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5]).int()}, "past_key_values: got 'packed documents besides'"),
+        ({"seq_idx": torch.zeros(1, 5, dtype=torch.int64)}, "cache: got 'packed documents besides'"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5]).int()}, "cache: got 'packed documents besides'"),
     ],
 )
 def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:
     past = MtaCache(model.config)
     with torch.no_grad():
-        model(tokens(1, 4), past_key_values=past)
+        model(tokens(1, 4), cache=past)
         with pytest.raises(InputError, match=match):
-            model(tokens(1, 5), past_key_values=past, **given)
+            model(tokens(1, 5), cache=past, **given)
         assert past.get_seq_length() == 4
 
 
@@ -715,7 +733,7 @@ def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: Mt
             {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]]), "use_cache": False},
             "attention_mask: got 'padding on the right'",
         ),
-        ({"past_key_values": DynamicCache()}, "past_key_values: got 'DynamicCache'"),
+        ({CACHE_NAME: DynamicCache()}, "cache: got 'DynamicCache'"),
     ],
 )
 def test_illegal_generation(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..errors import InputError, explain
 from ..nn import Cache as LayerCache
 from ..nn import MultiTokenAttention
-from .configuration import MtaConfig
+from .configuration import CACHE_NAMES, MtaConfig
+
+# The name by which the installed transformers passes a cache on.
+CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+
+
+def given_cache(cache: MtaCache | None, past_key_values: MtaCache | None) -> MtaCache | None:
+    """The cache of a call, by whichever name it was given.
+
+    Raises:
+        InputError: by both names; another cache than :class:`MtaCache`.
+    """
+    if cache is not None and past_key_values is not None:
+        raise InputError(
+            explain("cache, past_key_values", "both", "they are two names of one argument", "one of the two")
+        )
+    cache = past_key_values if cache is None else cache
+    if not isinstance(cache, (MtaCache, type(None))):
+        rule, legal = "a convolution needs queries of earlier tokens, too", "an MtaCache, or None"
+        raise InputError(explain("cache", type(cache).__name__, rule, legal))
+    return cache
 
 
 class MtaCacheLayer(CacheLayerMixin):
@@ -166,7 +187,7 @@ def _refuse_update() -> NoReturn:
 
 
 class MtaCache(Cache):
-    """What an mtagen model keeps of earlier tokens, for ``generate`` and for calls with ``past_key_values``.
+    """What an mtagen model keeps of earlier tokens, for ``generate`` and for calls with ``cache``.
 
     It grows as needed, holds entries with different amounts of left padding, follows beams, and takes no token back:
     a convolution needs queries that are no longer held.

@@ -12,6 +12,9 @@ from transformers import PreTrainedConfig
 from ..errors import SpecError, explain
 from ..nn import FrequencyScaling
 
+# What a cache is called in calls and outputs of transformers, from 5.24 on and before.
+CACHE_NAMES = ("cache", "past_key_values")
+
 # What a layer may override, by the names that MultiTokenAttention has for it.
 LAYER_OPTIONS = (
     "kernel",
@@ -91,7 +94,7 @@ class MtaConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "mtagen"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [*CACHE_NAMES]
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ from transformers.utils import can_return_tuple
 from ..errors import InputError, SpecError, explain
 from ..nn import MultiTokenAttention
 from ..nn.parts import HeadMixer, HeadNorm
-from .cache import MtaCache, MtaCacheLayer
-from .configuration import MtaConfig
+from .cache import CACHE_NAME, MtaCache, MtaCacheLayer, given_cache
+from .configuration import CACHE_NAMES, MtaConfig
 from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
 
 
@@ -69,7 +69,7 @@ class MtaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["MtaDecoderLayer"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[list[str]] = [*CACHE_NAMES]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -122,7 +122,7 @@ class MtaModel(MtaPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: MtaCache | None = None,
+        cache: MtaCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -132,6 +132,7 @@ class MtaModel(MtaPreTrainedModel):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        past_key_values: MtaCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """What the layers make of the tokens.
@@ -146,7 +147,7 @@ class MtaModel(MtaPreTrainedModel):
                 on the left or, without a cache, on the right of a row's tokens.
             position_ids: ``(1, N)`` or ``(B, N)``, that the rotary embedding takes; by default they count from 0 in
                 each document, and on from what a cache holds.
-            past_key_values: earlier tokens; only calls without gradients take and return it.
+            cache: earlier tokens; only calls without gradients take and return it.
             inputs_embeds: ``(B, N, hidden_size)`` instead of ``input_ids``.
             use_cache: whether a cache is returned, a new one if none is given; by default as the configuration says
                 where no gradients are computed, queries see no later keys, and the batch has neither padding nor
@@ -158,6 +159,7 @@ class MtaModel(MtaPreTrainedModel):
             cu_seq_lens_k: the same again, as ``DataCollatorWithFlattening`` gives it.
             max_length_q: tokens of the longest document.
             max_length_k: the same again.
+            past_key_values: ``cache`` by the name that it has in transformers before 5.24.
             **kwargs: what other parts of transformers pass on, e.g. ``num_items_in_batch``; not used.
 
         Raises:
@@ -174,7 +176,8 @@ class MtaModel(MtaPreTrainedModel):
         check_position_ids(position_ids, (batch, count))
 
         packing, padding = None, None
-        if past_key_values is None and not use_cache:
+        cache = given_cache(cache, past_key_values)
+        if cache is None and not use_cache:
             if cu_seq_lens_q is None:
                 packing = find_documents((batch, count), device, attention_mask, position_ids, seq_idx)
             elif attention_mask is None:
@@ -184,16 +187,13 @@ class MtaModel(MtaPreTrainedModel):
                 raise InputError(explain("attention_mask", "cu_seq_lens_q besides", rule, "one of the two"))
             can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
             if use_cache is None and self.config.use_cache and can_cache:
-                past_key_values = MtaCache(self.config)
+                cache = MtaCache(self.config)
         else:
-            past_key_values = MtaCache(self.config) if past_key_values is None else past_key_values
-            if not isinstance(past_key_values, MtaCache):
-                rule, legal = "a convolution needs queries of earlier tokens, too", "an MtaCache, or None"
-                raise InputError(explain("past_key_values", type(past_key_values).__name__, rule, legal))
+            cache = MtaCache(self.config) if cache is None else cache
             if seq_idx is not None or cu_seq_lens_q is not None:
                 rule = "packed documents have no cache"
-                raise InputError(explain("past_key_values", "packed documents besides", rule, "use_cache=False"))
-            first = past_key_values.layers[0]
+                raise InputError(explain("cache", "packed documents besides", rule, "use_cache=False"))
+            first = cache.layers[0]
             lengths = None if first.state is None else first.state.lengths
             padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.seen)
 
@@ -201,17 +201,15 @@ class MtaModel(MtaPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         states = [hidden_states]
         for i, layer in enumerate(self.layers):
-            cache = None if past_key_values is None else past_key_values.layers[i]
-            hidden_states = layer(
-                hidden_states, position_ids=position_ids, packing=packing, cache=cache, padding=padding
-            )
+            own = None if cache is None else cache.layers[i]
+            hidden_states = layer(hidden_states, position_ids=position_ids, packing=packing, cache=own, padding=padding)
             if output_hidden_states:
                 states.append(hidden_states)
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
             hidden_states=(*states[:-1], hidden_states) if output_hidden_states else None,
+            **{CACHE_NAME: cache},
         )
 
 
@@ -245,11 +243,12 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: MtaCache | None = None,
+        cache: MtaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: MtaCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """What each token's successor may be.
@@ -258,12 +257,13 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
             input_ids: this and other arguments as of :meth:`MtaModel.forward`.
             attention_mask: as of the base model.
             position_ids: as of the base model.
-            past_key_values: as of the base model.
+            cache: as of the base model.
             inputs_embeds: as of the base model.
             labels: ``(B, N)``, the tokens again, -100 where none is to be predicted; the loss is then the mean
                 cross-entropy in nats, as transformers computes it.
             use_cache: as of the base model.
             logits_to_keep: of how many last tokens, or of which, logits are computed; 0: of all.
+            past_key_values: as of the base model.
             **kwargs: for the base model and the loss.
 
         Raises:
@@ -273,7 +273,7 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=given_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -286,8 +286,8 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
     def _prepare_cache_for_generation(
@@ -313,5 +313,5 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation is not None:
             got, rule = generation_config.cache_implementation, "a convolution needs queries of earlier tokens, too"
             raise InputError(explain("cache_implementation", got, rule, "None"))
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = MtaCache(self.config, max_cache_length)
+        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE_NAME] = MtaCache(self.config, max_cache_length)
