@@ -159,10 +159,10 @@ class TileBackward(TilePass):
 
     @property
     def widened(self) -> bool:
-        """Whether W is given 9 columns, the last ones of zeros: at 7 and 8 rows, if it has 6 to 9 columns itself.
+        """Whether W is taken for one of 9 columns, with zeros from its own on: at 7 and 8 rows by 6 to 9 columns.
 
         G then begins with a chunk of its own, so that a helper, which has four row shifts in each of two row tiles
-        there, multiplies a chunk less; two keys less are owned. Other extents lose by it: benchmarks/NOTES.md,
+        there, multiplies a chunk less. Other extents gain little or lose by it: benchmarks/NOTES.md,
         "Kernels of 7 and 8 rows".
         """
         return self.hopper and self.spec.cq in (7, 8) and 6 <= self.spec.ck <= 9
