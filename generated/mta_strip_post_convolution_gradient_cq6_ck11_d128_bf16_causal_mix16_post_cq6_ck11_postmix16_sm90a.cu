@@ -209,14 +209,30 @@ constexpr int WEIGHT_FIRST = 0, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
 // The columns of G that are owned, in its slab.
 constexpr int GRADIENT_BEGIN = 0, GRADIENT_END = 64;
+// The first chunk with some of them, how many chunks there are, and the first chunk of S that their windows touch.
+constexpr int GRADIENT_FIRST = GRADIENT_BEGIN / CHUNK;
+constexpr int GRADIENT_CHUNKS = (GRADIENT_END + CHUNK - 1) / CHUNK - GRADIENT_FIRST;
+constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
 
-// A product has the blocks (u, d) and (u2, d2), u counted from the set's first row shift; or the first only, u2 = -1.
+// An operand has the blocks (u, d) and (u2, d + ahead), u counted from the set's first row shift; or the first only,
+// u2 = -1.
+struct WeightOperand {
+  int u, u2, ahead;
+};
+constexpr int WEIGHT_OPERANDS = 2;
+DEVICE constexpr WeightOperand weight_operand(int i) {
+  constexpr WeightOperand operands[WEIGHT_OPERANDS] = {
+      {0, 1, 0}, {2, 2, 1}
+  };
+  return operands[i];
+}
+
 struct WeightProduct {
-  int u, d, u2, d2;
+  int operand, d;
 };
 DEVICE constexpr WeightProduct weight_product(int i) {
   constexpr WeightProduct products[WEIGHT_PRODUCTS] = {
-      {0, 0, 1, 0}, {0, 1, 1, 1}, {0, 2, 1, 2}, {2, 0, 2, 1}, {2, 1, 2, 2}
+      {0, 0}, {0, 1}, {0, 2}, {1, 0}, {1, 1}
   };
   return products[i];
 }
@@ -233,13 +249,12 @@ DEVICE constexpr WeightSum weight_sum(int i) {
   return sums[i];
 }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. seen(x, ahead) is what outputs
-// see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from the lane's first such.
+// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are fp16, and become
+// Elements here. seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead =
+// column - r, counted from the lane's first such.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
-  constexpr int FIRST = GRADIENT_BEGIN / CHUNK, COUNT = (GRADIENT_END + CHUNK - 1) / CHUNK - FIRST;  // chunks of G
-  constexpr int FIRST_WINDOW = FIRST + WEIGHT_FIRST;  // the first chunk of S that they touch
   u32 score_rows[WEIGHT_LOADS];
 #pragma unroll
   for (int l = 0; l < WEIGHT_LOADS; ++l) {
@@ -248,10 +263,11 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     score_rows[l] = slab_row<Scores>(base, in_s, lane & 7, shift - ROW_HALO);
   }
   const u32 gradient_rows = slab_row<Gradients>(base, in_g, lane & 7, lane >> 3 & 1);
-  u32 loaded[COUNT + WEIGHT_CHUNKS][WEIGHT_LOADS][4], scores[COUNT + WEIGHT_CHUNKS][WEIGHT_SHIFTS + 1];
-  u32 gradients[COUNT + 1][2];
+  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
+  u32 loaded[SCORE_CHUNKS][WEIGHT_LOADS][4], scores[SCORE_CHUNKS][WEIGHT_SHIFTS + 1];
+  u32 gradients[GRADIENT_CHUNKS + 1][2];
   auto load = [&](int chunk) {
-    if (chunk >= COUNT + WEIGHT_CHUNKS - 1 || FIRST_WINDOW + chunk < 0) return;
+    if (chunk >= SCORE_CHUNKS || FIRST_WINDOW + chunk < 0) return;
 #pragma unroll
     for (int l = 0; l < WEIGHT_LOADS; ++l)
       load_matrices_transposed(loaded[chunk][l], score_rows[l] + (FIRST_WINDOW + chunk) * CHUNK_BYTES);
@@ -266,23 +282,25 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
   };
 #pragma unroll
   for (int chunk = 0; chunk < WEIGHT_CHUNKS; ++chunk) load(chunk);
-  load_matrices_transposed(gradients[0], gradient_rows + FIRST * CHUNK_BYTES);
+  load_matrices_transposed(gradients[0], gradient_rows + GRADIENT_FIRST * CHUNK_BYTES);
 #pragma unroll
   for (int chunk = 0; chunk < WEIGHT_CHUNKS - 1; ++chunk) convert(chunk);
 #pragma unroll
-  for (int n = 0; n < COUNT; ++n) {
+  for (int n = 0; n < GRADIENT_CHUNKS; ++n) {
     convert(n + WEIGHT_CHUNKS - 1);
     load(n + WEIGHT_CHUNKS);
-    if (n + 1 < COUNT) load_matrices_transposed(gradients[n + 1], gradient_rows + (FIRST + n + 1) * CHUNK_BYTES);
-    const int column = (FIRST + n) * CHUNK + (lane >> 2);
-    if (n == 0 && column < GRADIENT_BEGIN || n == COUNT - 1 && column >= GRADIENT_END)
+    if (n + 1 < GRADIENT_CHUNKS)
+      load_matrices_transposed(gradients[n + 1], gradient_rows + (GRADIENT_FIRST + n + 1) * CHUNK_BYTES);
+    const int column = (GRADIENT_FIRST + n) * CHUNK + (lane >> 2);
+    if (n == 0 && column < GRADIENT_BEGIN || n == GRADIENT_CHUNKS - 1 && column >= GRADIENT_END)
       gradients[n][0] = gradients[n][1] = 0;
 #pragma unroll
     for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
-      const WeightProduct p = weight_product(i);
-      const bool two = p.u2 >= 0;
-      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0, operand(n + p.d, p.u + 1, 1),
-                        two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
+      const WeightOperand x = weight_operand(weight_product(i).operand);
+      const bool two = x.u2 >= 0;
+      const int chunk = n + weight_product(i).d, chunk2 = chunk + x.ahead;
+      const u32 a[4] = {operand(chunk, x.u, 0), two ? operand(chunk2, x.u2, 0) : 0, operand(chunk, x.u + 1, 1),
+                        two ? operand(chunk2, x.u2 + 1, 1) : 0};
       mma<Element>(sums[i], a, gradients[n][0], gradients[n][1]);
     }
   }

@@ -17,7 +17,7 @@
 // The main kernel takes, for 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
 //
 // mta_tile_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-row_pitch // 32) * batch * heads), 256, 0>>>
-// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 225256>>>
+// mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 512, 231656>>>
 // mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a<<<(-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -217,6 +217,11 @@ DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
+}
+
+// Past here the compiler moves no load: for all that it knows, the thread may end. x is not negative.
+DEVICE void schedule_fence(int x) {
+  asm volatile("{ .reg .pred ends; setp.lt.s32 ends, %0, 0; @ends exit; }" ::"r"(x) : "memory");
 }
 
 // Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
@@ -485,6 +490,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 using Element = bf16;
 constexpr int D = 64, CQ = 6, CK = 11;
 constexpr int THREADS = 512;
+constexpr int WARPGROUP = 128;
 // A step has ROWS rows, a warp works on a row tile of them.
 constexpr int ROWS = 64, ROW_TILE = 16, ROW_TILES = ROWS / ROW_TILE;
 // S and dS have KEYS columns, in parts of ROW_TILES warps each; C, P and G the first OWNED of them.
@@ -496,7 +502,7 @@ constexpr int PAD_LEFT = 5, SHIFT = HALO;
 // A warp makes DQ_COLUMNS columns of dQ.
 constexpr int DQ_COLUMNS = 32;
 // The slabs of S and of G keep so many row tiles, in rows of SLAB_ROW bytes.
-constexpr int SCORE_RING = 9, GRADIENT_RING = 5;
+constexpr int SCORE_RING = 10, GRADIENT_RING = 5;
 constexpr int SLAB_ROW = 400;
 // A row of W has a table of TAP_WORDS words, taps v and v + 1 for each v from 1 - CHUNK on.
 constexpr int TAP_WORDS = 30;
@@ -515,10 +521,10 @@ constexpr int SHARED_DO = 67584;
 constexpr int SHARED_P = 83968;
 constexpr int SHARED_DS = 108544;
 constexpr int SHARED_S = 133120;
-constexpr int SHARED_G = 190736;
-constexpr int SHARED_TAPS = 222752;
-constexpr int SHARED_STATISTICS = 224192;
-constexpr int SHARED_BARRIERS = 225216;
+constexpr int SHARED_G = 197136;
+constexpr int SHARED_TAPS = 229152;
+constexpr int SHARED_STATISTICS = 230592;
+constexpr int SHARED_BARRIERS = 231616;
 
 // ---- Before and after the main kernel ----------------------------------------------------------------------------
 
@@ -662,6 +668,13 @@ DEVICE u32 slab_row(u32 base, int row_tile, int r, int s) {
   return base + Slab::SHARED + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
+// Address of a row of a slab's first row tile.
+template <class Slab>
+DEVICE u32 row_in_tile(u32 base, int row) {
+  constexpr int PAIRS = Slab::RING * (ROW_TILE / 2);
+  return base + Slab::SHARED + ((row & 1) * PAIRS + (row >> 1)) * SLAB_ROW;
+}
+
 // Stores two rows of a fragment, x, into a slab, the first at `even`.
 template <class Slab>
 DEVICE void store_rows(u32 even, const float (&x)[4]) {
@@ -741,14 +754,32 @@ constexpr int WEIGHT_FIRST = -2, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
 // The columns of G that are owned, in its slab.
 constexpr int GRADIENT_BEGIN = 10, GRADIENT_END = 192;
+// The first chunk with some of them, how many chunks there are, and the first chunk of S that their windows touch.
+constexpr int GRADIENT_FIRST = GRADIENT_BEGIN / CHUNK;
+constexpr int GRADIENT_CHUNKS = (GRADIENT_END + CHUNK - 1) / CHUNK - GRADIENT_FIRST;
+constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
+// Operands are loaded so many chunks ahead of the products that take them.
+constexpr int WEIGHT_AHEAD = 1;
 
-// A product has the blocks (u, d) and (u2, d2), u counted from the set's first row shift; or the first only, u2 = -1.
+// An operand has the blocks (u, d) and (u2, d + ahead), u counted from the set's first row shift; or the first only,
+// u2 = -1.
+struct WeightOperand {
+  int u, u2, ahead;
+};
+constexpr int WEIGHT_OPERANDS = 2;
+DEVICE constexpr WeightOperand weight_operand(int i) {
+  constexpr WeightOperand operands[WEIGHT_OPERANDS] = {
+      {0, 2, 0}, {1, 1, 1}
+  };
+  return operands[i];
+}
+
 struct WeightProduct {
-  int u, d, u2, d2;
+  int operand, d;
 };
 DEVICE constexpr WeightProduct weight_product(int i) {
   constexpr WeightProduct products[WEIGHT_PRODUCTS] = {
-      {0, 0, 1, 0}, {0, 1, 1, 1}, {0, 2, 1, 2}, {2, 0, 2, 1}, {2, 1, 2, 2}
+      {0, 0}, {0, 1}, {0, 2}, {1, 0}, {1, 1}
   };
   return products[i];
 }
@@ -759,63 +790,88 @@ struct WeightSum {
 };
 DEVICE constexpr WeightSum weight_sum(int i) {
   constexpr WeightSum sums[WEIGHT_SUMS] = {
-      {0, 0, 0, 0}, {1, 0, 0, 1}, {0, 1, 1, 0}, {1, 1, 1, 1}, {0, 2, 2, 0}, {1, 2, 2, 1}, {2, 0, 3, 0}, {2, 1, 3, 1},
-      {2, 2, 4, 1}
+      {0, 0, 0, 0}, {2, 0, 0, 1}, {0, 1, 1, 0}, {2, 1, 1, 1}, {0, 2, 2, 0}, {2, 2, 2, 1}, {1, 0, 3, 0}, {1, 1, 3, 1},
+      {1, 2, 4, 1}
   };
   return sums[i];
 }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. seen(x, ahead) is what outputs
-// see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from the lane's first such.
+// Where in the first operand of three row shifts, 0 and 2, the scores of a row shift are. Outputs in odd rows see those
+// of a row shift more than outputs in even rows.
+DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift >> 1); }
+
+// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. seen(x,
+// ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from
+// the lane's first such.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
-  constexpr int FIRST = GRADIENT_BEGIN / CHUNK, COUNT = (GRADIENT_END + CHUNK - 1) / CHUNK - FIRST;  // chunks of G
-  constexpr int FIRST_WINDOW = FIRST + WEIGHT_FIRST;  // the first chunk of S that they touch
-  u32 score_rows[WEIGHT_LOADS];
+  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
+  constexpr int TILE = ROW_TILE / 2 * SLAB_ROW;                      // from a row tile to the next in the slab
+  const bool second = lane >> 3 & 1, odd = lane >> 4;                // which matrix the lane has a row's address of
+  u32 score_rows[WEIGHT_OPERANDS];
 #pragma unroll
-  for (int l = 0; l < WEIGHT_LOADS; ++l) {
+  for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
+    const WeightOperand x = weight_operand(i);
     // Shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next row tile may be being written.
-    const int shift = min(set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS), CQ);
-    score_rows[l] = slab_row<Scores>(base, in_s, lane & 7, shift - ROW_HALO);
+    const int shift = min(set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd, CQ);
+    const int row = 2 * (lane & 7) + shift - ROW_HALO, above = in_s ? in_s - 1 : SCORE_RING - 1;
+    score_rows[i] = row_in_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * TILE;
   }
-  const u32 gradient_rows = slab_row<Gradients>(base, in_g, lane & 7, lane >> 3 & 1);
-  u32 loaded[COUNT + WEIGHT_CHUNKS][WEIGHT_LOADS][4], scores[COUNT + WEIGHT_CHUNKS][WEIGHT_SHIFTS + 1];
-  u32 gradients[COUNT + 1][2];
+  const u32 gradient_rows = row_in_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * TILE;
+
+  // The compiler would copy the words of an operand that is made of another's for each product that takes it. It does
+  // not if each block's are results of an instruction: it does not know that these are zeros.
+  u32 zeros[2] = {static_cast<u32>(in_s), static_cast<u32>(in_g)};
+#pragma unroll
+  for (u32& zero : zeros) {
+    pin(zero);
+    zero >>= 8;
+  }
+
+  u32 loaded[SCORE_CHUNKS][WEIGHT_OPERANDS][4], gradients[GRADIENT_CHUNKS][2];
   auto load = [&](int chunk) {
-    if (chunk >= COUNT + WEIGHT_CHUNKS - 1 || FIRST_WINDOW + chunk < 0) return;
+    if (chunk < GRADIENT_CHUNKS) {
+      load_matrices_transposed(gradients[chunk], gradient_rows + (GRADIENT_FIRST + chunk) * CHUNK_BYTES);
+      const int column = (GRADIENT_FIRST + chunk) * CHUNK + (lane >> 2);
+      if (chunk == 0 && column < GRADIENT_BEGIN || chunk == GRADIENT_CHUNKS - 1 && column >= GRADIENT_END)
+        gradients[chunk][0] = gradients[chunk][1] = 0;
+    }
+    if (chunk >= SCORE_CHUNKS) return;
 #pragma unroll
-    for (int l = 0; l < WEIGHT_LOADS; ++l)
-      load_matrices_transposed(loaded[chunk][l], score_rows[l] + (FIRST_WINDOW + chunk) * CHUNK_BYTES);
+    for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
+      u32(&x)[4] = loaded[chunk][i];
+      if (FIRST_WINDOW + chunk < 0)
+        x[0] = x[1] = x[2] = x[3] = 0;
+      else if (!weight_operand(i).ahead)
+        load_matrices_transposed(x, score_rows[i] + (FIRST_WINDOW + chunk) * CHUNK_BYTES);
+    }
   };
-  auto convert = [&](int chunk) {
 #pragma unroll
-    for (int u = 0; u <= WEIGHT_SHIFTS; ++u)
-      scores[chunk][u] = FIRST_WINDOW + chunk < 0 ? 0 : as_elements<Element>(loaded[chunk][u / 4][u % 4]);
-  };
-  auto operand = [&](int chunk, int u, int odd) {
-    return seen(scores[chunk][u], CHUNK * (FIRST_WINDOW + chunk) - odd);
-  };
+  for (int chunk = 0; chunk < WEIGHT_AHEAD; ++chunk) load(chunk);
 #pragma unroll
-  for (int chunk = 0; chunk < WEIGHT_CHUNKS; ++chunk) load(chunk);
-  load_matrices_transposed(gradients[0], gradient_rows + FIRST * CHUNK_BYTES);
+  for (int chunk = 0; chunk < SCORE_CHUNKS; ++chunk) {
+    load(chunk + WEIGHT_AHEAD);
+    if (WEIGHT_AHEAD) schedule_fence(in_g);  // else the compiler moves loads to where their words are used
 #pragma unroll
-  for (int chunk = 0; chunk < WEIGHT_CHUNKS - 1; ++chunk) convert(chunk);
+    for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
+      const WeightOperand x = weight_operand(i);
+      const int first = chunk - x.ahead;  // the chunk of the first block
+      if (first < 0 || FIRST_WINDOW + chunk < 0) continue;
+      u32 a[4];
 #pragma unroll
-  for (int n = 0; n < COUNT; ++n) {
-    convert(n + WEIGHT_CHUNKS - 1);
-    load(n + WEIGHT_CHUNKS);
-    if (n + 1 < COUNT) load_matrices_transposed(gradients[n + 1], gradient_rows + (FIRST + n + 1) * CHUNK_BYTES);
-    const int column = (FIRST + n) * CHUNK + (lane >> 2);
-    if (n == 0 && column < GRADIENT_BEGIN || n == COUNT - 1 && column >= GRADIENT_END)
-      gradients[n][0] = gradients[n][1] = 0;
+      for (int m = 0; m < 4; ++m) {
+        const int from = m & 1 ? chunk : first, row = m >> 1;
+        const u32 word = x.ahead ? loaded[from][0][word_of_shift(x.u + row)] ^ zeros[m & 1] : loaded[chunk][i][m];
+        a[m] = seen(word, CHUNK * (FIRST_WINDOW + from) - row);
+      }
 #pragma unroll
-    for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
-      const WeightProduct p = weight_product(i);
-      const bool two = p.u2 >= 0;
-      const u32 a[4] = {operand(n + p.d, p.u, 0), two ? operand(n + p.d2, p.u2, 0) : 0, operand(n + p.d, p.u + 1, 1),
-                        two ? operand(n + p.d2, p.u2 + 1, 1) : 0};
-      mma<Element>(sums[i], a, gradients[n][0], gradients[n][1]);
+      for (int product = 0; product < WEIGHT_PRODUCTS; ++product) {
+        const WeightProduct p = weight_product(product);
+        const int n = first - p.d;
+        if (p.operand == i && 0 <= n && n < GRADIENT_CHUNKS)
+          mma<Element>(sums[product], a, gradients[n][0], gradients[n][1]);
+      }
     }
   }
 }
@@ -1013,9 +1069,37 @@ DEVICE void await_turn(const int* added, int rows, int lane) {
   __syncwarp();
 }
 
+// The threads of a warpgroup make Elements of the scores of a step's row tiles, of which this is the first, in place.
+DEVICE void convert_scores(u32 base, int row_tile, int thread) {
+  constexpr int LANES = WARPGROUP / ROW_TILE, LOADS = KEYS / CHUNK / LANES;  // threads that share a row, and its loads
+  constexpr int BATCH = 2;                                                   // row tiles
+  const u32 row = row_in_tile<Scores>(base, thread / LANES) + thread % LANES * CHUNK_BYTES;
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; i += BATCH) {
+    u32 at[BATCH], x[BATCH][LOADS][4];
+#pragma unroll
+    for (int t = 0; t < BATCH; ++t) {
+      at[t] = row + static_cast<unsigned>(row_tile + i + t + SCORE_RING) % SCORE_RING * (ROW_TILE / 2 * SLAB_ROW);
+#pragma unroll
+      for (int l = 0; l < LOADS; ++l) load_shared(x[t][l], at[t] + l * LANES * CHUNK_BYTES);
+    }
+    schedule_fence(at[0]);  // else the compiler moves loads to where their words are used
+#pragma unroll
+    for (int t = 0; t < BATCH; ++t)
+#pragma unroll
+      for (int l = 0; l < LOADS; ++l) {
+        u32(&scores)[4] = x[t][l];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) scores[n] = as_elements<Element>(scores[n]);
+        store_shared(at[t] + l * LANES * CHUNK_BYTES, scores[0], scores[1], scores[2], scores[3]);
+      }
+  }
+}
+
 // Adds a row tile, counted from row `first`, to the sums of W's gradient.
-DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsigned row_tile, int set, int lane) {
-  const int in_s = row_tile % SCORE_RING, in_g = row_tile % GRADIENT_RING;
+DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int row_tile, int set, int lane) {
+  const int in_s = static_cast<unsigned>(row_tile + SCORE_RING) % SCORE_RING;
+  const int in_g = static_cast<unsigned>(row_tile + GRADIENT_RING) % GRADIENT_RING;
   add_weight_gradient(sums, cta.base, in_s, in_g, set, lane, [](u32 scores, int) { return scores; });
 }
 
@@ -1039,12 +1123,13 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //
 // Rows. A warp works on a row tile, 16 rows. Row i of C reads rows i - ROW_HALO to i of S, row i of dS rows i to
 // i + ROW_HALO of G, ROW_HALO = 5, so that dS, dK and dQ are a row tile late. The slabs of S and G are
-// rings of row tiles in shared memory. If the first step has row tiles 0 to 3, the second one has:
+// rings of row tiles in shared memory. Once C has been made of scores, they become Elements, for dW; the next step's C
+// still reads the last row tile, so that dW is late, too. If the first step has row tiles 0 to 3, the second one has:
 //
-//   of S, C, P, G, dV               4  5  6  7
-//   of dS, dK, dQ                3  4  5  6
-//   in the slab of S   -1  0  1  2  3  4  5  6  7
-//   in the slab of G             3  4  5  6  7
+//   of S, C, P, G, dV                     4  5  6  7
+//   of dS, dK, dQ, dW                  3  4  5  6
+//   in the slab of S   -2 -1  0  1  2  3  4  5  6  7
+//   in the slab of G                   3  4  5  6  7
 //
 // Lane 4 lane_row + lane_pair has, in a fragment, rows 2 lane_row and 2 lane_row + 1 of a row tile, and columns
 // 2 lane_pair and 2 lane_pair + 1 of a chunk of 8 columns.
@@ -1060,6 +1145,7 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //   wait for `taken` of the step before
 //   G = P (dP - dot), to its slab
 //   arrive at `written`, meet at GRADIENTS                       wait for `written`
+//                                                                make Elements of S, all but this step's last row tile
 //   dS = adjoint conv(G), to shared memory                       dW
 //   meet at SCORE_GRADIENTS
 //   start dQ = dS K                                              arrive at `taken`
@@ -1070,7 +1156,7 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, unsi
 //   dV and dK are made: arrive at `used`
 
 // Each main warpgroup has a part of the columns; DQ_PARTS of them share the columns of dQ.
-constexpr int WARPGROUP = 128, MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
+constexpr int MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
 // Bytes of a part's P or dS, of a part's keys in a panel of K or V, of a step's Q or dO, and of a step's lse and dot.
 constexpr int SCORES_TILE = ROWS * PANEL_ROW, KEYS_TILE = PART * PANEL_ROW;
 constexpr int VECTORS_TILE = ROWS * 1 * PANEL_ROW, STATISTICS = 2 * 4 * ROWS;
@@ -1228,12 +1314,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     for (int h = cta.kv_head * group; h < (cta.kv_head + 1) * group; ++h) {
       begin_head(h);
       float dw_sums_of_warp[WEIGHT_PRODUCTS][4] = {};
-      // Of the row tiles of a step that the warp takes, those from `begin` to `end`.
-      auto add_row_tiles = [&](int step, int begin, int end) {
+      // Of the row tiles of a step, which begin with `first`, those that the warp takes from its `begin` to its `end`.
+      auto add_row_tiles = [&](int first, int begin, int end) {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
           const int thread = thread_of_warpgroup(), warp = thread >> 5;
-          const unsigned row_tile = ROW_TILES * step + warp / WEIGHT_SETS + i * (4 / WEIGHT_SETS);
+          const int row_tile = first + warp / WEIGHT_SETS + i * (4 / WEIGHT_SETS);
           add_row_tile(dw_sums_of_warp, cta, row_tile, warp % WEIGHT_SETS, thread & 31);
         }
       };
@@ -1244,7 +1330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         load_step(h, step + 1);
         barrier_arrive_after_copies(loaded);
         barrier_wait(written, done++ & 1);
-        add_row_tiles(step, 0, WEIGHT_SETS);
+        const int first = ROW_TILES * step - 1;
+        convert_scores(base, first, thread_of_warpgroup());
+        named_barrier(HELPER, WARPGROUP);
+        add_row_tiles(first, 0, WEIGHT_SETS);
         barrier_arrive(taken);
       }
 

@@ -180,7 +180,7 @@ KERNELS = {
         ),
         "backward": (
             "mta_tile_bwd_cq6_ck11_d64_bf16_causal_sm90a",
-            512, 225256, "PPPPPPPPPPPPPqqqqqqqqqqqqiiiiif",
+            512, 231656, "PPPPPPPPPPPPPqqqqqqqqqqqqiiiiif",
         ),
         "backward_finish": (
             "mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a",

@@ -46,6 +46,8 @@ SPECS = [
     ("sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("sm_90a", Spec((16, 3), 64, causal=False)),
+    ("sm_90a", Spec((7, 11), 48, mask="output")),  # backward with operands of W's gradient not loaded ahead
+    ("sm_90a", Spec((4, 2), 32)),
     ("sm_90a", Spec((7, 7), 64, causal=False)),  # backward with two columns of zeros beside W
     SM90_ONE_TAP,
     ("sm_80", Spec((1, 1), 32, mask="output")),

@@ -55,13 +55,31 @@ def test_plans_fit_the_chip() -> None:
         assert plan.registers <= main <= target.registers_per_thread
 
 
-def test_the_next_scores_wait_for_the_helper_where_memory_is_short_or_waiting_is_faster() -> None:
+def test_the_next_scores_wait_for_the_helper_where_memory_is_short() -> None:
     for plan in plans():
-        assert plan.weight_gradient.shifts <= 4
-        too_large = plan.spec.head_dim > 64 and plan.spec.cq > 9
-        waits = too_large or plan.spec.kernel == (7, 7) or (plan.parts == 3 and plan.weight_gradient.shifts == 4)
-        assert plan.waits_for_helper == (plan.hopper and waits)
-        assert plan.score_ring - plan.row_tiles == (1 if not plan.hopper else plan.row_tiles + (not waits))
+        if not plan.hopper:
+            assert plan.score_ring == plan.row_tiles + 1
+            assert not plan.waits_for_helper
+            continue
+        late = plan.converts_scores  # the gradient of W, by a row tile
+        read = {*range(-1 - late, plan.row_tiles - late)}  # row tiles of S that a step's gradient of W takes
+        stored = {*range(plan.row_tiles, 2 * plan.row_tiles)}  # while these are stored
+        assert plan.waits_for_helper == any((a - b) % plan.score_ring == 0 for a in stored for b in read)
+        room = get_target(plan.target).shared_per_block - plan.shared.size
+        assert not plan.waits_for_helper or room < ROW_TILE * plan.slab_row, "a row tile more has room"
+
+
+def test_row_tiles_whose_place_is_taken_are_read_early() -> None:
+    """Of the gradient of W, each takes the scores of its own row tile and of the one above."""
+    for plan in (plan for plan in plans() if plan.waits_for_helper):
+        sets, first = plan.weight_gradient.sets, -plan.converts_scores
+        early = set()
+        for warp, i in itertools.product(range(4), range(plan.early_row_tiles)):  # as the helper's warps go
+            early.add(first + warp // sets + i * (4 // sets))
+        stored = range(plan.row_tiles, 2 * plan.row_tiles)
+        for row_tile in range(first, first + plan.row_tiles):
+            taken = any((a - b) % plan.score_ring == 0 for a in stored for b in (row_tile - 1, row_tile))
+            assert row_tile in early or not taken, (plan.spec, row_tile)
 
 
 @pytest.mark.parametrize("kernel", [(7, 6), (7, 7), (8, 8), (8, 9)], ids=str)
@@ -109,6 +127,21 @@ def test_every_row_shift_has_its_block() -> None:
         assert share.shifts * share.sets >= plan.spec.cq
         blocks = [(u, d) for u, d, _, _ in share.sums]
         assert sorted(blocks) == sorted(itertools.product(range(share.shifts), range(share.chunks)))
+        for ((u, d), second), (operand, chunk) in zip(share.products, share.terms, strict=True):
+            x = share.operands[operand]
+            assert ((x.u, chunk), (x.u2, chunk + x.ahead) if x.u2 >= 0 else None) == ((u, d), second)
+
+
+def test_a_loaded_operand_has_the_words_of_those_made_of_it() -> None:
+    """Rows of outputs see the scores of a row shift and of the next; word_of_shift of weight_loaded.cuh finds them."""
+    shares = [plan.weight_gradient for plan in plans() if plan.weight_gradient.loaded]
+    made = [(share.operands[0], x) for share in shares for x in share.operands if x.ahead]
+    assert made
+    for first, x in made:
+        words = [first.u, first.u2, first.u + 1, first.u2 + 1]
+        for shift in (x.u, x.u + 1):
+            assert words[2 * (shift & 1) + (shift >> 1)] == shift
+        assert (x.u2, x.ahead) == (x.u, 1)
 
 
 @pytest.mark.parametrize(
@@ -215,15 +248,16 @@ def modelled(
                     sums[c0 + lag + column] += tile[column]
 
             begin, end = plan.owned_gradient
+            first_row = step * rows - plan.converts_scores * ROW_TILE  # that the gradient of W takes
             for chunk in range(begin // 8, -(-end // 8)):
                 columns = np.arange(8 * chunk, 8 * chunk + 8)
-                owned = gradients[(step * rows + np.arange(rows)) % len(gradients)][:, columns]
+                owned = gradients[(first_row + np.arange(rows)) % len(gradients)][:, columns]
                 owned = np.where((columns >= begin) & (columns < end), owned, 0)
                 for u, d in itertools.product(range(spec.cq), range(plan.weight_chunks)):
                     at = 8 * (chunk + plan.first_weight_chunk + d)
                     if at < 0:
                         continue
-                    shifted = scores[(step * rows - (spec.cq - 1) + u + np.arange(rows)) % len(scores)]
+                    shifted = scores[(first_row - (spec.cq - 1) + u + np.arange(rows)) % len(scores)]
                     part = shifted[:, at : at + 8].T @ owned
                     for diagonal in range(-7, 8):  # row - column
                         i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.halo

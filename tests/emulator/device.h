@@ -323,6 +323,9 @@ inline int load_acquire(const int* from) {
   return *from;
 }
 
+inline void schedule_fence(int x) {
+  if (x < 0) emulator::fail("schedule_fence would end the thread");
+}
 inline int thread_index() { return emulator::current; }
 template <class T>
 void pin(T&) {}

@@ -241,8 +241,8 @@ BACKWARD = (
         f"{CUDA}/backward_sm90.cu.j2",
         "barrier_wait(above_taken, ~done & 1);",
         "",
-        "Where the slab has no room for one row tile more, the next step's scores replace those that the gradient of W "
-        "is still being made of.",
+        "Where the slab has no room for the row tiles, the next step's scores replace those that the gradient of W is "
+        "still being made of.",
         (f"{EMULATED}::test_no_races[backward-sm_90a-11x11-d80-bf16-right-causal-source]",),
     ),
     Mutant(
@@ -287,12 +287,54 @@ BACKWARD = (
         ("tests/test_tile_backward.py::test_widened_weights_save_the_helper_a_chunk",),
     ),
     Mutant(
-        "backward-sm90-no-room-for-the-row-tile-above",
+        "backward-sm90-more-row-tiles-than-memory",
         "mtagen/planner/tile/backward.py",
-        "gains and self._shared(two_steps + 1).size <= room",
-        "gains and self._shared(two_steps + 1).size > room",
-        "The slab has a row tile more only where there is no room for it.",
+        "if self._shared(n).size <= room)",
+        "if self._shared(n).size > room)",
+        "The slab has the row tiles that there is no room for.",
         ("tests/test_tile_backward.py::test_plans_fit_the_chip",),
+    ),
+    Mutant(
+        "backward-sm90-too-few-row-tiles-read-early",
+        "mtagen/planner/tile/backward.py",
+        "-(-missing * self.weight_gradient.sets // self.row_tiles)",
+        "-(-(missing - 1) * self.weight_gradient.sets // self.row_tiles)",
+        "The next step's scores replace those that the gradient of W is still being made of.",
+        ("tests/test_tile_backward.py::test_row_tiles_whose_place_is_taken_are_read_early",),
+    ),
+    Mutant(
+        "backward-sm90-scores-converted-before-the-convolution-reads-them",
+        f"{CUDA}/backward_sm90.cu.j2",
+        "convert_scores(base, first, thread_of_warpgroup());",
+        "convert_scores(base, first + 1, thread_of_warpgroup());",
+        "The next step's convolution takes a row tile of bf16 for fp16, and the gradient of W one of fp16 for bf16.",
+        (f"{EMULATED}::test_accurate[{SM90}]",),
+    ),
+    Mutant(
+        "backward-sm90-scores-read-while-they-are-converted",
+        f"{CUDA}/backward_sm90.cu.j2",
+        """        named_barrier(HELPER, WARPGROUP);
+{% endif %}
+""",
+        "{% endif %}\n",
+        "Warps of the helper load scores that other warps of it have not converted yet.",
+        (f"{EMULATED}::test_no_races[backward-{SM90}]",),
+    ),
+    Mutant(
+        "backward-sm90-operands-of-other-row-shifts",
+        f"{CUDA}/weight_loaded.cuh",
+        "return 2 * (shift & 1) + (shift >> 1);",
+        "return shift;",
+        "The second of three row shifts gets the gradient of W from the scores of another.",
+        (f"{EMULATED}::test_accurate[{SM90}]",),
+    ),
+    Mutant(
+        "backward-sm90-outputs-in-odd-rows-see-too-little",
+        f"{CUDA}/weight_loaded.cuh",
+        "CHUNK * (FIRST_WINDOW + from) - row);",
+        "CHUNK * (FIRST_WINDOW + from));",
+        "Of the key of its own position, an output in an odd row gives the gradient of W nothing.",
+        (f"{EMULATED}::test_accurate[sm_90a-6x11-d128-bf16-both-causal-output]",),
     ),
     Mutant(
         "backward-keys-of-one-neighbour",

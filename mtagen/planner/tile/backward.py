@@ -38,12 +38,13 @@ from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .weight import MAX_SHIFTS, WeightGradient, weight_gradient
+from .weight import ONE_SET, WeightGradient, weight_gradient
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
+_RESERVED_HELPER_REGISTERS = 12  # of those, for addresses and loop state
 # The cost model; fitted to benchmarks/results/h200_tune_*.json.
 _STEP_LATENCY = 4000  # cycles of a step that nothing hides
 _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
@@ -135,20 +136,32 @@ class TileBackward(TilePass):
     def score_ring(self) -> int:
         """Row tiles of S: a step's, and the last of the step before.
 
-        A helper goes on reading a step's while the next step's are stored, and, where there is room, the last of the
-        step before that, too. Measured, that gains nothing with four row shifts in a warp and three parts of columns,
-        nor where W is widened: there the others may wait for the helper later in the step instead.
+        On Hopper, also the next step's, which are stored while a helper still reads those that the gradient of W takes;
+        where there is no room for all of them, it reads some early.
         """
         if not self.hopper:
             return self.row_tiles + 1
-        two_steps, room = 2 * self.row_tiles, get_target(self.target).shared_per_block
-        gains = not self.widened and (self.weight_gradient.shifts < MAX_SHIFTS or self.parts < 3)
-        return two_steps + (gains and self._shared(two_steps + 1).size <= room)
+        room, least = get_target(self.target).shared_per_block, 2 * self.row_tiles
+        return next((n for n in range(self._read_row_tiles, least, -1) if self._shared(n).size <= room), least)
+
+    @property
+    def _read_row_tiles(self) -> int:
+        """Row tiles of S from the first that the gradient of W takes in a step to the last of the next step's."""
+        return 2 * self.row_tiles + 1 + self.converts_scores
 
     @property
     def waits_for_helper(self) -> bool:
-        """Whether the next step's scores take the place of the row tile above this step, which a helper reads."""
-        return self.hopper and self.score_ring == 2 * self.row_tiles
+        """Whether the next step's scores take the place of some that a helper may still be reading."""
+        return self.hopper and self.score_ring < self._read_row_tiles
+
+    @property
+    def early_row_tiles(self) -> int:
+        """Of a helper warp's row tiles of a step, those that it is done with before the next step's scores are stored.
+
+        Each row tile of S that they take the place of belongs to one of the first of the gradient of W.
+        """
+        missing = self._read_row_tiles - self.score_ring
+        return -(-missing * self.weight_gradient.sets // self.row_tiles)
 
     @property
     def gradient_ring(self) -> int:
@@ -229,8 +242,27 @@ class TileBackward(TilePass):
 
     @cached_property
     def weight_gradient(self) -> WeightGradient:
-        """How the gradient of W is shared."""
-        return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts)
+        """How the gradient of W is shared.
+
+        A helper loads operands as they are multiplied, but not where one set has all row shifts: what that saves is
+        less than what it takes to convert the scores first. See benchmarks/NOTES.md, "Scores are converted once".
+        """
+        loaded = self.hopper and self.spec.cq > ONE_SET
+        return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts, loaded)
+
+    @property
+    def converts_scores(self) -> bool:
+        """Whether a helper makes elements of the scores in their slab, which are fp16, when convolutions have read them.
+
+        The next step's convolution reads the last row tile, too, so that the gradient of W is a row tile late, like dS.
+        """
+        return self.weight_gradient.loaded and self.spec.dtype != "fp16"
+
+    @property
+    def weight_ahead(self) -> int:
+        """Chunks by which a helper loads operands ahead of the products that take them: what its registers hold."""
+        room = _HELPER_REGISTERS - _RESERVED_HELPER_REGISTERS
+        return next((ahead for ahead in (2, 1) if self.weight_gradient.registers(ahead) <= room), 0)
 
     @property
     def first_weight_chunk(self) -> int:

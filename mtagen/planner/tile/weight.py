@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
-MAX_SHIFTS = 4  # row shifts that a warp has at most
+ONE_SET = 3  # rows of W up to which each warp has all row shifts
+
+
+class Operand(NamedTuple):
+    """Two 8x8 blocks of transposed scores in an operand of an mma.
+
+    Attributes:
+        u: row shift of the first.
+        u2: row shift of the second; -1 without one.
+        ahead: chunks from the first to the second.
+    """
+
+    u: int
+    u2: int
+    ahead: int
 
 
 class WeightGradient(NamedTuple):
@@ -18,6 +32,7 @@ class WeightGradient(NamedTuple):
         shifts: row shifts of a warp.
         sets: sets of row shifts; the warps that have the same set share the row tiles of a step.
         chunks: chunks of a window.
+        loaded: scores are elements in shared memory already, and an ldmatrix gives an operand as it is multiplied.
         products: the pairs of blocks. If the last block is left over, its partner is one that has been paired before,
             and whose second sums do not count: the operand is then that of the next chunk's first pair.
     """
@@ -25,6 +40,7 @@ class WeightGradient(NamedTuple):
     shifts: int
     sets: int
     chunks: int
+    loaded: bool
     products: tuple[tuple[Block, Block | None], ...]
 
     @property
@@ -38,30 +54,43 @@ class WeightGradient(NamedTuple):
         return tuple((*block, *place) for block, place in places.items())
 
     @property
-    def operands(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(u, d, u', d') of each product; u' = -1 where there is no second block."""
-        return tuple((*first, *(second or (-1, 0))) for first, second in self.products)
+    def operands(self) -> tuple[Operand, ...]:
+        """The operands of products, each once."""
+        return tuple(dict.fromkeys(_operand(*blocks) for blocks in self.products))
+
+    @property
+    def terms(self) -> tuple[tuple[int, int], ...]:
+        """Of each product the place of its operand, and the chunk of a window that has the first block."""
+        return tuple((self.operands.index(_operand(*blocks)), blocks[0][1]) for blocks in self.products)
 
     @property
     def loads(self) -> int:
         """ldmatrix.x4 for the matrices of a chunk."""
         return -(-(self.shifts + 1) // 4)
 
-    @property
-    def early_row_tiles(self) -> int:
-        """Of a warp's row tiles, those worked on before the next step's scores are stored."""
-        return -(-self.sets // 2)
+    def registers(self, ahead: int) -> int:
+        """Registers of a thread for sums, and for operands that are loaded so many chunks ahead of their products."""
+        made = sum(operand.ahead for operand in self.operands)  # of words of two chunks of a loaded one
+        scores = 4 * ((len(self.operands) - made) * (1 + made + ahead) + made)
+        return 4 * len(self.products) + scores + 2 * (self.chunks + ahead)
 
 
-def weight_gradient(cq: int, chunks: int, sets: int = 1) -> WeightGradient:
-    """The gradient of W with at most ``MAX_SHIFTS`` row shifts a warp, in at least so many sets."""
-    sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
+def _operand(first: Block, second: Block | None) -> Operand:
+    return Operand(first[0], second[0], second[1] - first[1]) if second else Operand(first[0], -1, 0)
+
+
+def weight_gradient(cq: int, chunks: int, sets: int = 1, loaded: bool = False) -> WeightGradient:
+    """The gradient of W with at most four row shifts a warp, in at least so many sets.
+
+    Of three row shifts, the first and the last make an operand if it is ``loaded``: it has each of their words once.
+    """
+    sets = max(sets, 1 if cq <= ONE_SET else 2 if cq <= 8 else 4)
     shifts = -(-cq // sets)
-    products: list[tuple[Block, Block | None]] = [
-        ((u, d), (u + 1, d)) for u in range(0, shifts - 1, 2) for d in range(chunks)
-    ]
+    pairs, last = [(u, u + 1) for u in range(0, shifts - 1, 2)], shifts - 1
+    if loaded and shifts == 3:
+        pairs, last = [(0, 2)], 1
+    products: list[tuple[Block, Block | None]] = [((u, d), (u2, d)) for u, u2 in pairs for d in range(chunks)]
     if shifts % 2:
-        last = shifts - 1
         starts = [*range(0, chunks - 1, 2), *([chunks - 2] if chunks % 2 and chunks > 1 else [])]
         products += [((last, d), (last, d + 1)) for d in starts] or [((last, 0), None)]
-    return WeightGradient(shifts, sets, chunks, tuple(products))
+    return WeightGradient(shifts, sets, chunks, loaded, tuple(products))

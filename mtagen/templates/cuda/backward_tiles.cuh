@@ -26,6 +26,13 @@ DEVICE u32 slab_row(u32 base, int row_tile, int r, int s) {
   return base + Slab::SHARED + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
+// Address of a row of a slab's first row tile.
+template <class Slab>
+DEVICE u32 row_in_tile(u32 base, int row) {
+  constexpr int PAIRS = Slab::RING * (ROW_TILE / 2);
+  return base + Slab::SHARED + ((row & 1) * PAIRS + (row >> 1)) * SLAB_ROW;
+}
+
 // Stores two rows of a fragment, x, into a slab, the first at `even`.
 template <class Slab>
 DEVICE void store_rows(u32 even, const float (&x)[4]) {
