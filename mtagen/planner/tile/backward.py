@@ -45,6 +45,7 @@ ROW_TILE = 16  # rows of a warp
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
 _RESERVED_HELPER_REGISTERS = 12  # of those, for addresses and loop state
+_DRAWING_REGISTERS = 4  # of those, besides, where a helper draws what dropout keeps
 # The cost model; fitted to benchmarks/results/h200_tune_*.json.
 _STEP_LATENCY = 4000  # cycles of a step that nothing hides
 _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
@@ -252,7 +253,7 @@ class TileBackward(TilePass):
 
     @property
     def converts_scores(self) -> bool:
-        """Whether a helper makes elements of the scores in their slab, which are fp16, when convolutions have read them.
+        """Whether a helper makes elements of the slab of S, which is fp16, in place, when convolutions have read it.
 
         The next step's convolution reads the last row tile, too, so that the gradient of W is a row tile late, like dS.
         """
@@ -261,7 +262,7 @@ class TileBackward(TilePass):
     @property
     def weight_ahead(self) -> int:
         """Chunks by which a helper loads operands ahead of the products that take them: what its registers hold."""
-        room = _HELPER_REGISTERS - _RESERVED_HELPER_REGISTERS
+        room = _HELPER_REGISTERS - _RESERVED_HELPER_REGISTERS - _DRAWING_REGISTERS * self.spec.dropout
         return next((ahead for ahead in (2, 1) if self.weight_gradient.registers(ahead) <= room), 0)
 
     @property
