@@ -202,8 +202,10 @@ DEVICE u32 slab_row<Gradients>(u32 base, int row_tile, int r, int s) {
 // tile. The diagonals of the products, summed over all rows, are the gradients. Warps share the row shifts, a set each,
 // and then the row tiles.
 
-// A set has WEIGHT_SHIFTS row shifts, for which a chunk of S takes WEIGHT_LOADS ldmatrix.
-constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3, WEIGHT_LOADS = 1;
+// A set has WEIGHT_SHIFTS row shifts.
+constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3;
+// A chunk of S takes WEIGHT_LOADS ldmatrix for them.
+constexpr int WEIGHT_LOADS = 1;
 // The windows of chunk n of G touch chunks n + WEIGHT_FIRST and on of S, WEIGHT_CHUNKS in all.
 constexpr int WEIGHT_FIRST = 0, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
@@ -214,10 +216,10 @@ constexpr int GRADIENT_FIRST = GRADIENT_BEGIN / CHUNK;
 constexpr int GRADIENT_CHUNKS = (GRADIENT_END + CHUNK - 1) / CHUNK - GRADIENT_FIRST;
 constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
 
-// An operand has the blocks (u, d) and (u2, d + ahead), u counted from the set's first row shift; or the first only,
+// An operand has the blocks (u, d) and (u2, d + apart), u counted from the set's first row shift; or the first only,
 // u2 = -1.
 struct WeightOperand {
-  int u, u2, ahead;
+  int u, u2, apart;
 };
 constexpr int WEIGHT_OPERANDS = 2;
 DEVICE constexpr WeightOperand weight_operand(int i) {
@@ -227,6 +229,7 @@ DEVICE constexpr WeightOperand weight_operand(int i) {
   return operands[i];
 }
 
+// A product takes an operand whose first block is in chunk d of a window.
 struct WeightProduct {
   int operand, d;
 };
@@ -298,7 +301,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
       const WeightOperand x = weight_operand(weight_product(i).operand);
       const bool two = x.u2 >= 0;
-      const int chunk = n + weight_product(i).d, chunk2 = chunk + x.ahead;
+      const int chunk = n + weight_product(i).d, chunk2 = chunk + x.apart;
       const u32 a[4] = {operand(chunk, x.u, 0), two ? operand(chunk2, x.u2, 0) : 0, operand(chunk, x.u + 1, 1),
                         two ? operand(chunk2, x.u2 + 1, 1) : 0};
       mma<Element>(sums[i], a, gradients[n][0], gradients[n][1]);

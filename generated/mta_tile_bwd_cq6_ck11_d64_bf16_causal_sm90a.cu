@@ -668,9 +668,12 @@ DEVICE u32 slab_row(u32 base, int row_tile, int r, int s) {
   return base + Slab::SHARED + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
+// From a row tile of a slab to the next, in bytes.
+constexpr int SLAB_TILE = ROW_TILE / 2 * SLAB_ROW;
+
 // Address of a row of a slab's first row tile.
 template <class Slab>
-DEVICE u32 row_in_tile(u32 base, int row) {
+DEVICE u32 row_of_first_tile(u32 base, int row) {
   constexpr int PAIRS = Slab::RING * (ROW_TILE / 2);
   return base + Slab::SHARED + ((row & 1) * PAIRS + (row >> 1)) * SLAB_ROW;
 }
@@ -747,8 +750,8 @@ DEVICE u32 load_taps(u32 base, int table, int u, int v) {
 // tile. The diagonals of the products, summed over all rows, are the gradients. Warps share the row shifts, a set each,
 // and then the row tiles.
 
-// A set has WEIGHT_SHIFTS row shifts, for which a chunk of S takes WEIGHT_LOADS ldmatrix.
-constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3, WEIGHT_LOADS = 1;
+// A set has WEIGHT_SHIFTS row shifts.
+constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3;
 // The windows of chunk n of G touch chunks n + WEIGHT_FIRST and on of S, WEIGHT_CHUNKS in all.
 constexpr int WEIGHT_FIRST = -2, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
@@ -761,10 +764,10 @@ constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
 // Operands are loaded so many chunks ahead of the products that take them.
 constexpr int WEIGHT_AHEAD = 1;
 
-// An operand has the blocks (u, d) and (u2, d + ahead), u counted from the set's first row shift; or the first only,
+// An operand has the blocks (u, d) and (u2, d + apart), u counted from the set's first row shift; or the first only,
 // u2 = -1.
 struct WeightOperand {
-  int u, u2, ahead;
+  int u, u2, apart;
 };
 constexpr int WEIGHT_OPERANDS = 2;
 DEVICE constexpr WeightOperand weight_operand(int i) {
@@ -774,6 +777,7 @@ DEVICE constexpr WeightOperand weight_operand(int i) {
   return operands[i];
 }
 
+// A product takes an operand whose first block is in chunk d of a window.
 struct WeightProduct {
   int operand, d;
 };
@@ -796,32 +800,32 @@ DEVICE constexpr WeightSum weight_sum(int i) {
   return sums[i];
 }
 
-// Where in the first operand of three row shifts, 0 and 2, the scores of a row shift are. Outputs in odd rows see those
-// of a row shift more than outputs in even rows.
+// Of three row shifts, operand 0 is that of 0 and 2. Its words are the scores of row shifts 0 and 2, which outputs in
+// even rows see, and of 1 and 3, which outputs in odd rows see. This is where those of a row shift are.
 DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift >> 1); }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. seen(x,
-// ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from
-// the lane's first such.
+// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. Operands
+// are loaded as they are multiplied, but for one whose blocks are chunks apart, which is made of operand 0's words.
+// seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r,
+// counted from the lane's first such.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
   constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
-  constexpr int TILE = ROW_TILE / 2 * SLAB_ROW;                      // from a row tile to the next in the slab
-  const bool second = lane >> 3 & 1, odd = lane >> 4;                // which matrix the lane has a row's address of
+  const bool second = lane >> 3 & 1, odd = lane >> 4;  // which matrix the lane has a row's address of
   u32 score_rows[WEIGHT_OPERANDS];
 #pragma unroll
   for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
     const WeightOperand x = weight_operand(i);
-    // Shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next row tile may be being written.
-    const int shift = min(set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd, CQ);
+    const int shift = set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd;
+    // Shifts past the kernel, which sum_diagonals leaves out, may end past the row tile, and begin with it again.
     const int row = 2 * (lane & 7) + shift - ROW_HALO, above = in_s ? in_s - 1 : SCORE_RING - 1;
-    score_rows[i] = row_in_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * TILE;
+    score_rows[i] = row_of_first_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * SLAB_TILE;
   }
-  const u32 gradient_rows = row_in_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * TILE;
+  const u32 gradient_rows = row_of_first_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * SLAB_TILE;
 
-  // The compiler would copy the words of an operand that is made of another's for each product that takes it. It does
-  // not if each block's are results of an instruction: it does not know that these are zeros.
+  // The compiler would copy the words of an operand that is made for each product that takes it. An exclusive or with a
+  // zero that it cannot see, another for each block, avoids that.
   u32 zeros[2] = {static_cast<u32>(in_s), static_cast<u32>(in_g)};
 #pragma unroll
   for (u32& zero : zeros) {
@@ -843,7 +847,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
       u32(&x)[4] = loaded[chunk][i];
       if (FIRST_WINDOW + chunk < 0)
         x[0] = x[1] = x[2] = x[3] = 0;
-      else if (!weight_operand(i).ahead)
+      else if (!weight_operand(i).apart)
         load_matrices_transposed(x, score_rows[i] + (FIRST_WINDOW + chunk) * CHUNK_BYTES);
     }
   };
@@ -856,13 +860,13 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
 #pragma unroll
     for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
       const WeightOperand x = weight_operand(i);
-      const int first = chunk - x.ahead;  // the chunk of the first block
+      const int first = chunk - x.apart;  // the chunk of the first block
       if (first < 0 || FIRST_WINDOW + chunk < 0) continue;
       u32 a[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const int from = m & 1 ? chunk : first, row = m >> 1;
-        const u32 word = x.ahead ? loaded[from][0][word_of_shift(x.u + row)] ^ zeros[m & 1] : loaded[chunk][i][m];
+        const u32 word = x.apart ? loaded[from][0][word_of_shift(x.u + row)] ^ zeros[m & 1] : loaded[chunk][i][m];
         a[m] = seen(word, CHUNK * (FIRST_WINDOW + from) - row);
       }
 #pragma unroll
@@ -921,7 +925,7 @@ DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, 
 struct Cta {
   u32 base;  // of shared memory
   int n_k, kv_heads, b, kv_head, c0, first;
-  int steps;  // include one in which dS, a row tile late, gets to the last row
+  int steps;  // include one in which what is a row tile late gets to the last row
   int ahead;  // of row `first`: key c0 less the position of the row
   float exponent;  // 2^(exponent x - lse) is the probability that a convolved x of the slab means
 
@@ -1073,13 +1077,13 @@ DEVICE void await_turn(const int* added, int rows, int lane) {
 DEVICE void convert_scores(u32 base, int row_tile, int thread) {
   constexpr int LANES = WARPGROUP / ROW_TILE, LOADS = KEYS / CHUNK / LANES;  // threads that share a row, and its loads
   constexpr int BATCH = 2;                                                   // row tiles
-  const u32 row = row_in_tile<Scores>(base, thread / LANES) + thread % LANES * CHUNK_BYTES;
+  const u32 row = row_of_first_tile<Scores>(base, thread / LANES) + thread % LANES * CHUNK_BYTES;
 #pragma unroll
   for (int i = 0; i < ROW_TILES; i += BATCH) {
     u32 at[BATCH], x[BATCH][LOADS][4];
 #pragma unroll
     for (int t = 0; t < BATCH; ++t) {
-      at[t] = row + static_cast<unsigned>(row_tile + i + t + SCORE_RING) % SCORE_RING * (ROW_TILE / 2 * SLAB_ROW);
+      at[t] = row + static_cast<unsigned>(row_tile + i + t + SCORE_RING) % SCORE_RING * SLAB_TILE;
 #pragma unroll
       for (int l = 0; l < LOADS; ++l) load_shared(x[t][l], at[t] + l * LANES * CHUNK_BYTES);
     }
@@ -1314,12 +1318,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     for (int h = cta.kv_head * group; h < (cta.kv_head + 1) * group; ++h) {
       begin_head(h);
       float dw_sums_of_warp[WEIGHT_PRODUCTS][4] = {};
-      // Of the row tiles of a step, which begin with `first`, those that the warp takes from its `begin` to its `end`.
-      auto add_row_tiles = [&](int first, int begin, int end) {
+      // Of the row tiles that the warp has of a step, those from `begin` to `end`.
+      auto add_row_tiles = [&](int first_row_tile, int begin, int end) {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
           const int thread = thread_of_warpgroup(), warp = thread >> 5;
-          const int row_tile = first + warp / WEIGHT_SETS + i * (4 / WEIGHT_SETS);
+          const int row_tile = first_row_tile + warp / WEIGHT_SETS + i * (4 / WEIGHT_SETS);
           add_row_tile(dw_sums_of_warp, cta, row_tile, warp % WEIGHT_SETS, thread & 31);
         }
       };
@@ -1330,10 +1334,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         load_step(h, step + 1);
         barrier_arrive_after_copies(loaded);
         barrier_wait(written, done++ & 1);
-        const int first = ROW_TILES * step - 1;
-        convert_scores(base, first, thread_of_warpgroup());
+        const int first_row_tile = ROW_TILES * step - 1;
+        convert_scores(base, first_row_tile, thread_of_warpgroup());
         named_barrier(HELPER, WARPGROUP);
-        add_row_tiles(first, 0, WEIGHT_SETS);
+        add_row_tiles(first_row_tile, 0, WEIGHT_SETS);
         barrier_arrive(taken);
       }
 

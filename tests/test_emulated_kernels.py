@@ -48,6 +48,7 @@ SPECS = [
     ("sm_90a", Spec((16, 3), 64, causal=False)),
     ("sm_90a", Spec((7, 11), 48, mask="output")),  # backward with operands of W's gradient not loaded ahead
     ("sm_90a", Spec((4, 2), 32)),
+    ("sm_90a", Spec((5, 1), 32, mask="output")),  # backward with an operand of one row shift
     ("sm_90a", Spec((7, 7), 64, causal=False)),  # backward with two columns of zeros beside W
     SM90_ONE_TAP,
     ("sm_80", Spec((1, 1), 32, mask="output")),
@@ -145,6 +146,16 @@ def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int
 def test_accurate(target: str, spec: Spec, folder: Path) -> None:
     for seed, sizes in enumerate((SIZES, SIZES[-2:])):  # copies and products come early, then late
         assert not failures(op_of(spec, target, folder, seed), spec, torch.device("cpu"), sizes)
+
+
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [SM90, ("sm_90a", Spec((6, 11), 128)), ("sm_90a", Spec((9, 2), 48, dtype="fp16")), ("sm_90a", Spec((3, 3), 64))],
+    ids=case_id,
+)
+def test_more_rows_than_a_ring_has(target: str, spec: Spec, folder: Path) -> None:
+    """That of S, in the backward pass, has up to ten row tiles of 16 rows."""
+    assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), (Sizes(1, 1, 1, 230, 70),))
 
 
 @pytest.mark.parametrize(("target", "spec"), WINDOWED, ids=case_id)

@@ -30,7 +30,7 @@ from mtagen.spec import Spec
 
 HOPPER, AMPERE, ADA = (get_target(name) for name in ("sm_90a", "sm_80", "sm_89"))
 TARGETS = (HOPPER, AMPERE, ADA)
-KERNELS = ((6, 11), (1, 1), (3, 3), (2, 9), (7, 7), (4, 2), (11, 11), (5, 17), (16, 3), (16, 17), (1, 8))
+KERNELS = ((6, 11), (1, 1), (3, 3), (2, 9), (7, 7), (4, 2), (11, 11), (5, 17), (16, 3), (16, 17), (1, 8), (5, 1))
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
 Array = npt.NDArray[np.float64]
 
@@ -42,6 +42,9 @@ def case_id(value: object) -> str:
 def plans() -> Iterator[TileBackward]:
     for kernel, dim, target in itertools.product(KERNELS, HEAD_DIMS, TARGETS):
         yield cheapest("backward", Spec(kernel, dim), target)
+    for kernel, dim in itertools.product(KERNELS, HEAD_DIMS):
+        yield cheapest("backward", Spec(kernel, dim, dtype="fp16"), HOPPER)
+        yield cheapest("backward", Spec(kernel, dim, dropout=True), HOPPER)
 
 
 # ---- The plan ----
@@ -129,19 +132,35 @@ def test_every_row_shift_has_its_block() -> None:
         assert sorted(blocks) == sorted(itertools.product(range(share.shifts), range(share.chunks)))
         for ((u, d), second), (operand, chunk) in zip(share.products, share.terms, strict=True):
             x = share.operands[operand]
-            assert ((x.u, chunk), (x.u2, chunk + x.ahead) if x.u2 >= 0 else None) == ((u, d), second)
+            assert ((x.u, chunk), (x.u2, chunk + x.apart) if x.u2 >= 0 else None) == ((u, d), second)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ahead"),
+    [
+        (Spec((4, 4), 64), 2),
+        (Spec((9, 3), 128), 2),
+        (Spec((6, 11), 64), 1),
+        (Spec((7, 7), 64, dropout=True), 1),
+        (Spec((6, 11), 64, dropout=True), 0),
+        (Spec((7, 11), 64), 0),
+    ],
+    ids=case_id,
+)
+def test_operands_are_loaded_as_far_ahead_as_the_helper_has_registers(spec: Spec, ahead: int) -> None:
+    assert cheapest("backward", spec, HOPPER).weight_ahead == ahead
 
 
 def test_a_loaded_operand_has_the_words_of_those_made_of_it() -> None:
     """Rows of outputs see the scores of a row shift and of the next; word_of_shift of weight_loaded.cuh finds them."""
     shares = [plan.weight_gradient for plan in plans() if plan.weight_gradient.loaded]
-    made = [(share.operands[0], x) for share in shares for x in share.operands if x.ahead]
+    made = [(share.operands[0], x) for share in shares for x in share.operands if x.apart]
     assert made
     for first, x in made:
         words = [first.u, first.u2, first.u + 1, first.u2 + 1]
         for shift in (x.u, x.u + 1):
             assert words[2 * (shift & 1) + (shift >> 1)] == shift
-        assert (x.u2, x.ahead) == (x.u, 1)
+        assert (x.u2, x.apart) == (x.u, 1)
 
 
 @pytest.mark.parametrize(

@@ -305,8 +305,8 @@ BACKWARD = (
     Mutant(
         "backward-sm90-scores-converted-before-the-convolution-reads-them",
         f"{CUDA}/backward_sm90.cu.j2",
-        "convert_scores(base, first, thread_of_warpgroup());",
-        "convert_scores(base, first + 1, thread_of_warpgroup());",
+        "convert_scores(base, first_row_tile, thread_of_warpgroup());",
+        "convert_scores(base, first_row_tile + 1, thread_of_warpgroup());",
         "The next step's convolution takes a row tile of bf16 for fp16, and the gradient of W one of fp16 for bf16.",
         (f"{EMULATED}::test_accurate[{SM90}]",),
     ),

@@ -13,7 +13,8 @@ in fp32, where the last kernel adds the neighbours' parts.
 
 Rows. The slabs are rings of row tiles, 16 rows each, a warp's share of a step. Row i of C needs rows i-(cq-1) .. i of
 S, row i of dS rows i .. i+(cq-1) of G: dS lags a row tile behind a step, and its product with Q takes the last row tile
-of the step before.
+of the step before. So does the gradient of W where a helper converts scores in their slab: the next step's convolution
+still reads the last row tile.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .weight import ONE_SET, WeightGradient, weight_gradient
+from .weight import WeightGradient, weight_gradient
 from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
 _RESERVED_REGISTERS = 24  # addresses and loop state
 _HELPER_REGISTERS = 56
 _RESERVED_HELPER_REGISTERS = 12  # of those, for addresses and loop state
-_DRAWING_REGISTERS = 4  # of those, besides, where a helper draws what dropout keeps
+_DRAWING_REGISTERS = 4  # of the helper's, too, where it draws what dropout keeps
 # The cost model; fitted to benchmarks/results/h200_tune_*.json.
 _STEP_LATENCY = 4000  # cycles of a step that nothing hides
 _SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
@@ -137,31 +138,31 @@ class TileBackward(TilePass):
     def score_ring(self) -> int:
         """Row tiles of S: a step's, and the last of the step before.
 
-        On Hopper, also the next step's, which are stored while a helper still reads those that the gradient of W takes;
-        where there is no room for all of them, it reads some early.
+        On Hopper, all from the first that the gradient of W takes in a step to the last of the next step's, which are
+        stored meanwhile. Where there is no room for so many, a helper reads the first ones early.
         """
         if not self.hopper:
             return self.row_tiles + 1
         room, least = get_target(self.target).shared_per_block, 2 * self.row_tiles
-        return next((n for n in range(self._read_row_tiles, least, -1) if self._shared(n).size <= room), least)
+        return next((n for n in range(self._wanted_ring, least, -1) if self._shared(n).size <= room), least)
 
     @property
-    def _read_row_tiles(self) -> int:
-        """Row tiles of S from the first that the gradient of W takes in a step to the last of the next step's."""
+    def _wanted_ring(self) -> int:
+        """Row tiles of S with which nobody waits for a helper."""
         return 2 * self.row_tiles + 1 + self.converts_scores
 
     @property
     def waits_for_helper(self) -> bool:
         """Whether the next step's scores take the place of some that a helper may still be reading."""
-        return self.hopper and self.score_ring < self._read_row_tiles
+        return self.hopper and self.score_ring < self._wanted_ring
 
     @property
     def early_row_tiles(self) -> int:
         """Of a helper warp's row tiles of a step, those that it is done with before the next step's scores are stored.
 
-        Each row tile of S that they take the place of belongs to one of the first of the gradient of W.
+        If these take the place of n row tiles of S, the first n of the gradient of W are the last to read them.
         """
-        missing = self._read_row_tiles - self.score_ring
+        missing = self._wanted_ring - self.score_ring
         return -(-missing * self.weight_gradient.sets // self.row_tiles)
 
     @property
@@ -245,11 +246,10 @@ class TileBackward(TilePass):
     def weight_gradient(self) -> WeightGradient:
         """How the gradient of W is shared.
 
-        A helper loads operands as they are multiplied, but not where one set has all row shifts: what that saves is
-        less than what it takes to convert the scores first. See benchmarks/NOTES.md, "Scores are converted once".
+        A helper loads operands as they are multiplied. With one set of row shifts that was measured to take longer, in
+        bf16: benchmarks/NOTES.md, "Scores are converted once".
         """
-        loaded = self.hopper and self.spec.cq > ONE_SET
-        return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts, loaded)
+        return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts, loaded=self.hopper)
 
     @property
     def converts_scores(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 Block: TypeAlias = "tuple[int, int]"  # (u, d): row shift, chunk of the window
-ONE_SET = 3  # rows of W up to which each warp has all row shifts
 
 
 class Operand(NamedTuple):
@@ -14,12 +13,12 @@ class Operand(NamedTuple):
     Attributes:
         u: row shift of the first.
         u2: row shift of the second; -1 without one.
-        ahead: chunks from the first to the second.
+        apart: chunks from the first to the second.
     """
 
     u: int
     u2: int
-    ahead: int
+    apart: int
 
 
 class WeightGradient(NamedTuple):
@@ -32,7 +31,9 @@ class WeightGradient(NamedTuple):
         shifts: row shifts of a warp.
         sets: sets of row shifts; the warps that have the same set share the row tiles of a step.
         chunks: chunks of a window.
-        loaded: scores are elements in shared memory already, and an ldmatrix gives an operand as it is multiplied.
+        loaded: scores are elements in shared memory already, and an ldmatrix gives an operand as it is multiplied, but
+            for those whose blocks are chunks apart. There are three row shifts then, and the operand of row shifts 0
+            and 2 has the words of all, of which the one of row shift 1 is made.
         products: the pairs of blocks. If the last block is left over, its partner is one that has been paired before,
             and whose second sums do not count: the operand is then that of the next chunk's first pair.
     """
@@ -70,7 +71,7 @@ class WeightGradient(NamedTuple):
 
     def registers(self, ahead: int) -> int:
         """Registers of a thread for sums, and for operands that are loaded so many chunks ahead of their products."""
-        made = sum(operand.ahead for operand in self.operands)  # of words of two chunks of a loaded one
+        made = sum(operand.apart for operand in self.operands)  # operands, for which one more chunk of words is kept
         scores = 4 * ((len(self.operands) - made) * (1 + made + ahead) + made)
         return 4 * len(self.products) + scores + 2 * (self.chunks + ahead)
 
@@ -82,10 +83,10 @@ def _operand(first: Block, second: Block | None) -> Operand:
 def weight_gradient(cq: int, chunks: int, sets: int = 1, loaded: bool = False) -> WeightGradient:
     """The gradient of W with at most four row shifts a warp, in at least so many sets.
 
-    Of three row shifts, the first and the last make an operand if it is ``loaded``: it has each of their words once.
+    Operands are ``loaded`` only where there are several sets, each of which would have to convert the scores.
     """
-    sets = max(sets, 1 if cq <= ONE_SET else 2 if cq <= 8 else 4)
-    shifts = -(-cq // sets)
+    sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
+    shifts, loaded = -(-cq // sets), loaded and sets > 1
     pairs, last = [(u, u + 1) for u in range(0, shifts - 1, 2)], shifts - 1
     if loaded and shifts == 3:
         pairs, last = [(0, 2)], 1

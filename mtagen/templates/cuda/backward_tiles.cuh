@@ -26,9 +26,12 @@ DEVICE u32 slab_row(u32 base, int row_tile, int r, int s) {
   return base + Slab::SHARED + ((s & 1) * PAIRS + pair) * SLAB_ROW;
 }
 
+// From a row tile of a slab to the next, in bytes.
+constexpr int SLAB_TILE = ROW_TILE / 2 * SLAB_ROW;
+
 // Address of a row of a slab's first row tile.
 template <class Slab>
-DEVICE u32 row_in_tile(u32 base, int row) {
+DEVICE u32 row_of_first_tile(u32 base, int row) {
   constexpr int PAIRS = Slab::RING * (ROW_TILE / 2);
   return base + Slab::SHARED + ((row & 1) * PAIRS + (row >> 1)) * SLAB_ROW;
 }

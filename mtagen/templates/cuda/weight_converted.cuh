@@ -51,7 +51,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
     for (int i = 0; i < WEIGHT_PRODUCTS; ++i) {
       const WeightOperand x = weight_operand(weight_product(i).operand);
       const bool two = x.u2 >= 0;
-      const int chunk = n + weight_product(i).d, chunk2 = chunk + x.ahead;
+      const int chunk = n + weight_product(i).d, chunk2 = chunk + x.apart;
       const u32 a[4] = {operand(chunk, x.u, 0), two ? operand(chunk2, x.u2, 0) : 0, operand(chunk, x.u + 1, 1),
                         two ? operand(chunk2, x.u2 + 1, 1) : 0};
       mma<Element>(sums[i], a, gradients[n][0], gradients[n][1]);

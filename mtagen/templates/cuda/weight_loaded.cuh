@@ -2,32 +2,32 @@
 
 #include "ptx.cuh"
 
-// Where in the first operand of three row shifts, 0 and 2, the scores of a row shift are. Outputs in odd rows see those
-// of a row shift more than outputs in even rows.
+// Of three row shifts, operand 0 is that of 0 and 2. Its words are the scores of row shifts 0 and 2, which outputs in
+// even rows see, and of 1 and 3, which outputs in odd rows see. This is where those of a row shift are.
 DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift >> 1); }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. seen(x,
-// ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r, counted from
-// the lane's first such.
+// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. Operands
+// are loaded as they are multiplied, but for one whose blocks are chunks apart, which is made of operand 0's words.
+// seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r,
+// counted from the lane's first such.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
   constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
-  constexpr int TILE = ROW_TILE / 2 * SLAB_ROW;                      // from a row tile to the next in the slab
-  const bool second = lane >> 3 & 1, odd = lane >> 4;                // which matrix the lane has a row's address of
+  const bool second = lane >> 3 & 1, odd = lane >> 4;  // which matrix the lane has a row's address of
   u32 score_rows[WEIGHT_OPERANDS];
 #pragma unroll
   for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
     const WeightOperand x = weight_operand(i);
-    // Shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next row tile may be being written.
-    const int shift = min(set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd, CQ);
+    const int shift = set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd;
+    // Shifts past the kernel, which sum_diagonals leaves out, may end past the row tile, and begin with it again.
     const int row = 2 * (lane & 7) + shift - ROW_HALO, above = in_s ? in_s - 1 : SCORE_RING - 1;
-    score_rows[i] = row_in_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * TILE;
+    score_rows[i] = row_of_first_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * SLAB_TILE;
   }
-  const u32 gradient_rows = row_in_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * TILE;
+  const u32 gradient_rows = row_of_first_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * SLAB_TILE;
 
-  // The compiler would copy the words of an operand that is made of another's for each product that takes it. It does
-  // not if each block's are results of an instruction: it does not know that these are zeros.
+  // The compiler would copy the words of an operand that is made for each product that takes it. An exclusive or with a
+  // zero that it cannot see, another for each block, avoids that.
   u32 zeros[2] = {static_cast<u32>(in_s), static_cast<u32>(in_g)};
 #pragma unroll
   for (u32& zero : zeros) {
@@ -49,7 +49,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
       u32(&x)[4] = loaded[chunk][i];
       if (FIRST_WINDOW + chunk < 0)
         x[0] = x[1] = x[2] = x[3] = 0;
-      else if (!weight_operand(i).ahead)
+      else if (!weight_operand(i).apart)
         load_matrices_transposed(x, score_rows[i] + (FIRST_WINDOW + chunk) * CHUNK_BYTES);
     }
   };
@@ -62,13 +62,13 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
 #pragma unroll
     for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
       const WeightOperand x = weight_operand(i);
-      const int first = chunk - x.ahead;  // the chunk of the first block
+      const int first = chunk - x.apart;  // the chunk of the first block
       if (first < 0 || FIRST_WINDOW + chunk < 0) continue;
       u32 a[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const int from = m & 1 ? chunk : first, row = m >> 1;
-        const u32 word = x.ahead ? loaded[from][0][word_of_shift(x.u + row)] ^ zeros[m & 1] : loaded[chunk][i][m];
+        const u32 word = x.apart ? loaded[from][0][word_of_shift(x.u + row)] ^ zeros[m & 1] : loaded[chunk][i][m];
         a[m] = seen(word, CHUNK * (FIRST_WINDOW + from) - row);
       }
 #pragma unroll
