@@ -14,7 +14,7 @@ template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
   constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
-  const bool second = lane >> 3 & 1, odd = lane >> 4;  // which matrix the lane has a row's address of
+  const bool second = lane >> 3 & 1, odd = lane >> 4;                // which matrix the lane has a row's address of
   u32 score_rows[WEIGHT_OPERANDS];
 #pragma unroll
   for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
