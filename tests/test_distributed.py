@@ -248,10 +248,11 @@ def test_shapes_follow_from_arguments(rank: int) -> None:
     weights = op.plan.spec.weights(HEADS)
     given = (torch.empty(weights[name], device="meta") for name in WEIGHTS)
     out, *kept = torch.ops.mtagen.context_parallel_forward(q, q, v, *given, 0.25, op._key, "none", rank, 2, True, 24)
-    before, context = 6 * rank, op.plan.spec.context
+    context = op.plan.spec.context
+    chunks = [[(0, 6), (context, 6)], [(context, 12), (0, 0)]][rank]  # the last rank's lie side by side
     assert out.shape == v.shape
-    assert [len(x) for x in kept[:2]] == [min(before, context), context]
-    assert [x.shape[2] for x in kept[2:]] == [min(before, context) + 6, context + 6]
+    assert [len(x) for x in kept[:2]] == [before for before, _ in chunks]
+    assert [x.shape[2] for x in kept[2:]] == [before + rows for before, rows in chunks]
 
 
 def opcheck(group: ProcessGroup, packed: bool) -> None:
@@ -493,6 +494,7 @@ def test_every_row_is_held_once(length: int, size: int, balanced: bool) -> None:
     assert sorted(row for held in sharding.held for chunk in held for row in chunk) == list(range(length))
     assert lengths == sorted(lengths, reverse=True)
     assert max(lengths) - min(lengths) == (not sharding.is_even)
+    assert sharding.held_by(size - 1)[1:] == [Rows(length, length)] * balanced  # one call serves the last rank
 
 
 @pytest.mark.parametrize("stages", [{"kernel": None}, {"kernel": (4, 3)}, {"kernel": (4, 3), "post_kernel": (3, 2)}])

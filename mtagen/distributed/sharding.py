@@ -68,9 +68,17 @@ class Sharding:
         return Rows(number * short + least(number, longer), (number + 1) * short + least(number + 1, longer))
 
     def held_by(self, rank: int) -> list[Rows]:
-        """The chunks of a rank, in the order in which it holds them."""
-        numbers = (rank, self.chunks - 1 - rank) if self.balanced else (rank,)
-        return [self.chunk(number) for number in numbers]
+        """The chunks of a rank, in the order in which it holds them.
+
+        Both of the last rank's lie side by side. They are one here, of which one call of the op makes the outputs, and
+        an empty one at the end of the sequence.
+        """
+        if not self.balanced:
+            return [self.chunk(rank)]
+        first, second = self.chunk(rank), self.chunk(self.chunks - 1 - rank)
+        if rank == self.ranks - 1:
+            return [Rows(first.start, second.stop), Rows(self.length, self.length)]
+        return [first, second]
 
     @property
     def held(self) -> list[list[Rows]]:
