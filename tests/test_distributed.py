@@ -31,7 +31,7 @@ from torchrun import torchrun
 import mtagen
 from mtagen import BackendError, InputError, SpecError
 from mtagen.distributed import ContextParallel, context_parallel, exchange
-from mtagen.distributed.sharding import Call, Sharding, fresh, regions
+from mtagen.distributed.sharding import Call, Rows, Sharding, fresh, regions
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, eager_op, judge
@@ -330,7 +330,9 @@ def received(
     cp, rows = ContextParallel(built(stages), group, balanced=balanced), []
 
     def counting(transfers: Sequence[exchange.Transfer], *where: Any) -> None:
-        rows.extend(sum(len(x) for _, x in transfer.received) for transfer in transfers)
+        queries, keys, values = (sum(len(x) for _, x in transfer.received) for transfer in transfers)
+        assert keys == values
+        rows.extend([queries, keys])
         exchange.begin(transfers, *where)
 
     inputs, _ = random(cp.op.plan.spec, 1, 2, length)
@@ -360,7 +362,7 @@ def test_traffic(ranks: Ranks, size: int) -> None:
     assert context == 5
     first, *_, last = ranks.run(size, received, window, length, True)
     assert first == [0, 0, context, context + 2]
-    assert last == [context, context + 2, 0, 0]  # its second chunk is next to its first
+    assert last == [context, context + 2, 0, 0]  # its chunks lie side by side
     assert ranks.run(size, received, EVERYTHING, length, True, 3) == ranks.run(size, received, window, length, True)
 
 

@@ -420,34 +420,45 @@ class _Plan(NamedTuple):
         """The rows of each chunk, of those that this rank holds, rows first."""
         return [self.rows_first(self.own(x, step)) for step in self.steps]
 
-    def join(self, k: Tensor, v: Tensor, pairs: Tensor) -> Tensor:
-        """``pairs``, filled with keys and values, or their gradients, as an exchange takes them: beside each other."""
-        for part, x in zip(self.parted(pairs), (k, v), strict=True):
-            _copy(part, x)
-        return pairs
+    def new_rows(self, x: Tensor, count: int) -> Tensor:
+        """A tensor for so many rows like those of ``x``, rows first and side by side."""
+        return x.new_empty(count, *self.rows_first(x).shape[1:])
 
-    def parted(self, pairs: Tensor) -> list[Tensor]:
-        """Views of keys and values, or of their gradients, with the axes of q."""
-        widths = [self.spec.head_dim, self.spec.value_head_dim]
-        return list(self.from_rows(pairs).split_with_sizes(widths, -1))
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """``x``, rows first and side by side, as an exchange sends them; a copy where they are not."""
+        if self.rows_first(x).is_contiguous():
+            return self.rows_first(x)
+        made = self.new_rows(x, x.shape[self.dim])
+        _copy(self.from_rows(made), x)
+        return made
 
-    def new_pairs(self, k: Tensor, rows: int) -> Tensor:
-        """A tensor for keys and values of so many rows."""
-        others = self.rows_first(k).shape[1:-1]
-        return k.new_empty(rows, *others, self.spec.head_dim + self.spec.value_head_dim)
-
-    def placed(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """The tensor of each step's region, with the keys and values of this rank's chunks in their places."""
-        made = {step.region: self.new_pairs(k, step.region.count) for step in self.steps}
+    def placed(self, x: Tensor) -> list[Tensor]:
+        """The tensor of each step's region, with the rows of this rank's chunks, of keys or values, in their places."""
+        made = {step.region: self.new_rows(x, step.region.count) for step in self.steps}
         for step in self.steps:
-            self.join(self.own(k, step), self.own(v, step), step.of_region(made[step.region], step.call.own))
+            _copy(self.from_rows(step.of_region(made[step.region], step.call.own)), self.own(x, step))
         return [made[step.region] for step in self.steps]
 
-    def send(self, pairs: Sequence[Tensor]) -> list[Transfer]:
-        """What brings the other ranks' keys and values to the tensors of the steps' regions."""
-        both = list(zip(self.steps, pairs, strict=True))
+    def send(self, placed: Sequence[Tensor]) -> list[Transfer]:
+        """What brings the other ranks' keys or values to the tensors of the steps' regions."""
+        both = list(zip(self.steps, placed, strict=True))
         chunks = [step.of_region(x, step.call.own) for step, x in both]
         return [step.keys.send(chunks, x) for step, x in both]
+
+    def seen(self, placed: Tensor, step: _Step) -> Tensor:
+        """The keys or values that a step's call takes, of the tensor of its region."""
+        return self.from_rows(step.of_region(placed, step.call.keys))
+
+    def returned(self, grads: Sequence[Tensor], transfers: Sequence[Transfer]) -> Tensor:
+        """Gradients of the keys or values that this rank holds, of what its calls made and of what came back."""
+        made = list(zip(self.steps, grads, strict=True))
+        back = list(zip(self.steps, transfers, strict=True))
+        parts = [part for step, x in made for part in step.gradients.own(x)]
+        parts += [part for step, transfer in back for part in step.gradients.returned(transfer)]
+        summed = grads[0].new_empty(sum(step.call.own.count for step in self.steps), *grads[0].shape[1:])
+        for number, step in enumerate(self.steps):
+            total(parts, number, summed.narrow(0, step.start, step.call.own.count))
+        return self.from_rows(summed)
 
     def extended(self, x: Tensor, step: _Step, before: Tensor | None = None) -> Tensor:
         """What a step's call takes of queries, outputs or their gradients.
@@ -493,21 +504,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     Every rank takes part in every exchange, even where it has nothing to compute.
     """
     weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
-    steps, pairs, queries = plan.steps, plan.placed(k, v), plan.chunks(q)
+    steps, queries, keys, values = plan.steps, plan.chunks(q), plan.placed(k), plan.placed(v)
     contexts = [x.new_empty(step.call.context.count, *x.shape[1:]) for step, x in zip(steps, queries, strict=True)]
     of_context = [step.context.send(queries, x) for step, x in zip(steps, contexts, strict=True)]
-    transfers = plan.send(pairs)
-    for each in zip(of_context, transfers, strict=True):
-        begin(each, plan.group, q.device)
+    transfers = list(zip(of_context, plan.send(keys), plan.send(values), strict=True))
+    for together in transfers:
+        begin(together, plan.group, q.device)
     for step, context in zip(steps, contexts, strict=True):
         step.context.copy_own(queries, context)
-    transfers[0].wait()  # for both calls: the second one may read what came for the first
+    transfers[0][0].wait()  # for both calls: the second one may read what came for the first
     with _Lanes(q.device) as lanes:
         results, used = [], []
         for number, (step, context) in enumerate(zip(steps, contexts, strict=True)):
             with lanes.lane(number):
-                transfers[number].wait()
-                taken = plan.extended(q, step, context), *plan.parted(step.of_region(pairs[number], step.call.keys))
+                transfers[number][0].wait()
+                taken = plan.extended(q, step, context), *(plan.seen(x[number], step) for x in (keys, values))
                 results.append(library.run("forward", *taken, *weights, *plan.of_call(step.call)))
             used.append(taken)
         lanes.join()
@@ -527,52 +538,49 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     because the rank that sends most sends all of it after its second chunk.
     """
     weights, (out, *kept), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
-    steps, pairs = plan.steps, plan.placed(k, v)
+    steps, keys, values = plan.steps, plan.placed(k), plan.placed(v)
     lses, contexts = kept[-len(steps) :], kept[: -len(steps)] or [None] * len(steps)
-    transfers = plan.send(pairs)
+    transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
     for number in range(len(steps)):  # without a name for a transfer, which would keep its tensors
-        begin(transfers[number : number + 1], plan.group, q.device)
+        begin(transfers[number], plan.group, q.device)
     rows = [  # while keys and values travel
         (*(plan.extended(x, step).contiguous() for x in (grad_out, out)), plan.extended(q, step, context))
         for step, context in zip(steps, contexts, strict=True)
     ]
-    dqs, dpairs, dws = [], [], []
+    dqs, dks, dvs, dws = [], [], [], []
     for step, lse in zip(steps, lses, strict=True):
-        transfers.pop(0).wait()
-        (grads, outs, queries), keys = rows.pop(0), plan.parted(step.of_region(pairs.pop(0), step.call.keys))
+        transfers.pop(0)[0].wait()
+        grads, outs, queries = rows.pop(0)
         dq, dk, dv, *dw = library.run(
             "backward",
             grads,
             torch.zeros_like(lse),
             queries,
-            *keys,
+            plan.seen(keys.pop(0), step),
+            plan.seen(values.pop(0), step),
             *weights,
             outs,
             lse,
             *plan.of_call(step.call),
         )
         dqs.append(dq)
-        dpairs.append(plan.join(dk, dv, plan.new_pairs(k, step.call.keys.count)))
+        dks.append(plan.side_by_side(dk))
+        dvs.append(plan.side_by_side(dv))
         dws.append(dw)
-        del keys, dk, dv  # which may be as long as the whole sequence
+        del dk, dv  # which may be as long as the whole sequence
     befores = [plan.rows_first(dq)[: step.call.context.count] for dq, step in zip(dqs, steps, strict=True)]
     backs = [step.context.send_back(before) for step, before in zip(steps, befores, strict=True)]
-    keys_backs = [step.gradients.send_back(dpair) for step, dpair in zip(steps, dpairs, strict=True)]
-    begin([*backs, *keys_backs], plan.group, q.device)
+    of_keys, of_values = (
+        [step.gradients.send_back(x) for step, x in zip(steps, each, strict=True)] for each in (dks, dvs)
+    )
+    begin([*backs, *of_keys, *of_values], plan.group, q.device)
     dq = plan.of_chunks(dqs, q.new_empty(q.shape))
     of_queries = [part for step, x in zip(steps, befores, strict=True) for part in step.context.own(x)]
-    of_keys = [part for step, x in zip(steps, dpairs, strict=True) for part in step.gradients.own(x)]
-    for step, back, keys_back in zip(steps, backs, keys_backs, strict=True):
-        of_queries += step.context.returned(back)
-        of_keys += step.gradients.returned(keys_back)
-    chunks, dpair = plan.chunks(dq), plan.new_pairs(k, sum(step.call.own.count for step in steps))
+    of_queries += [part for step, back in zip(steps, backs, strict=True) for part in step.context.returned(back)]
+    chunks = plan.chunks(dq)
     for part in of_queries:
         chunks[part.chunk][part.rows] += part.x
-    for number, step in enumerate(steps):
-        total(of_keys, number, dpair.narrow(0, step.start, step.call.own.count))
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    for x, summed in zip((dk, dv), plan.parted(dpair), strict=True):
-        _copy(x, summed)
+    dk, dv = plan.returned(dks, of_keys), plan.returned(dvs, of_values)
     dweights = (torch.stack(parts).sum(0, dtype=sum_dtype(parts[0])) for parts in zip(*dws, strict=True))
     given = (weight for weight in weights if weight is not None)
     return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
@@ -585,8 +593,11 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     return [out, *contexts, *(lse.new_empty(*lse.shape[:-1], call.queries.count) for call in plan.calls)]
 
 
-def _fake_backward(grad_out: Tensor, *rest: Any) -> list[Tensor]:
-    return library.fake_backward(grad_out, grad_out, *rest)
+def _fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """Gradients of keys and values have their rows side by side."""
+    dq, _, _, *dws = library.fake_backward(grad_out, grad_out, q, k, v, *rest)
+    plan = _Plan(*rest[len(WEIGHTS) + 1 :])
+    return [dq, *(plan.from_rows(plan.new_rows(x, x.shape[plan.dim])) for x in (k, v)), *dws]
 
 
 def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
