@@ -545,6 +545,12 @@ def test_gradients_of_a_chunk_are_summed(dtype: torch.dtype) -> None:
         if part.chunk == 0:
             expected[part.rows] += part.x
     assert torch.equal(result, expected.to(dtype))
+    for first in range(1, len(parts)):  # that are combined while the others are on their way
+        own = exchange.combined(parts[:first])
+        places = [(part.chunk, row) for part in own for row in range(part.rows.start, part.rows.stop)]
+        assert len(places) == len(set(places))
+        exchange.total([*own, *parts[first:]], 0, result.fill_(torch.nan))
+        assert torch.equal(result, expected.to(dtype))
 
 
 def shard_and_back(group: ProcessGroup, length: int, balanced: bool) -> list[int]:

@@ -19,7 +19,7 @@ from ..ops import flops, library
 from ..ops.attention import MultiTokenAttention, autocast
 from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
 from ..spec import WEIGHTS, Spec
-from .exchange import Exchange, Transfer, begin, sum_dtype, total
+from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import Call, Rows, Sharding, fresh, regions
 
 
@@ -449,16 +449,18 @@ class _Plan(NamedTuple):
         """The keys or values that a step's call takes, of the tensor of its region."""
         return self.from_rows(step.of_region(placed, step.call.keys))
 
-    def returned(self, grads: Sequence[Tensor], transfers: Sequence[Transfer]) -> Tensor:
-        """Gradients of the keys or values that this rank holds, of what its calls made and of what came back."""
-        made = list(zip(self.steps, grads, strict=True))
-        back = list(zip(self.steps, transfers, strict=True))
-        parts = [part for step, x in made for part in step.gradients.own(x)]
-        parts += [part for step, transfer in back for part in step.gradients.returned(transfer)]
-        summed = grads[0].new_empty(sum(step.call.own.count for step in self.steps), *grads[0].shape[1:])
+    def own_gradients(self, grads: Sequence[Tensor]) -> list[Part]:
+        """What this rank's calls made of the gradients of the keys or values that it holds."""
+        return combined([part for step, x in zip(self.steps, grads, strict=True) for part in step.gradients.own(x)])
+
+    def gradients(self, x: Tensor, parts: list[Part], transfers: Sequence[Transfer]) -> Tensor:
+        """Those of ``x``, keys or values, from parts and then what comes back."""
+        for step, transfer in zip(self.steps, transfers, strict=True):
+            parts += step.gradients.returned(transfer)
+        made = self.new_rows(x, x.shape[self.dim])
         for number, step in enumerate(self.steps):
-            total(parts, number, summed.narrow(0, step.start, step.call.own.count))
-        return self.from_rows(summed)
+            total(parts, number, made.narrow(0, step.start, step.call.own.count))
+        return self.from_rows(made)
 
     def extended(self, x: Tensor, step: _Step, before: Tensor | None = None) -> Tensor:
         """What a step's call takes of queries, outputs or their gradients.
@@ -569,19 +571,24 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
         dws.append(dw)
         del dk, dv  # which may be as long as the whole sequence
     befores = [plan.rows_first(dq)[: step.call.context.count] for dq, step in zip(dqs, steps, strict=True)]
-    backs = [step.context.send_back(before) for step, before in zip(steps, befores, strict=True)]
-    of_keys, of_values = (
+    queries_back = [step.context.send_back(before) for step, before in zip(steps, befores, strict=True)]
+    keys_back, values_back = (
         [step.gradients.send_back(x) for step, x in zip(steps, each, strict=True)] for each in (dks, dvs)
     )
-    begin([*backs, *of_keys, *of_values], plan.group, q.device)
+    begin([*queries_back, *keys_back, *values_back], plan.group, q.device)
+
+    # While gradients travel, all that is this rank's own.
     dq = plan.of_chunks(dqs, q.new_empty(q.shape))
     of_queries = [part for step, x in zip(steps, befores, strict=True) for part in step.context.own(x)]
-    of_queries += [part for step, back in zip(steps, backs, strict=True) for part in step.context.returned(back)]
+    of_keys, of_values = map(plan.own_gradients, (dks, dvs))
+    dweights = [torch.stack(parts).sum(0, dtype=sum_dtype(parts[0])) for parts in zip(*dws, strict=True)]
+
+    for step, back in zip(steps, queries_back, strict=True):
+        of_queries += step.context.returned(back)
     chunks = plan.chunks(dq)
     for part in of_queries:
         chunks[part.chunk][part.rows] += part.x
-    dk, dv = plan.returned(dks, of_keys), plan.returned(dvs, of_values)
-    dweights = (torch.stack(parts).sum(0, dtype=sum_dtype(parts[0])) for parts in zip(*dws, strict=True))
+    dk, dv = plan.gradients(k, of_keys, keys_back), plan.gradients(v, of_values, values_back)
     given = (weight for weight in weights if weight is not None)
     return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
 

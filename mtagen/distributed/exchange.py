@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -140,16 +140,33 @@ class Exchange:
 
 def total(parts: Sequence[Part], chunk: int, result: Tensor) -> None:
     """Fill the gradients of a chunk with the sums of what belongs there, which are taken in fp32 at least, in order."""
+    for rows, terms in _terms(parts, chunk, [0, len(result)]):
+        _add(terms, result[rows])
+
+
+def combined(parts: Sequence[Part]) -> list[Part]:
+    """The same gradients in parts of which no two have a row in common. Sums are of :func:`sum_dtype`.
+
+    :func:`total` of these, and others after them, is what it is of the parts themselves and those others.
+    """
+    chunks = sorted({part.chunk for part in parts})
+    every = [(chunk, rows, terms) for chunk in chunks for rows, terms in _terms(parts, chunk) if terms]
+    return [Part(chunk, rows, terms[0] if len(terms) == 1 else _sum(terms)) for chunk, rows, terms in every]
+
+
+def _terms(parts: Sequence[Part], chunk: int, ends: Sequence[int] = ()) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Slices of a chunk of whose rows each part has all or none, with what the parts have there."""
     mine = [part for part in parts if part.chunk == chunk]
-    edges = sorted({0, len(result), *(edge for part in mine for edge in (part.rows.start, part.rows.stop))})
+    edges = sorted({*ends, *(edge for part in mine for edge in (part.rows.start, part.rows.stop))})
     for start, stop in pairwise(edges):
-        # Of a row all or nothing.
-        terms = [
-            part.x[start - part.rows.start : stop - part.rows.start]
-            for part in mine
-            if part.rows.start <= start and stop <= part.rows.stop
-        ]
-        _add(terms, result[start:stop])
+        yield (
+            slice(start, stop),
+            [
+                part.x[start - part.rows.start : stop - part.rows.start]
+                for part in mine
+                if part.rows.start <= start and stop <= part.rows.stop
+            ],
+        )
 
 
 def _add(terms: list[Tensor], result: Tensor) -> None:
@@ -159,12 +176,17 @@ def _add(terms: list[Tensor], result: Tensor) -> None:
     elif len(terms) == 1:
         result.copy_(terms[0])
     else:
-        so_far, *others, last = terms
-        if others:
-            so_far = so_far.to(sum_dtype(so_far), copy=True)
-            for term in others:
-                so_far += term
-        torch.add(so_far, last, out=result)
+        *others, last = terms
+        torch.add(others[0] if len(others) == 1 else _sum(others), last, out=result)
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    """Of two or more, not rounded to their dtype."""
+    first, second, *others = terms
+    so_far = first.to(sum_dtype(first)) + second
+    for term in others:
+        so_far += term
+    return so_far
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
