@@ -5,6 +5,7 @@
 // key axis padded by 5 left and 5 right,
 // head dims 128 and 128 (values), bf16, mask causal.
 //
+// The CTAs of `together` heads run beside each other, then those of as many others, and so on.
 // Its three kernels run one after the other on one stream. They hand on, in fp32:
 //   row_lse, row_dot  of every row, (batch * heads, row_pitch);
 //   dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;
@@ -17,7 +18,7 @@
 // The main kernel takes, for 16 x 8 scores, convolution 9 and adjoint 9 mma.m16n8k16.
 //
 // mta_tile_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a<<<(-(-row_pitch // 16) * batch * heads), 256, 0>>>
-// mta_tile_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(batch * kv_heads, key_blocks), 384, 231400>>>
+// mta_tile_bwd_cq6_ck11_d128_bf16_causal_sm90a<<<(together, key_blocks, batch * kv_heads // together), 384, 231400>>>
 // mta_tile_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a<<<(-(-(33 * heads) // 4) + -(-dk_pieces // 256) + -(-dq_pieces // 256)), 256, 0>>>
 
 #include <cuda_bf16.h>
@@ -939,7 +940,8 @@ struct Cta {
 
   DEVICE Cta(u32 base, int n_q, int n_k, int heads, int group, float scale) : base(base), n_k(n_k) {
     const int offset = n_k - n_q;  // row i is the query at position i + offset
-    kv_heads = heads / group, b = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
+    const u32 head = blockIdx.z * gridDim.x + blockIdx.x;
+    kv_heads = heads / group, b = head / kv_heads, kv_head = head % kv_heads;
     c0 = static_cast<int>(blockIdx.y) * OWNED - PAD_LEFT;
     first = max(0, c0 - offset);
     steps = (n_q - first + ROW_TILE + ROWS - 1) / ROWS;
@@ -1359,7 +1361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       float* const block = reinterpret_cast<float*>(shared + SHARED_G);
       sum_diagonals(dw_sums_of_warp, block + warp * 64, tap_sums + warp * (CQ * CK), warp % WEIGHT_SETS, thread & 31);
       named_barrier(HELPER, WARPGROUP);
-      store_weight_gradient<4>(dw_sums, tap_sums, h, gridDim.x / cta.kv_heads, cta.b, thread);
+      store_weight_gradient<4>(dw_sums, tap_sums, h, gridDim.x * gridDim.z / cta.kv_heads, cta.b, thread);
     }
     return;
   }
@@ -1459,7 +1461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     named_barrier(ALL, THREADS);
   }
 
-  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[blockIdx.x * gridDim.y + blockIdx.y],
+  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[(blockIdx.z * gridDim.x + blockIdx.x) * gridDim.y + blockIdx.y],
              dk_sums, cta, Place(warpgroup), scale, 0);
   store_keys(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
 }

@@ -247,6 +247,18 @@ def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) ->
     return next(count for count, share in zip(splits, busy, strict=True) if share >= 0.9 * max(busy))
 
 
+def _together(heads: int, few: int, streamed: int, long: int) -> int:
+    """Heads whose CTAs run beside each other: a few of those that stream long sequences, so that L2 keeps these.
+
+    Args:
+        heads: heads through the batch.
+        few: heads of a section of long sequences.
+        streamed: rows of a sequence that a CTA streams.
+        long: rows of a long sequence.
+    """
+    return few if streamed >= long and heads % few == 0 else heads
+
+
 def forward(q, k, v, weight, scale):
     """Attention whose scores are convolved before the softmax.
 
@@ -290,9 +302,10 @@ def forward(q, k, v, weight, scale):
         )
         return out, lse
 
+    together = _together(batch * heads, 4, n_k, 32768)
     kernels = LOADED["forward"].get(q.device.index) or load("forward", q.device)
     kernels["forward"](
-        (batch * heads, -(-n_q // 187)),
+        (together, -(-n_q // 187), batch * heads // together),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), weight.data_ptr(), out.data_ptr(), lse.data_ptr(),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         n_q, n_k, heads, group, scale,
@@ -336,6 +349,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     dk_parts = q.new_empty(dk_pieces, 16, dtype=torch.float32)
     progress = q.new_zeros(batch * heads * key_blocks if deterministic else 0, dtype=torch.int32)
 
+    together = batch * kv_heads if deterministic else _together(batch * kv_heads, 2, n_q, 32768)
     kernels = LOADED["backward"].get(q.device.index) or load("backward", q.device)
     kernels["backward_rows"](
         (-(-row_pitch // 16) * batch * heads,),
@@ -345,7 +359,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         heads, n_q, row_pitch,
     )
     kernels["backward"](
-        (batch * kv_heads, key_blocks),
+        (together, key_blocks, batch * kv_heads // together),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), grad_out.data_ptr(), weight.data_ptr(), row_lse.data_ptr(),
         row_dot.data_ptr(), dq_sum.data_ptr(), dk.data_ptr(), dv.data_ptr(), dw_sums.data_ptr(), dk_parts.data_ptr(),
         progress.data_ptr(),

@@ -8,8 +8,9 @@
 // A CTA computes 192 rows of scores, yields 187, and streams tiles of 64 keys.
 // Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
+// The CTAs of `together` heads run beside each other, then those of as many others, and so on.
 //
-// mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(batch * heads, -(-n_q // 187)), 512, 128408>>>
+// mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(together, -(-n_q // 187), batch * heads // together), 512, 128408>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -823,7 +824,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = uniform(threadIdx.x >> 7);
 
-  const WorkTile work(blockIdx.x, blockIdx.y, heads, n_q, n_k);
+  const WorkTile work(blockIdx.z * gridDim.x + blockIdx.x, blockIdx.y, heads, n_q, n_k);
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {

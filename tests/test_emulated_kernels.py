@@ -38,11 +38,12 @@ SIZES = (
 )
 SM90, SM80 = ("sm_90a", Spec((6, 11), 64)), ("sm_80", Spec((6, 11), 64, dtype="fp16"))
 SM90_OUTPUT = ("sm_90a", Spec((6, 11), 128, mask="output"))
+SM90_FULL = ("sm_90a", Spec((3, 3), 32, causal=False, key_padding="left", dtype="fp16"))
 SM90_ONE_TAP, SM80_FULL = ("sm_90a", Spec((1, 1), 32)), ("sm_80", Spec((3, 3), 80, causal=False))
 SPECS = [
     SM90,
     SM90_OUTPUT,
-    ("sm_90a", Spec((3, 3), 32, causal=False, key_padding="left", dtype="fp16")),
+    SM90_FULL,
     ("sm_90a", Spec((11, 11), 80, key_padding="right")),
     ("sm_90a", Spec((5, 17), 64, dtype="fp16")),
     ("sm_90a", Spec((16, 3), 64, causal=False)),
@@ -231,6 +232,22 @@ def test_splits_of_the_keys_have_no_races_and_the_same_bits_again(target: str, s
     )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM90_OUTPUT, SM90_ONE_TAP, SM90_FULL], ids=case_id)
+def test_heads_in_sections(target: str, spec: Spec, folder: Path) -> None:
+    """Bits are the same whichever heads' CTAs run beside each other."""
+    made, problem = plan(spec, target, "cuda").tile, problems.random(spec, Sizes(2, 4, 2, 200, 150))
+    given, scale = problem.inputs.arguments, problem.scale
+
+    def both(together: int, kv_together: int) -> tuple[Tensor, ...]:
+        out, lse = host_function(made["forward"], folder, together=together)(*given, scale)
+        backward = host_function(made["backward"], folder, together=kv_together)
+        return out, lse, *backward(problem.grad_out, torch.ones_like(lse), *given, out, lse, scale)
+
+    expected = both(8, 4)
+    for sections in ((4, 2), (2, 1), (1, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(both(*sections), expected, strict=True))
 
 
 @pytest.mark.parametrize(("heads", "n_new"), [((2, 2), 8), ((8, 1), 8), ((12, 1), 1)], ids=str)

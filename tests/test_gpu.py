@@ -238,6 +238,19 @@ def test_bit_reproducible(op: MultiTokenAttention) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(op, tensors), strict=True))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_of_a_long_sequence_come_in_sections(causal: bool) -> None:
+    """With the bits of calls that have too few heads for it, but for sums of dq, whose order is that of time."""
+    built, (q, k, v, weight) = mtagen.build((6, 11), 64, causal=causal), inputs(65536, 8, 4)
+    out, dq, dk, dv, dweight = gradients(built, [q, k, v, weight])
+    for kv_head in range(4):
+        heads, kv_heads = slice(2 * kv_head, 2 * kv_head + 2), slice(kv_head, kv_head + 1)
+        whole = out[:, heads], dq[:, heads], dk[:, kv_heads], dv[:, kv_heads], dweight[heads]
+        part = gradients(built, [q[:, heads], k[:, kv_heads], v[:, kv_heads], weight[heads]])
+        assert all(torch.equal(whole[i], part[i]) for i in (0, 2, 3, 4))
+        torch.testing.assert_close(whole[1], part[1], rtol=2**-7, atol=2**-7 * part[1].abs().max().item())
+
+
 def test_compile_fullgraph(op: MultiTokenAttention) -> None:
     tensors = inputs()
     compiled = torch.compile(lambda *x: op(*x), fullgraph=True)

@@ -444,7 +444,19 @@ def test_grids_are_legal_at_any_length() -> None:
         weight, lse = torch.empty(16, 6, 11, device="meta"), torch.empty(batch, 16, n, device="meta")
         grids += [launch.grid for launch in backward(q, lse, q, q, q, weight, q, lse, 1.0)]
     assert len(grids) == 6
-    assert all(0 < grid[0] < 2**31 and all(0 < y <= 65535 for y in grid[1:]) and len(grid) <= 2 for grid in grids)
+    assert all(0 < grid[0] < 2**31 and all(0 < y <= 65535 for y in grid[1:]) and len(grid) <= 3 for grid in grids)
+
+
+@pytest.mark.parametrize(
+    ("n_q", "deterministic", "sections"), [(32768, False, (2, 4)), (32767, False, (8, 1)), (32768, True, (8, 1))]
+)
+def test_heads_of_long_sequences_come_in_sections(n_q: int, deterministic: bool, sections: tuple[int, int]) -> None:
+    """Of two heads of keys; not where a CTA waits for the one before of its head."""
+    backward = Recorder(cheapest("backward", Spec((6, 11), 128), HOPPER))
+    q, k = (torch.empty(1, heads, n_q, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 8))
+    weight, lse = torch.empty(16, 6, 11, device="meta"), torch.empty(1, 16, n_q, device="meta")
+    _, main, _ = backward(q, lse, q, k, k, weight, q, lse, 1.0, deterministic=deterministic)
+    assert main.grid[::2] == sections
 
 
 @needs_compiler

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -467,7 +469,8 @@ def test_splits_fill_the_gpu_and_no_more(spec: Spec) -> None:
         whole = 2 * heads, -(-n_q // plan.owned)
         seen.add(first.kernel.role)
         if first.kernel.role == "forward":
-            assert (first.grid, merges) == (whole, [])
+            x, y, *z = first.grid
+            assert ((x * math.prod(z), y), merges) == (whole, [])
             continue
         ((merge,), splits) = merges, first.grid[2]
         assert first.grid == (*whole, splits)
@@ -482,7 +485,24 @@ def test_one_head_is_split() -> None:
     first, _ = launches(Spec((6, 11), 128), 1, 1, 4096, 4096)
     assert first.grid == (1, 22, 11)
     (whole,) = launches(Spec((6, 11), 128), 1, 8, 4096, 4096)
-    assert whole.grid == (8, 22)
+    assert whole.grid == (8, 22, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "n_k", "sections"),
+    [(1, 16, 32768, (4, 4)), (1, 16, 32767, (16, 1)), (3, 4, 32768, (4, 3)), (1, 6, 32768, (6, 1))],
+)
+def test_heads_of_long_sequences_come_in_sections(batch: int, heads: int, n_k: int, sections: tuple[int, int]) -> None:
+    """Of four heads, where these are a divisor of all."""
+    (launch,) = launches(Spec((6, 11), 128), batch, heads, 16384, n_k)
+    x, tiles, z = launch.grid
+    assert ((x, z), tiles) == (sections, 88)
+
+
+@pytest.mark.parametrize("options", [{"window": (512, -1)}, {"packed": True}], ids=str)
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_what_streams_a_part_has_no_sections(name: str, options: dict[str, Any]) -> None:
+    assert cheapest(name, Spec((6, 11), 128, **options), TARGETS["sm_90a"]).sections is None
 
 
 @pytest.mark.parametrize("options", [{"packed": True}, {"dropout": True}], ids=str)

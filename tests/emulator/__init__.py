@@ -121,7 +121,13 @@ def _compile(*arguments: str, to: Path, source: str = "") -> None:
 
 
 def host_function(
-    plan: TilePass, folder: Path, seed: int = 0, *, checked: bool = False, splits: int | None = None
+    plan: TilePass,
+    folder: Path,
+    seed: int = 0,
+    *,
+    checked: bool = False,
+    splits: int | None = None,
+    together: int | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
     """The emitted host function of a pass, with emulated kernels, which are compiled at the first call.
 
@@ -131,11 +137,14 @@ def host_function(
         seed: see :class:`EmulatedKernel`.
         checked: see :class:`EmulatedKernel`.
         splits: parts that the host makes of the keys, whatever their number; by default as its rule says.
+        together: heads whose CTAs run beside each other, likewise.
     """
     module = host_module(plan)
     kernels = {role: emulated(source, folder, seed, checked=checked) for role, source in plan.cuda.items()}
     if splits is not None:
         module._splits = lambda *_: splits  # type: ignore[attr-defined]
+    if together is not None:
+        module._together = lambda *_: together  # type: ignore[attr-defined]
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         for role, of_source in kernels.items():

@@ -186,6 +186,22 @@ FORWARD = (
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
     Mutant(
+        "sections-all-of-the-first-heads",
+        f"{CUDA}/layout.j2",
+        '"blockIdx.z * gridDim.x + blockIdx.x" if plan.sections',
+        '"blockIdx.x" if plan.sections',
+        "CTAs of all sections compute the heads of the first one.",
+        (f"{EMULATED}::test_heads_in_sections",),
+    ),
+    Mutant(
+        "sections-count-the-heads-of-one",
+        f"{CUDA}/layout.j2",
+        '"gridDim.x * gridDim.z" if plan.sections',
+        '"gridDim.x" if plan.sections',
+        "Terms of W's gradient are written where those of other entries of the batch belong.",
+        (f"{EMULATED}::test_heads_in_sections",),
+    ),
+    Mutant(
         "forward-split-with-outputs-of-the-one-before",
         f"{CUDA}/forward_masks.j2",
         "blockIdx.z > 0 ? {{ plan.repeated }} : 0",

@@ -30,13 +30,14 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_Q
 from ..geometry.mask import Mask
-from ..kernel import HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, writes
+from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .kept import DRAW, KEEP_SCALE, KeptBits
 from .layout import Layout
 from .memory import PANEL, SharedMap
 from .passes import TilePass
+from .sections import Sections
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .weight import WeightGradient, weight_gradient
@@ -397,6 +398,17 @@ class TileBackward(TilePass):
         }
 
     @property
+    def sections(self) -> Sections | None:
+        """How CTAs that stream all rows of entries of a batch share L2; measured on sm_90a alone.
+
+        Where the sums of dQ have an order, each CTA waits for the one before of its head. With fewer heads beside each
+        other more of them would wait.
+        """
+        if not self.hopper or self.layout.packed or self.mask.hides_earlier:
+            return None
+        return Sections(BATCH * KV_HEADS, 2, N_Q, self.spec.head_dim, "deterministic")
+
+    @property
     def tile_order(self) -> str:
         """In which order CTAs take tiles of documents, see ``templates/host/documents.j2``: long ones first.
 
@@ -472,7 +484,7 @@ class TileBackward(TilePass):
                 *numbers("int", "key_blocks", "kv_heads" if layout.packed else "n_k"),
             )
         rows_grid = (layout.batch * HEADS * ceiling(ROW_PITCH / (256 // self.row_lanes)),)
-        main_grid = (layout.batch * KV_HEADS, KEY_BLOCKS)
+        main_grid = self.sections.grid(KEY_BLOCKS) if self.sections else (layout.batch * KV_HEADS, KEY_BLOCKS)
         pieces = ceiling(DQ_PIECES / 256) + (ceiling(DK_PIECES / 256) if self.halo else 0)
         finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + pieces,)
         rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))
@@ -491,6 +503,8 @@ class TileBackward(TilePass):
         if self.spec.packed:
             batch, key_blocks = "", f"floor(total_k / {self.owned}) + documents"
         yield from self.layout.legend(self.owned, "keys")
+        if self.sections:
+            yield from self.sections.legend
         yield "Its three kernels run one after the other on one stream. They hand on, in fp32:"
         yield f"  row_lse, row_dot  of every row, ({batch}heads, row_pitch);"
         yield "  dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;"

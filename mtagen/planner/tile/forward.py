@@ -30,6 +30,7 @@ from .kept import DRAW, KEEP_SCALE, KeptBits
 from .layout import Layout
 from .memory import SharedMap
 from .passes import TilePass
+from .sections import Sections
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
 from .wgmma import Wgmma
@@ -320,8 +321,17 @@ class TileForward(TilePass):
         return self.layout.blocks(self.layout.queries, self.owned)
 
     @property
+    def sections(self) -> Sections | None:
+        """How CTAs that see all keys of entries of a batch share L2; measured on sm_90a alone."""
+        if not self.hopper or self.layout.packed or self.mask.hides_earlier:
+            return None
+        return Sections(BATCH * HEADS, 4, N_K, self.spec.head_dim)
+
+    @property
     def grid(self) -> tuple[Expr, ...]:
         """CTAs: one for each work tile of each head."""
+        if self.sections:
+            return self.sections.grid(self.head_tiles)
         return self.layout.batch * HEADS, self.head_tiles
 
     @property
@@ -362,6 +372,8 @@ class TileForward(TilePass):
             yield f"Output columns lag the keys by {self.lag}; {carried}."
             yield f"Convolution: {self.toeplitz.mma_of_scores} mma.m16n8k16 for 16 x 8 scores."
         yield from self.layout.legend(self.owned, "queries")
+        if self.sections:
+            yield from self.sections.legend
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
         """Facts for the plan's table."""
@@ -444,6 +456,11 @@ class SplitForward(TileForward):
         return ctas * (2 * n_k - hidden), 2 * n_k * slots - ctas * hidden
 
     @property
+    def sections(self) -> None:
+        """None: only calls that do not fill the GPU are split."""
+        return None
+
+    @property
     def rule(self) -> SplitRule:
         """How many splits a call has: as many as the GPU holds at once, and one where it has CTAs enough without."""
         return split_rule(self.blocks, self.keys, get_target(self.target).multiprocessors, max_waves=1)
@@ -461,7 +478,7 @@ class SplitForward(TileForward):
     @property
     def grid(self) -> tuple[Expr, ...]:
         """CTAs: one for each split of each work tile."""
-        return *super().grid, SPLITS
+        return BATCH * HEADS, self.head_tiles, SPLITS
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
