@@ -17,7 +17,7 @@ from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..version import __version__
-from .host import allocate, codes, launch, options
+from .host import allocate, codes, launch, options, together
 from .printers import Source, c_code, python_code
 from .templates import environment
 
@@ -107,7 +107,7 @@ def render_host(plan: Plan) -> str:
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
     templates.filters |= {"parameters": _parameters, "table": _table, "host": python_code, "c": c_code, "codes": codes}
-    templates.globals |= {"allocate": allocate, "launch": launch} | {
+    templates.globals |= {"allocate": allocate, "launch": launch, "together": together} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,
     }

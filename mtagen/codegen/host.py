@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..planner.kernel import Buffer, Kernel
+from ..planner.tile.sections import Sections
 from ..spec import Spec
 from .printers import python_code
 
@@ -99,3 +100,10 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
     name = role or f'"{kernel.role}"'
     lines = [f"{space}kernels[{name}](", f"{space}    ({grid}{comma}),", *grouped(texts, indent + 4), f"{space})"]
     return "\n".join(lines)
+
+
+def together(sections: Sections) -> str:
+    """How many heads' CTAs run beside each other: an expression, by ``templates/host/sections.py``."""
+    heads, streamed = python_code(sections.heads), python_code(sections.streamed)
+    chosen = f"_together({heads}, {sections.few}, {streamed}, {sections.long})"
+    return f"{heads} if {sections.option} else {chosen}" if sections.option else chosen

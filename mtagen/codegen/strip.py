@@ -42,6 +42,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "by_descriptor": module.by_descriptor,
         "cuda": module.cuda,
         "launch": partial(_launch, module),
+        "together": host.together,
         "quoted": _quoted,
         "planes": partial(_planes, module),
         "dot_options": dot_options(module),
