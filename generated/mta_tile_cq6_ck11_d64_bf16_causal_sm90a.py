@@ -256,7 +256,8 @@ def _together(heads: int, few: int, streamed: int, long: int) -> int:
         streamed: rows of a sequence that a CTA streams.
         long: rows of a long sequence.
     """
-    return few if streamed >= long and heads % few == 0 else heads
+    sectioned = streamed >= long and heads % few == 0 and heads // few <= 65535  # sections that a grid may have
+    return few if sectioned else heads
 
 
 def forward(q, k, v, weight, scale):

@@ -348,6 +348,34 @@ def received(
     return rows
 
 
+def gradients_received(group: ProcessGroup, stages: dict[str, Any], length: int, balanced: bool) -> int:
+    """Rows of gradients of keys that come from other ranks."""
+    cp, rows = ContextParallel(built(stages), group, balanced=balanced), []
+
+    def counting(transfers: Sequence[exchange.Transfer], *where: Any) -> None:
+        rows.append([sum(len(x) for _, x in transfer.received) for transfer in transfers])
+        exchange.begin(transfers, *where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parallel, "begin", counting)
+        results(cp, *mine(cp, *random(cp.op.plan.spec, 1, 2, length)))
+    _, keys, values = torch.tensor(rows[-1]).view(3, -1).sum(1)  # gradients travel last
+    assert keys == values
+    return int(keys)
+
+
+@every_size
+def test_traffic_of_gradients(ranks: Ranks, size: int) -> None:
+    """As docs/distributed.md has it."""
+    length, half = 24 * size, 12  # rows, and those of a chunk
+    *others, last = ranks.run(size, gradients_received, {"kernel": (2, 3)}, length, True)
+    assert last == length * (size - 1) // size
+    assert others == [length - 3 * half] * (size - 1)
+    assert ranks.run(size, gradients_received, {"kernel": None}, length, False) == [
+        (size - 1 - rank) * 2 * half for rank in range(size)
+    ]
+
+
 @every_size
 def test_traffic(ranks: Ranks, size: int) -> None:
     """As docs/distributed.md has it."""
@@ -537,18 +565,18 @@ def test_keys_are_brought_once(mask: str, length: int) -> None:
 def test_gradients_of_a_chunk_are_summed(dtype: torch.dtype) -> None:
     """Rows to which none, one or several contribute; in fp32 where they are bf16, rounded once."""
     places = [(0, 0, 4), (0, 2, 9), (1, 0, 5), (0, 3, 8), (0, 3, 4), (0, 12, 13)]
-    parts = [exchange.Part(chunk, slice(a, b), torch.randn(b - a, 3).to(dtype)) for chunk, a, b in places]
-    result = torch.full((14, 3), torch.nan, dtype=dtype)
+    parts = [exchange.Part(chunk, slice(a, b), torch.randn(b - a, 64).to(dtype)) for chunk, a, b in places]
+    result = torch.full((14, 64), torch.nan, dtype=dtype)
     exchange.total(parts, 0, result)
-    expected = torch.zeros(14, 3, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    expected = torch.zeros(14, 64, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     for part in parts:
         if part.chunk == 0:
             expected[part.rows] += part.x
     assert torch.equal(result, expected.to(dtype))
     for first in range(1, len(parts)):  # that are combined while the others are on their way
         own = exchange.combined(parts[:first])
-        places = [(part.chunk, row) for part in own for row in range(part.rows.start, part.rows.stop)]
-        assert len(places) == len(set(places))
+        rows = [(part.chunk, row) for part in own for row in range(part.rows.start, part.rows.stop)]
+        assert len(rows) == len(set(rows))
         exchange.total([*own, *parts[first:]], 0, result.fill_(torch.nan))
         assert torch.equal(result, expected.to(dtype))
 

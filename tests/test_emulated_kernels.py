@@ -121,11 +121,16 @@ def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttenti
     return MultiTokenAttention(planned, key, (TORCH_DTYPES[spec.dtype],), drops=spec.dropout)
 
 
+def dropout_of(spec: Spec) -> tuple[Any, ...]:
+    """A seed and a probability, where the kernels take them."""
+    return (torch.tensor([1, 2]), 0.3) if spec.dropout else ()
+
+
 def results(spec: Spec, host: dict[str, Callable[..., Any]], name: str, n_q: int, n_k: int) -> tuple[Tensor, ...]:
     """What one pass returns of random inputs with 4 heads, 2 of keys."""
     random = torch.Generator().manual_seed(0)
     dtype, scale = TORCH_DTYPES[spec.dtype], spec.head_dim**-0.5
-    dropout = (torch.tensor([1, 2]), 0.3) if spec.dropout else ()
+    dropout = dropout_of(spec)
 
     def rows(n: int, heads: int) -> Tensor:
         return torch.randn(1, n, heads, spec.head_dim, generator=random).to(dtype).transpose(1, 2)
@@ -234,16 +239,19 @@ def test_splits_of_the_keys_have_no_races_and_the_same_bits_again(target: str, s
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize(("target", "spec"), [SM90, SM90_OUTPUT, SM90_ONE_TAP, SM90_FULL], ids=case_id)
+SM90_DROPOUT = ("sm_90a", Spec((6, 11), 64, dropout=True))
+
+
+@pytest.mark.parametrize(("target", "spec"), [SM90, SM90_OUTPUT, SM90_ONE_TAP, SM90_FULL, SM90_DROPOUT], ids=case_id)
 def test_heads_in_sections(target: str, spec: Spec, folder: Path) -> None:
     """Bits are the same whichever heads' CTAs run beside each other."""
-    made, problem = plan(spec, target, "cuda").tile, problems.random(spec, Sizes(2, 4, 2, 200, 150))
-    given, scale = problem.inputs.arguments, problem.scale
+    made, problem = plan(spec, target, "cuda").tile, problems.random(spec, Sizes(2, 4, 2, 200, 300))
+    given, after = problem.inputs.arguments, (problem.scale, *dropout_of(spec))
 
     def both(together: int, kv_together: int) -> tuple[Tensor, ...]:
-        out, lse = host_function(made["forward"], folder, together=together)(*given, scale)
+        out, lse = host_function(made["forward"], folder, together=together)(*given, *after)
         backward = host_function(made["backward"], folder, together=kv_together)
-        return out, lse, *backward(problem.grad_out, torch.ones_like(lse), *given, out, lse, scale)
+        return out, lse, *backward(problem.grad_out, torch.ones_like(lse), *given, out, lse, *after)
 
     expected = both(8, 4)
     for sections in ((4, 2), (2, 1), (1, 2)):

@@ -98,9 +98,10 @@ def test_time_of_computing(spec: Spec) -> None:
     assert made.alone_s == pytest.approx(alone / RATES.forward + alone / RATES.backward)
 
 
-def test_one_rank() -> None:
+@pytest.mark.parametrize("balanced", [False, True])
+def test_one_rank(balanced: bool) -> None:
     """It is alone, and communicates nothing."""
-    made = of(ranks=1, balanced=False)
+    made = of(ranks=1, balanced=balanced)
     assert made.traffic == 0
     assert made.speedup == pytest.approx(1)
 

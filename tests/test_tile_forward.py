@@ -490,10 +490,16 @@ def test_one_head_is_split() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "heads", "n_k", "sections"),
-    [(1, 16, 32768, (4, 4)), (1, 16, 32767, (16, 1)), (3, 4, 32768, (4, 3)), (1, 6, 32768, (6, 1))],
+    [
+        (1, 16, 32768, (4, 4)),
+        (1, 16, 32767, (16, 1)),
+        (3, 4, 32768, (4, 3)),
+        (1, 6, 32768, (6, 1)),
+        (2048, 128, 32768, (2**18, 1)),
+    ],
 )
 def test_heads_of_long_sequences_come_in_sections(batch: int, heads: int, n_k: int, sections: tuple[int, int]) -> None:
-    """Of four heads, where these are a divisor of all."""
+    """Of four heads, where these are a divisor of all, and sections no more than a grid may have."""
     (launch,) = launches(Spec((6, 11), 128), batch, heads, 16384, n_k)
     x, tiles, z = launch.grid
     assert ((x, z), tiles) == (sections, 88)

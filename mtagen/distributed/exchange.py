@@ -170,7 +170,7 @@ def _terms(parts: Sequence[Part], chunk: int, ends: Sequence[int] = ()) -> Itera
 
 
 def _add(terms: list[Tensor], result: Tensor) -> None:
-    """Rounded once: an addition of two of a dtype is computed in fp32 at least."""
+    """Rounded once: an addition of two is computed in fp32 at least."""
     if not terms:
         result.zero_()
     elif len(terms) == 1:

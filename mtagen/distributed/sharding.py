@@ -70,8 +70,8 @@ class Sharding:
     def held_by(self, rank: int) -> list[Rows]:
         """The chunks of a rank, in the order in which it holds them.
 
-        Both of the last rank's lie side by side. They are one here, of which one call of the op makes the outputs, and
-        an empty one at the end of the sequence.
+        Where two lie side by side, as the last rank's do, they are joined, so that one call of the op makes their
+        outputs, and the second one is empty, at the end of the sequence.
         """
         if not self.balanced:
             return [self.chunk(rank)]

@@ -399,7 +399,7 @@ class TileBackward(TilePass):
 
     @property
     def sections(self) -> Sections | None:
-        """How CTAs that stream all rows of entries of a batch share L2; measured on sm_90a alone.
+        """How CTAs whose rows end with those of an entry of a batch share L2; measured on sm_90a alone.
 
         Where the sums of dQ have an order, each CTA waits for the one before of its head. With fewer heads beside each
         other more of them would wait.

@@ -322,7 +322,7 @@ class TileForward(TilePass):
 
     @property
     def sections(self) -> Sections | None:
-        """How CTAs that see all keys of entries of a batch share L2; measured on sm_90a alone."""
+        """How CTAs whose keys begin with those of an entry of a batch share L2; measured on sm_90a alone."""
         if not self.hopper or self.layout.packed or self.mask.hides_earlier:
             return None
         return Sections(BATCH * HEADS, 4, N_K, self.spec.head_dim)
