@@ -327,6 +327,10 @@ inline void schedule_fence(int x) {
   if (x < 0) emulator::fail("schedule_fence would end the thread");
 }
 inline int thread_index() { return emulator::current; }
+template <int N>
+void define(float (&x)[N]) {
+  for (float& each : x) each = NAN;
+}
 template <class T>
 void pin(T&) {}
 template <class T>

@@ -295,6 +295,14 @@ BACKWARD = (
         (f"{EMULATED}::test_no_races[backward-sm_90a-6x11-d64-bf16-both-causal-source-dropout]",),
     ),
     Mutant(
+        "backward-sm90-columns-of-queries-missing",
+        f"{CUDA}/backward_sm90.cu.j2",
+        "warpgroup < DQ_PARTS)",
+        "warpgroup < 1)",
+        "Half of the columns of dQ are not made where two of three warpgroups make them.",
+        (f"{EMULATED}::test_accurate[sm_90a-6x11-d64-bf16-both-causal-source]",),
+    ),
+    Mutant(
         "backward-sm90-widened-by-too-few-columns",
         "mtagen/planner/tile/backward.py",
         "return 9 if self.widened",

@@ -215,11 +215,15 @@ class TileBackward(TilePass):
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that a warp makes; operands of wgmma must not cross a panel."""
+        """Columns of dQ that a warp makes; operands of wgmma must not cross a panel.
+
+        A warpgroup that makes them reads all of dS from shared memory. So as few do as have registers for the sums: of
+        three warpgroups, each has room for 32 columns and not for 64.
+        """
         dim = self.spec.head_dim
         if not self.hopper:
             return 16 * -(-dim // (16 * self.parts))
-        return PANEL if dim > PANEL else dim // 2 if dim % 32 == 0 and self.parts > 1 else dim
+        return dim // 2 if dim == PANEL and self.parts > 2 else min(dim, PANEL)
 
     @property
     def dq_parts(self) -> int:
