@@ -127,13 +127,6 @@ DEVICE u32 as_elements<bf16>(u32 x) {
   return pack<bf16>(scores.x, scores.y);
 }
 
-// Defines values that nobody uses where nothing else is written to them.
-template <int N>
-DEVICE void define(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
-}
-
 // ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // ---- Constants ------------------------------------------------------------------------------------------------------

@@ -101,13 +101,6 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
-// Defines values that nobody uses where nothing else is written to them.
-template <int N>
-DEVICE void define(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
-}
-
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
 using Element = bf16;

@@ -179,13 +179,6 @@ DEVICE u32 as_elements<bf16>(u32 x) {
   return pack<bf16>(scores.x, scores.y);
 }
 
-// Defines values that nobody uses where nothing else is written to them.
-template <int N>
-DEVICE void define(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
-}
-
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, a block a warp --------------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %

@@ -225,13 +225,6 @@ DEVICE void schedule_fence(int x) {
   asm volatile("{ .reg .pred ends; setp.lt.s32 ends, %0, 0; @ends exit; }" ::"r"(x) : "memory");
 }
 
-// Defines values that nobody uses where nothing else is written to them.
-template <int N>
-DEVICE void define(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
-}
-
 // Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
@@ -1177,7 +1170,7 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 //   S of the next step, to its slab
 //   dV and dK are made: arrive at `used`
 
-// Each main warpgroup has a part of the columns. DQ_PARTS of them make dQ, each some of its columns.
+// Each main warpgroup has a part of the columns. The first DQ_PARTS make dQ, each some of its columns.
 constexpr int MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
 // Bytes of a part's P or dS, of a part's keys in a panel of K or V, of a step's Q or dO, and of a step's lse and dot.
 constexpr int SCORES_TILE = ROWS * PANEL_ROW, KEYS_TILE = PART * PANEL_ROW;

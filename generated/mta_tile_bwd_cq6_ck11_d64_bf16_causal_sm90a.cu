@@ -225,9 +225,9 @@ DEVICE void schedule_fence(int x) {
   asm volatile("{ .reg .pred ends; setp.lt.s32 ends, %0, 0; @ends exit; }" ::"r"(x) : "memory");
 }
 
-// Defines values that nobody uses where nothing else is written to them.
+// For ptxas these values are defined from here on. Nobody uses those to which nothing else is written.
 template <int N>
-DEVICE void define(float (&x)[N]) {
+DEVICE void mark_defined(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
 }
@@ -1168,7 +1168,7 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 //   S of the next step, to its slab
 //   dV and dK are made: arrive at `used`
 
-// Each main warpgroup has a part of the columns. DQ_PARTS of them make dQ, each some of its columns.
+// Each main warpgroup has a part of the columns. The first DQ_PARTS make dQ, each some of its columns.
 constexpr int MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
 // Bytes of a part's P or dS, of a part's keys in a panel of K or V, of a step's Q or dO, and of a step's lse and dot.
 constexpr int SCORES_TILE = ROWS * PANEL_ROW, KEYS_TILE = PART * PANEL_ROW;
@@ -1424,7 +1424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       named_barrier(SCORE_GRADIENTS, MAIN_THREADS);
 
       float dq[DQ_COLUMNS / 2];
-      define(dq);  // ptxas serialises all products if sums are not defined where branches meet
+      mark_defined(dq);  // or ptxas would serialise all products: some warpgroups have none here
       const int part = warpgroup % DQ_PARTS;
       if (DQ_PARTS == PARTS || warpgroup < DQ_PARTS) issue_queries(dq, base, part);
       barrier_wait(loaded, done++ & 1);

@@ -187,13 +187,6 @@ constexpr float NO_PEAK = -1e30f;
 // A number that all lanes of the warp have, for which the compiler then needs no register a lane.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// Defines values that nobody uses where nothing else is written to them.
-template <int N>
-DEVICE void define(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
-}
-
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:

@@ -47,7 +47,9 @@ CASES = [
     *(("forward", "sm_90a", spec) for spec in HOPPER_ONLY),
     *(("forward", "sm_89", spec) for spec in FORWARD[1:3]),
     *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 64), Spec((6, 11), 128), Spec((9, 2), 80))),
-    *(("backward", "sm_80", spec) for spec in (Spec((6, 11), 64, causal=False), Spec((6, 11), 128))),
+    *(("backward", "sm_90a", spec) for spec in (Spec((6, 11), 48), Spec((16, 17), 64))),  # one warpgroup makes dQ
+    *(("backward", target, Spec((6, 11), 64, causal=False)) for target in ("sm_80", "sm_90a")),
+    ("backward", "sm_80", Spec((6, 11), 128)),
     *(("backward", target, Spec((6, 11), 64, mask="output")) for target in ("sm_80", "sm_90a")),
     *(("backward", target, Spec((1, 1), d)) for target in ("sm_80", "sm_90a") for d in (64, 128)),
     *(("backward", "sm_89", spec) for spec in (Spec((6, 11), 128, dtype="fp16"), Spec((9, 2), 80))),

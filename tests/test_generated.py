@@ -101,7 +101,7 @@ def test_generated_folder_is_current(tmp_path: Path) -> None:
 
 def test_cuda_sources_have_no_function_that_nothing_calls() -> None:
     for path in FOLDER.glob("*.cu"):
-        source = path.read_text()
+        source = re.sub(r"//.*|^#.*", "", path.read_text(), flags=re.MULTILINE)
         names = set(re.findall(r"^DEVICE .*?(\w+)(?:<\w+>)?\(", source, re.MULTILINE))
         assert names
         for name in names:

@@ -61,7 +61,9 @@ GRID = [
 
 
 CUDA_GRID = [
-    *itertools.product([(6, 11)], [32, 64, 80, 96, 128, 192, 256], ["bf16"], [True, False], ["both"], ["source"]),
+    *itertools.product(
+        [(6, 11)], [16, 32, 48, 64, 80, 96, 128, 192, 256], ["bf16"], [True, False], ["both"], ["source"]
+    ),
     *itertools.product([(6, 11)], [64, 128], ["fp16"], [True, False], ["both"], ["source"]),
     *itertools.product(
         [(1, 1), (3, 3), (7, 7), (11, 11), (2, 9), (11, 1), (1, 7), (5, 2), (16, 17)],

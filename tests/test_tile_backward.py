@@ -114,10 +114,18 @@ def test_operands_are_aligned() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "makers"),
-    [((6, 11), 16, 1), ((6, 11), 48, 1), ((6, 11), 64, 2), ((16, 17), 64, 1), ((6, 11), 96, 2), ((6, 11), 128, 2)],
+    [
+        ((6, 11), 16, 1),
+        ((6, 11), 32, 1),
+        ((6, 11), 48, 1),
+        ((6, 11), 64, 2),
+        ((16, 17), 64, 1),
+        ((6, 11), 96, 2),
+        ((6, 11), 128, 2),
+    ],
 )
 def test_few_warpgroups_make_the_gradient_of_queries(kernel: tuple[int, int], head_dim: int, makers: int) -> None:
-    """Each reads all of dS. Of three warpgroups none has registers for the sums of 64 columns."""
+    """Each reads all of dS. None of three warpgroups has registers for the sums of 64 columns."""
     plan = cheapest("backward", Spec(kernel, head_dim), HOPPER)
     assert plan.dq_parts == makers
     assert plan.parts < 3 or plan.dq_columns < 64

@@ -328,7 +328,7 @@ inline void schedule_fence(int x) {
 }
 inline int thread_index() { return emulator::current; }
 template <int N>
-void define(float (&x)[N]) {
+void mark_defined(float (&x)[N]) {
   for (float& each : x) each = NAN;
 }
 template <class T>

@@ -303,6 +303,14 @@ BACKWARD = (
         (f"{EMULATED}::test_accurate[sm_90a-6x11-d64-bf16-both-causal-source]",),
     ),
     Mutant(
+        "backward-sm90-columns-of-queries-added-by-all",
+        f"{CUDA}/backward_sm90.cu.j2",
+        " || at.part >= DQ_PARTS",
+        "",
+        "Warpgroups that make no columns of dQ add what their registers hold.",
+        (f"{EMULATED}::test_accurate[sm_90a-6x11-d64-bf16-both-causal-source]",),
+    ),
+    Mutant(
         "backward-sm90-widened-by-too-few-columns",
         "mtagen/planner/tile/backward.py",
         "return 9 if self.widened",

@@ -217,8 +217,8 @@ class TileBackward(TilePass):
     def dq_columns(self) -> int:
         """Columns of dQ that a warp makes; operands of wgmma must not cross a panel.
 
-        A warpgroup that makes them reads all of dS from shared memory. So as few do as have registers for the sums: of
-        three warpgroups, each has room for 32 columns and not for 64.
+        A warpgroup that makes them reads all of dS from shared memory. So as few do as have registers for the sums: at
+        a head dim of 64 each of three warpgroups has room for 32 columns, not for 64.
         """
         dim = self.spec.head_dim
         if not self.hopper:
@@ -227,7 +227,7 @@ class TileBackward(TilePass):
 
     @property
     def dq_parts(self) -> int:
-        """Parts that share dQ's columns."""
+        """Parts that make dQ, each some of its columns."""
         return -(-self.spec.head_dim // self.dq_columns)
 
     # ---- Gradients of K and V without wgmma: a warp has blocks of 16 x 16 sums

@@ -276,9 +276,9 @@ DEVICE void schedule_fence(int x) {
   asm volatile("{ .reg .pred ends; setp.lt.s32 ends, %0, 0; @ends exit; }" ::"r"(x) : "memory");
 }
 
-// Defines values that nobody uses where nothing else is written to them.
+// For ptxas these values are defined from here on. Nobody uses those to which nothing else is written.
 template <int N>
-DEVICE void define(float (&x)[N]) {
+DEVICE void mark_defined(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
 }
