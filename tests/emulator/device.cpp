@@ -308,6 +308,7 @@ const char* launch(void (*thread)(), const u32* grid, int threads_of_block, int 
   body = thread;
   count = threads_of_block, memory_end = BASE + shared, late = seed % 2, ordered = checked;
   chance.seed(seed);
+  active = turn = 0;  // or the order of warps would depend on what ran before
   gridDim = {grid[0], grid[1], grid[2]};
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
