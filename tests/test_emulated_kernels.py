@@ -38,6 +38,7 @@ SIZES = (
 )
 SM90, SM80 = ("sm_90a", Spec((6, 11), 64)), ("sm_80", Spec((6, 11), 64, dtype="fp16"))
 SM90_OUTPUT = ("sm_90a", Spec((6, 11), 128, mask="output"))
+SM90_DROPOUT = ("sm_90a", Spec((6, 11), 64, dropout=True))
 SM90_FULL = ("sm_90a", Spec((3, 3), 32, causal=False, key_padding="left", dtype="fp16"))
 SM90_ONE_TAP, SM80_FULL = ("sm_90a", Spec((1, 1), 32)), ("sm_80", Spec((3, 3), 80, causal=False))
 SPECS = [
@@ -237,9 +238,6 @@ def test_splits_of_the_keys_have_no_races_and_the_same_bits_again(target: str, s
     )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-SM90_DROPOUT = ("sm_90a", Spec((6, 11), 64, dropout=True))
 
 
 @pytest.mark.parametrize(("target", "spec"), [SM90, SM90_OUTPUT, SM90_ONE_TAP, SM90_FULL, SM90_DROPOUT], ids=case_id)
