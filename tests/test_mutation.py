@@ -19,7 +19,8 @@ from mutation.__main__ import (
     try_all,
     try_one,
 )
-from mutation.mutants import MUTANTS, Mutant
+from mutation.mutant import Mutant
+from mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
 

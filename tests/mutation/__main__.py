@@ -37,7 +37,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from .mutants import MUTANTS, Mutant
+from .mutant import Mutant
+from .mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = "tests/interpreter/"  # tests that need Triton's interpreter, which is chosen when triton is imported

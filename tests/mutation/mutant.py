@@ -1,0 +1,38 @@
+"""What a mutant is, and names of the files that many mutants share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One bug.
+
+    Attributes:
+        name: what it is called on the command line.
+        file: where it is, below the repository's root.
+        old: text that occurs exactly once in the file.
+        new: what stands there instead.
+        harm: what goes wrong, in a sentence.
+        killed_by: tests of which one must fail, as pytest takes them: files or tests below the repository's root.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    harm: str
+    killed_by: tuple[str, ...]
+
+
+CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"
+EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/test_kernels.py"
+INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
+INTERPRETED_STRIP = "tests/interpreter/test_strip.py"
+INTERPRETED_DOCUMENTS = "tests/interpreter/test_documents.py"
+INTERPRETED_DROPOUT = "tests/interpreter/test_dropout.py"
+CUDA_IN_STRIPS = "tests/interpreter/test_cuda_strip.py"
+EMULATED_STRIP = "tests/test_emulated_strip.py"
+EMULATED_DOCUMENTS = "tests/test_emulated_documents.py"
+SM90, SM80 = "sm_90a-6x11-d64-bf16-both-causal-source", "sm_80-6x11-d64-fp16-both-causal-source"
+PIPELINE = "mtagen/cpu/pipeline.py"

@@ -1,0 +1,16 @@
+"""The mutants: bugs of one line, each of which some test must see; a module for each subject.
+
+A new kernel, pass or rule comes with the mistakes that are easily made in it. To change a file that a mutant is in may
+mean to change the mutant: ``tests/test_mutation.py`` says if its text is no longer there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from ..mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = tuple(
+    mutant for module in iter_modules(__path__) for mutant in import_module(f"{__name__}.{module.name}").MUTANTS
+)

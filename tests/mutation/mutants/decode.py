@@ -1,0 +1,80 @@
+"""Decode kernels."""
+
+from __future__ import annotations
+
+from ..mutant import CUDA, EMULATED, INTERPRETED_DECODE, TRITON, Mutant
+
+MUTANTS = (
+    Mutant(
+        "decode-length-beyond-the-cache",
+        f"{CUDA}/decode.cu.j2",
+        "x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max",
+        "x.seqlens ? x.seqlens[b] : x.n_max",
+        "A length beyond the cache reads the keys of another sequence.",
+        (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "decode-combine-one-split-a-lane",
+        f"{CUDA}/combine.j2",
+        "for (int split = lane; split < num_splits; split += 32) total +=",
+        "if (int split = lane; split < num_splits) total +=",
+        "Of more than 32 splits the others are left out of the sum that outputs are divided by.",
+        (f"{EMULATED}::test_decode_in_more_splits_than_a_warp_has_lanes",),
+    ),
+    Mutant(
+        "decode-heads-of-a-later-block",
+        f"{CUDA}/decode.cu.j2",
+        "head = kv_head * x.group + block * x.cta_heads,",
+        "head = kv_head * x.group + block,",
+        "Where a group has more heads than a CTA takes, some are decoded twice and others never.",
+        (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "decode-first-heads-only",
+        "mtagen/planner/tile/decode.py",
+        "grid = (BATCH * KV_HEADS * ceiling(GROUP / CTA_HEADS) * SPLITS,)",
+        "grid = (BATCH * KV_HEADS * SPLITS,)",
+        "Where a group has more heads than a CTA takes, the others' CTAs are not launched.",
+        (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "decode-tokens-of-a-later-step",
+        f"{CUDA}/decode.cu.j2",
+        "token = index % share.token_tiles * Tile::TOKENS;",
+        "token = index % share.token_tiles;",
+        "Of more new tokens than one step takes, some are decoded twice and others never.",
+        (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "decode-first-24-rows-of-scores",
+        f"{CUDA}/decode.cu.j2",
+        "for (int row = 0; row < share.rows; row += 24) {",
+        "for (int row = 0; row < min(share.rows, 24); row += 24) {",
+        "Where a CTA has more than 24 rows of queries, the scores of the others are zeros.",
+        (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "decode-mask-off-by-one",
+        f"{CUDA}/decode.cu.j2",
+        'hidden("position", "j", n_k=none) if mask.hides',
+        'hidden("position + 1", "j", n_k=none) if mask.hides',
+        "A new token sees the one after it.",
+        (f"{EMULATED}::test_decode",),
+    ),
+    Mutant(
+        "triton-decode-length-beyond-the-cache",
+        f"{TRITON}/decode.j2",
+        "mask=has_seqlens != 0, other=n_max), n_max)",
+        "mask=has_seqlens != 0, other=n_max), 2 * n_max)",
+        "A length beyond the cache reads the keys of another sequence.",
+        (f"{INTERPRETED_DECODE}::test_lengths_beyond_the_cache",),
+    ),
+    Mutant(
+        "triton-decode-splits-not-rescaled",
+        f"{TRITON}/decode.j2",
+        "acc = acc * rescale + tl.sum(share",
+        "acc = acc + tl.sum(share",
+        "Of more splits than are merged at once, the first ones keep the scale of their own peak.",
+        (f"{INTERPRETED_DECODE}::test_more_splits_than_are_merged_at_once",),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Context parallelism."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "ranks-own-context-missing",
+        "mtagen/distributed/context_parallel.py",
+        "step.context.copy_own(queries, context)",
+        "pass",
+        "A chunk after ones of few rows, of which one is of the same rank, convolves what memory held before.",
+        ("tests/test_distributed.py::test_short_sequences",),
+    ),
+    Mutant(
+        "ranks-own-gradients-missing",
+        "mtagen/distributed/context_parallel.py",
+        "of_keys, of_values = map(plan.own_gradients, (dks, dvs))",
+        "of_keys, of_values = [], []",
+        "Gradients of keys and values are those of the other ranks' outputs.",
+        ("tests/test_distributed.py::test_pipelines",),
+    ),
+    Mutant(
+        "ranks-keys-from-before-the-window",
+        "mtagen/distributed/sharding.py",
+        "min(max(call.keys.start, end), call.keys.stop)",
+        "min(end, call.keys.stop)",
+        "What comes for a second chunk begins where the first one's keys end, outside its tensor.",
+        ("tests/test_distributed.py::test_keys_are_brought_once",),
+    ),
+    Mutant(
+        "ranks-gradients-rounded-often",
+        "mtagen/distributed/exchange.py",
+        "first.to(sum_dtype(first)) + second",
+        "first + second",
+        "Sums of gradients in bf16 are rounded after each addition.",
+        ("tests/test_distributed.py::test_gradients_of_a_chunk_are_summed",),
+    ),
+    Mutant(
+        "ranks-gradients-summed-in-place",
+        "mtagen/distributed/exchange.py",
+        "first.to(sum_dtype(first)) + second",
+        "first.to(sum_dtype(first)).add_(second)",
+        "A sum in fp32 overwrites the first of what it adds.",
+        ("tests/test_distributed.py::test_gradients_of_a_chunk_are_summed",),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Models for transformers."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "model-repeats-the-batch",
+        "mtagen/transformers/cache.py",
+        ".repeat_interleave(repeats)",
+        ".repeat(repeats)",
+        "Sequences go on with the keys of other prompts.",
+        ("tests/test_transformers.py::test_what_a_cache_does",),
+    ),
+    Mutant(
+        "model-beams-keep-their-keys",
+        "mtagen/transformers/cache.py",
+        "self._select(beam_idx)",
+        "self._select(torch.arange(len(beam_idx)))",
+        "A beam that takes another's place goes on with the other's keys.",
+        ("tests/test_transformers.py::test_what_a_cache_does",),
+    ),
+    Mutant(
+        "model-positions-of-padding",
+        "mtagen/transformers/cache.py",
+        "positions[own, before:]",
+        "positions[own, : count - before]",
+        "Tokens after padding are turned by the angles of padding.",
+        ("tests/test_transformers.py::test_generation_with_and_without_a_cache",),
+    ),
+    Mutant(
+        "model-retrofitted-for-evaluation",
+        "mtagen/transformers/retrofit.py",
+        "ours.train(model.training)",
+        "ours.eval()",
+        "A model that was being trained no longer drops.",
+        ("tests/test_transformers.py::test_what_else_a_retrofitted_llama_keeps",),
+    ),
+    Mutant(
+        "model-retrofitted-with-another-activation",
+        "mtagen/transformers/retrofit.py",
+        "hidden_act=theirs.hidden_act,",
+        "",
+        "A model whose activation is not Llama's computes something else.",
+        ("tests/test_transformers.py::test_what_else_a_retrofitted_llama_keeps",),
+    ),
+)
