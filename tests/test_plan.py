@@ -129,7 +129,7 @@ def test_text_shows_what_was_decided() -> None:
     assert re.search(r"forward halo +rows 5 \+ 0, keys 10 \+ 0", text)
     assert re.search(r"backward halo +rows 5 \+ 5, keys 10 \+ 10", text)
     assert re.search(r"lifted +keys, 6 terms of 11 taps", text)
-    assert re.search(r"band +5 diagonals corrected, 5 needed", text)
+    assert re.search(r"band +5 diagonals selected, summed from terms on 15", text)
     assert re.search(r"workspace +at most about 1280 MiB", text)
     for one in made.passes:
         for key, fields in one.plan.decisions().items():
@@ -213,8 +213,8 @@ def test_fits_the_target_or_says_what_does_not(
             assert all(is_power_of_2(size) for size in (tile.block_m, tile.block_n or 1, tile.num_warps))
             if role in TENSOR_ROLES:
                 assert strip_multiple % tile.block_m == 0
-    band = {"band_scores", "band"} if made.lift["forward"].lift.bands else set()
-    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_scores", "band"} | band
+    band = {"band_terms", "band"} if made.lift["forward"].lift.bands else set()
+    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_terms", "band"} | band
 
 
 def plan_or_refusal(spec: Spec, target: Target) -> Plan | str:

@@ -127,64 +127,67 @@ def beyond(spec, later, i, j, off):
 @pytest.mark.parametrize("later", [True, False])
 @pytest.mark.parametrize("spec", [*SPECS, *WINDOWED], ids=spec_id)
 def test_band_covers_exactly_the_dropped_terms(spec, later):
+    """A diagonal is in the band if a term is dropped there; the terms that count there are on the band's diagonals."""
     n, off = 24, 2
     deltas, diagonals = set(), set()
     if (spec.right if later else spec.left) is not None:
         for i, j in itertools.product(range(n), range(n + off)):
             if not sees(spec, i, j, off):
                 continue
-            for ii, jj in reads(spec, i, j):
-                masked_by = {"source": ii, "output": i}[spec.mask]
-                if ii >= 0 and 0 <= jj < n + off and beyond(spec, later, masked_by, jj, off) > 0:
-                    deltas.add(-beyond(spec, later, i, j, off))
-                    diagonals.add(beyond(spec, later, ii, jj, off))
+            terms = [(ii, jj) for ii, jj in reads(spec, i, j) if ii >= 0 and 0 <= jj < n + off]
+            masked_by = {"source": lambda ii: ii, "output": lambda _, row=i: row}[spec.mask]
+            if any(beyond(spec, later, masked_by(ii), jj, off) > 0 for ii, jj in terms):
+                deltas.add(-beyond(spec, later, i, j, off))
+                counted = [(ii, jj) for ii, jj in terms if not dropped(spec, i, j, ii, jj, off)]
+                diagonals |= {-beyond(spec, later, ii, jj, off) for ii, jj in counted}
     found = [band for band in bands(spec) if band.later == later]
     assert len(found) == bool(deltas)
     for band in found:
         assert deltas == set(range(band.width))
-        assert diagonals <= set(range(1 - band.inside, band.reach - band.inside + 1))
-        if spec.left is None or spec.right is None:  # in a narrow window some of the taps meet no diagonal of the band
-            assert (min(diagonals), max(diagonals)) == (1 - band.inside, band.reach - band.inside)
+        assert diagonals == set(range(band.first, band.first + band.reach))
 
 
 def test_band_of_the_paper_setting():
     def sizes(**options):
-        return [(band.width, band.reach) for band in bands(Spec((6, 11), 128, **options))]
+        return [(band.width, band.first, band.reach) for band in bands(Spec((6, 11), 128, **options))]
 
-    assert sizes() == [(10, 10)]
-    assert sizes(mask="output") == [(5, 10)]
+    assert sizes() == [(10, 0, 15)]
+    assert sizes(mask="output") == [(5, -5, 15)]
     assert sizes(mask="output", key_padding="left") == []
     assert sizes(causal=False) == []
-    assert sizes(window=(100, -1)) == [(10, 10), (5, 5)]
-    assert bands(Spec((6, 11), 128))[0].ahead == V - U
+    assert sizes(window=(100, -1)) == [(10, 0, 15), (5, 0, 15)]
+    assert sizes(window=(7, -1)) == [(8, 0, 8), (5, 0, 8)]
+    assert bands(Spec((6, 11), 128))[0].shift == U - V
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(9, 9), (5, 13), (13, 8)])
 @pytest.mark.parametrize("spec", MASKED, ids=spec_id)
-def test_lifted_score_less_bands_is_the_convolved_score(spec, n_q, n_k):
-    """C = Ct - E with E built from the scores on each band's diagonals f <= ``reach``, on ``width`` diagonals."""
+def test_scores_of_bands_are_those_of_visible_terms_and_others_are_lifted(spec, n_q, n_k):
+    """C = Ct but on bands, where it is the sum of terms on each band's diagonals 0 <= f < ``reach``."""
     rng, off = np.random.default_rng(0), n_k - n_q
     scores, weight = rng.standard_normal((n_q, n_k)), rng.standard_normal(spec.kernel)
-    assert all(comparison.operator == ">" for band in bands(spec) for comparison in band.dropped)
+    holds = {"<=": lambda left, right: left <= right}
 
-    def scored(band, i, f):
-        key = int(band.key(i + off, band.inside - f))
-        assert int(band.position(key, band.inside - f)) == i + off
-        return scores[i, key] if 0 <= i < n_q and 0 <= key < n_k and 1 <= f <= band.reach else 0.0
+    def term(band, i, f):
+        key = int(band.key(i + off, band.first + f))
+        assert int(band.position(key, band.first + f)) == i + off
+        return scores[i, key] if 0 <= i < n_q and 0 <= key < n_k else 0.0
 
     for i, j in itertools.product(range(n_q), range(n_k)):
         if not sees(spec, i, j, off):
             continue
-        exact = lifted = correction = 0.0
+        exact = lifted = 0.0
+        banded = {band: 0.0 for band in bands(spec) if int(band.diagonal(i + off, j)) < band.width}
         for u, v in itertools.product(range(spec.cq), range(spec.ck)):
             ii, jj = i - (spec.cq - 1) + u, j - spec.pad_left + v
             if 0 <= ii < n_q and 0 <= jj < n_k:
                 lifted += weight[u, v] * scores[ii, jj]
                 exact += 0.0 if dropped(spec, i, j, ii, jj, off) else weight[u, v] * scores[ii, jj]
-            for band in bands(spec):
-                delta = int(band.diagonal(i + off, j))
-                tap = {U: u, V: v, DELTA: delta}
-                drops = all(left.subs(tap) > right.subs(tap) for left, _, right in band.dropped)
-                if delta < band.width and drops:
-                    correction += weight[u, v] * scored(band, ii, int(band.ahead.subs(tap)) - delta)
-        assert exact == pytest.approx(lifted - correction, abs=1e-12)
+            for band in banded:
+                tap = {U: u, V: v, DELTA: int(band.diagonal(i + off, j))}
+                f = int((DELTA + band.shift).subs(tap))
+                counts = all(holds[operator](left.subs(tap), right.subs(tap)) for left, operator, right in band.counted)
+                if counts and 0 <= f < band.reach:
+                    banded[band] += weight[u, v] * term(band, ii, f)
+        for value in banded.values() or [lifted]:
+            assert exact == pytest.approx(value, abs=1e-12)

@@ -203,7 +203,7 @@ def finish(module: LiftModule, owner: str) -> Finish:
         grad=next(one.role for one in lift.contractions if one.owner == owner),
         out=out,
         shape=_finished(own, "H" if rows else "Hkv", module.spec),
-        formula=f"{formula}{', plus the share of the correction' if lift.bands else ''}.",
+        formula=f"{formula}{', plus what scores on the band add' if lift.bands else ''}.",
         tensors=tensors,
     )
 

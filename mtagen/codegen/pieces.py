@@ -19,7 +19,7 @@ from ..planner.targets import get_target
 from ..spec import Spec
 from .printers import Source, triton_code
 
-_F, _I0, _REACH = sympy.symbols("f i0 REACH", integer=True)
+_F, _F0, _I0, _DIAGONALS = sympy.symbols("f f0 i0 DIAGONALS", integer=True)
 
 
 @dataclass(frozen=True)
@@ -142,30 +142,40 @@ def diagonal_key(band: Band, row: str) -> str:
 
 def scored_key(band: Band, row: str) -> str:
     """The key on diagonal ``f`` of a row."""
-    return triton_code(band.key(Symbol(row, integer=True) + OFF, band.inside - _F))
+    return triton_code(band.key(Symbol(row, integer=True) + OFF, band.first + _F))
 
 
 def window_start(band: Band) -> str:
-    """The first key on the diagonals 1 <= f <= REACH of the rows from ``i0`` on."""
-    return triton_code(band.key(_I0 + OFF, band.inside - (1 if band.later else _REACH)))
+    """The first key on the diagonals f0 <= f < f0 + DIAGONALS of the rows from ``i0`` on."""
+    return triton_code(band.key(_I0 + OFF, band.first + _F0 + (_DIAGONALS - 1 if band.later else 0)))
 
 
 def scored_row(band: Band, key: str) -> str:
     """The row on whose diagonal ``f`` a key is."""
-    return triton_code(band.position(Symbol(key, integer=True), band.inside - _F) - OFF)
+    return triton_code(band.position(Symbol(key, integer=True), band.first + _F) - OFF)
 
 
-def dropped_mask(band: Band) -> str:
-    """What else than its place on a hidden diagonal a term needs in order to be dropped."""
+def term_diagonal(band: Band) -> str:
+    """The diagonal f of its row that the term of tap (u, v) of a score on diagonal ``delta`` is on."""
+    return triton_code(DELTA + band.shift)
+
+
+def score_diagonal(band: Band) -> str:
+    """The diagonal delta of the score whose term of tap (u, v) is on diagonal ``f`` of its row."""
+    return triton_code(_F - band.shift)
+
+
+def counted_mask(band: Band) -> str:
+    """What the mask asks of a term that counts, besides that it is on one of the diagonals 0 <= f < REACH."""
     return "".join(
-        f" & ({triton_code(left)} {operator} {triton_code(right)})" for left, operator, right in band.dropped
+        f" & ({triton_code(left)} {operator} {triton_code(right)})" for left, operator, right in band.counted
     )
 
 
-def correction_entry(band: Band) -> str:
-    """Where the correction of C[i, j] stands, in formulas."""
+def band_entry(band: Band) -> str:
+    """Where C[i, j] stands if it is on the band, in formulas."""
     i, j = sympy.symbols("i j", integer=True)
-    return f"correction{band.suffix}[{triton_code(band.diagonal(i + OFF, j))}, i]"
+    return f"band{band.suffix}[{triton_code(band.diagonal(i + OFF, j))}, i]"
 
 
 def weight_entry(lift: Lift) -> str:

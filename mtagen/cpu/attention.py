@@ -110,10 +110,11 @@ def backward(
                 p.sub_(norms[:, rows]).exp_()
                 dvalues[:, cols].baddbmm_(p.mT, douts_tile)
                 g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
+                for diagonal, entry in _diagonals(g, dband[:, rows], corner):
+                    entry.copy_(diagonal)
+                    diagonal.zero_()  # no product of the operands made these scores
                 dleft[:, rows].baddbmm_(g, right[:, cols].flatten(2))
                 dright[:, cols].baddbmm_(g.mT, left_tile)
-                for diagonal, entry in _diagonals(g, dband[:, rows], corner):
-                    entry.sub_(diagonal)
 
         dqueries, dkeys, dkernel = lifting.lift_backward(
             spec, dleft.view(left.shape), dright.view(right.shape), dband, group.q, group.k, group.kernel
@@ -169,7 +170,7 @@ def decode(
         positions = torch.arange(length - tail, length, device=q_tail.device)
         absent = positions.unsqueeze(-1) < 0
         visible = torch.arange(length, device=q_tail.device) <= positions.unsqueeze(-1)
-        visible = visible if spec.causal else ~absent
+        visible = ~absent if spec.right is None else visible
         queries = q_tail[entry].to(dtype).masked_fill(absent, 0)
         scores = scale * (queries.reshape(len(keys), -1, keys.shape[2]) @ keys.mT).view(heads, tail, length)
         # One image of cq rows per new query, so that either mask applies before the convolution.
@@ -229,7 +230,7 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> It
 def _row_tiles(spec: Spec, nq: int, nk: int, tile: int) -> Iterator[tuple[slice, list[slice]]]:
     """Tiles of rows, each with the tiles of columns that it sees some of."""
     for rows in _split(nq, tile):
-        yield rows, _split(min(nk, rows.stop + nk - nq) if spec.causal else nk, tile)
+        yield rows, _split(nk if spec.right is None else min(nk, rows.stop + nk - nq), tile)
 
 
 def _split(n: int, tile: int) -> list[slice]:
@@ -242,8 +243,8 @@ def _score_tile(spec: Spec, left: Tensor, right: Tensor, band: Tensor, corner: i
     for x, y in zip(left.unbind(2), right.unbind(2), strict=True):
         scores.baddbmm_(x, y.mT)  # as one product over all m * D, rounding errors would add up to about twice
     for diagonal, entry in _diagonals(scores, band, corner):
-        diagonal.sub_(entry)
-    if spec.causal and corner < scores.shape[2] - 1:
+        diagonal.copy_(entry)
+    if spec.right is not None and corner < scores.shape[2] - 1:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(corner + 1)
         scores.masked_fill_(hidden, -torch.inf)
     return scores

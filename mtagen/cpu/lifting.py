@@ -1,10 +1,10 @@
 """The linear maps that fold a convolution of scores into their operands, and the adjoint of each.
 
-Away from the causal diagonal the convolved scores are Ct[i, j] = left[i] . right[j]: one operand holds
-shifted rows, the other the same rows mixed by the kernel, along whichever axis of it is shorter. Close to the
-diagonal, 0 <= delta = i + off - j < ``band.shape[2]``, Ct contains terms that the causal mask removes;
-``band`` holds their sum, so that C[i, j] = Ct[i, j] - band[i, delta]. Here ``kernel`` is scale * W, ``off``
-is Nk - Nq, and G counts independent heads.
+Away from the mask's edge the convolved scores are Ct[i, j] = left[i] . right[j]: one operand holds shifted rows, the
+other the same rows mixed by the kernel, along whichever axis of it is shorter. Next to the edge, on the diagonals
+0 <= delta = i + off + limit - j < ``band.shape[2]``, Ct contains terms that the mask hides. There C[i, j] is
+``band[i, delta]`` instead, which is summed from visible terms alone, so that hidden keys change no bit of it. Here
+``kernel`` is scale * W, ``off`` is Nk - Nq, ``limit`` is 0 for a causal mask, and G counts independent heads.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..planner.lift.band import bands
+from ..planner.lift.band import Band, bands
 from ..spec import Spec
 
 
 def lift(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands whose product is a convolution of scores, and its correction near the causal diagonal.
+    """Operands whose product is a convolution of scores, and the scores next to the mask's edge.
 
     With cq <= ck, left[i] = (q[i-(cq-1)+u])_u and right[j] = (sum_v W[u,v] k[j-pL+v])_u; else the mirror
     image.
@@ -31,7 +31,7 @@ def lift(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tens
 
     Returns:
         ``left [G, Nq, m, D]``, ``right [G, Nk, m, D]`` with m = min(cq, ck), one of them an overlapping view,
-        and ``band [G, Nq, width]``, whose width is 0 where nothing needs correction.
+        and ``band [G, Nq, width]``, whose width is 0 where no mask hides terms.
     """
     if spec.cq <= spec.ck:
         left, right = _windows(q, spec.cq, spec.cq - 1), _mix(k, kernel, spec.pad_left)
@@ -50,77 +50,79 @@ def lift_backward(
     else:
         dq, dkernel = _mix_backward(dleft, q, kernel.mT, spec.cq - 1)
         dk, dkernel = _windows_backward(dright, spec.pad_left), dkernel.mT
-    if dband.shape[2]:
-        band_dq, band_dk, band_dkernel = _band_backward(spec, dband, q, k, kernel)
+    if (band := _edge(spec)) is not None:
+        band_dq, band_dk, band_dkernel = _band_backward(spec, band, dband, q, k, kernel)
         return dq + band_dq, dk + band_dk, dkernel + band_dkernel
     return dq, dk, dkernel
 
 
+def _edge(spec: Spec) -> Band | None:
+    """The band next to the last key that a row sees, if there is one; tiles hide no earlier keys."""
+    return next(iter(bands(spec)), None)
+
+
 def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
-    """E[i, delta] = sum of W[u,v] A[i-(cq-1)+u, f] over removed terms, f = v - pL + (cq-1) - u - delta.
+    """The convolved scores of the band.
 
-    As matrices: windows of A, the scores ahead of the diagonal, times a rearranged kernel.
+    As matrices: windows of A, the scores on the diagonals of terms, times a rearranged kernel.
     """
-    if not _width(spec):
+    band = _edge(spec)
+    if band is None:
         return q.new_empty(*q.shape[:2], 0)
-    return _ahead_windows(spec, q, k) @ _band_kernel(spec, kernel)
+    return _term_windows(spec, band, q, k) @ _band_kernel(spec, band, kernel)
 
 
-def _band_backward(spec: Spec, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    entries, taps = _band_terms(spec, q.device)
-    dmatrix = _ahead_windows(spec, q, k).mT @ dband
+def _band_backward(
+    spec: Spec, band: Band, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    entries, taps = _band_taps(spec, band, q.device)
+    dmatrix = _term_windows(spec, band, q, k).mT @ dband
     dkernel = torch.zeros_like(kernel).flatten(1).index_add_(1, taps, dmatrix.flatten(1)[:, entries])
-    dwindows = dband @ _band_kernel(spec, kernel).mT
-    dahead = _windows_backward(torch.unflatten(dwindows, 2, (spec.cq, -1)), spec.cq - 1)
+    dwindows = dband @ _band_kernel(spec, band, kernel).mT
+    dterms = _windows_backward(torch.unflatten(dwindows, 2, (spec.cq, -1)), spec.cq - 1)
 
-    pad = _ahead_padding(spec, q, k)
+    pad = _term_padding(band, q, k)
     keys, dq = F.pad(k, pad), torch.zeros_like(q)
     dkeys = torch.zeros_like(keys)
-    for f, column in enumerate(dahead.unsqueeze(2).unbind(3)):
-        ahead = slice(f, f + q.shape[1])
-        dq.addcmul_(column, keys[:, ahead])
-        dkeys[:, ahead].addcmul_(column, q)
+    for place, column in enumerate(dterms.unsqueeze(2).unbind(3)):
+        met = slice(place, place + q.shape[1])
+        dq.addcmul_(column, keys[:, met])
+        dkeys[:, met].addcmul_(column, q)
     return dq, F.pad(dkeys, [-p for p in pad]), dkernel.view_as(kernel)
 
 
-def _ahead_windows(spec: Spec, q: Tensor, k: Tensor) -> Tensor:
-    """``[G, Nq, cq * (cq-1+pR)]``: rows i-(cq-1) to i of A, where A[i, f] = q[i] . k[i+off+f] for f >= 1."""
-    keys, n = F.pad(k, _ahead_padding(spec, q, k)), q.shape[1]
-    ahead = [torch.linalg.vecdot(q, keys[:, f : f + n]) for f in range(keys.shape[1] - n + 1)]
-    return _windows(torch.stack(ahead, -1), spec.cq, spec.cq - 1).flatten(2)
+def _term_windows(spec: Spec, band: Band, q: Tensor, k: Tensor) -> Tensor:
+    """``[G, Nq, cq * reach]``: rows i-(cq-1) to i of A, where A[i, p] = q[i] . k[i + off + first key + p]."""
+    keys, n = F.pad(k, _term_padding(band, q, k)), q.shape[1]
+    terms = [torch.linalg.vecdot(q, keys[:, place : place + n]) for place in range(band.reach)]
+    return _windows(torch.stack(terms, -1), spec.cq, spec.cq - 1).flatten(2)
 
 
-def _ahead_padding(spec: Spec, q: Tensor, k: Tensor) -> list[int]:
-    """Padding that makes row i + f - 1 of the keys the one f ahead of query i; a negative one crops."""
-    return [0, 0, q.shape[1] - k.shape[1] - 1, spec.cq - 1 + spec.pad_right]
+def _term_padding(band: Band, q: Tensor, k: Tensor) -> list[int]:
+    """Padding that makes row i + p of the keys the p-th that a term of row i reads; a negative one crops."""
+    before = -int(band.key(k.shape[1] - q.shape[1], band.first + band.reach - 1))
+    return [0, 0, before, q.shape[1] + band.reach - 1 - before - k.shape[1]]
 
 
-def _band_kernel(spec: Spec, kernel: Tensor) -> Tensor:
-    """The kernel as the matrix ``[G, cq * (cq-1+pR), width]`` that takes windows of A to E."""
-    entries, taps = _band_terms(spec, kernel.device)
+def _band_kernel(spec: Spec, band: Band, kernel: Tensor) -> Tensor:
+    """The kernel as the matrix ``[G, cq * reach, width]`` that takes windows of A to scores."""
+    entries, taps = _band_taps(spec, band, kernel.device)
     matrix = kernel.new_zeros(kernel.shape[0], entries.numel())
     matrix[:, entries] = kernel.flatten(1)[:, taps]
-    return torch.unflatten(matrix, 1, (-1, _width(spec)))
+    return torch.unflatten(matrix, 1, (-1, band.width))
 
 
-def _band_terms(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
+def _band_taps(spec: Spec, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which entries of the flattened band matrix hold a tap (a mask), and the index u*ck + v of each tap."""
-    u, f, delta = torch.meshgrid(
-        torch.arange(spec.cq, device=device),
-        torch.arange(1, spec.cq + spec.pad_right, device=device),
-        torch.arange(_width(spec), device=device),
-        indexing="ij",
+    u, place, delta = torch.meshgrid(
+        *(torch.arange(extent, device=device) for extent in (spec.cq, band.reach, band.width)), indexing="ij"
     )
-    v = f + spec.pad_left - (spec.cq - 1) + u + delta
+    diagonal = band.first + band.reach - 1 - place  # of the term, in its own row
+    v = delta - diagonal + u - (spec.cq - 1) + spec.pad_left
     entries = (v >= 0) & (v < spec.ck)
     if spec.mask == "output":
-        entries &= v - spec.pad_left > delta
+        entries &= v - spec.pad_left <= delta
     return entries.flatten(), (u * spec.ck + v)[entries]
-
-
-def _width(spec: Spec) -> int:
-    """Diagonals that need correction: next to the causal one, if any."""
-    return sum(band.width for band in bands(spec))
 
 
 def _padded(x: Tensor, n: int, before: int) -> Tensor:

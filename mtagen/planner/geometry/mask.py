@@ -13,7 +13,7 @@ from .affine import N_K, Interval, Size
 
 
 class Comparison(NamedTuple):
-    """``left`` ``operator`` ``right``, where the operator is ``<``, ``>`` or ``>=``, as in Python and C."""
+    """``left`` ``operator`` ``right``, where the operator is ``<``, ``<=``, ``>`` or ``>=``, as in Python and C."""
 
     left: Expr
     operator: str

@@ -21,28 +21,29 @@ U, V, DELTA = sympy.symbols("u v delta", integer=True)  # a tap of the convoluti
 class Band:
     """The diagonals next to one edge of the mask, on which the lifted score Ct differs from C.
 
-    Diagonals are counted from the edge. On diagonal delta >= 0 a row sees the key that is delta keys before the last
-    one that it sees, or after the first one. Dropped terms are scores of their own rows on the diagonals f, counted
-    outwards: f = 1 is delta = inside - 1. They are hidden from these rows but for the first ``inside``, which another
-    row's mask drops.
+    A lifted score of the band may count hidden keys. So it is not used: C is summed anew from the terms that the mask
+    counts, and selected there. Diagonals are counted inwards from the edge: a row's diagonal 0 is the last key that the
+    row sees, or the first; the next key inwards is on diagonal 1; hidden keys are on negative diagonals. The terms of
+    a score are scores of rows on diagonals ``first`` to ``first + reach - 1`` of these rows, numbered by f from 0 on.
 
     Attributes:
         later: whether the edge is at the last key that a row sees, or at the first.
         limit: keys from the row's own position to that key.
-        width: F; Ct is corrected on the diagonals 0 <= delta < F.
-        inside: how many of the diagonals f are seen.
-        reach: the correction needs the scores on the diagonals 1 <= f <= reach.
-        ahead: f + delta of the term of tap (u, v) of a score on diagonal delta.
-        dropped: what drops that term besides f >= 1.
+        width: F; C is selected on the diagonals 0 <= delta < F.
+        first: the outermost diagonal of a row that a term is on; negative if the result's mask drops terms, not the row's.
+        reach: how many diagonals terms are on.
+        shift: the term of tap (u, v) of a score on diagonal delta is on diagonal f = delta + shift of its row. Where
+            that is not one of 0 <= f < reach the mask drops the term.
+        counted: what else the mask asks of a term that counts, by ``DELTA``, ``U`` and ``V``.
     """
 
     later: bool
     limit: int
     width: int
-    inside: int
+    first: int
     reach: int
-    ahead: Expr
-    dropped: tuple[Comparison, ...]
+    shift: Expr
+    counted: tuple[Comparison, ...]
 
     @property
     def suffix(self) -> str:
@@ -64,10 +65,11 @@ class Band:
 
 @cache
 def bands(spec: Spec) -> tuple[Band, ...]:
-    """The bands of a request, from its stencil and its mask (lowering "lift", C = Ct - E).
+    """The bands of a request, from its stencil and its mask.
 
-    The lifted sum keeps every term; the mask drops those past the edge of the term's own row (terms ``source``) or of
-    the output's row (``output``). A diagonal is in the band if some term on it is dropped. No term is past both edges.
+    The lifted sum keeps every term; the mask drops those past an edge of the term's own row (terms ``source``) or of
+    the output's row (``output``). A diagonal is in a band if its edge drops some term of a score there. In a narrow
+    window bands overlap; each counts what both edges leave.
     """
     return tuple(_bands(spec, Mask.of(spec)))
 
@@ -77,19 +79,23 @@ def _bands(spec: Spec, mask: Mask) -> Iterator[Band]:
     taps = {r: U - (spec.cq - 1), c: V - spec.pad_left}
     stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
     box = {r: stencil.rows, c: stencil.cols}
-    # Towards the later edge, the term at offset (r, c) lies on diagonal delta + r - c.
+    # The diagonal of a row's last seen key, counted from the first one, if both edges hide keys.
+    across = mask.left + mask.right if mask.left is not None and mask.right is not None else None
     for later, sign, limit in ((True, 1, mask.right), (False, -1, mask.left)):
         if limit is None:
             continue
-        term = sign * (r - c)
-        tested = term if mask.zeroes_scores else -sign * c  # dropped when delta + tested < 0
-        width = -int(interval_over(tested, box)[0])
-        if mask.left is not None and mask.right is not None:
-            width = min(width, mask.left + mask.right + 1)  # past the other edge nothing is seen
+        term = sign * (r - c)  # the term at offset (r, c) is on diagonal delta + term of its own row
+        tested = term if mask.zeroes_scores else -sign * c  # it counts if 0 <= delta + tested <= across
+        least, most = map(int, interval_over(tested, box))
+        width = -least if across is None else min(-least, across + 1)
         if not width:
             continue
-        # A dropped term lies -(delta + term) diagonals past the edge: most at delta = 0, at least 1 + tested - term.
-        inside = max(0, -int(interval_over(sympy.expand(tested - term), box)[0]))
-        reach = inside - int(interval_over(term, box)[0])
-        dropped = (Comparison((-tested).subs(taps), ">", DELTA),) if mask.zeroes_terms else ()
-        yield Band(later, limit, width, inside, reach, sympy.expand(inside - term.subs(taps)), dropped)
+        last = width - 1 + most if across is None else min(width - 1 + most, across)
+        begin, end = map(int, interval_over(sympy.expand(term - tested), box))
+        counted: tuple[Comparison, ...] = ()
+        if mask.zeroes_terms:
+            counted = (Comparison((-tested).subs(taps), "<=", DELTA),)
+            if across is not None:
+                counted += (Comparison(DELTA, "<=", (across - tested).subs(taps)),)
+        shift = sympy.expand(term.subs(taps) - begin)
+        yield Band(later, limit, width, begin, last + end - begin + 1, shift, counted)

@@ -69,8 +69,8 @@ def pass_kernels(
     if pass_name == "decode":
         return (*(make.decode(role) for role in decode_geometry(spec).roles), make.combine())
     bands = geometry.bands
-    corrections = (made(band) for made in (make.band_scores, make.band_correction) for band in bands)
-    operands = (make.lifting(), *corrections)
+    of_bands = (made(band) for made in (make.band_terms, make.band_scores) for band in bands)
+    operands = (make.lifting(), *of_bands)
     if pass_name == "forward":
         return (*operands, make.forward(heads_per_wave))
     return (
@@ -94,8 +94,8 @@ class _Maker:
         self._tiles = tiles
         self._d = {"D": block_dim(spec.head_dim)}
         self._dv = {"DV": block_dim(spec.value_head_dim)}
-        self._corrected = {f"BAND{band.suffix.upper()}": band.width for band in geometry.bands}
-        self._corrections = pointers(*(f"correction{band.suffix}" for band in geometry.bands))
+        self._bands = {f"BAND{band.suffix.upper()}": band.width for band in geometry.bands}
+        self._band_scores = pointers(*(f"band_scores{band.suffix}" for band in geometry.bands))
         drawn = (*pointers("seed"), *numbers("int32", "threshold"), *numbers("float", "keep_scale"))
         self._dropout = drawn if spec.dropout else ()
         self._all_heads = N_HEADS if spec.packed else BATCH * N_HEADS
@@ -109,22 +109,24 @@ class _Maker:
         grid = self._blocks(owner, block, N_X) * HEADS
         return self._make("operand", "lift", own + sizes, grid, {"BLOCK": block, **self._d})
 
-    def band_scores(self, band: Band) -> Kernel:
-        tile = self._tiles["band_scores"]
+    def band_terms(self, band: Band) -> Kernel:
+        tile = self._tiles["band_terms"]
+        diagonals = tile.block_n - tile.block_m + 1  # that a program's rows have in its window of keys
         arguments = (
             self._tiled("q", ("BLOCK", "D")),
             self._tiled("k", ("WINDOW", "D")),
-            *pointers("scores"),
+            *pointers("terms"),
             *numbers("int32", "n_heads", "group"),
             *self._lengths("rows", "n_q", "n_k"),
         )
-        constants = {"BLOCK": tile.block_m, "WINDOW": tile.block_n, **self._d, "REACH": band.reach}
-        grid = self._row_blocks("band_scores") * self._all_heads
-        return self._make(f"band_scores{band.suffix}", "band_scores", arguments, grid, constants)
+        sizes = {"WINDOW": tile.block_n, "DIAGONALS": diagonals, "REACH": band.reach}
+        constants = {"BLOCK": tile.block_m, **sizes, **self._d}
+        grid = self._row_blocks("band_terms") * self._all_heads * -(-band.reach // diagonals)
+        return self._make(f"band_terms{band.suffix}", "band_terms", arguments, grid, constants)
 
-    def band_correction(self, band: Band) -> Kernel:
+    def band_scores(self, band: Band) -> Kernel:
         arguments = (
-            *pointers("scores", "weight", "correction"),
+            *pointers("terms", "weight", "scores"),
             *numbers("int32", "n_heads"),
             *self._lengths("rows", "n_q"),
             *numbers("float", "factor"),
@@ -132,21 +134,21 @@ class _Maker:
         sizes = {"BAND": band.width, "BAND_POW2": _power_of_2(band.width), "REACH": band.reach}
         constants = {"BLOCK": self._tiles["band"].block_m, **sizes}
         grid = self._row_blocks("band") * HEADS
-        return self._make(f"band_correction{band.suffix}", "band", arguments, grid, constants)
+        return self._make(f"band_scores{band.suffix}", "band", arguments, grid, constants)
 
     def forward(self, heads_per_wave: int) -> Kernel:
         tile = self._tiles["forward"]
         arguments = (
             *self._operands(),
             self._tiled("v", ("BLOCK_N", "DV")),
-            *self._corrections,
+            *self._band_scores,
             self._tiled("out", ("BLOCK_M", "DV")),
             *pointers("lse"),
             *numbers("int32", "n_heads", "group"),
             *self._lengths("rows", "n_q", "n_k"),
         )
         arguments += self._dropout
-        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._corrected}
+        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._bands}
         grid = self._row_blocks("forward") * self._all_heads
         return self._make("fwd", "forward", arguments, grid, constants)
 
@@ -169,14 +171,14 @@ class _Maker:
             self._tiled("v", ("BLOCK_N", "DV")),
             self._tiled("grad", ("BLOCK_M", "DV")),
             self._g(),
-            *self._corrections,
+            *self._band_scores,
             *pointers("row_lse", "row_dot", "dv"),
             *numbers("int32", "head0", "n_heads", "group"),
             *self._lengths("keys", "n_q", "n_k"),
             *numbers("int32", "strip_begin", "strip_end"),
         )
         arguments += self._dropout
-        constants = {**_blocks(tile), **self._d, **self._dv, **self._corrected}
+        constants = {**_blocks(tile), **self._d, **self._dv, **self._bands}
         grid = self._blocks("keys", tile.block_n, N_K) * HEADS
         return self._make("bwd_scores", "scores", arguments, grid, constants)
 
@@ -184,7 +186,7 @@ class _Maker:
         arguments = (
             *pointers("g"),
             *(Argument(f"g_{axis}", "int64") for axis in ("slot", "row", "key")),
-            *pointers("band"),
+            *pointers("band_g"),
             *numbers("int32", "head0"),
             *self._lengths("rows", "n_q", "n_k"),
             *numbers("int32", "strip_begin", "strip_end"),
@@ -214,7 +216,7 @@ class _Maker:
 
     def band_gradient(self, band: Band) -> Kernel:
         arguments = (
-            *pointers("scores", "band", "weight", "band_grad", "partial"),
+            *pointers("terms", "band_g", "weight", "terms_grad", "partial"),
             *numbers("int32", "head0", "all_heads", "n_heads"),
             *self._lengths("rows", "n_q"),
             *numbers("float", "scale"),
@@ -229,7 +231,7 @@ class _Maker:
         arguments = (
             *pointers("grad"),
             *((*pointers("weight", "partial"), *self._strided("x")) if lifted else ()),
-            *pointers(*(f"band_grad{band.suffix}" for band in self._lift.bands)),
+            *pointers(*(f"terms_grad{band.suffix}" for band in self._lift.bands)),
             *(self._strided("other") if self._lift.bands else ()),
             *pointers("out"),
             *numbers("int32", "head0", "all_heads", "n_heads", "group"),

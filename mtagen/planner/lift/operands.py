@@ -3,7 +3,7 @@
 With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j],
 Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
 with queries lifted, the same with the axes exchanged: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL],
-Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Bands at the mask's edges need a correction (see :mod:`.band`).
+Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Scores on bands at the mask's edges are made otherwise (see :mod:`.band`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Lift:
         row_shift, key_shift: term t pairs row i + row_shift with key j + key_shift.
         kept_rows: rows of g that a strip of rows needs from the strip before it.
         mask: which keys a query sees.
-        bands: where the lifted score must be corrected.
+        bands: where the lifted score is not used.
         forward, scores: loops of the kernels of these names.
         contractions: the gradients of both operands.
     """

@@ -131,9 +131,9 @@ class LiftPass(PassPlan):
         if section != "decode":
             yield section, "lifted", f"{operand}, {geometry.terms} terms of {geometry.taps} taps"
             for band in geometry.bands:
-                yield section, f"band{band.suffix}", f"{band.width} diagonals corrected, {band.reach} needed"
+                yield section, f"band{band.suffix}", f"{band.width} diagonals selected, summed from terms on {band.reach}"
             if not geometry.bands:
-                yield section, "band", "0 diagonals corrected, 0 needed"
+                yield section, "band", "0 diagonals selected"
         if spec.packed:
             yield section, "documents", f"scheduled in tiles of {DOCUMENT_TILE}, read by pointers"
         if section == "backward":
@@ -192,7 +192,7 @@ def flop_per_score(pass_name: str, spec: Spec) -> int:
 
 def _roles(pass_name: str, spec: Spec, geometry: Lift) -> tuple[str, ...]:
     """The kernels of a pass that have a tile of their own."""
-    operands = ("lift", *(("band_scores", "band") if geometry.bands else ()))
+    operands = ("lift", *(("band_terms", "band") if geometry.bands else ()))
     if pass_name == "forward":
         return (*operands, "forward")
     if pass_name == "backward":

@@ -20,7 +20,7 @@ from .decode import DECODE_ROLES, decode_geometry
 from .operands import Lift
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
-VECTOR_ROLES = ("lift", "band_scores", "band", "rows", "finish", "combine")
+VECTOR_ROLES = ("lift", "band_terms", "band", "rows", "finish", "combine")
 _UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was seen to take besides the operands of unrolled terms
 
 # The cost model's constants, fitted to benchmarks/results/h200_tune_*.json. Times are cycles of a multiprocessor.
@@ -379,15 +379,16 @@ def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
     """Small kernels, shaped by rule: the fp32 vectors a thread holds stay near 32 to 48 registers.
 
     Measured on an H200 (benchmarks/NOTES.md): kernels that reduce over a vector run best with one warp per block, which
-    needs no barrier. ``band_scores`` is one product of a block of rows with the window of keys its diagonals meet.
+    needs no barrier. ``band_terms`` is one product of a block of rows with the window of keys that its diagonals meet, or
+    some of them: what is on chip must fit every target.
     """
     d = block_dim(spec.head_dim)
     if role in ("band", "rows"):
         return Tile(block_m=16, num_warps=1)
-    if role == "band_scores":
-        rows = 64 if spec.itemsize == 2 else 16
+    if role == "band_terms":
+        rows, widest = (64, 128) if spec.itemsize == 2 else (16, 64)
         reach = max(band.reach for band in lift.bands)
-        return Tile(block_m=rows, block_n=1 << (rows + reach - 1).bit_length())
+        return Tile(block_m=rows, block_n=min(widest, 1 << (rows + reach - 2).bit_length()))
     if role == "finish":
         return Tile(block_m=max(1, 1024 // d), num_warps=1)
     held = lift.terms if role == "lift" else 2
