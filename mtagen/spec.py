@@ -33,8 +33,8 @@ class Spec:
             convolution.
         head_dim: size D of a query or key vector, 16..256 in multiples of 8.
         value_head_dim: size DV of a value vector; ``None`` means ``head_dim``.
-        causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only. Another spelling of a window
-            that ends at 0, see ``window``.
+        causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only. It is another spelling
+            of a window that ends at 0, see ``window``.
         key_padding: where the key axis is padded: ``both`` (pL = (ck-1)//2), ``left`` (pL = ck-1), ``right`` (pL = 0).
         mask: which scores are zeroed before a convolution where not every query sees every key: ``source``, those whose
             own query i' does not see their key j' (when causal j' > i' + off, as in the MTA authors' code), or
@@ -45,9 +45,9 @@ class Spec:
         post_kernel: extent of the convolution after the softmax; ``None`` for no convolution.
         post_mixed_heads: the same as ``mixed_heads``, after the softmax.
         window: ``(left, right)``, as FlashAttention defines it: query i sees keys
-            ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0. The fields
-            keep one spelling of each mask: if ``right`` is 0, ``causal`` is True and the window's second number -1.
-            :attr:`left` and :attr:`right` say what is seen.
+            ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0.
+            The fields keep one spelling of each mask: where ``right`` is 0, ``causal`` is True and the window's second
+            number is -1. :attr:`left` and :attr:`right` say what is seen.
         packed: q, k and v hold documents one after the other, each a sequence of its own; batches otherwise.
         dropout: what multiplies the values is dropped with a probability that a call gives.
 

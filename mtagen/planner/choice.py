@@ -6,8 +6,9 @@ softmax; there ``cuda`` has kernels for most roles, and Triton's do the rest. A 
 as its head dims are too wide or differ, is one of strips if CUDA has their kernels. ``torch`` runs tiled PyTorch ops.
 Where both can do a pass, ``auto`` takes the one that is expected to be faster, and CUDA where they are close: measured,
 where a table (:mod:`.tables`) has the shape, else scaled from the nearest measured shape by planned work, or by the
-cost models where the two differ in more than work. Of a pass's candidates the one that a table names is taken, decision
-by decision, else the cheapest by the cost model.
+cost models where the two differ in more than work. Forward and backward passes of one plan round scores alike
+(:func:`.passes.rounds_alike`). Of a pass's candidates the one that a table names is taken, decision by decision, else
+the cheapest by the cost model.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import PlanError, explain
 from ..spec import Spec
 from . import torch_ops
 from .lift import passes as lift
-from .passes import Fields, PassPlan, passes_of
+from .passes import Fields, PassPlan, passes_of, rounds_alike
 from .strip import passes as strip
 from .tables import Shape, Table
 from .targets import Target
@@ -147,10 +149,35 @@ def choose_backends(
     Raises:
         PlanError: no available backend can do a pass; the message is Triton's if that is one of them.
     """
-    return tuple(_choose(pass_name, spec, target, available, tables) for pass_name in passes_of(spec))
+    offers = {name: _offers(name, spec, target, available, tables) for name in passes_of(spec)}
+    chosen = {name: made[0] for name, made in offers.items()}
+    if not rounds_alike(chosen["forward"].plan, chosen["backward"].plan):
+        chosen |= _pair(offers["forward"], offers["backward"])
+    return tuple(Choice(name, one.plan.backend, one.reason) for name, one in chosen.items())
 
 
-def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]) -> Choice:
+class _Offer(NamedTuple):
+    """One backend's plan of a pass.
+
+    Attributes:
+        plan: the plan.
+        time: expected, over Triton's.
+        reason: why it is the faster one, or the only one.
+    """
+
+    plan: PassPlan
+    time: float
+    reason: str
+
+
+def _offers(
+    pass_name: str, spec: Spec, target: Target, available: Collection[str], tables: Sequence[Table]
+) -> list[_Offer]:
+    """The plans of a pass by the backends that can make it, that which ``auto`` prefers first.
+
+    Raises:
+        PlanError: there is none.
+    """
     made: dict[str, PassPlan] = {}
     refusals: dict[str, PlanError] = {}
     for backend in GENERATED:
@@ -161,13 +188,42 @@ def _choose(pass_name: str, spec: Spec, target: Target, available: Collection[st
     if len(refusals) == len(GENERATED):
         raise refusals["triton" if "triton" in available else "cuda"]
     if "cuda" in refusals:
-        return Choice(pass_name, "triton", f"not cuda: {refusals['cuda']}")
+        return [_Offer(made["triton"], 1.0, f"not cuda: {refusals['cuda']}")]
     if "triton" in refusals:
-        return Choice(pass_name, "cuda", f"not triton: {refusals['triton']}")
+        return [_Offer(made["cuda"], 1.0, f"not triton: {refusals['triton']}")]
     ratio, source = cuda_over_triton(made["cuda"], made["triton"], tables)
-    if ratio <= (1.0 if made["cuda"].lowering == "strip" else CUDA_UP_TO):
-        return Choice(pass_name, "cuda", f"{ratio:.2f} of triton's time, {source}")
-    return Choice(pass_name, "triton", f"cuda takes {ratio:.2f} of its time, {source}")
+    cuda = _Offer(made["cuda"], ratio, f"{ratio:.2f} of triton's time, {source}")
+    triton = _Offer(made["triton"], 1.0, f"cuda takes {ratio:.2f} of its time, {source}")
+    prefers_cuda = ratio <= (1.0 if made["cuda"].lowering == "strip" else CUDA_UP_TO)
+    return [cuda, triton] if prefers_cuda else [triton, cuda]
+
+
+def _pair(forwards: Sequence[_Offer], backwards: Sequence[_Offer]) -> dict[str, _Offer]:
+    """The fastest forward and backward pass that round scores alike.
+
+    Raises:
+        PlanError: there are none.
+    """
+
+    def time(pair: tuple[_Offer, _Offer]) -> float:
+        """Expected, in the work of Triton's lowering."""
+        return sum(
+            one.time * next(iter(lowerings("triton", one.plan.spec).values())).flop_per_score(name, one.plan.spec)
+            for name, one in zip(("forward", "backward"), pair, strict=True)
+        )
+
+    pairs = [pair for pair in product(forwards, backwards) if rounds_alike(*(one.plan for one in pair))]
+    if not pairs:
+        found = tuple(f"{one.plan.backend} by {one.plan.lowering}" for one in (*forwards, *backwards))
+        raise PlanError(explain("backend", found, "the passes round scores differently", "backend='torch'"))
+    fastest = min(pairs, key=time)
+    made = {}
+    for name, other, one, offers in zip(
+        ("forward", "backward"), ("backward", "forward"), fastest, (forwards, backwards), strict=True
+    ):
+        rule = f"; {offers[0].plan.backend} would round scores otherwise than the {other} pass"
+        made[name] = one if one is offers[0] else one._replace(reason=one.reason + rule)
+    return made
 
 
 def _made_by(backend: str, pass_name: str, spec: Spec, target: Target, available: Collection[str]) -> PassPlan:

@@ -31,6 +31,7 @@ class PassPlan(ABC):
         spec: the request.
         target: name of the target.
         pass_name: one of ``PASSES``.
+        sums_again: whether a backward pass sums the probabilities of each row anew, see :func:`rounds_alike`.
     """
 
     lowering: str
@@ -38,6 +39,7 @@ class PassPlan(ABC):
     spec: Spec
     target: str
     pass_name: str
+    sums_again: bool = False
 
     @property
     @abstractmethod
@@ -90,6 +92,17 @@ class PassPlan(ABC):
     @abstractmethod
     def rows_of_table(self) -> Iterable[tuple[str, str, str]]:
         """Facts for the plan's table, as (section, name, value)."""
+
+
+def rounds_alike(forward: PassPlan, backward: PassPlan) -> bool:
+    """Whether a backward pass may follow a forward pass: the only pairs that a plan has.
+
+    The backward pass takes P = exp(C - lse), where C are its own scores and lse is the forward pass's. Lowerings and
+    backends round scores differently, and then a row of P does not sum to 1: gradients lose the accuracy of either. So
+    both passes are of one lowering and backend, or the backward pass sums each row of P anew.
+    """
+    alike = (forward.lowering, forward.backend) == (backward.lowering, backward.backend)
+    return alike or backward.sums_again
 
 
 def check_convolves_only(spec: Spec, backend: str) -> None:

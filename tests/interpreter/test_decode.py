@@ -168,3 +168,18 @@ def test_lengths_beyond_the_cache() -> None:
 def test_more_splits_than_are_merged_at_once() -> None:
     """And the last ones, merged after the others, have the largest scores."""
     assert not run(Case(heads=4, kv_heads=1, lengths=(450,), capacity=450, growth=4, splits=75))
+
+
+def test_keys_far_apart(tmp_path: Path) -> None:
+    """Strides of a cache (tokens, batch, heads, D) may pass 2**31 elements."""
+    case, apart = Case(heads=2, kv_heads=1, lengths=(3,), capacity=3), 2**31 + 8
+    q = torch.randn(1, 2, case.kernel[0] - 1 + case.n_new, DIM)
+    caches = []
+    for name, width in (("k", DIM), ("v", VALUE_DIM)):  # files with holes, of which only what is written takes room
+        file = torch.from_file(str(tmp_path / name), shared=True, size=3 * apart, dtype=torch.float32)
+        cache = file.as_strided((1, 1, 3, width), (apart, apart, apart, 1))
+        caches.append(cache.copy_(torch.randn(cache.shape)))
+    weight = torch.randn(2, *case.kernel)
+    far = _module(case.spec).decode(q, *caches, weight, SCALE)
+    near = _module(case.spec).decode(q, *(x.contiguous() for x in caches), weight, SCALE)
+    assert all(map(torch.equal, far, near))

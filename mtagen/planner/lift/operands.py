@@ -3,7 +3,8 @@
 With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j],
 Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
 with queries lifted, the same with the axes exchanged: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL],
-Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Scores on bands at the mask's edges are made otherwise (see :mod:`.band`).
+Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Scores next to the mask's
+edges are made otherwise (see :mod:`.band`).
 """
 
 from __future__ import annotations

@@ -131,7 +131,11 @@ class LiftPass(PassPlan):
         if section != "decode":
             yield section, "lifted", f"{operand}, {geometry.terms} terms of {geometry.taps} taps"
             for band in geometry.bands:
-                yield section, f"band{band.suffix}", f"{band.width} diagonals selected, summed from terms on {band.reach}"
+                yield (
+                    section,
+                    f"band{band.suffix}",
+                    f"{band.width} diagonals selected, summed from terms on {band.reach}",
+                )
             if not geometry.bands:
                 yield section, "band", "0 diagonals selected"
         if spec.packed:

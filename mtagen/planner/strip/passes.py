@@ -64,6 +64,11 @@ class StripPass(PassPlan):
         """What the kernels are made for."""
         return Stages(self.spec)
 
+    @property
+    def sums_again(self) -> bool:  # type: ignore[override]
+        """Whether each row's probabilities are summed anew."""
+        return self.pass_name == "backward" and self.stages.normalizes_again
+
     @cached_property
     def fused(self) -> TileForward | None:
         """The fused kernel that takes the values of small groups side by side, instead of kernels of strips."""
