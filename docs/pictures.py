@@ -25,7 +25,7 @@ from mtagen.planner.tile.forward import TileForward
 
 FOLDER = Path(__file__).parent / "pictures"
 KERNEL = (6, 11)
-OWN, COUNTED, SEEN, DROPPED, CORRECTED, HIDDEN = "#1f4e8c", "#8db8e2", "#e3edf7", "#e8743b", "#f6c79b", "#d5d5d5"
+OWN, COUNTED, SEEN, DROPPED, EDGE, HIDDEN = "#1f4e8c", "#8db8e2", "#e3edf7", "#e8743b", "#f6c79b", "#d5d5d5"
 INK, LINE, PAPER = "#222222", "#ffffff", "#fbfbfb"
 _COMPARE = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
 
@@ -109,7 +109,7 @@ def window() -> Drawing:
 
 
 def band() -> Drawing:
-    """The diagonals on which the lifted score is corrected, of a causal mask and of a window."""
+    """The diagonals on which scores are summed anew instead of lifted, of a causal mask and of a window."""
     cell, length = 17, 24
     drawing = Drawing(2 * (length * cell + 40) + 10, length * cell + 130)
     for panel, left_limit in enumerate((-1, 16)):
@@ -118,25 +118,25 @@ def band() -> Drawing:
         left, top = 30 + panel * (length * cell + 40), 34
         widths = " and ".join(str(edge.width) for edge in edges)
         kind = "causal" if left_limit < 0 else f"window=({left_limit}, 0)"
-        drawing.text(left, 20, f"{kind}: {widths} diagonals are corrected", size=14)
+        drawing.text(left, 20, f"{kind}: {widths} diagonals are summed anew", size=14)
         for position in range(length):
             for key in range(length):
                 colour, number = SEEN if sees(mask, position, key) else HIDDEN, ""
                 for edge in edges:
                     delta = edge.diagonal(position, key)
                     if 0 <= delta < edge.width and sees(mask, position, key):
-                        colour, number = CORRECTED, str(delta)
-                    elif edge.inside - edge.reach <= delta < 0:
-                        colour = DROPPED
+                        colour, number = EDGE, str(delta)
+                    elif edge.width <= delta < edge.first + edge.reach and sees(mask, position, key):
+                        colour = COUNTED
                 x, y = left + key * cell, top + position * cell
                 drawing.box(x, y, cell, cell, colour)
                 if number:
                     drawing.text(x + cell / 2, y + 12, number, size=9, at="middle")
     meanings = {
         "interior: the lifted score is the convolved score": SEEN,
-        "the band, by delta: the lifted score less E": CORRECTED,
-        "scores that the lifted score counts and the mask drops: what E is made of": DROPPED,
-        "hidden, and read by no score that is seen": HIDDEN,
+        "the band, by delta: a score is the sum of the terms that count": EDGE,
+        "more scores that are such terms": COUNTED,
+        "hidden, and no part of any score": HIDDEN,
     }
     drawing.legend(30, 34 + length * cell + 12, meanings)
     return drawing
@@ -173,7 +173,7 @@ def loops() -> Drawing:
             begin, first, last, end = values(loop, start=owner * block, **sizes)
             for tile in range(count):
                 at = tile * block
-                colour = HIDDEN if not begin <= at < end else COUNTED if first <= at < last else CORRECTED
+                colour = HIDDEN if not begin <= at < end else COUNTED if first <= at < last else EDGE
                 row, column = (owner, tile) if by_rows else (tile, owner)
                 drawing.box(left + column * cell, top + row * cell, cell, cell, colour)
         x, y = (left, top + marked * cell) if by_rows else (left + marked * cell, top)
@@ -189,8 +189,8 @@ def loops() -> Drawing:
         shown = ", ".join(text for text, a, b in zip(segments, bounds, bounds[1:], strict=False) if a < b)
         drawing.text(left, top + count * cell + 34, f"{axis} {shown}", size=11)
     meanings = {
-        f"interior tile of {block} x {block}: neither mask nor correction": COUNTED,
-        f"edge tile: each pair is checked; {width} diagonals are corrected": CORRECTED,
+        f"interior tile of {block} x {block}: neither mask nor band": COUNTED,
+        f"edge tile: each pair is checked; {width} diagonals are summed anew": EDGE,
         "skipped: no pair is seen": HIDDEN,
     }
     drawing.legend(30, 40 + count * cell + 56, meanings)
@@ -225,7 +225,7 @@ def _draw_forward(drawing: Drawing, tile: TileForward, left: float, top: float) 
     for step in range(steps):
         drawing.box(x + step * width, top, width, height, COUNTED if step == 1 else SEEN, INK, 0.5)
         drawing.text(x + (step + 0.5) * width, top - 6, f"keys of step {step}", size=10, at="middle")
-    drawing.box(x, top, steps * width, halo, CORRECTED, INK, 0.5)
+    drawing.box(x, top, steps * width, halo, EDGE, INK, 0.5)
     drawing.text(x + 2 * width + 4, top + halo - 7, f"{tile.halo} halo rows", size=10)
     carried = x + width - tile.toeplitz.carry * scale
     drawing.box(carried, top, tile.toeplitz.carry * scale, height, DROPPED, INK, 0.5)
@@ -240,7 +240,7 @@ def _draw_forward(drawing: Drawing, tile: TileForward, left: float, top: float) 
         {
             f"scores of step 1, as fp16 in a slab of {tile.toeplitz.carry} + {tile.keys} columns": COUNTED,
             f"{tile.toeplitz.carry} columns carried over from step 0": DROPPED,
-            f"halo: {tile.halo} rows, drawn higher, that the CTA above computes, too": CORRECTED,
+            f"halo: {tile.halo} rows, drawn higher, that the CTA above computes, too": EDGE,
             f"outputs of step 1 lag its keys by {tile.lag}; each reads {tile.spec.ck} columns": OWN,
         },
     )
@@ -253,7 +253,7 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
     drawing.text(left, top - 24, f"{tile.keys} columns of scores, {tile.owned} keys; {tile.rows} rows a step", size=11)
     for number in range(2):
         x, y = left + number * tile.owned * scale, top + number * (height + 8)
-        drawing.box(x, y, tile.keys * scale, height, CORRECTED, INK, 0.5)
+        drawing.box(x, y, tile.keys * scale, height, EDGE, INK, 0.5)
         drawing.box(x + tile.pad_left * scale, y, tile.owned * scale, height, COUNTED, INK, 0.5)
         drawing.text(x + tile.keys * scale / 2, y + 26, f"CTA {number}", size=11, at="middle")
         drawing.text(x + tile.keys * scale / 2, y + 42, f"{tile.owned} keys owned", size=11, at="middle")
@@ -273,7 +273,7 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
             at="middle",
         )
         if row < count:
-            drawing.box(left + 170, y, 150, side, CORRECTED, INK, 0.5)
+            drawing.box(left + 170, y, 150, side, EDGE, INK, 0.5)
             drawing.text(left + 245, y + 16, "dS of these rows", size=10, at="middle")
     drawing.text(
         left,

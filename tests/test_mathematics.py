@@ -241,28 +241,33 @@ def band_width(x: Head) -> int:
     return 0 if not x.causal else x.p_r + (len(x.w) - 1 if x.mask == "source" else 0)
 
 
-def dropped_terms(x: Head) -> Iterator[tuple[int, int, int, int]]:
-    """(u, v, delta, f) of the terms of a lifted score on diagonal delta that do not count."""
+def first_diagonal(x: Head) -> int:
+    """The outermost diagonal of a term that counts, in its own row."""
+    return 0 if x.mask == "source" else 1 - len(x.w)
+
+
+def counted_terms(x: Head) -> Iterator[tuple[int, int, int, int]]:
+    """(u, v, delta, f) of the terms of a score on diagonal delta that count; f numbers the diagonals of their rows."""
     for (u, v), delta in itertools.product(x.taps(), range(band_width(x))):
-        f = v - x.p_l + (len(x.w) - 1) - u - delta
-        if f >= 1 if x.mask == "source" else v - x.p_l > delta:
-            yield u, v, delta, f
+        e = delta + u - (len(x.w) - 1) - (v - x.p_l)
+        if e >= 0 if x.mask == "source" else v - x.p_l <= delta:
+            yield u, v, delta, e - first_diagonal(x)
 
 
-def scores_past_diagonal(x: Head) -> Array:
-    """A, column f - 1."""
-    a = np.zeros((len(x.q), len(x.w) - 1 + x.p_r))
-    for f in range(1, a.shape[1] + 1):
-        a[:, f - 1] = (x.q * rows(x.k, x.off + f, len(x.q))).sum(1)
+def scores_on_diagonals(x: Head) -> Array:
+    """A, column f."""
+    a = np.zeros((len(x.q), sum(x.w.shape) - 2 if band_width(x) else 0))
+    for f in range(a.shape[1]):
+        a[:, f] = (x.q * rows(x.k, x.off - first_diagonal(x) - f, len(x.q))).sum(1)
     return a
 
 
-def correction(x: Head) -> Array:
-    """E."""
-    a, e = scores_past_diagonal(x), np.zeros((len(x.q), band_width(x)))
-    for u, v, delta, f in dropped_terms(x):
-        e[:, delta] += x.alpha * x.w[u, v] * rows(a, -(len(x.w) - 1) + u, len(x.q))[:, f - 1]
-    return e
+def band_scores(x: Head) -> Array:
+    """C on the band."""
+    a, c = scores_on_diagonals(x), np.zeros((len(x.q), band_width(x)))
+    for u, v, delta, f in counted_terms(x):
+        c[:, delta] += x.alpha * x.w[u, v] * rows(a, -(len(x.w) - 1) + u, len(x.q))[:, f]
+    return c
 
 
 @masked
@@ -276,10 +281,10 @@ def test_lifted_scores(lifts: str, kernel: tuple[int, int], padding: str, causal
             c = sum(shifted_queries(x, u) @ lifted_keys(x, u).T for u in range(cq))
         else:
             c = sum(lifted_queries(x, v) @ shifted_keys(x, v).T for v in range(ck))
-        e = correction(x)
-        for i, delta in np.ndindex(e.shape):
+        band = band_scores(x)
+        for i, delta in np.ndindex(band.shape):
             if 0 <= i + x.off - delta < n_k:
-                c[i, i + x.off - delta] -= e[i, delta]
+                c[i, i + x.off - delta] = band[i, delta]
         assert_equal((np.where(x.sees(0, 0, n_q, n_k), c, -np.inf),), (convolved(x),))
 
 
@@ -292,6 +297,10 @@ def test_lifted_gradients(lifts: str, kernel: tuple[int, int], padding: str, cau
         n_q, n_k, cq, ck = x.sizes
         p, g = score_gradient(x)
         dq, dk, dw = np.zeros_like(x.q), np.zeros_like(x.k), np.zeros_like(x.w)
+        g_band = np.zeros((n_q, band_width(x)))
+        for i, delta in np.ndindex(g_band.shape):
+            if 0 <= (j := i + x.off - delta) < n_k:
+                g_band[i, delta], g[i, j] = g[i, j], 0.0
         if lifts == "keys":
             lifted_gradient = [g.T @ shifted_queries(x, u) for u in range(cq)]
             for u in range(cq):
@@ -307,17 +316,15 @@ def test_lifted_gradients(lifts: str, kernel: tuple[int, int], padding: str, cau
                 dq += x.alpha * x.w[u, v] * rows(lifted_gradient[v], cq - 1 - u, n_q)
                 dw[u, v] = x.alpha * (lifted_gradient[v] * shifted_queries(x, u)).sum()
 
-        a = scores_past_diagonal(x)
-        g_band, da = np.zeros((n_q, band_width(x))), np.zeros_like(a)
-        for i, delta in np.ndindex(g_band.shape):
-            if 0 <= i + x.off - delta < n_k:
-                g_band[i, delta] = g[i, i + x.off - delta]
-        for u, v, delta, f in dropped_terms(x):
-            dw[u, v] -= x.alpha * (g_band[:, delta] * rows(a, -(cq - 1) + u, n_q)[:, f - 1]).sum()
-            da[:, f - 1] -= x.alpha * x.w[u, v] * rows(g_band, cq - 1 - u, n_q)[:, delta]
-        for f in range(1, a.shape[1] + 1):
-            dq += da[:, f - 1 : f] * rows(x.k, x.off + f, n_q)
-            dk += rows(da, -x.off - f, n_k)[:, f - 1 : f] * rows(x.q, -x.off - f, n_k)
+        a = scores_on_diagonals(x)
+        da = np.zeros_like(a)
+        for u, v, delta, f in counted_terms(x):
+            dw[u, v] += x.alpha * (g_band[:, delta] * rows(a, -(cq - 1) + u, n_q)[:, f]).sum()
+            da[:, f] += x.alpha * x.w[u, v] * rows(g_band, cq - 1 - u, n_q)[:, delta]
+        for f in range(a.shape[1]):
+            e = first_diagonal(x) + f
+            dq += da[:, f : f + 1] * rows(x.k, x.off - e, n_q)
+            dk += rows(da, e - x.off, n_k)[:, f : f + 1] * rows(x.q, e - x.off, n_k)
         assert_equal(Gradients(dq, dk, p.T @ x.d_out, dw), x.expected[2])
 
 

@@ -30,8 +30,8 @@ class Band:
         later: whether the edge is at the last key that a row sees, or at the first.
         limit: keys from the row's own position to that key.
         width: F; C is selected on the diagonals 0 <= delta < F.
-        first: the outermost diagonal that a term is on in its row; negative where it is the result's row whose mask drops
-            terms.
+        first: the outermost diagonal that a term is on in its row; negative where the mask of the result's row
+            drops terms.
         reach: how many diagonals terms are on.
         shift: the term of tap (u, v) of a score on diagonal delta is on diagonal f = delta + shift of its row. Where
             that is not one of 0 <= f < reach the mask drops the term.
