@@ -8,7 +8,8 @@ import sympy
 
 from mtagen.errors import PlanError
 from mtagen.planner.geometry.stencil import Stencil, pipeline_stencil
-from mtagen.planner.lift.band import DELTA, U, V, bands
+from mtagen.planner.lift.band import DELTA, U, bands
+from mtagen.planner.lift.band import F as DIAGONAL
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
 KERNELS = [(1, 1), (1, 4), (3, 1), (2, 2), (3, 5), (6, 11), (4, 2)]
@@ -157,7 +158,7 @@ def test_band_of_the_paper_setting():
     assert sizes(causal=False) == []
     assert sizes(window=(100, -1)) == [(10, 0, 15), (5, 0, 15)]
     assert sizes(window=(7, -1)) == [(8, 0, 8), (5, 0, 8)]
-    assert bands(Spec((6, 11), 128))[0].shift == U - V
+    assert bands(Spec((6, 11), 128))[0].tap == U + DELTA - DIAGONAL
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(9, 9), (5, 13), (13, 8)])
@@ -166,7 +167,7 @@ def test_scores_of_bands_are_those_of_visible_terms_and_others_are_lifted(spec, 
     """C = Ct but on bands, where it is the sum of terms on each band's diagonals 0 <= f < ``reach``."""
     rng, off = np.random.default_rng(0), n_k - n_q
     scores, weight = rng.standard_normal((n_q, n_k)), rng.standard_normal(spec.kernel)
-    holds = {"<=": lambda left, right: left <= right}
+    holds = {"<=": lambda left, right: left <= right, ">=": lambda left, right: left >= right}
 
     def term(band, i, f):
         key = int(band.key(i + off, band.first + f))
@@ -183,11 +184,12 @@ def test_scores_of_bands_are_those_of_visible_terms_and_others_are_lifted(spec, 
             if 0 <= ii < n_q and 0 <= jj < n_k:
                 lifted += weight[u, v] * scores[ii, jj]
                 exact += 0.0 if dropped(spec, i, j, ii, jj, off) else weight[u, v] * scores[ii, jj]
-            for band in banded:
-                tap = {U: u, V: v, DELTA: int(band.diagonal(i + off, j))}
-                f = int((DELTA + band.shift).subs(tap))
-                counts = all(holds[operator](left.subs(tap), right.subs(tap)) for left, operator, right in band.counted)
-                if counts and 0 <= f < band.reach:
-                    banded[band] += weight[u, v] * term(band, ii, f)
+        for band, u in itertools.product(banded, range(spec.cq)):
+            for f in range(band.reach):
+                at = {U: u, DIAGONAL: f, DELTA: int(band.diagonal(i + off, j))}
+                v = int(band.tap.subs(at))
+                counts = all(holds[operator](left.subs(at), right.subs(at)) for left, operator, right in band.counted)
+                if counts and 0 <= v < spec.ck:
+                    banded[band] += weight[u, v] * term(band, i - (spec.cq - 1) + u, f)
         for value in banded.values() or [lifted]:
             assert exact == pytest.approx(value, abs=1e-12)

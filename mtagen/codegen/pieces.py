@@ -10,8 +10,8 @@ from sympy import Expr, Symbol
 
 from ..planner.geometry.affine import N_K, N_Q, Size
 from ..planner.geometry.loops import OFF, Loop
-from ..planner.geometry.mask import Mask
-from ..planner.lift.band import DELTA, Band
+from ..planner.geometry.mask import Comparison, Mask
+from ..planner.lift.band import DELTA, F, Band
 from ..planner.lift.module import LiftModule
 from ..planner.lift.operands import Lift, T
 from ..planner.strip.module import StripModule
@@ -19,7 +19,7 @@ from ..planner.targets import get_target
 from ..spec import Spec
 from .printers import Source, triton_code
 
-_F, _F0, _I0, _DIAGONALS = sympy.symbols("f f0 i0 DIAGONALS", integer=True)
+_F0, _I0, _DIAGONALS, _REACH = sympy.symbols("f0 i0 DIAGONALS REACH", integer=True)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def diagonal_key(band: Band, row: str) -> str:
 
 def scored_key(band: Band, row: str) -> str:
     """The key on diagonal ``f`` of a row."""
-    return triton_code(band.key(Symbol(row, integer=True) + OFF, band.first + _F))
+    return triton_code(band.key(Symbol(row, integer=True) + OFF, band.first + F))
 
 
 def window_start(band: Band) -> str:
@@ -152,24 +152,19 @@ def window_start(band: Band) -> str:
 
 def scored_row(band: Band, key: str) -> str:
     """The row on whose diagonal ``f`` a key is."""
-    return triton_code(band.position(Symbol(key, integer=True), band.first + _F) - OFF)
+    return triton_code(band.position(Symbol(key, integer=True), band.first + F) - OFF)
 
 
-def term_diagonal(band: Band) -> str:
-    """The diagonal f of its row that the term of tap (u, v) of a score on diagonal ``delta`` is on."""
-    return triton_code(DELTA + band.shift)
-
-
-def score_diagonal(band: Band) -> str:
-    """The diagonal delta of the score whose term of tap (u, v) is on diagonal ``f`` of its row."""
-    return triton_code(_F - band.shift)
+def tap(band: Band) -> str:
+    """The column v of the weight that a term on diagonal ``f`` has in a score on diagonal ``delta``."""
+    return triton_code(band.tap)
 
 
 def counted_mask(band: Band) -> str:
-    """What the mask asks of a term that counts, besides that it is on one of the diagonals 0 <= f < REACH."""
-    return "".join(
-        f" & ({triton_code(left)} {operator} {triton_code(right)})" for left, operator, right in band.counted
-    )
+    """Which diagonals ``f`` of the ``u``-th row have terms that count."""
+    conditions = [Comparison(F, "<", _REACH), *band.counted]
+    texts = [f"{triton_code(left)} {operator} {triton_code(right)}" for left, operator, right in conditions]
+    return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts)
 
 
 def band_entry(band: Band) -> str:
@@ -194,9 +189,14 @@ def width_mask(place: str, width: int, padded: int) -> str:
     return "" if width == padded else f" & ({place} < {width})"
 
 
-def dot_options(module: LiftModule | StripModule) -> str:
-    """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere."""
-    if module.spec.dtype != "fp32":
+def dot_options(module: LiftModule | StripModule, dtype: str = "") -> str:
+    """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere.
+
+    Args:
+        module: what is rendered.
+        dtype: of the operands, if they are not of the request's.
+    """
+    if (dtype or module.spec.dtype) != "fp32":
         return ""
     return f', input_precision="{"tf32x3" if get_target(module.target).backend == "cuda" else "ieee"}"'
 

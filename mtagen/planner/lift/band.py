@@ -14,7 +14,7 @@ from ..geometry.affine import Size, interval_over
 from ..geometry.mask import Comparison, Mask
 from ..geometry.stencil import Stencil
 
-U, V, DELTA = sympy.symbols("u v delta", integer=True)  # a tap of the convolution, and a diagonal
+U, F, DELTA = sympy.symbols("u f delta", integer=True)  # a row of the weight, and diagonals of a term and a score
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Band:
         first: the outermost diagonal that a term is on in its row; negative where the mask of the result's row
             drops terms.
         reach: how many diagonals terms are on.
-        shift: the term of tap (u, v) of a score on diagonal delta is on diagonal f = delta + shift of its row. Where
-            that is not one of 0 <= f < reach the mask drops the term.
-        counted: what else the mask asks of a term that counts, by ``DELTA``, ``U`` and ``V``.
+        tap: v of the tap (u, v) that a term on diagonal f of the u-th row has in a score on diagonal delta. The score
+            has no such term if v is no column of the weight.
+        counted: what the mask asks of a term on diagonal f of the u-th row, besides 0 <= f < reach.
     """
 
     later: bool
@@ -43,7 +43,7 @@ class Band:
     width: int
     first: int
     reach: int
-    shift: Expr
+    tap: Expr
     counted: tuple[Comparison, ...]
 
     @property
@@ -77,7 +77,7 @@ def bands(spec: Spec) -> tuple[Band, ...]:
 
 def _bands(spec: Spec, mask: Mask) -> Iterator[Band]:
     r, c = sympy.symbols("r c", integer=True)
-    taps = {r: U - (spec.cq - 1), c: V - spec.pad_left}
+    row = U - (spec.cq - 1)  # of a term, from that of the score
     stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
     box = {r: stencil.rows, c: stencil.cols}
     # The diagonal of a row's last seen key, counted from the first one, if both edges hide keys.
@@ -94,9 +94,10 @@ def _bands(spec: Spec, mask: Mask) -> Iterator[Band]:
         last = width - 1 + most if across is None else min(width - 1 + most, across)
         begin, end = map(int, interval_over(sympy.expand(term - tested), box))
         counted: tuple[Comparison, ...] = ()
-        if mask.zeroes_terms:
-            counted = (Comparison((-tested).subs(taps), "<=", DELTA),)
+        if mask.zeroes_terms:  # by the diagonal that the term's key is on in the row of the score
+            diagonal = sympy.expand(begin + F - sign * row)
+            counted = (Comparison(diagonal, ">=", sympy.S.Zero),)
             if across is not None:
-                counted += (Comparison(DELTA, "<=", (across - tested).subs(taps)),)
-        shift = sympy.expand(term.subs(taps) - begin)
-        yield Band(later, limit, width, begin, last + end - begin + 1, shift, counted)
+                counted += (Comparison(diagonal, "<=", sympy.Integer(across)),)
+        tap = sympy.expand(spec.pad_left + row - sign * (begin + F - DELTA))
+        yield Band(later, limit, width, begin, last + end - begin + 1, tap, counted)

@@ -131,8 +131,7 @@ class _Maker:
             *self._lengths("rows", "n_q"),
             *numbers("float", "factor"),
         )
-        sizes = {"BAND": band.width, "BAND_POW2": _power_of_2(band.width), "REACH": band.reach}
-        constants = {"BLOCK": self._tiles["band"].block_m, **sizes}
+        constants = {"BLOCK": self._tiles["band"].block_m, **_extents(band)}
         grid = self._row_blocks("band") * HEADS
         return self._make(f"band_scores{band.suffix}", "band", arguments, grid, constants)
 
@@ -191,10 +190,10 @@ class _Maker:
             *self._lengths("rows", "n_q", "n_k"),
             *numbers("int32", "strip_begin", "strip_end"),
         )
-        block = self._tiles["band"].block_m
+        block = self._tiles["band_gather"].block_m
         constants = {"BLOCK": block, "BAND": band.width, "BAND_POW2": _power_of_2(band.width)}
         grid = self._blocks("rows", block, END - BEGIN) * HEADS
-        return self._make(f"bwd_band_gather{band.suffix}", "band", arguments, grid, constants)
+        return self._make(f"bwd_band_gather{band.suffix}", "band_gather", arguments, grid, constants)
 
     def contraction(self, contraction: Contraction) -> Kernel:
         tile, rows = self._tiles[contraction.role], contraction.owner == "rows"
@@ -221,8 +220,7 @@ class _Maker:
             *self._lengths("rows", "n_q"),
             *numbers("float", "scale"),
         )
-        sizes = {"BAND": band.width, "REACH": band.reach, "REACH_POW2": _power_of_2(band.reach)}
-        constants = {"BLOCK": self._tiles["band"].block_m, **sizes}
+        constants = {"BLOCK": self._tiles["band"].block_m, **_extents(band)}
         return self._make(f"bwd_band{band.suffix}", "band", arguments, self._row_blocks("band") * HEADS, constants)
 
     def finish(self, owner: str) -> Kernel:
@@ -323,6 +321,12 @@ class _Maker:
 
 def _blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+
+
+def _extents(band: Band) -> dict[str, int]:
+    """The diagonals of a band and of its terms, with the sizes of tiles that products take of them."""
+    padded = {"BAND_POW2": max(16, _power_of_2(band.width)), "REACH_POW2": max(16, _power_of_2(band.reach))}
+    return {"BAND": band.width, "REACH": band.reach, **padded}
 
 
 def _power_of_2(n: int) -> int:

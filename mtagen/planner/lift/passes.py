@@ -201,5 +201,6 @@ def _roles(pass_name: str, spec: Spec, geometry: Lift) -> tuple[str, ...]:
         return (*operands, "forward")
     if pass_name == "backward":
         contractions = (contraction.role for contraction in geometry.contractions)
-        return (*operands, "rows", "scores", *contractions, "finish")
+        gather = ("band_gather",) if geometry.bands else ()
+        return (*operands, "rows", "scores", *gather, *contractions, "finish")
     return (*decode_geometry(spec).roles, "combine")

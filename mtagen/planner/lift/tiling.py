@@ -20,7 +20,7 @@ from .decode import DECODE_ROLES, decode_geometry
 from .operands import Lift
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
-VECTOR_ROLES = ("lift", "band_terms", "band", "rows", "finish", "combine")
+VECTOR_ROLES = ("lift", "band_terms", "band", "band_gather", "rows", "finish", "combine")
 _UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was seen to take besides the operands of unrolled terms
 
 # The cost model's constants, fitted to benchmarks/results/h200_tune_*.json. Times are cycles of a multiprocessor.
@@ -383,8 +383,11 @@ def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
     meet, or some of them: what is on chip must fit every target.
     """
     d = block_dim(spec.head_dim)
-    if role in ("band", "rows"):
+    if role in ("band_gather", "rows"):
         return Tile(block_m=16, num_warps=1)
+    if role == "band":
+        narrow = max(band.reach for band in lift.bands) <= 32
+        return Tile(block_m=64, num_warps=2) if narrow else Tile(block_m=16, num_warps=4)
     if role == "band_terms":
         rows, widest = (64, 128) if spec.itemsize == 2 else (16, 64)
         reach = max(band.reach for band in lift.bands)
