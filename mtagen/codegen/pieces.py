@@ -11,7 +11,7 @@ from sympy import Expr, Symbol
 from ..planner.geometry.affine import N_K, N_Q, Size
 from ..planner.geometry.loops import OFF, Loop
 from ..planner.geometry.mask import Comparison, Mask
-from ..planner.lift.band import DELTA, F, Band
+from ..planner.lift.band import DELTA, Band, F
 from ..planner.lift.module import LiftModule
 from ..planner.lift.operands import Lift, T
 from ..planner.strip.module import StripModule
