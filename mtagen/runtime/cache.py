@@ -2,11 +2,11 @@
 
 An entry is a directory ``<root>/<mtagen version>/<arch>/<name>-<first 16 hex digits of the key>`` of plain
 files and a ``manifest.json`` with their digests. It is written to a temporary sibling, manifest last, and
-published by one rename; every load verifies every digest, so that a torn or damaged entry is rebuilt, never
+published by one rename; every load verifies every file, so that a torn or damaged entry is rebuilt, never
 used. File times play no part. A lock that dies with its process keeps two processes from building one entry;
 a valid entry is read without it.
 
-Whoever can write an entry decides what its reader runs. So an entry is only valid if its sources are byte for byte
+Whoever can write an entry decides what its reader runs. So an entry is valid only if its sources are byte for byte
 those that the caller has just rendered, and if this user or root owns its folder and files and nobody else may write
 them. The root and the folders between are held to the same rule: in others, nothing is read, written or removed. The
 folders above the root need no check, because whoever can replace the root can only put files of their own there.
@@ -389,7 +389,10 @@ def _load(path: Path, key: str | None = None, sources: Mapping[str, bytes] = Map
         if not (0 <= fields["created"] < _LATEST and all(map(_NAME.fullmatch, fields["files"]))):
             return None
         files = {name: _read(path / name) for name in fields["files"]}
-        if fields["files"] != _digests(files) or not sources.items() <= files.items():
+        if not sources.items() <= files.items():
+            return None
+        unknown = {name: content for name, content in files.items() if name not in sources}
+        if any(fields["files"][name] != _digest(content) for name, content in unknown.items()):
             return None
         return Entry(**{**fields, "path": path, "files": files})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # absent, or anything but what _publish wrote
@@ -405,7 +408,7 @@ def _publish(entry: Entry) -> None:
         "version": entry.version,
         "created": entry.created,
         "metadata": entry.metadata,
-        "files": _digests(entry.files),
+        "files": {name: _digest(content) for name, content in entry.files.items()},
     }
     staging = _staging(entry.path)
     try:
@@ -441,10 +444,8 @@ def _size(path: Path) -> int:
     return sum(status.st_size for status in map(os.lstat, files) if not stat.S_ISDIR(status.st_mode))
 
 
-def _digests(files: Mapping[str, bytes]) -> dict[str, Json]:
-    return {
-        name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in files.items()
-    }
+def _digest(content: bytes) -> dict[str, Json]:
+    return {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
 
 
 @functools.cache
