@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,18 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, hostile_fol
     assert facts["package"] == mtagen.__file__
 
 
+def test_nothing_is_imported_from_the_package_found_first(
+    tmp_path: Path, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes have the mtagen of the process that starts them, even if PYTHONPATH names another one."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mtagen.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{other}{os.pathsep}{os.environ['PYTHONPATH']}")
+    run_jobs(work, ["one"], 1)
+    assert json.loads((tmp_path / "work/one.json").read_text())["package"] == mtagen.__file__
+
+
 def test_compiling_imports_nothing_from_the_current_folder(
     tmp_path: Path, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +95,16 @@ def test_jobs_are_shared_out(tmp_path: Path, work: Any) -> None:
     assert 1 <= len({fact["process"] for fact in facts}) <= 2
     assert os.getpid() not in {fact["process"] for fact in facts}
     run_jobs(work, [], 2)
+
+
+def test_an_isolated_process_starts_isolated_ones(tmp_path: Path) -> None:
+    job = f"import sys; open({str(tmp_path / 'isolated')!r}, 'w').write(str(sys.flags.isolated))"
+    program = (
+        f"import sys; sys.path.append({str(Path(mtagen.__file__).parents[1])!r})\n"
+        f"from mtagen.runtime.processes import run_jobs; run_jobs(exec, [{job!r}], 1)"
+    )
+    subprocess.run([sys.executable, "-I", "-c", program], check=True)
+    assert (tmp_path / "isolated").read_text() == "1"
 
 
 def test_a_process_that_dies_is_told_of_and_its_next_jobs_are_done(tmp_path: Path, work: Any) -> None:

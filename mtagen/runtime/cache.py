@@ -64,7 +64,7 @@ _private: dict[tuple[Path, str], Entry] = {}  # entries that could not be publis
 
 
 class UntrustedError(PermissionError):
-    """A folder of the cache that another user owns or may write, or that is a link."""
+    """A folder or file of the cache is a link, or another user owns it or may write it."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class Cache:
                 continue
             if fault := _distrust(status):
                 raise UntrustedError(
-                    f"{folder} {fault}, but only this user or root may decide what runs; chown it and run "
-                    f"'chmod -R go-w {self.root}', or set MTAGEN_CACHE_DIR to a folder of your own"
+                    f"{folder} {fault}, and whoever can write there decides what is run; if it is yours, run "
+                    f"'chmod -R go-w {self.root}', else set MTAGEN_CACHE_DIR to a folder of your own"
                 )
 
     def _tag(self) -> None:
