@@ -199,6 +199,7 @@ def forge(entry: Entry, files: Mapping[str, bytes] = FILES, **fields: Any) -> No
     """Replace what an entry holds, with digests that fit, as whoever may write the cache can."""
     for name, content in files.items():
         (entry.path / name).write_bytes(content)
+        (entry.path / name).chmod(0o644)  # whatever the umask
     manifest = json.loads((entry.path / MANIFEST).read_text())
     digests = {name: cache_module._digest(content) for name, content in files.items()}
     manifest["entry"] |= {"files": digests} | fields
@@ -421,8 +422,8 @@ def test_what_stands_in_an_entrys_place_is_replaced(cache: Cache, tmp_path: Path
 
 
 def test_a_file_in_a_folders_place_is_named(cache: Cache) -> None:
-    cache.root.mkdir()
-    (cache.root / __version__).touch()
+    cache_module._make_folder(cache.root)
+    (cache.root / __version__).touch(0o644)
     _, messages = get_twice_with_warnings(cache, Builder())
     assert len(messages) == 1
     assert str(cache.root / __version__) in messages[0]
@@ -569,7 +570,7 @@ def test_what_could_not_be_renewed_on_disk_is_found(cache: Cache, monkeypatch: p
 def test_lock_timeout_builds_privately(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "0.1")
     arch_dir = cache.root / __version__ / ARCH
-    arch_dir.mkdir(parents=True)
+    cache_module._make_folder(arch_dir)
     with FileLock(arch_dir / f"{NAME}-{KEY[:16]}.lock"):
         _, messages = get_twice_with_warnings(cache, Builder())
     assert len(messages) == 1
@@ -639,7 +640,7 @@ def test_clear_touches_only_folders_that_carry_the_tag(cache: Cache, tmp_path: P
 
 def test_a_tag_is_not_written_through_a_link(cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("keep")
-    (cache.root / __version__).mkdir(parents=True)
+    cache_module._make_folder(cache.root / __version__)
     (cache.root / __version__ / TAG).symlink_to(tmp_path / "thesis.txt")
     get(cache, Builder())
     assert (tmp_path / "thesis.txt").read_text() == "keep"
