@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -34,8 +35,8 @@ class Config:
         """The configuration the environment asks for; an empty variable counts as unset.
 
         Raises:
-            SpecError: ``MTAGEN_CACHE_LOCK_TIMEOUT`` is not a number of seconds >= 0.
-            RuntimeError: no cache directory is set and the user has no home directory.
+            SpecError: ``MTAGEN_CACHE_LOCK_TIMEOUT`` is not a number of seconds >= 0; no cache directory is set and no
+                home directory is known.
         """
         return cls(
             cache_dir=_cache_dir(),
@@ -76,7 +77,15 @@ def _cache_dir() -> Path:
             raise SpecError(explain("MTAGEN_CACHE_DIR", configured, rule, "e.g. an absolute path")) from None
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification says to ignore a relative path.
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "mtagen"
+    return (xdg if xdg.is_absolute() else _home() / ".cache") / "mtagen"
+
+
+def _home() -> Path:
+    with suppress(RuntimeError):  # HOME is unset, and the user, as in many containers, has no entry in passwd
+        if (home := Path.home()).is_absolute():
+            return home
+    rule = "is not set, and no home directory is known that could hold the cache"
+    raise SpecError(explain("MTAGEN_CACHE_DIR", None, rule, "an absolute path, or HOME as one"))
 
 
 def _seconds(name: str, default: float) -> float:

@@ -22,7 +22,6 @@ def collect() -> dict[str, Any]:
     """JSON-ready facts, ``None`` or an empty list where the machine lacks the thing; GPU memory is in bytes.
 
     Raises:
-        RuntimeError: as :meth:`mtagen.config.Config.from_env`.
         SpecError: as :meth:`mtagen.config.Config.from_env`.
     """
     return {

@@ -1,4 +1,4 @@
-"""The on-disk cache under damage, competition, kills and unwritable disks; the loader of rendered modules."""
+"""The on-disk cache under damage, forgery, competition, kills and unwritable disks; the loader of rendered modules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import textwrap
@@ -21,9 +22,13 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from mtagen import Spec, plan
+from mtagen.codegen import render
 from mtagen.errors import SpecError
 from mtagen.runtime import cache as cache_module
-from mtagen.runtime.cache import MANIFEST, Cache, Entry, cache_key
+from mtagen.runtime import nvrtc
+from mtagen.runtime.cache import MANIFEST, TAG, TAG_CONTENT, Cache, Entry, UntrustedError, cache_key
+from mtagen.runtime.load import load_host
 from mtagen.runtime.loader import load_module
 from mtagen.version import __version__
 
@@ -181,13 +186,256 @@ def test_manifest_of_another_shape_is_rebuilt(cache: Cache) -> None:
         assert build.calls == 1
 
 
+@pytest.mark.parametrize("text", ['{"a":' * 100_000 + "1" + "}" * 100_000, "[" * 100_000, '{"entry": ' + "9" * 10_000])
+def test_manifest_beyond_the_limits_of_its_reader_is_rebuilt(cache: Cache, text: str) -> None:
+    entry = get(cache, Builder())
+    (entry.path / MANIFEST).write_text(text)
+    assert list(cache.entries()) == []
+    assert get(cache, Builder()).files == FILES
+    assert list(cache.entries())
+
+
+def forge(entry: Entry, files: Mapping[str, bytes] = FILES, **fields: Any) -> None:
+    """Replace what an entry holds, with digests that fit, as whoever may write the cache can."""
+    for name, content in files.items():
+        (entry.path / name).write_bytes(content)
+        (entry.path / name).chmod(0o644)  # whatever the umask
+    manifest = json.loads((entry.path / MANIFEST).read_text())
+    digests = {name: cache_module._digest(content) for name, content in files.items()}
+    manifest["entry"] |= {"files": digests} | fields
+    manifest["sha256"] = cache_key(manifest["entry"])
+    (entry.path / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "another"},
+        {"name": 1},
+        {"arch": "sm_80"},
+        {"version": "0.0"},
+        {"created": 1e300},
+        {"created": "now"},
+        {"key": "0" * 64},
+    ],
+    ids=str,
+)
+def test_an_entry_is_what_its_path_says(cache: Cache, fields: Mapping[str, Any]) -> None:
+    forge(get(cache, Builder()))
+    assert list(cache.entries())
+    forge(get(cache, Builder()), **fields)
+    assert list(cache.entries()) == []
+    assert get(cache, Builder()).name == NAME
+
+
+# What another user may have written
+
+
+def get_with_sources(cache: Cache, build: Callable[[], Mapping[str, bytes]] = dict) -> Entry:
+    return cache.get_or_build(NAME, ARCH, KEY, build, sources={"kernel.py": b"rendered"})
+
+
+@pytest.mark.parametrize(
+    "files", [{"kernel.py": b"forged"}, {"other.py": b"rendered"}, {"kernel.py": b"rendered", "kernel.cubin": b""}]
+)
+def test_entry_with_other_sources_is_rebuilt(cache: Cache, files: Mapping[str, bytes]) -> None:
+    entry = get_with_sources(cache)
+    assert get_with_sources(cache, pytest.fail) == entry
+    forge(entry, files)
+    build = Builder({})
+    held = get_with_sources(cache, build)
+    if files.items() >= entry.files.items():
+        assert (held.files, build.calls) == (files, 0)
+    else:
+        assert (held.files, build.calls) == (entry.files, 1)
+        assert (entry.path / "kernel.py").read_bytes() == b"rendered"
+    assert cache.find(NAME, ARCH, KEY, {"kernel.py": b"another"}) is None
+
+
+def test_a_module_is_made_of_what_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of what the entry holds, nor does Triton take its kernels from there."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+    made = plan(Spec((2, 3), 16), "sm_90a", "triton")
+    sources = render(made)
+    load_host(made, sources, "forward")
+    (entry,) = Cache().entries()
+    (name,) = sources.files
+    forged = f"open({str(tmp_path / 'ran')!r}, 'w')\n" + sources.files[name].replace("tl.sum", "tl.max")
+    forge(entry, {name: forged.encode()})
+    for module in [module for module in sys.modules if module.startswith("mtagen_mta")]:
+        monkeypatch.delitem(sys.modules, module)
+
+    module = load_host(made, sources, "forward")
+    (tmp_path / entry.path / name).write_text(forged)
+    kernel = next(value for value in vars(module).values() if type(value).__name__.endswith("JITFunction"))
+    assert not (tmp_path / "ran").exists()
+    assert inspect.getsource(kernel.fn) in sources.files[name]
+    assert inspect.getsource(module) == sources.files[name]
+
+
+def test_a_cubin_is_of_the_source_that_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.core")
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda source, arch, name: b"cubin of " + source.encode())
+    made = nvrtc.cached_cubin("source", "sm_80", "mta_any")
+    (entry,) = Cache().entries()
+    forge(entry, {"mta_any.cu": b"another source", "mta_any.cubin": b"forged"})
+    assert nvrtc.cached_cubin("source", "sm_80", "mta_any") == made == b"cubin of source"
+
+
+def status(mode: int = stat.S_IFDIR | 0o755, user: int | None = None) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, os.geteuid() if user is None else user, 0, 0, 0, 0, 0))
+
+
+def test_who_is_trusted() -> None:
+    for mode in (0o700, 0o755, 0o500, 0o1755):
+        for user in (None, 0):
+            assert cache_module._distrust(status(stat.S_IFDIR | mode, user)) is None
+    user = os.geteuid() + 1
+    assert f"belongs to user {user}" in (cache_module._distrust(status(user=user)) or "")
+    for mode in (0o775, 0o757, 0o720, 0o1777):
+        assert f"(mode {mode:o})" in (cache_module._distrust(status(stat.S_IFREG | mode)) or "")
+    assert cache_module._distrust(status(stat.S_IFLNK | 0o755)) == "is a link"
+
+
+def writable_by_group(path: Path) -> None:
+    path.chmod(path.stat().st_mode | stat.S_IWGRP)
+
+
+def writable_by_others(path: Path) -> None:
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+
+
+def of_another_user(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(path, 4242, -1)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name(f"real-{path.name}"))
+    path.symlink_to(path.with_name(f"real-{path.name}"), target_is_directory=path.is_dir())
+
+
+AT_FAULT = [writable_by_group, writable_by_others, of_another_user, linked]
+
+
+def contents(folder: Path) -> set[tuple[Path, float]]:
+    return {(path, path.lstat().st_mtime) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("fault", AT_FAULT)
+@pytest.mark.parametrize("above", [0, 1, 2], ids=["arch", "version", "root"])
+def test_folder_that_others_may_write_is_left_alone(cache: Cache, above: int, fault: Callable[[Path], None]) -> None:
+    folder = get(cache, Builder()).path.parents[above]
+    fault(folder)
+    before = contents(cache.root.parent)
+    if (fault, above) == (linked, 2):  # the root may be a link, to another disk for one
+        assert get(cache, pytest.fail).files == FILES
+        return
+    build = Builder({**FILES, "new": b""})
+    entry, messages = get_twice_with_warnings(cache, build)
+    assert entry.files == build.files
+    (message,) = messages
+    assert f"does not trust the kernel cache {cache.root} ({folder} " in message
+    assert "set MTAGEN_CACHE_DIR to a folder of your own" in message
+    cache_module._warned.clear()
+    with pytest.warns(RuntimeWarning, match="does not trust"):
+        assert cache.find("absent", ARCH, KEY) is None
+    if fault is not linked:  # a link is no folder of ours
+        for use in (lambda: list(cache.entries()), cache.clear):
+            with pytest.raises(UntrustedError, match=str(folder)):
+                use()
+    assert contents(cache.root.parent) == before
+
+
+@pytest.mark.parametrize("fault", AT_FAULT)
+@pytest.mark.parametrize("file", ["", MANIFEST, "kernel.py"])
+def test_entry_that_others_may_write_is_rebuilt(cache: Cache, file: str, fault: Callable[[Path], None]) -> None:
+    entry = get(cache, Builder())
+    fault(entry.path / file)
+    assert list(cache.entries()) == []
+    build = Builder()
+    assert get(cache, build).files == FILES
+    assert build.calls == 1
+    assert get(cache, pytest.fail).files == FILES
+    assert not entry.path.is_symlink()
+    assert {path.name for path in entry.path.iterdir()} == {*FILES, MANIFEST}
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_nobody_else_may_write_what_the_cache_makes(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        cache = Cache(tmp_path / "missing" / "cache")
+        get(cache, Builder())
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.suffix != ".lock"]
+    assert len(made) == 2 + 2 + 1 + 4  # the root and the one above, a folder for version and arch, the tag, the entry
+    assert not any(path.stat().st_mode & (0o022 | mask) for path in made)
+    assert get(cache, pytest.fail).files == FILES
+
+
+@pytest.mark.parametrize("name", ["../secret", "absolute", ".hidden", "folder/secret"])
+def test_manifest_names_no_file_outside_the_entry(cache: Cache, name: str) -> None:
+    entry = get(cache, Builder())
+    secret = entry.path.parent / "secret"
+    name = str(secret) if name == "absolute" else name
+    (entry.path / "folder").mkdir()
+    forge(entry, {**FILES, name: b"secret"})
+    build = Builder()
+    assert cache.find(NAME, ARCH, KEY) is None
+    assert get(cache, build).files == FILES
+    assert build.calls == 1
+
+
+def test_a_pipe_in_an_entry_does_not_block(cache: Cache) -> None:
+    entry = get(cache, Builder())
+    for name in (MANIFEST, "kernel.py"):
+        (entry.path / name).unlink()
+        os.mkfifo(entry.path / name, 0o600)
+        assert get(cache, Builder()).files == FILES
+
+
+@pytest.mark.parametrize("what", ["file", "link to a folder", "link to nothing"])
+def test_what_stands_in_an_entrys_place_is_replaced(cache: Cache, tmp_path: Path, what: str) -> None:
+    path = get(cache, Builder()).path
+    kept = tmp_path / "kept"
+    for remake in (lambda: get(cache, Builder()).path, lambda: cache.clear()[0]):
+        shutil.rmtree(path, ignore_errors=True)
+        if what == "file":
+            path.write_text("no entry")
+        else:
+            path.symlink_to(kept)
+        if what == "link to a folder":
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir()
+            (kept / "thesis.txt").touch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert remake() in (path, 1)
+        assert not path.is_symlink()
+        assert not path.is_file()
+        assert (kept / "thesis.txt").exists() == (what == "link to a folder")
+
+
+def test_a_file_in_a_folders_place_is_named(cache: Cache) -> None:
+    cache_module._make_folder(cache.root)
+    (cache.root / __version__).touch(0o644)
+    _, messages = get_twice_with_warnings(cache, Builder())
+    assert len(messages) == 1
+    assert str(cache.root / __version__) in messages[0]
+
+
 # Competition and kills
 
 
 CHILD = """
     import sys, time
     from pathlib import Path
-    from mtagen.runtime.cache import Cache
+    from mtagen.runtime import cache
     scratch, name, arch, key, mode = Path(sys.argv[1]), *sys.argv[2:]
 
     def wait():
@@ -202,10 +450,11 @@ CHILD = """
             wait()
         return {"kernel.py": b"from a child"}
 
-    if mode == "publish":  # only the manifest is written as text
-        Path.write_text = lambda *_: wait()
+    if mode == "publish":
+        write = cache._write
+        cache._write = lambda path, content: wait() if path.name == cache.MANIFEST else write(path, content)
     (scratch / "started").touch()
-    print(Cache(scratch / "cache").get_or_build(name, arch, key, build).files["kernel.py"].decode())
+    print(cache.Cache(scratch / "cache").get_or_build(name, arch, key, build).files["kernel.py"].decode())
 """
 
 
@@ -293,14 +542,14 @@ def test_unwritable_root_warns_once(tmp_path: Path) -> None:
 
 
 def test_full_disk_warns_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Path.write_bytes
+    write = cache_module._write
 
-    def full(path: Path, content: bytes) -> int:
+    def full(path: Path, content: bytes) -> None:
         if cache.root in path.parents and path.name == "kernel.cubin":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, content)
+        write(path, content)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(cache_module, "_write", full)
     _, messages = get_twice_with_warnings(cache, Builder())
     assert len(messages) == 1
     assert "No space left on device" in messages[0]
@@ -321,7 +570,7 @@ def test_what_could_not_be_renewed_on_disk_is_found(cache: Cache, monkeypatch: p
 def test_lock_timeout_builds_privately(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "0.1")
     arch_dir = cache.root / __version__ / ARCH
-    arch_dir.mkdir(parents=True)
+    cache_module._make_folder(arch_dir)
     with FileLock(arch_dir / f"{NAME}-{KEY[:16]}.lock"):
         _, messages = get_twice_with_warnings(cache, Builder())
     assert len(messages) == 1
@@ -365,6 +614,39 @@ def test_clear_removes_entries_and_only_those(cache: Cache) -> None:
     assert get(cache, Builder()).files == FILES
 
 
+@pytest.mark.parametrize("tag", ["absent", "foreign", "link", "folder", "linked version", "linked arch"])
+def test_clear_touches_only_folders_that_carry_the_tag(cache: Cache, tmp_path: Path, tag: str) -> None:
+    entry = get(cache, Builder())
+    version = cache.root / __version__
+    file = version / TAG
+    if tag == "linked version":
+        version.rename(tmp_path / "elsewhere")
+        version.symlink_to(tmp_path / "elsewhere")
+    elif tag == "linked arch":
+        entry.path.parent.rename(tmp_path / "elsewhere")
+        entry.path.parent.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.unlink()
+    if tag == "foreign":
+        file.write_bytes(TAG_CONTENT.replace(b"mtagen", b"another program"))
+    if tag == "link":
+        (tmp_path / "tag").write_bytes(TAG_CONTENT)
+        file.symlink_to(tmp_path / "tag")
+    if tag == "folder":
+        file.mkdir()
+    assert cache.clear() == (0, 0)
+    assert (entry.path / "kernel.py").read_bytes() == FILES["kernel.py"]
+
+
+def test_a_tag_is_not_written_through_a_link(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("keep")
+    cache_module._make_folder(cache.root / __version__)
+    (cache.root / __version__ / TAG).symlink_to(tmp_path / "thesis.txt")
+    get(cache, Builder())
+    assert (tmp_path / "thesis.txt").read_text() == "keep"
+    assert cache.clear()[0] == 1
+
+
 def test_clear_of_an_absent_cache(tmp_path: Path) -> None:
     assert Cache(tmp_path / "nowhere").clear() == (0, 0)
 
@@ -388,7 +670,7 @@ def test_module_and_its_source_outlive_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mta_fwd-0123" / "kernel.py"
     file.parent.mkdir()
     file.write_bytes(SOURCE)
-    module = load_module(file)
+    module = load_module(file, SOURCE)
     assert module.scale(2) == 4
     assert module.__file__ == str(file)
     assert module.__name__.startswith("mtagen_mta_fwd_0123_kernel_")
@@ -402,8 +684,7 @@ def test_module_is_loaded_once_per_content(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         modules = set(pool.map(lambda _: load_module(file, SOURCE), range(16)))
     assert len(modules) == 1
-    file.write_bytes(SOURCE.replace(b"2", b"3"))
-    assert load_module(file).scale(2) == 6
+    assert load_module(file, SOURCE.replace(b"2", b"3")).scale(2) == 6
 
 
 def test_failing_module_is_not_kept(tmp_path: Path) -> None:

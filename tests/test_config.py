@@ -36,6 +36,22 @@ def test_cache_dir_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert Config.from_env().cache_dir == tmp_path / "xdg" / "mtagen"
 
 
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_a_user_without_a_home_is_told_to_name_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str | None
+) -> None:
+    if home is None:
+        pwd = pytest.importorskip("pwd")
+        monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv("HOME", home)
+    with pytest.raises(SpecError, match="MTAGEN_CACHE_DIR: got None; is not set, and no home directory is known"):
+        Config.from_env()
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+    assert Config.from_env().cache_dir == tmp_path
+
+
 @pytest.mark.parametrize("bad", ["soon", "-1", "nan"])
 def test_bad_timeout_is_explained(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", bad)

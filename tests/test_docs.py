@@ -137,7 +137,7 @@ def test_every_target_is_named() -> None:
 
 # ---- Troubleshooting: every message has its remedy, and no remedy is of a message that is no more
 
-RAISED = ("SpecError", "InputError", "PlanError", "BackendError", "ValueError", "RuntimeError")
+RAISED = ("SpecError", "InputError", "PlanError", "BackendError", "UntrustedError", "ValueError", "RuntimeError")
 
 
 def texts(node: ast.expr, scope: ast.AST) -> list[str]:

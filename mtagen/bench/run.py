@@ -5,13 +5,10 @@ from __future__ import annotations
 import statistics
 import subprocess
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from ..environment import collect
 from ..measure.cases import Case
 from ..measure.inputs import Inputs
 from ..measure.timing import BUDGET_MS, graph_ms, issuing_us, peak_mib, time_call
+from ..runtime.processes import run_jobs
 from .contenders import Built, Contender, entrants, make_inputs
 from .rates import Rates, measure_rates, roofline_ms, useful_flop
 from .suites import PATIENCE
@@ -265,20 +263,19 @@ def _fill_caches(
             if (key := contender.warm_key(case)) is not None and contender.enters(case):
                 work.setdefault((contender.name, key), (contender.name, case))
     task = progress.add_task("building", total=len(work))
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, suppress(BrokenProcessPool):
-        futures = {pool.submit(_warm, device, *item): item for item in work.values()}
-        try:
-            for future in as_completed(futures):
-                if error := future.exception():  # it is tried again, and skipped, where it is to be measured
-                    name, case = futures[future]
-                    progress.console.print(f"{name} {_title(case)} is not built: {_first_line(error)}", markup=False)
-                progress.advance(task)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+
+    def done(job: tuple[str, str, dict[str, Any]], error: str | None) -> None:
+        if error:  # it is tried again, and skipped, where it is to be measured
+            _, name, row = job
+            progress.console.print(f"{name} {_title(Case.from_dict(row))} is not built: {error}", markup=False)
+        progress.advance(task)
+
+    with suppress(subprocess.CalledProcessError):
+        run_jobs(_warm, [(str(device), name, case.to_dict()) for name, case in work.values()], jobs, done)
 
 
-def _warm(device: torch.device, name: str, case: Case) -> None:
+def _warm(job: tuple[str, str, dict[str, Any]]) -> None:
+    device, name, case = torch.device(job[0]), job[1], Case.from_dict(job[2])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.empty_cache()  # what the one before needed

@@ -2,9 +2,14 @@
 
 An entry is a directory ``<root>/<mtagen version>/<arch>/<name>-<first 16 hex digits of the key>`` of plain
 files and a ``manifest.json`` with their digests. It is written to a temporary sibling, manifest last, and
-published by one rename; every load verifies every digest, so that a torn or damaged entry is rebuilt, never
+published by one rename; every load verifies every file, so that a torn or damaged entry is rebuilt, never
 used. File times play no part. A lock that dies with its process keeps two processes from building one entry;
 a valid entry is read without it.
+
+Whoever can write an entry decides what its reader runs. So an entry is valid only if its sources are byte for byte
+those that the caller has just rendered, and if this user or root owns its folder and files and nobody else may write
+them. The root and the folders between are held to the same rule: in others, nothing is read, written or removed. The
+folders above the root need no check, because whoever can replace the root can only put files of their own there.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import json
 import os
 import re
 import shutil
+import stat
+import sys
 import tempfile
 import time
 import uuid
@@ -23,7 +30,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from filelock import FileLock, Timeout
@@ -43,8 +52,19 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _KEY = re.compile(r"[0-9a-f]{64}")
 _OWNED = re.compile(rf"(?P<entry>{_NAME.pattern}-[0-9a-f]{{16}})(\.[0-9a-f]{{32}}\.tmp|\.lock)?")
 
+_LATEST = 2.0**37  # a Unix time that dates can still say
+# Whatever the umask, nobody but the owner may write what the cache makes.
+_FOLDER_MODE, _FILE_MODE = 0o755, 0o644
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# No link is followed, and a pipe that stands where a file should be does not block. Windows has neither flag.
+_READ_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
 _warned: set[str] = set()
 _private: dict[tuple[Path, str], Entry] = {}  # entries that could not be published, by intended path and key
+
+
+class UntrustedError(PermissionError):
+    """A folder or file of the cache is a link, or another user owns it or may write it."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +125,23 @@ class Cache:
         build: Callable[[], Mapping[str, bytes]],
         metadata: Mapping[str, Json] | None = None,
         *,
+        sources: Mapping[str, bytes] = MappingProxyType({}),
         renew: bool = False,
     ) -> Entry:
         """The entry of ``key``; built and published first when no valid one is there, or if it is to be renewed.
 
         A process that finds the entry being built by another waits for it, at most
-        ``MTAGEN_CACHE_LOCK_TIMEOUT`` seconds. Past that, or when the cache cannot be written, the entry lives
-        in a temporary directory that goes with the process, and a ``RuntimeWarning`` says so, once per cause.
+        ``MTAGEN_CACHE_LOCK_TIMEOUT`` seconds. Past that, or when the cache cannot be written or trusted, the entry
+        lives in a temporary directory that goes with the process, and a ``RuntimeWarning`` says so, once per cause.
 
         Args:
             name: readable kernel name; letters, digits and ``_.+-``.
             arch: target architecture; the same characters.
             key: made by :func:`cache_key`.
-            build: makes the content, by plain file name.
+            build: makes the content that ``sources`` lack, by plain file name.
             metadata: free JSON fields to keep in the manifest.
+            sources: the part of the content that the caller has, by plain file name. An entry that holds anything
+                else in these files is rebuilt.
             renew: build even if a valid entry is there.
 
         Raises:
@@ -127,11 +150,11 @@ class Cache:
             Exception: whatever ``build`` raises; nothing is published then.
         """
         path = self._path(name, arch, key)
-        if not renew and (entry := self.find(name, arch, key)):
+        if not renew and (entry := self.find(name, arch, key, sources)):
             return entry
 
         def make() -> Entry:
-            files = dict(build())
+            files = {**sources, **build()}
             for file in files:
                 _check(_NAME, file=file)
             # Through JSON, so that an entry just built and one loaded later are equal.
@@ -139,15 +162,18 @@ class Cache:
             return Entry(path, name, arch, key, __version__, time.time(), fields, files)
 
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in self._above(path):
+                _make_folder(folder)
+                self._check_trusted(folder)
             lock = _lock(path).acquire(Config.from_env().cache_lock_timeout)
         except OSError as error:  # filelock's Timeout is one
             return self._keep_privately(make(), error)
         with lock:
-            if not renew and (entry := _load(path, key)):
+            if not renew and (entry := _load(path, key, sources)):
                 return entry
             for leftover in _staged(path):  # of a builder that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+                with suppress(OSError):
+                    _remove(leftover)
             entry = make()
             try:
                 self._tag()
@@ -157,20 +183,29 @@ class Cache:
             _private.pop((path, key), None)
             return entry
 
-    def find(self, name: str, arch: str, key: str) -> Entry | None:
-        """The valid entry of ``key``, if there is one.
+    def find(self, name: str, arch: str, key: str, sources: Mapping[str, bytes] = MappingProxyType({})) -> Entry | None:
+        """The valid entry of ``key``, if there is one; as for :meth:`get_or_build`, it must hold the ``sources``.
+
+        A ``RuntimeWarning`` says, once, that the cache is not trusted.
 
         Raises:
             SpecError: the name, the arch or the key is not legal.
         """
         path = self._path(name, arch, key)
-        return _private.get((path, key)) or _load(path, key)  # a private one has replaced what could not be written
+        if entry := _private.get((path, key)):  # it has replaced what could not be written
+            return entry
+        try:
+            self._check_trusted(*self._above(path))
+        except UntrustedError as error:
+            self._warn(error)
+            return None
+        return _load(path, key, sources)
 
     def entries(self) -> Iterator[Entry]:
         """The valid entries of all mtagen versions and architectures, in order of path.
 
         Raises:
-            OSError: the cache cannot be read.
+            OSError: the cache cannot be read, or is not to be trusted.
         """
         for path in self._owned():
             if entry := _load(path):
@@ -179,21 +214,21 @@ class Cache:
     def clear(self) -> tuple[int, int]:
         """Remove the entries of all mtagen versions; gives their number and the bytes freed.
 
-        Only what the cache made is removed, and entries that a running process is building are left to it.
-        Processes that have loaded an entry keep it.
+        Only what the cache made is removed, in folders that carry its tag; no link is followed. Entries that a running
+        process is building are left to it. Processes that have loaded an entry keep it.
 
         Raises:
-            OSError: the cache cannot be written.
+            OSError: the cache cannot be written, or is not to be trusted.
         """
         count = freed = 0
         for path in self._owned():
             lock = _lock(path)
             with suppress(Timeout), lock.acquire(timeout=0):
-                folders = [*filter(Path.is_dir, [path]), *_staged(path)]
-                count += path in folders
-                freed += sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
-                for folder in folders:
-                    _discard(folder)
+                doomed = [*filter(os.path.lexists, [path]), *_staged(path)]
+                count += path in doomed
+                freed += sum(map(_size, doomed))
+                for one in doomed:
+                    _discard(one)
                 # Safe while held: filelock does not accept a lock on an unlinked file.
                 Path(lock.lock_file).unlink()
         return count, freed
@@ -204,34 +239,63 @@ class Cache:
         return self.root / __version__ / arch / f"{name}-{key[:16]}"
 
     def _owned(self) -> list[Path]:
-        """Paths of all entries, whole or not, in version directories that carry our tag."""
-        folders = [
-            arch
-            for tag in self.root.glob(f"*/{TAG}")
-            if tag.read_bytes() == TAG_CONTENT
-            for arch in tag.parent.iterdir()
-            if arch.is_dir()
-        ]
-        matches = [(folder, _OWNED.fullmatch(path.name)) for folder in folders for path in folder.iterdir()]
-        return sorted({folder / match["entry"] for folder, match in matches if match})
+        """Paths of all entries, whole or not, in version directories that carry our tag.
+
+        Raises:
+            OSError: a folder cannot be read, or is not to be trusted.
+        """
+        if not self.root.is_dir():
+            return []
+        versions = [version for version in _folders(self.root) if _is_tagged(version)]
+        archs = [arch for version in versions for arch in _folders(version)]
+        owned = {arch / match["entry"] for arch in archs for x in arch.iterdir() if (match := _OWNED.fullmatch(x.name))}
+        self._check_trusted(self.root, *sorted({folder for path in owned for folder in self._above(path)}))
+        return sorted(owned)
+
+    def _above(self, path: Path) -> tuple[Path, Path, Path]:
+        """The folders of the cache that the entry at ``path`` is in."""
+        return self.root, path.parent.parent, path.parent
+
+    def _check_trusted(self, *folders: Path) -> None:
+        """Check those of the folders that are there. The root may be a link; what it leads to is checked.
+
+        Raises:
+            UntrustedError: a folder is not trusted.
+        """
+        for folder in folders:
+            try:
+                status = folder.stat() if folder == self.root else folder.lstat()
+            except OSError:  # it is absent, or it cannot be used, and the error of who uses it says why
+                continue
+            if fault := _distrust(status):
+                raise UntrustedError(
+                    f"{folder} {fault}, and whoever can write there decides what is run; if it is yours, run "
+                    f"'chmod -R go-w {self.root}', else set MTAGEN_CACHE_DIR to a folder of your own"
+                )
 
     def _tag(self) -> None:
-        tag = self.root / __version__ / TAG
-        if not tag.is_file() or tag.read_bytes() != TAG_CONTENT:
-            tag.write_bytes(TAG_CONTENT)
+        folder = self.root / __version__
+        if not _is_tagged(folder):
+            staging = _staging(folder / TAG)
+            _write(staging, TAG_CONTENT)
+            staging.replace(folder / TAG)  # what stood there may be a link
 
-    def _keep_privately(self, entry: Entry, error: OSError) -> Entry:
-        cause = "waited too long for" if isinstance(error, Timeout) else "cannot write"
+    def _warn(self, error: OSError) -> None:
+        known = {Timeout: "waited too long for", UntrustedError: "does not trust"}
+        cause = known.get(type(error), "cannot write")
         if cause not in _warned:
             _warned.add(cause)
             warnings.warn(
-                f"mtagen {cause} the kernel cache {self.root} ({error}); kernels that it lacks are built for "
-                "this process only, in a temporary directory",
+                f"mtagen {cause} the kernel cache {self.root} ({error}); kernels that are not read from it are built "
+                "for this process only, in a temporary directory",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
+
+    def _keep_privately(self, entry: Entry, error: OSError) -> Entry:
+        self._warn(error)
         kept = replace(entry, path=_private_root(os.getpid()) / entry.path.relative_to(self.root))
-        kept.path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(kept.path.parent)
         _publish(kept)
         _private[entry.path, entry.key] = kept
         return kept
@@ -259,18 +323,79 @@ def _staged(path: Path) -> list[Path]:
     return list(path.parent.glob(f"{path.name}.*.tmp"))
 
 
-def _load(path: Path, key: str | None = None) -> Entry | None:
-    """The entry at ``path`` if it is whole and (when given) has this key."""
+def _distrust(status: os.stat_result) -> str | None:
+    """What lets another user decide what a file or folder of the cache holds, in words; None if nothing does."""
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link"
+    if sys.platform == "win32":  # access control lists are no part of the status
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        return f"may be written by others than its owner (mode {stat.S_IMODE(status.st_mode):03o})"
+    return None
+
+
+def _read(path: Path) -> bytes:
+    """The content of a trusted regular file that is no link.
+
+    What is checked is the file that was opened, so that nobody can exchange it between the check and the reading.
+
+    Raises:
+        OSError: it is anything else, or cannot be read.
+    """
+    # Path.open takes no opener.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ_FLAGS)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        if fault := _distrust(status):
+            raise UntrustedError(f"{path} {fault}")
+        return file.read()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Make a file, which must not be there."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, _FILE_MODE)) as file:
+        file.write(content)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing."""
+    for missing in reversed([*takewhile(lambda x: not x.exists(), (folder, *folder.parents))]):
+        missing.mkdir(_FOLDER_MODE, exist_ok=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def _is_tagged(folder: Path) -> bool:
+    tag = folder / TAG
+    return tag.is_file() and not tag.is_symlink() and tag.read_bytes() == TAG_CONTENT
+
+
+def _load(path: Path, key: str | None = None, sources: Mapping[str, bytes] = MappingProxyType({})) -> Entry | None:
+    """The entry at ``path`` if it is whole and trusted, holds these sources and (when given) has this key."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        if _distrust(path.lstat()):
+            return None
+        manifest = json.loads(_read(path / MANIFEST))
         fields = manifest["entry"]
         if manifest["sha256"] != cache_key(fields) or key not in (None, fields["key"]):
             return None
-        files = {name: (path / name).read_bytes() for name in fields["files"]}
-        if fields["files"] != _digests(files):
+        if path.parts[-3:] != (fields["version"], fields["arch"], fields["name"] + "-" + fields["key"][:16]):
+            return None
+        if not (0 <= fields["created"] < _LATEST and all(map(_NAME.fullmatch, fields["files"]))):
+            return None
+        files = {name: _read(path / name) for name in fields["files"]}
+        if not sources.items() <= files.items():
+            return None
+        unknown = {name: content for name, content in files.items() if name not in sources}
+        if any(fields["files"][name] != _digest(content) for name, content in unknown.items()):
             return None
         return Entry(**{**fields, "path": path, "files": files})
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or anything but what _publish wrote
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # absent, or anything but what _publish wrote
         return None
 
 
@@ -283,15 +408,17 @@ def _publish(entry: Entry) -> None:
         "version": entry.version,
         "created": entry.created,
         "metadata": entry.metadata,
-        "files": _digests(entry.files),
+        "files": {name: _digest(content) for name, content in entry.files.items()},
     }
     staging = _staging(entry.path)
     try:
-        staging.mkdir()
+        staging.mkdir(_FOLDER_MODE)
         for name, content in entry.files.items():
-            (staging / name).write_bytes(content)
-        (staging / MANIFEST).write_text(json.dumps({"sha256": cache_key(fields), "entry": fields}, indent=2))
-        if entry.path.is_dir():  # a damaged entry: a directory with files cannot be replaced in one step
+            _write(staging / name, content)
+        manifest = {"sha256": cache_key(fields), "entry": fields}
+        _write(staging / MANIFEST, json.dumps(manifest, indent=2).encode())
+        # A damaged entry, or what else stands there: a folder with files, a file or a link is not replaced in one step.
+        if os.path.lexists(entry.path):
             _discard(entry.path)
         staging.replace(entry.path)
     except BaseException:
@@ -299,15 +426,26 @@ def _publish(entry: Entry) -> None:
         raise
 
 
-def _discard(folder: Path) -> None:
-    doomed = folder.replace(_staging(folder))  # in one step, so that no reader sees half of it
-    shutil.rmtree(doomed)
+def _discard(path: Path) -> None:
+    _remove(path.replace(_staging(path)))  # moved in one step, so that no reader sees half of it
 
 
-def _digests(files: Mapping[str, bytes]) -> dict[str, Json]:
-    return {
-        name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in files.items()
-    }
+def _remove(path: Path) -> None:
+    """Remove a folder with all that it holds, a file, or a link but not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; of a link its own."""
+    files = [path, *path.rglob("*")] if not path.is_symlink() else [path]
+    return sum(status.st_size for status in map(os.lstat, files) if not stat.S_ISDIR(status.st_mode))
+
+
+def _digest(content: bytes) -> dict[str, Json]:
+    return {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
 
 
 @functools.cache

@@ -65,7 +65,9 @@ def load(plan: Plan, sources: Sources) -> Passes:
 
 
 def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
-    """The module with a pass's host function, by way of the cache; so are the cubins that it loads.
+    """The module with a pass's host function, made of the rendered text.
+
+    The cache keeps the text where tracebacks and debuggers find it, and the cubins that the module loads.
 
     Raises:
         BackendError: it has kernels of Triton's, and the triton package is missing.
@@ -74,10 +76,9 @@ def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
         require_triton()
     file = sources.hosts[pass_name]
     files = {name: content.encode() for name, content in sources.files.items()}
-    entry = Cache().get_or_build(
-        plan.name, plan.target, plan_key(plan, sources), lambda: files, metadata={"plan": plan.to_dict()}
-    )
-    module = load_module(entry.path / file, entry.files[file])
+    metadata = {"plan": plan.to_dict()}
+    entry = Cache().get_or_build(plan.name, plan.target, plan_key(plan, sources), dict, metadata, sources=files)
+    module = load_module(entry.path / file, files[file])
 
     def compile_source(source: Path, target: str, index: int) -> bytes:
         arch = arch_for(target, torch.cuda.get_device_capability(index))

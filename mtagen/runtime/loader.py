@@ -1,9 +1,10 @@
-"""Import of rendered Python source, in a way that survives the file's removal."""
+"""Import of rendered Python source. The file that a module is named after is not read, and need not be there."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import linecache
 import re
 import sys
 import threading
@@ -24,30 +25,30 @@ class _SourceLoader(ExecutionLoader):
         return str(self.path)
 
     def get_source(self, fullname: str) -> str:
-        # linecache, and so inspect.getsource, asks here once the file has gone.
         return self.source
 
 
-def load_module(path: Path, source: bytes | None = None) -> ModuleType:
+def load_module(path: Path, source: bytes) -> ModuleType:
     """The module of one rendered file, executed once per process and content. Thread-safe.
 
     Args:
-        path: the file; its folder and stem name the module, and tracebacks and ``inspect`` show it.
-        source: its content when the caller has it (``Entry.files`` holds the bytes that the cache verified);
-            ``None`` reads the file.
+        path: the file; its folder and stem name the module, and tracebacks and ``inspect`` show it. It is not read.
+        source: its content.
 
     Raises:
-        OSError: ``source`` is not given and the file cannot be read.
         Exception: whatever executing the source raises; the module is then not kept.
     """
-    content = path.read_bytes() if source is None else source
     # The content, not the location, makes the name unique: Triton's own cache then survives a move of ours.
-    digest = hashlib.sha256(content).hexdigest()[:16]
+    digest = hashlib.sha256(source).hexdigest()[:16]
     name = re.sub(r"\W", "_", f"mtagen_{path.absolute().parent.name}_{path.stem}_{digest}")
     with _LOCK:
         if name in sys.modules:
             return sys.modules[name]
-        loader = _SourceLoader(path.absolute(), importlib.util.decode_source(content))
+        loader = _SourceLoader(path.absolute(), importlib.util.decode_source(source))
+        # inspect.getsource, by which Triton takes the kernels it compiles, asks linecache, which would read the file.
+        # linecache never reads a file anew whose entry has no time.
+        lines = loader.source.splitlines(keepends=True)
+        linecache.cache[str(loader.path)] = len(source), None, lines, str(loader.path)
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)

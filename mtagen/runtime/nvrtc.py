@@ -93,11 +93,17 @@ def compile_cubin(source: str, arch: str, name: str = "kernels") -> bytes:
 
 
 def cached_cubin(source: str, arch: str, name: str) -> bytes:
-    """:func:`compile_cubin`, through mtagen's cache; the entry holds the source as well."""
+    """:func:`compile_cubin`, through mtagen's cache.
+
+    A cubin cannot be compared with a rendering. So its entry holds the source as well, and is only valid for an equal
+    source; its manifest binds the digests of both.
+    """
     tools = toolchain()
     key = cache_key(source, arch, _OPTIONS, tools.nvrtc, tools.headers)
 
     def build() -> dict[str, bytes]:
-        return {f"{name}.cu": source.encode(), f"{name}.cubin": compile_cubin(source, arch, name)}
+        return {f"{name}.cubin": compile_cubin(source, arch, name)}
 
-    return Cache().get_or_build(name, arch, key, build, metadata={"nvrtc": tools.nvrtc}).files[f"{name}.cubin"]
+    sources = {f"{name}.cu": source.encode()}
+    entry = Cache().get_or_build(name, arch, key, build, {"nvrtc": tools.nvrtc}, sources=sources)
+    return entry.files[f"{name}.cubin"]
