@@ -31,6 +31,7 @@ struct Softmax {
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
   float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
   float added[2];                                 // to `sum` by the tile that has begun
+  bool exceeds[2];                                // whether a row takes another reference when the tile is done again
 
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
@@ -50,27 +51,32 @@ struct Softmax {
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
   // Begins the first tile, in which every row exceeds its reference, because it has none.
-  DEVICE void begin_first() { added[0] = added[1] = INFINITY; }
+  DEVICE void begin_first() { exceeds[0] = exceeds[1] = true; }
 
-  // Ends the tile. Returns false, and the tile does not count yet, if some thread of the warp has exceeded a reference
-  // by too much: restart() ends it.
+  // Ends the tile. Returns false if some thread of the warp has exceeded a reference by too much: restart() then ends
+  // the tile.
   DEVICE bool end() {
-    if (__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) return false;
-    sum[0] += added[0], sum[1] += added[1];
-    return true;
-  }
-
-  // Does a tile again. Rows that have exceeded their reference take their maximum of the tile instead. Outputs that
-  // were summed before must be multiplied by `rescale`. Rows that keep their reference keep their sums as well, because
-  // a masked tile sums rounded probabilities and a tile that is done again does not.
-  template <int N>
-  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
-    bool exceeds[2];
+    if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
+      sum[0] += added[0], sum[1] += added[1];
+      return true;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       exceeds[r] = most > LIMIT;
+      if (!exceeds[r]) sum[r] += added[r];
+    }
+    return false;
+  }
+
+  // Does a tile again. Rows that have exceeded their reference take their maximum of the tile instead. Outputs that
+  // were summed before must be multiplied by `rescale`. The other rows keep the sums that end() has made, because those
+  // of a masked tile are of rounded probabilities.
+  template <int N>
+  DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       float maximum = -INFINITY;
 #pragma unroll
       for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
@@ -79,13 +85,14 @@ struct Softmax {
       const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
-      sum[r] = exceeds[r] ? sum[r] * rescale[r] : sum[r] + added[r];
+      sum[r] *= rescale[r];
     }
     begin();
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) add_columns(p[n / 2], n & 1, c + 4 * n);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] += exceeds[r] ? added[r] : 0.f;
+    for (int r = 0; r < 2; ++r)
+      if (exceeds[r]) sum[r] += added[r];
   }
 
   // The whole row's sum, in every thread that has a part of the row.
