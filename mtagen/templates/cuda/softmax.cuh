@@ -31,7 +31,6 @@ struct Softmax {
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
   float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
   float added[2];                                 // to `sum` by the tile that has begun
-  bool exceeds[2];                                // whether a row takes another reference when the tile is done again
 
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
@@ -51,10 +50,10 @@ struct Softmax {
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
   // Begins the first tile, in which every row exceeds its reference, because it has none.
-  DEVICE void begin_first() { exceeds[0] = exceeds[1] = true; }
+  DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
 
   // Ends the tile. Returns false if some thread of the warp has exceeded a reference by too much: restart() then ends
-  // the tile.
+  // the tile. Until then the sign of `sum` says which rows have, because a flag would take a register.
   DEVICE bool end() {
     if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
       sum[0] += added[0], sum[1] += added[1];
@@ -64,17 +63,17 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      exceeds[r] = most > LIMIT;
-      if (!exceeds[r]) sum[r] += added[r];
+      sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];
     }
     return false;
   }
 
-  // Does a tile again. Rows that have exceeded their reference take their maximum of the tile instead. Outputs that
-  // were summed before must be multiplied by `rescale`. The other rows keep the sums that end() has made, because those
-  // of a masked tile are of rounded probabilities.
+  // Does a tile again. The maximum of a row that has exceeded its reference becomes the reference. Outputs that were
+  // summed before must be multiplied by `rescale`. Other rows have the sums that end() made: on a masked tile those are
+  // of rounded probabilities, unlike the sums that are made here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
+    bool exceeds[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float maximum = -INFINITY;
@@ -82,10 +81,11 @@ struct Softmax {
       for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+      exceeds[r] = signbit(sum[r]);
       const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
-      sum[r] *= rescale[r];
+      sum[r] = fabsf(sum[r]) * rescale[r];
     }
     begin();
 #pragma unroll
