@@ -35,7 +35,7 @@ SPECS = [
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
 ]
 PAIRS = [(target, Spec(None, 64, post_mixed_heads=2)) for target in ("sm_90a", "sm_80")]
-SPLITS = [SM90, ("sm_80", Spec((11, 4), 32, window=(90, -1)))]
+SPLITS = [SM90, ("sm_80", Spec((11, 4), 32, window=(30, -1)))]
 DECODE = [SM90, SM80, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), ("sm_80", Spec((3, 3), 256))]
 DOCUMENTS = [("sm_90a", Spec((6, 11), 64, packed=True)), ("sm_80", Spec((6, 11), 32, dtype="fp16", packed=True))]
 
