@@ -30,6 +30,7 @@ SPECS = [
     ("sm_90a", Spec((3, 3), 32, causal=False, window=(20, 7), mask="output")),
     ("sm_90a", Spec((6, 11), 64, window=(40, -1))),
     ("sm_90a", Spec((5, 4), 32, causal=False, window=(-1, 5))),
+    ("sm_80", Spec((1, 1), 32, window=(0, -1))),
     SM80,
     ("sm_80", Spec((1, 1), 32, mask="output")),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
