@@ -398,9 +398,9 @@ def test_gathered_columns(kernel: tuple[int, int]) -> None:
 
 
 class RunningSoftmax:
-    """Softmax of some rows, relative to a reference that rises only when a tile exceeds it by too much."""
+    """Softmax of some rows, each relative to a reference that rises only when a tile exceeds it by too much."""
 
-    LIMIT = 256.0
+    LIMIT = 2.0**14
 
     def __init__(self, count: int, dim: int) -> None:
         self.reference, self.total, self.out = np.full(count, -1e20), np.zeros(count), np.zeros((count, dim))
@@ -410,9 +410,10 @@ class RunningSoftmax:
         x = c * math.log2(math.e)
         with np.errstate(over="ignore"):
             p = np.exp2(x - self.reference[:, None])
-        if (p.sum(1) > self.LIMIT).any():
+        exceeds = p.sum(1) > self.LIMIT
+        if exceeds.any():
             self.restarts += 1
-            raised = np.maximum(self.reference, x.max(1))
+            raised = np.where(exceeds, np.maximum(self.reference, x.max(1)), self.reference)
             rescale = np.exp2(self.reference - raised)
             self.reference, self.total, self.out = raised, self.total * rescale, self.out * rescale[:, None]
             p = np.exp2(x - raised[:, None])

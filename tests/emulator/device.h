@@ -25,6 +25,7 @@
 
 using std::max;
 using std::min;
+using std::signbit;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 

@@ -1,0 +1,67 @@
+"""What the mask hides shows in results that do not depend on it."""
+
+from __future__ import annotations
+
+from ..mutant import CUDA, EMULATED, SM80, SM90, Mutant
+
+TEST = "tests/test_hidden_emulated.py"
+STRIPS = "tests/interpreter/test_hidden_cuda_strip.py"
+
+MUTANTS = (
+    Mutant(
+        "softmax-reference-of-the-whole-warp",
+        f"{CUDA}/softmax.cuh",
+        "exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r]",
+        "fminf(shift[r], -maximum * exponent)",
+        "A row takes another reference because a row below it sees a large score.",
+        (f"{TEST}::test_training[{SM90}]",),
+    ),
+    Mutant(
+        "softmax-sum-of-probabilities-that-are-not-rounded",
+        f"{CUDA}/softmax.cuh",
+        "sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];",
+        "sum[r] = most > LIMIT ? -sum[r] : sum[r], added[r] = most;",
+        "Where a row below sees a large score, a row loses its sum of the tile.",
+        (f"{TEST}::test_training[{SM80}]",),
+    ),
+    Mutant(
+        "softmax-limit-of-one-thread",
+        f"{CUDA}/softmax.cuh",
+        "most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));",
+        "",
+        "Of the four threads of a row, two take another reference.",
+        (f"{EMULATED}::test_scores_that_grow_along_the_keys",),
+    ),
+    Mutant(
+        "softmax-limit-beyond-fp16",
+        f"{CUDA}/softmax.cuh",
+        "LIMIT = 16384.f",
+        "LIMIT = 1e10f",
+        "Probabilities relative to an early maximum overflow fp16.",
+        (f"{EMULATED}::test_scores_that_grow_along_the_keys",),
+    ),
+    Mutant(
+        "softmax-first-tile-without-references",
+        f"{CUDA}/softmax.cuh",
+        "sum[0] = sum[1] = -0.f;",
+        "",
+        "Rows of the first tile keep the reference that stands for none.",
+        (f"{EMULATED}::test_accurate[{SM90}]",),
+    ),
+    Mutant(
+        "decode-keys-past-those-in-use",
+        f"{CUDA}/decode.cu.j2",
+        "share.first_key(item / 2), 0, share.length)",
+        "share.first_key(item / 2), 0, x.n_max)",
+        "The scores of keys past the length of a sequence are convolved.",
+        (f"{TEST}::test_decode",),
+    ),
+    Mutant(
+        "row-softmax-backward-hidden-gradients",
+        f"{CUDA}/row_softmax_backward.cu.j2",
+        "if (edge && {{ is_unseen }}) dp[e] = 0.f;",
+        "",
+        "A row whose numbers overflow makes NaN of the gradients of keys that it does not see.",
+        (f"{STRIPS}::test_training[pairs in a window on both sides]",),
+    ),
+)

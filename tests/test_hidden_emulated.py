@@ -1,0 +1,151 @@
+"""CUDA kernels on a CPU that plays the GPU: what the mask hides changes no bit of a result that does not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import documents
+import hidden
+import pytest
+import torch
+from emulator import host_function, needs_compiler
+from hidden import Call
+from test_emulated_documents import results as results_of_documents
+from test_emulated_kernels import SM80, SM90, SM90_DROPOUT, SM90_ONE_TAP, case_id, dropout_of
+from torch import Tensor
+
+from mtagen import plan
+from mtagen.dtypes import TORCH_DTYPES
+from mtagen.planner.tile.passes import TilePass
+from mtagen.spec import Spec
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan", "one_thread")]
+
+N_Q, N_K, CUT = 130, 203, 150  # the cut is in the second tile of keys, whose references are those of the first
+SPECS = [
+    SM90,
+    SM90_ONE_TAP,
+    SM90_DROPOUT,
+    ("sm_90a", Spec((3, 3), 32, causal=False, window=(20, 7), mask="output")),
+    ("sm_90a", Spec((6, 11), 64, window=(40, -1))),
+    ("sm_90a", Spec((5, 4), 32, causal=False, window=(-1, 5))),
+    ("sm_80", Spec((1, 1), 32, window=(0, -1))),
+    SM80,
+    ("sm_80", Spec((1, 1), 32, mask="output")),
+    ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
+]
+PAIRS = [(target, Spec(None, 64, post_mixed_heads=2)) for target in ("sm_90a", "sm_80")]
+SPLITS = [SM90, ("sm_80", Spec((11, 4), 32, window=(30, -1)))]
+DECODE = [SM90, SM80, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), ("sm_80", Spec((3, 3), 256))]
+DOCUMENTS = [("sm_90a", Spec((6, 11), 64, packed=True)), ("sm_80", Spec((6, 11), 32, dtype="fp16", packed=True))]
+
+
+def rows(spec: Spec, *shapes: tuple[int, int, int]) -> Iterator[Tensor]:
+    """Normal numbers, (1, heads, N, width), for each (heads, N, width)."""
+    random = torch.Generator().manual_seed(0)
+    for heads, n, width in shapes:
+        yield torch.randn(1, heads, n, width, generator=random).to(TORCH_DTYPES[spec.dtype])
+
+
+def weight_of(spec: Spec) -> Tensor:
+    """Random taps of two heads; of plain attention, the tap of ones that stands for no convolution."""
+    if spec.kernel is None:
+        return torch.ones(2, 1, 1)
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(2, *spec.kernel, generator=random) / (spec.cq * spec.ck) ** 0.5
+
+
+def call_of(spec: Spec) -> Call:
+    """A call of two heads that share their keys."""
+    d, dv = spec.head_dim, spec.value_head_dim
+    return Call(*rows(spec, (2, N_Q, d), (1, N_K, d), (1, N_K, dv), (2, N_Q, dv)))
+
+
+def training(spec: Spec, forward: Callable, backward: Callable | None = None) -> Callable[[Call], dict[str, Tensor]]:
+    """The results of both passes, or of the forward pass alone."""
+    weight, scale, dropout = weight_of(spec), spec.head_dim**-0.5, dropout_of(spec)
+
+    def results(call: Call) -> dict[str, Tensor]:
+        *qkv, grad_out = call
+        out, lse = forward(*qkv, weight, scale, *dropout)
+        made = {"out": out, "lse": lse}
+        if backward:
+            gradients = grad_out, torch.ones_like(lse), *qkv, weight, out, lse, scale, *dropout
+            made |= zip(("dq", "dk", "dv"), backward(*gradients, deterministic=True), strict=False)
+        return made
+
+    return results
+
+
+def failures(spec: Spec, results: Callable[[Call], dict[str, Tensor]]) -> list[str]:
+    call, edges = call_of(spec), hidden.edges(spec, N_Q, N_K, CUT)
+    return [line for edge in edges for line in hidden.failures(results, call, edge)]
+
+
+@pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)
+def test_training(target: str, spec: Spec, folder: Path) -> None:
+    tile = plan(spec, target, "cuda").tile
+    assert not failures(spec, training(spec, *(host_function(tile[name], folder) for name in ("forward", "backward"))))
+
+
+@pytest.mark.parametrize(("target", "spec"), PAIRS, ids=case_id)
+def test_values_side_by_side(target: str, spec: Spec, folder: Path) -> None:
+    """The fused forward kernel of pairs that are mixed after the softmax."""
+    fused = plan(spec, target, "cuda").strip["forward"].fused
+    assert isinstance(fused, TilePass)
+    assert not failures(fused.spec, training(fused.spec, host_function(fused, folder)))
+
+
+@pytest.mark.parametrize(("target", "spec"), SPLITS, ids=case_id)
+def test_splits_of_the_keys(target: str, spec: Spec, folder: Path) -> None:
+    forward = host_function(plan(spec, target, "cuda").tile["forward"], folder, splits=2)
+    assert not failures(spec, training(spec, forward))
+
+
+@pytest.mark.parametrize(("target", "spec"), DECODE, ids=case_id)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode(target: str, spec: Spec, splits: int, folder: Path) -> None:
+    """Keys past those in use, later than a new token, and before all windows. Values are finite but past those in use."""
+    decode, weight, scale = host_function(plan(spec, target, "cuda").tile["decode"], folder), weight_of(spec), 0.1
+    new, length, keys = 3, 170, torch.arange(N_K)
+    d = spec.head_dim
+    q, k, v = rows(spec, (2, spec.context + new, d), (1, N_K, d), (1, N_K, d))
+
+    def results(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return decode(q, k, v, weight, scale, torch.tensor([length], dtype=torch.int32), splits)
+
+    edges = [(keys >= length, slice(None)), (keys >= length - 1, slice(0, new - 1))]
+    if spec.left is not None:
+        edges.append((keys < length - new - spec.context - spec.left, slice(None)))
+    expected = results(k, v)
+    assert all(x.isfinite().all() for x in expected)
+    for hidden_keys, tokens in edges:
+        for factor in (100.0, 10_000.0, None):
+            whole = factor or hidden_keys is edges[0][0]
+            values = hidden.changed(v, hidden_keys, factor) if whole else v
+            ours = results(hidden.changed(k, hidden_keys, factor), values)
+            assert all(torch.equal(a[:, :, tokens], b[:, :, tokens]) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize(("target", "spec"), DOCUMENTS, ids=case_id)
+@pytest.mark.parametrize("factor", [100.0, 10_000.0])
+def test_documents(target: str, spec: Spec, factor: float, folder: Path) -> None:
+    """A document's neighbours; ``test_nothing_leaks`` has infinite ones."""
+    tile = plan(spec, target, "cuda").tile
+    host = {name: host_function(one, folder) for name, one in tile.items()}
+    lengths = [(9, 30), (70, 150), (40, 9)]
+    packed = documents.packed(lengths)
+    inputs, grad_out = documents.random(spec, lengths, 2, 1)
+    queries, keys = documents.rows_of(packed, 1)
+
+    def large(x: Tensor, own: slice) -> Tensor:
+        others = x * factor
+        others[own] = x[own]
+        return others
+
+    among = type(inputs)(large(inputs.q, queries), large(inputs.k, keys), large(inputs.v, keys), inputs.weights)
+    ours = results_of_documents(host, spec, packed, among, large(grad_out, queries), deterministic=True)
+    expected = results_of_documents(host, spec, packed, inputs, grad_out, deterministic=True)
+    for own, a, b in zip((queries, queries, queries, keys, keys), ours, expected, strict=False):
+        assert torch.equal(a[own], b[own])
