@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mtagen.measure.cases import Sizes
+from mtagen.measure.inputs import Sampler
 from mtagen.planner.geometry.mask import Mask
 from mtagen.spec import Spec
+
+WINDOWS: dict[str, dict[str, Any]] = {  # edges of masks, by name
+    "causal": {},
+    "causal by its window": {"causal": False, "window": (-1, 0)},
+    "later edge": {"causal": False, "window": (-1, 4)},
+    "left edge": {"causal": False, "window": (9, -1)},
+    "sliding": {"window": (9, -1)},
+    "both edges": {"causal": False, "window": (7, 3)},
+    "narrow": {"causal": False, "window": (1, 1)},
+}
+PIPELINES: dict[str, dict[str, Any]] = {  # stages, by name
+    "plain": {"kernel": None},
+    "convolution": {"kernel": (3, 4)},
+    "convolution of more queries than keys": {"kernel": (5, 2)},
+    "paper": {"kernel": (6, 11)},
+    "output": {"kernel": (3, 4), "mask": "output"},
+    "pairs after": {"kernel": None, "post_mixed_heads": 2},
+    "mixed": {"kernel": None, "mixed_heads": 2, "post_mixed_heads": 2},
+    "all": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2},
+}
 
 
 class Call(NamedTuple):
@@ -38,7 +60,7 @@ class Edge(NamedTuple):
 
 
 def edges(spec: Spec, n_q: int, n_k: int, cut: int) -> Iterator[Edge]:
-    """Each edge of a mask at ``cut``: a key of the last tile of keys, seen by some rows of a warp and hidden from others.
+    """Each edge of a mask at ``cut``: a key that some rows see and others do not, in CUDA's tests rows of one warp.
 
     The output of a query depends on the ``spec.context`` queries before it, so the gradient of a query depends on as
     many outputs after it.
@@ -96,4 +118,85 @@ def failures(results: Callable[[Call], Mapping[str, Tensor]], call: Call, edge: 
                     different = (ours[name] != expected[name])[:, :, rows]
                     if different.any():
                         found.append(f"{edge.name}: {name} by {what} times {factor}, {different.sum()} numbers")
+    return found
+
+
+def training_failures(op: Any, n_q: int, n_k: int, cut: int, device: str = "cpu", heads: int = 2) -> list[str]:
+    """What of an op's results and gradients shows hidden numbers, at each edge of its mask.
+
+    Args:
+        op: what ``mtagen.build`` returns.
+        n_q, n_k: how many queries and keys there are.
+        cut: a key that is seen by some queries and hidden from others, see :func:`edges`.
+        device: where the tensors are.
+        heads: of queries; each two share a head of keys.
+    """
+    spec = op.plan.spec
+    sampler = Sampler.for_checks(spec, Sizes(1, heads, heads // 2, n_q, n_k), torch.device("cpu"))
+    inputs, grad_out = sampler.inputs(), sampler.outputs()
+    weights = {name: weight.to(device) for name, weight in inputs.weights.items()}
+
+    def results(call: Call) -> dict[str, Tensor]:
+        q, k, v, grad_out = (x.to(device) for x in call)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = op(*leaves, **weights, return_lse=True)
+        made = (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out))
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (x.cpu() for x in made), strict=True))
+
+    call = Call(inputs.q, inputs.k, inputs.v, grad_out)
+    return [line for edge in edges(spec, n_q, n_k, cut) for line in failures(results, call, edge)]
+
+
+def decode_failures(op: Any, capacity: int, length: int, new: int, device: str = "cpu", heads: int = 2) -> list[str]:
+    """What of an op's decode step shows keys past those in use, later than a new token, or before all windows."""
+    spec, found = op.plan.spec, []
+    sampler = Sampler.for_checks(spec, Sizes(1, heads, heads // 2, new, capacity), torch.device("cpu"))
+    inputs, keys = sampler.inputs(decode=True), torch.arange(capacity)
+    weights = {name: weight.to(device) for name, weight in inputs.weights.items()}
+    seqlens = torch.tensor([length], dtype=torch.int32, device=device)
+
+    def results(k: Tensor, v: Tensor) -> list[Tensor]:
+        q, k, v = (x.to(device) for x in (inputs.q, k, v))
+        made = op.decode(q, k, v, **weights, cache_seqlens=seqlens, return_lse=True)
+        return [x.cpu() for x in made]
+
+    edges = {"past those in use": (keys >= length, slice(None))}
+    if spec.right is not None:
+        edges["later"] = (keys >= length - 1 + spec.right, slice(0, new - 1))
+    if spec.left is not None:
+        edges["earlier"] = (keys < length - new - spec.context - spec.left, slice(None))
+    expected = results(inputs.k, inputs.v)
+    assert all(x.isfinite().all() for x in expected)
+    for edge, (hidden, tokens) in edges.items():
+        for factor in (100.0, 10_000.0, None):
+            is_read = factor is None and edge != "past those in use"  # and multiplied by a probability of 0
+            v = inputs.v if is_read else changed(inputs.v, hidden, factor)
+            ours = results(changed(inputs.k, hidden, factor), v)
+            if not all(torch.equal(a[:, :, tokens], b[:, :, tokens]) for a, b in zip(ours, expected, strict=True)):
+                found.append(f"keys {edge} times {factor}")
+    return found
+
+
+def document_failures(op: Any, device: str = "cpu", heads: int = 2) -> list[str]:
+    """What of a packed document's results shows the documents beside it."""
+    spec, lengths, own = op.plan.spec, torch.tensor([0, 40, 103, 130], dtype=torch.int32), slice(40, 103)
+    sampler = Sampler.for_checks(spec, Sizes(1, heads, heads // 2, 130, 130), torch.device("cpu"))
+    inputs, grad_out = sampler.inputs(), sampler.outputs()
+    weights = {name: weight.to(device) for name, weight in inputs.weights.items()}
+    places = {"cu_seq_q": lengths.to(device), "cu_seq_k": lengths.to(device), "max_q": 63, "max_k": 63}
+    others, found = torch.ones(130, dtype=torch.bool), []
+    others[own] = False
+
+    def results(*call: Tensor) -> list[Tensor]:
+        *qkv, gradient = (x[0].transpose(0, 1).contiguous().to(device) for x in call)
+        leaves = [x.requires_grad_() for x in qkv]
+        out, lse = op.varlen(*leaves, **weights, **places, return_lse=True)
+        return [x.detach()[own].cpu() for x in (out, lse.T, *torch.autograd.grad(out, leaves, gradient))]
+
+    call = inputs.q, inputs.k, inputs.v, grad_out
+    expected = results(*call)
+    for factor in (100.0, 10_000.0, None):
+        ours = results(*(changed(x, others, factor) for x in call))
+        if not all(map(torch.equal, ours, expected)):
+            found.append(f"other documents times {factor}")
     return found

@@ -1,4 +1,4 @@
-"""CUDA kernels on a CPU that plays the GPU: what the mask hides changes no bit of a result that does not depend on it."""
+"""CUDA kernels on a CPU that plays the GPU: what the mask hides changes no bit of other results."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_splits_of_the_keys(target: str, spec: Spec, folder: Path) -> None:
 @pytest.mark.parametrize(("target", "spec"), DECODE, ids=case_id)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(target: str, spec: Spec, splits: int, folder: Path) -> None:
-    """Keys past those in use, later than a new token, and before all windows. Values are finite but past those in use."""
+    """Keys past those in use, later than a new token, and before all windows; values past those in use alone."""
     decode, weight, scale = host_function(plan(spec, target, "cuda").tile["decode"], folder), weight_of(spec), 0.1
     new, length, keys = 3, 170, torch.arange(N_K)
     d = spec.head_dim

@@ -92,10 +92,22 @@ def _band_backward(
 
 
 def _term_windows(spec: Spec, band: Band, q: Tensor, k: Tensor) -> Tensor:
-    """``[G, Nq, cq * reach]``: rows i-(cq-1) to i of A, where A[i, p] = q[i] . k[i + off + first key + p]."""
+    """``[G, Nq, cq * reach]``: rows i-(cq-1) to i of A, where A[i, p] = q[i] . k[i + off + first key + p].
+
+    They are 0 where row i does not see the key and ``mask="output"``, so that no product with 0 makes it NaN.
+    """
     keys, n = F.pad(k, _term_padding(band, q, k)), q.shape[1]
     terms = [torch.linalg.vecdot(q, keys[:, place : place + n]) for place in range(band.reach)]
-    return _windows(torch.stack(terms, -1), spec.cq, spec.cq - 1).flatten(2)
+    windows = _windows(torch.stack(terms, -1), spec.cq, spec.cq - 1)
+    if spec.mask == "output":
+        u, place = (torch.arange(extent, device=q.device) for extent in windows.shape[2:])
+        windows = windows.masked_fill(_diagonal(band, place) + spec.cq - 1 - u.unsqueeze(1) < 0, 0)
+    return windows.flatten(2)
+
+
+def _diagonal(band: Band, place: Tensor) -> Tensor:
+    """The diagonals, in their own rows, of the places in windows of A."""
+    return band.first + band.reach - 1 - place
 
 
 def _term_padding(band: Band, q: Tensor, k: Tensor) -> list[int]:
@@ -117,8 +129,7 @@ def _band_taps(spec: Spec, band: Band, device: torch.device) -> tuple[Tensor, Te
     u, place, delta = torch.meshgrid(
         *(torch.arange(extent, device=device) for extent in (spec.cq, band.reach, band.width)), indexing="ij"
     )
-    diagonal = band.first + band.reach - 1 - place  # of the term, in its own row
-    v = delta - diagonal + u - (spec.cq - 1) + spec.pad_left
+    v = delta - _diagonal(band, place) + u - (spec.cq - 1) + spec.pad_left
     entries = (v >= 0) & (v < spec.ck)
     if spec.mask == "output":
         entries &= v - spec.pad_left <= delta
