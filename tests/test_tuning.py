@@ -386,3 +386,32 @@ def test_what_is_exported_can_be_shipped(tmp_path: Path, monkeypatch: pytest.Mon
         assert dict(forward.sources) == {key: SHIPPED}
     finally:
         shipped.cache_clear()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_costs_are_those_of_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of its pass, which has others: a rank correlation would be that of sums."""
+    costs: dict[tuple[str, str], float] = {}
+
+    def run(one: Candidate) -> float:
+        costs[one.key, describe(one.fields)] = one.plan[one.pass_name].decision_cost(one.key)
+        return 1.0
+
+    monkeypatch.setattr(tuning, "_time", run)
+    monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: None)
+    monkeypatch.setattr(tuning, "_compare", lambda plans: {})
+    found = tuning.tune([SPEC], TARGET, backends=("triton",), limit=3)
+    assert {(timed.key, describe(timed.fields)): timed.cost for timed in found.timings} == costs
+    backward = plan(SPEC, TARGET, "triton")["backward"]
+    assert all(backward.decision_cost(key) < backward.cost for key in backward.decisions())
+
+
+def test_what_was_just_tuned_goes_before_what_is_shipped() -> None:
+    """Backends are compared, and plans are checked, with the winners."""
+    key, fields = next(iter(plan(SPEC, TARGET, "cuda")["forward"].decisions().items()))
+    assert shipped(TARGET).decisions[key] == fields
+    rival = next(
+        made for made in plan(SPEC, TARGET, "cuda")["forward"].alternatives(key) if made.decisions()[key] != fields
+    )
+    (made,) = tuning._plans(SPEC, TARGET, ("cuda",), (Table(TUNED, {key: rival.decisions()[key]}),))
+    assert made["forward"] == rival
