@@ -114,6 +114,42 @@ def test_other_shapes_are_scaled_from_the_nearest() -> None:
     assert cuda_over_triton("decode", Spec((3, 3), 128), tables)[0] == 0.75  # its time is that of reading the cache
 
 
+def test_shapes_are_as_far_apart_as_their_factors() -> None:
+    """Twice the head dim is nearer than a sixth of the kernel, though their numbers differ by more."""
+    wide, thin = Shape(6, 11, 64, "causal"), Shape(1, 11, 128, "causal")
+    tables = measured({"forward": {wide: 0.5, thin: 2.0}})
+    assert cuda_over_triton("forward", Spec((6, 11), 128), tables)[1] == f"scaled from {wide}"
+
+
+def test_the_first_table_tells_the_ratio_of_the_nearest_shape() -> None:
+    """What was tuned here goes before what is shipped, for other shapes, too."""
+    shape = Shape(6, 11, 64, "causal")
+    first, second = (measured({"decode": {shape: ratio}})[0] for ratio in (0.75, 1.5))
+    for tables, expected in (((first, second), 0.75), ((second, first), 1.5)):
+        assert cuda_over_triton("decode", Spec((6, 11), 128), tables)[0] == expected
+
+
+def test_other_stages_tell_nothing_of_a_convolution() -> None:
+    """They are made in strips: a shape with them is not the nearest to one without."""
+    mixed, far = Shape(6, 11, 128, "causal", "mix2"), Shape(3, 3, 64, "causal")
+    tables = measured({"forward": {mixed: 3.0, far: 0.5}})
+    assert cuda_over_triton("forward", Spec((6, 11), 128, 64), tables)[1] == f"scaled from {far}"
+    assert cuda_over_triton("forward", Spec((6, 11), 96), tables)[1] == f"scaled from {far}"
+
+
+def test_ratios_of_other_value_head_dims_are_scaled_by_them() -> None:
+    shape, spec = Shape(6, 11, 64, "causal", value_head_dim=128), Spec((6, 11), 64)
+
+    def work(dv: int) -> float:
+        wide = Spec((6, 11), 64, dv)
+        return flop("cuda", "forward", wide) / flop("triton", "forward", wide)
+
+    ratio, source = cuda_over_triton("forward", spec, measured({"forward": {shape: 0.5}}))
+    assert source == "scaled from (6, 11), head dim 64 (values 128), causal"
+    assert work(64) != pytest.approx(work(128))
+    assert ratio == pytest.approx(0.5 * work(64) / work(128))
+
+
 def test_the_nearest_shape_has_the_same_mask_if_any_has() -> None:
     full, far = Shape(6, 11, 64, "full"), Shape(1, 1, 256, "causal")
     tables = measured({"forward": {full: 3.0, far: 0.5}})

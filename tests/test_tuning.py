@@ -21,7 +21,7 @@ from mtagen.planner.choice import COST_MODEL
 from mtagen.planner.lift.decode import DECODE_ROLES
 from mtagen.planner.lift.passes import LiftPass
 from mtagen.planner.passes import PASSES, describe
-from mtagen.planner.tables import TUNED, Shape, Table
+from mtagen.planner.tables import SHIPPED, TUNED, Shape, Table, shipped
 from mtagen.runtime import tuned
 from mtagen.tuning import Candidate, Timed, Tuning, candidates_of, rank_correlation
 
@@ -350,3 +350,68 @@ def test_export_adds_to_a_table(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert content["device"] == "NVIDIA H200"
     assert Table.from_dict(content, TUNED) == Table(TUNED, {"a": {"rows": 16}, "b": {"rows": 32}})
+
+
+@pytest.mark.usefixtures("gpu")
+def test_export_replaces_what_is_tuned_again(tmp_path: Path) -> None:
+    """A decision by its key, a ratio by its shape; the rest of the file stays."""
+    path, one, other = tmp_path / "table.json", Shape(6, 11, 64, "causal"), Shape(3, 3, 64, "causal")
+    old = Table(
+        TUNED, {"a": {"rows": 16}, "b": {"rows": 16}}, {"forward": {one: 0.5, other: 0.5}, "decode": {one: 2.0}}
+    )
+    new = Table(TUNED, {"b": {"rows": 32}}, {"forward": {one: 0.75}, "backward": {one: 0.25}})
+    tuning.export(old, path)
+    tuning.export(new, path)
+    assert Table.from_dict(json.loads(path.read_text()), TUNED) == Table(
+        TUNED,
+        {"a": {"rows": 16}, "b": {"rows": 32}},
+        {"forward": {one: 0.75, other: 0.5}, "decode": {one: 2.0}, "backward": {one: 0.25}},
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_exported_can_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan follows the file as the package's own, though it was measured here."""
+    key, fields = next(iter(plan(SPEC, TARGET, "cuda")["forward"].decisions().items()))
+    rival = next(
+        made for made in plan(SPEC, TARGET, "cuda")["forward"].alternatives(key) if made.decisions()[key] != fields
+    )
+    (tmp_path / "tables").mkdir()
+    tuning.export(Table(TUNED, {key: rival.decisions()[key]}), tmp_path / "tables" / f"{TARGET}.json")
+    monkeypatch.setattr("mtagen.planner.tables.files", lambda package: tmp_path)
+    shipped.cache_clear()
+    try:
+        forward = plan(SPEC, TARGET, "cuda").passes[0]
+        assert forward.plan == rival
+        assert dict(forward.sources) == {key: SHIPPED}
+    finally:
+        shipped.cache_clear()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_costs_are_those_of_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of its pass, which has others: a rank correlation would be that of sums."""
+    costs: dict[tuple[str, str], float] = {}
+
+    def run(one: Candidate) -> float:
+        costs[one.key, describe(one.fields)] = one.plan[one.pass_name].decision_cost(one.key)
+        return 1.0
+
+    monkeypatch.setattr(tuning, "_time", run)
+    monkeypatch.setattr(tuning, "precompile", lambda jobs, processes: None)
+    monkeypatch.setattr(tuning, "_compare", lambda plans: {})
+    found = tuning.tune([SPEC], TARGET, backends=("triton",), limit=3)
+    assert {(timed.key, describe(timed.fields)): timed.cost for timed in found.timings} == costs
+    backward = plan(SPEC, TARGET, "triton")["backward"]
+    assert all(backward.decision_cost(key) < backward.cost for key in backward.decisions())
+
+
+def test_what_was_just_tuned_goes_before_what_is_shipped() -> None:
+    """Backends are compared, and plans are checked, with the winners."""
+    key, fields = next(iter(plan(SPEC, TARGET, "cuda")["forward"].decisions().items()))
+    assert shipped(TARGET).decisions[key] == fields
+    rival = next(
+        made for made in plan(SPEC, TARGET, "cuda")["forward"].alternatives(key) if made.decisions()[key] != fields
+    )
+    (made,) = tuning._plans(SPEC, TARGET, ("cuda",), (Table(TUNED, {key: rival.decisions()[key]}),))
+    assert made["forward"] == rival

@@ -13,7 +13,7 @@ of it:
 
     killed          a test failed, as it should;
     survived        all tests passed: they would not see this bug;
-    does not apply  the text that it replaces is no longer there, or is there more than once;
+    does not apply  the code that it replaces is no longer there, or is there more than once;
     broken          the tests could not run, so that nothing is known;
     too slow        they did not end: a test that waits for ever reports nothing.
 
@@ -37,6 +37,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from .anchors import AnchorError
 from .mutant import Mutant
 from .mutants import MUTANTS
 
@@ -126,9 +127,11 @@ def try_one(tree: Path, mutant: Mutant, timeout: float, tests: Sequence[str] = (
     """What the tests say of one mutant; afterwards ``tree`` is as it was. See :func:`try_all`."""
     file = tree / mutant.file
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if text.count(mutant.old) != 1:
-        return Outcome(DOES_NOT_APPLY, f"{mutant.old!r} is there {text.count(mutant.old)} times")
-    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        mutated = mutant.applied(text)
+    except AnchorError as error:
+        return Outcome(DOES_NOT_APPLY, str(error))
+    file.write_text(mutated, encoding="utf-8")
     try:
         return run_tests(tree, tests or mutant.killed_by, timeout)
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .anchors import replace
+
 
 class Mutant(NamedTuple):
     """One bug.
@@ -11,10 +13,11 @@ class Mutant(NamedTuple):
     Attributes:
         name: what it is called on the command line.
         file: where it is, below the repository's root.
-        old: text that occurs exactly once in the file.
+        old: code that occurs exactly once in the file, whatever its comments and layout; see :mod:`.anchors`.
         new: what stands there instead.
         harm: what goes wrong, in a sentence.
         killed_by: tests of which one must fail, as pytest takes them: files or tests below the repository's root.
+        within: the function, class or macro in which ``old`` is searched, such as ``Plan.replaced``; default the file.
     """
 
     name: str
@@ -23,6 +26,15 @@ class Mutant(NamedTuple):
     new: str
     harm: str
     killed_by: tuple[str, ...]
+    within: str = ""
+
+    def applied(self, text: str) -> str:
+        """What is in the file, with the bug.
+
+        Raises:
+            AnchorError: ``old`` is not in the code, or is there more than once.
+        """
+        return replace(text, self.file, self.old, self.new, self.within)
 
 
 CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"

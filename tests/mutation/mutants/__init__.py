@@ -1,7 +1,8 @@
 """The mutants: bugs of one line, each of which some test must see; a module for each subject.
 
-A new kernel, pass or rule comes with the mistakes that are easily made in it. To change a file that a mutant is in may
-mean to change the mutant: ``tests/test_mutation.py`` says if its text is no longer there.
+A new kernel, pass or rule comes with the mistakes that are easily made in it. A mutant finds its code by its tokens
+(:mod:`..anchors`), so comments and layout may change freely. If the code itself changes, ``tests/test_mutation.py``
+names the mutants that no longer apply.
 """
 
 from __future__ import annotations

@@ -56,10 +56,11 @@ MUTANTS = (
     Mutant(
         "dropout-bits-not-read-yet",
         f"{CUDA}/forward_sm90.cu.j2",
-        "    __syncwarp();  // the bits have been read\n",
+        "__syncwarp();",
         "",
         "Bits are drawn over those that a lane still has to read.",
         (f"{EMULATED}::test_no_races[forward-{SM90}-dropout]",),
+        within="issue_values",
     ),
     Mutant(
         "dropout-bits-of-two-steps-in-one-place",

@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "cuda-plane-slab-replaced-while-read",
         f"{CUDA}/plane_convolution.cu.j2",
-        "    __syncthreads();  // the slab has been read\n",
-        "",
+        "    });\n    __syncthreads();\n",
+        "    });\n",
         "The next tile's slab replaces the one that other warps are still reading.",
         (f"{EMULATED_STRIP}::test_no_races_in_planes",),
     ),
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "cuda-product-sm90-results-replaced-while-read",
         f"{CUDA}/plane_product_sm90.cu.j2",
-        "      __syncwarp();  // what lay there has been read\n",
-        "",
+        "      __syncwarp();\n#pragma unroll\n      for (int n = 0; n < PANEL / CHUNK; n += 2) {",
+        "#pragma unroll\n      for (int n = 0; n < PANEL / CHUNK; n += 2) {",
         "A lane collects the next results over those that other lanes have not written yet.",
         (f"{EMULATED_STRIP}::test_no_races_in_products",),
     ),
@@ -288,8 +288,8 @@ MUTANTS = (
     Mutant(
         "cuda-step-slab-replaced-while-read",
         f"{CUDA}/plane_step.cu.j2",
-        "    __syncthreads();  // the slab is there, and that before it has been read\n",
-        "    __syncwarp();\n",
+        "__syncthreads();",
+        "__syncwarp();",
         "A warp convolves what other warps have not copied yet, and copies over what they are still reading.",
         (f"{EMULATED_STRIP}::test_no_races_in_steps",),
     ),
@@ -312,7 +312,7 @@ MUTANTS = (
     Mutant(
         "cuda-values-block-replaced-while-read",
         f"{CUDA}/plane_values.cu.j2",
-        "    __syncwarp();  // the block is there, and that before it has been read\n",
+        "__syncwarp();",
         "",
         "A lane copies the next block over what other lanes are still reading.",
         (f"{EMULATED_STRIP}::test_no_races_in_values",),
@@ -320,8 +320,8 @@ MUTANTS = (
     Mutant(
         "cuda-values-summed-before-they-are-there",
         f"{CUDA}/plane_values.cu.j2",
-        "  __syncthreads();  // all rings have been read\n",
-        "",
+        "  __syncthreads();\n#pragma unroll\n  for (int m = 0; m < DV / 16; ++m)",
+        "#pragma unroll\n  for (int m = 0; m < DV / 16; ++m)",
         "A warp that is done stores its sums in the ring that another warp still reads.",
         (f"{EMULATED_STRIP}::test_no_races_in_values",),
     ),

@@ -1,0 +1,159 @@
+"""The decoder for transformers: options of single layers, what a retrofit shares, how long documents are said to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import forward_calls
+from test_transformers import MODELS, SIZES, STAGES, VOCABULARY, cache_of, close, llama, made, tokens
+
+from mtagen import SpecError
+from mtagen.documents import Documents
+from mtagen.nn import FrequencyScaling
+from mtagen.transformers import MtaConfig, MtaForCausalLM, MtaModel, retrofit
+from mtagen.transformers.configuration import LAYER_OPTIONS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# A value of each option that a layer may have of its own, none the default; and what the layer is then made with.
+OVERRIDES: dict[str, tuple[Any, Any]] = {
+    "kernel": ([2, 3], (2, 3)),
+    "mixed_heads": (2, 2),
+    "post_kernel": ([2, 2], (2, 2)),
+    "post_mixed_heads": (4, 4),
+    "key_padding": ("left", "left"),
+    "group_norm": (True, True),
+    "depth_rescale": (True, 1),
+    "gate": ("channel", "channel"),
+    "rope_theta": (None, None),
+    "frequency_scaling": ({"factor": 2.0}, FrequencyScaling(2.0)),
+    "dropout": (0.25, 0.25),
+    "window": ([4, -1], (4, -1)),
+    "mask": ("output", "output"),
+}
+
+
+# Options of single layers.
+
+
+def test_every_option_of_a_layer_is_tried() -> None:
+    assert set(OVERRIDES) == set(LAYER_OPTIONS)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_option_of_one_layer_is_that_of_no_other(name: str) -> None:
+    given, expected = OVERRIDES[name]
+    needed = {"group_norm": True} if name == "depth_rescale" else {}
+    plain = MtaConfig(**SIZES | needed)
+    config = MtaConfig(**SIZES | needed, layer_overrides={1: {name: given}})
+    stored = MtaConfig.from_dict(config.to_dict())  # as JSON has it
+    for one in (config, stored):
+        assert one.attention_options(0) == plain.attention_options(0)
+        assert one.attention_options(1) == plain.attention_options(1) | {name: expected}
+
+
+def test_layers_are_made_with_their_own_options() -> None:
+    """And compute with them: a token hears of another unless all layers let it see itself alone."""
+    own, x = {"window": (0, 0)}, tokens(1, 9)
+    changed = x.clone()
+    changed[0, 0] = x[0, 0] % (VOCABULARY - 1) + 1
+    for layers in ((0, 1), (1,), (0,)):
+        model = made({"kernel": None, "layer_overrides": dict.fromkeys(layers, own)})
+        windows = [layer.self_attn.op.plan.spec.window for layer in model.model.layers]
+        assert windows == [(0, 0) if layer in layers else (-1, -1) for layer in range(2)]
+        hears = (model(x).logits - model(changed).logits)[0, 1:].any()
+        assert bool(hears) == (len(layers) < 2)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_sees_later_keys_is_enough(layer: int) -> None:
+    """Any layer: then there is no cache, and no language model."""
+    options = {"causal": False, "window": (-1, 0), "layer_overrides": {layer: {"window": (-1, 2)}}}
+    with pytest.raises(SpecError, match="causal: got False; a token would be predicted from itself"):
+        MtaForCausalLM(MtaConfig(**SIZES | options))
+    model = made(STAGES | options, MtaModel)
+    assert model.sees_later_keys
+    with torch.no_grad():
+        assert cache_of(model(tokens(1, 5))) is None
+    blind = made(STAGES | options | {"layer_overrides": None}, MtaModel)
+    assert not blind.sees_later_keys
+
+
+@pytest.mark.parametrize("name", ["group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window"])
+def test_no_layer_of_a_retrofit_computes_something_else(name: str) -> None:
+    with pytest.raises(SpecError, match=f"layer_overrides: got '{name}'; the model would not compute what it did"):
+        retrofit(llama(), layer_overrides={1: {name: OVERRIDES[name][0]}})
+
+
+# What a retrofit takes over.
+
+
+def test_a_retrofit_shares_nothing_with_the_model() -> None:
+    theirs = llama()
+    theirs.generation_config.max_new_tokens = 3
+    ours = retrofit(theirs, **STAGES)
+    ours.generation_config.max_new_tokens = 5
+    ours.generation_config.eos_token_id = 7
+    assert theirs.generation_config.max_new_tokens == 3
+    assert theirs.generation_config.eos_token_id != 7
+    state, x = {name: value.clone() for name, value in theirs.state_dict().items()}, tokens(2, 9)
+    before = theirs(x).logits
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(value, state[name]) for name, value in theirs.state_dict().items())
+    assert torch.equal(theirs(x).logits, before)
+
+
+def test_a_retrofit_keeps_the_configuration() -> None:
+    """Every field that both have, where the model's is none of its defaults."""
+    fields = {
+        "max_position_embeddings": 77,
+        "initializer_range": 0.07,
+        "rms_norm_eps": 0.05,
+        "use_cache": False,
+        "tie_word_embeddings": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "pad_token_id": 3,
+        "bos_token_id": 4,
+        "eos_token_id": 5,
+    }
+    theirs = llama(**fields)
+    ours = retrofit(theirs, **STAGES)
+    assert {name: getattr(ours.config, name) for name in (*SIZES, *fields)} == SIZES | fields
+    x = tokens(2, 9)
+    close(ours(x).logits, theirs(x).logits)
+
+
+# How long the longest document is said to be.
+
+
+def longest(model: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> set[tuple[int, int]]:
+    """What all layers tell their kernels."""
+    calls = forward_calls(monkeypatch)
+    model(**given)
+    told = [(x.max_q, x.max_k) for call in calls for x in call if isinstance(x, Documents)]
+    assert len(told) == SIZES["num_hidden_layers"]
+    return set(told)
+
+
+@pytest.mark.parametrize(("stated", "expected"), [({}, 12), ({"max_length_q": 7, "max_length_k": 7}, 7)], ids=str)
+def test_stated_documents(stated: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as they are said to be; by default none is longer than all tokens."""
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    given = {"input_ids": tokens(1, 12), "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    assert longest(made(MODELS["stages"]), monkeypatch, **given, **stated) == {(expected, expected)}
+
+
+@pytest.mark.parametrize("how", ["attention_mask", "position_ids", "seq_idx"])
+def test_documents_that_are_found(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the longest is: memory may grow with it."""
+    given = {
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]]),
+        "seq_idx": torch.tensor([[0, 0, 0, 0, 1, 1], [0, 1, 2, 3, 4, 5]]),
+    }
+    assert longest(made(MODELS["stages"]), monkeypatch, input_ids=tokens(2, 6), **{how: given[how]}) == {(4, 4)}
