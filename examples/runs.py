@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,9 @@ def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
     try:
         if not path.stat().st_size:
             raise EOFError("the file is empty")
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # torch.load does not compare checksums
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is another")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # its class depends on where the damage is
         raise unreadable(path, error) from error

@@ -227,7 +227,7 @@ class Run:
         save_every = save_every or default_interval(self.settings.steps)
         if self.step >= until:
             if not self.quiet:
-                typer.echo(f"already finished: step {self.step:,} of {until:,} was taken", err=True)
+                typer.echo(f"already finished: {self.step:,} steps are taken, {until:,} were asked for", err=True)
             return
         if not self.step:
             self.save()  # before the log, which could not be resumed without a checkpoint
