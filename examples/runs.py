@@ -149,7 +149,7 @@ class Log:
             InputError: there is no log, or another line is no entry.
         """
         if not self.path.exists():
-            raise InputError(explain("log", str(self.path), "is not here", f"a {LOG} that training wrote"))
+            raise InputError(explain("log", str(self.path), "does not exist", f"a {LOG} that training wrote"))
         *lines, last = self.path.read_bytes().split(b"\n")
         entries = [self._entry(line, number) for number, line in enumerate(lines, 1)]
         if last:

@@ -263,7 +263,7 @@ def test_a_line_without_its_end_is_kept(tmp_path: Path) -> None:
 def test_plots_name_damaged_logs(tmp_path: Path) -> None:
     path = tmp_path / runs.LOG
     for lines, rule in (
-        (None, "is not here"),
+        (None, "does not exist"),
         ("", "holds no evaluation of a run"),
         ('{"settings": {}}\n', "holds no evaluation of a run"),
         ('{"settings": {}}\n{"steps": 1}\n', "holds no evaluation of a run"),

@@ -180,7 +180,8 @@ class Run:
 
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint holds besides the model and the optimizer."""
-        return {"settings": self.identity, "step": self.step, "generator": self.generator.get_state()}
+        settings = dict(self.identity)  # a copy, because torch.distributed.checkpoint reads into what it is given
+        return {"settings": settings, "step": self.step, "generator": self.generator.get_state()}
 
     def take_step(self) -> Tensor:
         """One step of the optimizer; its loss, which the CPU has not waited for."""
