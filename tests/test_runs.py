@@ -214,6 +214,28 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, program: Program, damage:
     assert content(tmp_path) == before
 
 
+class Attack:
+    """What a pickle can make its reader call."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("exit",)
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page on security says, which names the one kind that is not safe to read."""
+    program.train(tmp_path, until=2)
+    torch.save({"settings": Attack()}, tmp_path / runs.CHECKPOINT)
+    executed: list[str] = []
+    monkeypatch.setattr(os, "system", executed.append)
+    with pytest.raises(InputError, match="cannot be read as a checkpoint"):
+        program.train(tmp_path)
+    assert not executed
+    for page in ("SECURITY.md", "docs/distributed.md", "examples/gpt/README.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert "`--resume`" in text or "--resume`" in text
+        assert "`.metadata`" in text
+
+
 def test_another_file_is_no_checkpoint(tmp_path: Path, program: Program) -> None:
     program.train(tmp_path, until=2)
     for other, found in (({"weights": 1}, r"\['weights'\]"), ([1], "'list'")):
