@@ -22,8 +22,9 @@ def resumed_after_kills(function: Callable[[Path], None], root: Path, step: int 
     """Run ``function(root / "whole")``, and ``function(root / str(moment))`` twice for each moment of such a run.
 
     The first of both is killed at the moment, and the second must come to its end. Moments are those before a process
-    changes a file or a folder below the argument, and before it waits until a file is on the disk. In the latter case
-    the file loses its last bytes, as if the kill had come while they were written.
+    changes a file or a folder below the argument, and before it waits until a file is on the disk. A file that was about
+    to be written anew is empty after the kill, as if it came a little later. A file that was waited for lacks its last
+    bytes, as if the kill came a little sooner.
 
     Args:
         function: of a module.
@@ -85,6 +86,8 @@ def _die_at(moment: int, folder: Path, function: Callable[[Path], None]) -> None
         if event not in CHANGES or (event == "open" and not values[2] & (os.O_WRONLY | os.O_RDWR)):
             return
         if isinstance(values[0], (str, os.PathLike)) and Path(values[0]).is_relative_to(folder) and comes():
+            if event == "open" and values[2] & os.O_TRUNC and Path(values[0]).exists():
+                os.truncate(values[0], 0)
             die()
 
     def fsync(descriptor: int) -> None:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from kills import resumed_after_kills
 from torchrun import torchrun
 
-from examples import runs
 from examples.gpt import longest, train
-from examples.gpt.train_distributed import METADATA, DistributedRun
+from examples.gpt.train_distributed import METADATA, DistributedRun, remove
 from mtagen import InputError
 
 SETTINGS = train.Settings(steps=6, batch=4, length=64, lr=3e-3, warmup=2)
@@ -33,6 +32,19 @@ def fails(run):
     return step(run)
 
 train_distributed.DistributedRun.take_step = fails
+typer.run(train_distributed.main)
+"""
+INTERRUPTED = """\
+import os, signal, typer
+from examples.gpt import train_distributed
+step = train_distributed.DistributedRun.take_step
+
+def interrupted(run):
+    if os.environ["RANK"] == "1" and run.step == 2:
+        signal.raise_signal(signal.SIGINT)
+    return step(run)
+
+train_distributed.DistributedRun.take_step = interrupted
 typer.run(train_distributed.main)
 """
 COMPILES = """\
@@ -139,26 +151,26 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
             DistributedRun(SHORT, tmp_path, context=1, resume=True)
 
 
-def test_ctrl_c_saves_the_step(tmp_path: Path) -> None:
-    """The same step on both ranks, after which one of them says how to go on."""
-    folder = tmp_path / "run"
-    long = ["--steps", "100000", "--batch", "4", "--length", "64", "--log-every", "1"]
-    log = folder / runs.LOG
-    done = torchrun(
-        2,
-        "-m",
-        "examples.gpt.train_distributed",
-        folder,
-        *long,
-        interrupt=lambda: log.exists() and log.stat().st_size > 0,
-    )
+def test_ctrl_c_saves_the_step(alone: dict[int, float], tmp_path: Path) -> None:
+    """The same one on both ranks, though it reached one. One rank says how to go on."""
+    folder, script = tmp_path / "run", tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    done = torchrun(2, script, folder, *OPTIONS)
+    assert done.returncode == 1
     (checkpoint,) = folder.glob("checkpoints/*")
-    step = max(losses(folder))
-    assert checkpoint.name == f"{step:08}"
-    assert done.stderr.count(f"stopped after step {step}, saved to {checkpoint}: the same command with --resume") == 1
-    resumed = torchrun(2, "-m", "examples.gpt.train_distributed", folder, *long, "--until", step + 1, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert max(losses(folder)) == step + 1
+    assert checkpoint.name == "00000003"
+    assert done.stderr.count(f"stopped after step 3, saved to {checkpoint}: the same command with --resume") == 1
+    trained(folder, 2, "--resume")
+    assert losses(folder) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_checkpoint_that_is_being_removed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kill leaves of it."""
+    (tmp_path / METADATA).touch()
+    (tmp_path / "__0_0.distcp").touch()
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)
+    remove(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["__0_0.distcp"]
 
 
 def test_compiled(alone: dict[int, float], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 128 + signal.SIGINT
     assert f"saved to {tmp_path / runs.CHECKPOINT}: the same command with --resume goes on" in errors
+    assert errors.count("stopping after this step") == 1
     assert "Traceback" not in errors
 
 
@@ -215,25 +217,30 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, program: Program, damage:
 
 
 class Attack:
-    """What a pickle can make its reader call."""
+    """What a pickle can make its reader do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
 
     def __reduce__(self) -> Any:
-        return os.system, ("exit",)
+        return os.mkdir, (self.path,)
 
 
-def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the page on security says, which names the one kind that is not safe to read."""
-    program.train(tmp_path, until=2)
-    torch.save({"settings": Attack()}, tmp_path / runs.CHECKPOINT)
-    executed: list[str] = []
-    monkeypatch.setattr(os, "system", executed.append)
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, program: Program) -> None:
+    """As the page on security says."""
+    run, made = tmp_path / "run", tmp_path / "made"
+    program.train(run, until=2)
+    torch.save({"settings": Attack(made)}, run / runs.CHECKPOINT)
     with pytest.raises(InputError, match="cannot be read as a checkpoint"):
-        program.train(tmp_path)
-    assert not executed
-    for page in ("SECURITY.md", "docs/distributed.md", "examples/gpt/README.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert "`--resume`" in text or "--resume`" in text
-        assert "`.metadata`" in text
+        program.train(run)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/distributed.md", "examples/gpt/README.md"])
+def test_pages_say_what_is_executed(page: str) -> None:
+    """The one kind of checkpoint that is not safe to read."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.search(r"--resume`.*`\.metadata`", text, flags=re.DOTALL)
 
 
 def test_another_file_is_no_checkpoint(tmp_path: Path, program: Program) -> None:
@@ -342,6 +349,13 @@ def test_steps_that_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert saved == [0, 3, 4]
 
 
+def raising(error: BaseException | type[BaseException]) -> Callable[..., None]:
+    def fails(*_: object) -> None:
+        raise error
+
+    return fails
+
+
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_a_file_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -349,10 +363,18 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(
     path = tmp_path / "file"
     path.write_text("before")
 
-    def full(*_: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, failing, full)
+    monkeypatch.setattr(os, failing, raising(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         runs.publish_json(path, {})
     assert content(tmp_path) == {"file": b"before"}
+
+
+def test_a_log_is_cut_beside_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / runs.LOG
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    written = runs.Log(path, "step")
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(Path, "replace", raising(InterruptedError))
+        written.continue_at(1)
+    assert [entry["step"] for entry in written.entries()] == [1, 2]
+    assert written.continue_at(1) == written.entries() == [{"step": 1}]
