@@ -22,9 +22,9 @@ def resumed_after_kills(function: Callable[[Path], None], root: Path, step: int 
     """Run ``function(root / "whole")``, and ``function(root / str(moment))`` twice for each moment of such a run.
 
     The first of both is killed at the moment, and the second must come to its end. Moments are those before a process
-    changes a file or a folder below the argument, and before it waits until a file is on the disk. A file that was about
-    to be written anew is empty after the kill, as if it came a little later. A file that was waited for lacks its last
-    bytes, as if the kill came a little sooner.
+    changes a file or a folder below the argument, and before it waits until a file is on the disk. A file that was
+    about to be written anew is empty after the kill, as if it came a little later. A file that was waited for lacks its
+    last bytes, as if the kill came a little sooner.
 
     Args:
         function: of a module.

@@ -250,8 +250,9 @@ class Run:
                     bar.update(task, completed=self.step, loss=value, rate=rate)
                     logged, start = self.step, now
                 stops = self.stops(interrupt)
-                if self.step % save_every == 0 or self.step == until or stops:
-                    saved = self.save()
+                if self.step % save_every == 0:
+                    self.save()
+        saved = self.save()
         if stops:
             raise Interrupted(self.step, saved)
 

@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "examples-ctrl-c-not-saved",
         GPT,
-        "or self.step == until or stops",
-        "or self.step == until",
+        "saved = self.save()",
+        "saved = self.saved or self.folder",
         "Ctrl-C loses the steps since the last checkpoint.",
         (f"{TESTS}::test_ctrl_c_saves_the_step[gpt]",),
     ),
