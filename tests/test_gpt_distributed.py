@@ -116,7 +116,8 @@ def test_a_kill_at_any_moment_leaves_a_run_to_resume(tmp_path: Path) -> None:
     for name in ("whole", *range(1, moments, step)):
         folder = tmp_path / str(name)
         assert losses(folder) == losses(tmp_path / "whole")
-        assert [path.name for path in folder.glob("checkpoints/*")] == ["00000002"]
+        left = {path.name for path in folder.glob("checkpoints/*")}
+        assert {"00000002"} <= left <= {"00000001", "00000002"}  # the one before, if the kill came as it was removed
 
 
 @pytest.mark.usefixtures("one_rank")
