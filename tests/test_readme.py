@@ -53,6 +53,7 @@ def test_every_target_is_named() -> None:
         "README.md",
         *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
         "CONTRIBUTING.md",
+        "SECURITY.md",
         "generated/README.md",
         "benchmarks/README.md",
         "benchmarks/RESULTS.md",

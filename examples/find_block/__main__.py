@@ -5,31 +5,29 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from mtagen.errors import InputError, MtagenError, explain
+from mtagen.errors import InputError, explain
 
 from ..device import DEVICE, DeviceOption
+from ..runs import LOG, one_line
 from .data import Task
 from .model import Size
-from .train import LOG, Settings, describe
+from .train import Settings, describe
 from .train import train as run
 
 
 class _Group(TyperGroup):
-    """Turns the errors that a user can mend into one line and an exit status."""
+    """Turns the errors that a user can mend, and Ctrl-C, into one line and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with one_line("find_block"):
             return super().invoke(ctx)
-        except MtagenError as error:
-            typer.echo(f"find_block: {error}", err=True)
-            raise typer.Exit(2) from None
 
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -45,6 +43,8 @@ DEMO = Settings(
     test_samples=500,
 )
 DEMO_STEPS = 2400
+
+ResumeOption: TypeAlias = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoints.")]
 
 
 @app.command()
@@ -69,12 +69,17 @@ def train(
     layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
     heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 2,
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.1,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 1000,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps between evaluations and checkpoints.", show_default="a tenth of --steps, 1000 at most"
+        ),
+    ] = None,
     device: DeviceOption = DEVICE,
     compile_model: Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")] = False,
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Launch each step as one CUDA graph.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that draw samples.")] = 2,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
+    resume: ResumeOption = False,
 ) -> None:
     """Train one model. The defaults are the paper's model and schedule, but with new samples in each step."""
     settings = Settings(
@@ -107,6 +112,7 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="For the two logs and checkpoints; made if absent.")],
     steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEMO_STEPS,
     seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 0,
+    resume: ResumeOption = False,
 ) -> None:
     """See it learn: a small version of the task on the CPU, with both kinds of attention, in about two minutes."""
     import torch
@@ -116,7 +122,7 @@ def demo(
         started = time.perf_counter()
         settings = replace(DEMO, kernel=kernel, seed=seed)
         where = folder / ("plain" if kernel is None else "mta")
-        error = run(settings, where, steps, device=torch.device("cpu"), evaluate_every=max(1, steps // 10))
+        error = run(settings, where, steps, device=torch.device("cpu"), resume=resume)
         table.add_row(describe(kernel), str(steps), f"{error:.1%}", f"{time.perf_counter() - started:.0f}")
     Console().print(table)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtagen.errors import InputError, explain
 
+from ..runs import LOG, Log
 from .train import describe
 
 
@@ -15,7 +15,7 @@ def plot(logs: Sequence[Path], path: Path) -> None:
     """Draw the errors of runs over their steps: models by colour, runs of one model by their line's style.
 
     Raises:
-        InputError: a file is no log, or holds no evaluation.
+        InputError: a file is absent, no log or damaged, or holds no evaluation.
     """
     from matplotlib.figure import Figure  # an extra of the package
 
@@ -43,8 +43,8 @@ def plot(logs: Sequence[Path], path: Path) -> None:
 
 def _read(log: Path) -> tuple[str, int, list[tuple[int, float]]]:
     """The model, the seed, and the error in percent after each number of steps."""
-    header, *entries = map(json.loads, log.read_text().splitlines())
-    if "settings" not in header or not entries:
-        raise InputError(explain("log", str(log), "holds no evaluation of a run", "a log.jsonl that train wrote"))
+    header, *entries = Log(log, "steps").entries() or [{}]
+    if "settings" not in header or not entries or any("error" not in entry for entry in entries):
+        raise InputError(explain("log", str(log), "holds no evaluation of a run", f"a {LOG} that train wrote"))
     settings = header["settings"]
     return describe(settings["kernel"]), settings["seed"], [(entry["steps"], 100 * entry["error"]) for entry in entries]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -22,10 +23,20 @@ import mtagen
 from mtagen.errors import InputError, explain
 
 from ..decoder import generate
+from ..runs import (
+    CHECKPOINT,
+    LOG,
+    Interrupt,
+    Interrupted,
+    Log,
+    check_settings,
+    default_interval,
+    ignore_interrupts,
+    publish,
+    read_checkpoint,
+)
 from .data import TEST_STREAM, Batches, Task
 from .model import Size, make_decoder
-
-LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Settings:
 
 
 class Trainer:
-    """A model, its optimizer and how far they are.
+    """A model, its optimizer and how far they are: steps, the seconds they took, and losses since the last evaluation.
 
     On a GPU products are computed in bf16 (``torch.autocast``), parameters and their updates in fp32.
 
@@ -96,6 +107,7 @@ class Trainer:
         self._learn = _Graphed(self._learn_from) if cuda_graph else self._learn_from
         self.steps = 0
         self.seconds = 0.0
+        self.losses: list[Tensor] = []
 
     def autocast(self) -> Any:
         """Computes in bf16 on a GPU, and as it is on a CPU."""
@@ -111,15 +123,17 @@ class Trainer:
             num_workers=workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # so that it draws nothing from the one of dropout
+            worker_init_fn=ignore_interrupts,
         )
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Learn from a batch ``(B, length)``. Returns the mean loss of the answers' tokens, on the device."""
+        """Learn from a batch ``(B, length)``. Returns the mean loss of the answers' tokens, on the device; keeps it."""
         lr = self.settings.lr * min(1, (self.steps + 1) / self.settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = lr if self._lr is None else self._lr.fill_(lr)
         loss = self._learn(tokens.to(self.device, non_blocking=True))
         self.steps += 1
+        self.losses.append(loss)
         return loss
 
     def _learn_from(self, tokens: Tensor) -> Tensor:
@@ -147,36 +161,33 @@ class Trainer:
         return wrong / len(test)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; an earlier one is replaced when the new one is complete."""
+        """Write a checkpoint. An earlier one stays until the new one is whole."""
         state = {
             "settings": json.dumps(asdict(self.settings)),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
             "seconds": self.seconds,
+            "losses": torch.stack(self.losses).cpu() if self.losses else torch.empty(0),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }
-        unfinished = path.with_suffix(".tmp")
-        torch.save(state, unfinished)
-        unfinished.replace(path)
+        publish(path, lambda file: torch.save(state, file))
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint.
 
         Raises:
-            InputError: it is of a run with other settings.
+            InputError: it is damaged, or of a run with other settings.
         """
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        theirs, mine = (json.loads(text) for text in (state["settings"], json.dumps(asdict(self.settings))))
-        others = [name for name, value in mine.items() if theirs.get(name) != value]
-        if others:
-            got, legal = ({name: settings.get(name) for name in others} for settings in (theirs, mine))
-            raise InputError(explain("checkpoint", got, "is of a run with other settings", legal))
+        state = read_checkpoint(path, "settings", "model", "optimizer", "steps", "seconds", "random", "random_cuda")
+        theirs, ours = (json.loads(text) for text in (state["settings"], json.dumps(asdict(self.settings))))
+        check_settings(path, theirs, ours)
         self.model.load_state_dict(state["model"])
         groups = self.optimizer.state_dict()["param_groups"]  # are of the settings, and of how steps are computed here
         self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
         self.steps, self.seconds = state["steps"], state["seconds"]
+        self.losses = [*state.get("losses", torch.empty(0)).to(self.device)]  # older checkpoints follow an evaluation
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"])
@@ -212,7 +223,7 @@ def train(
     steps: int,
     *,
     device: torch.device,
-    evaluate_every: int = 1000,
+    evaluate_every: int | None = None,
     workers: int = 0,
     compile_model: bool = False,
     cuda_graph: bool = False,
@@ -221,14 +232,16 @@ def train(
     """Train, and write a log and checkpoints to a folder.
 
     The log has a line of settings and versions, then one for each evaluation: steps, the mean loss of the steps since
-    the one before, the error on the test samples, and the seconds that steps took, without evaluations.
+    the one before, the error on the test samples, and the seconds that steps took, without evaluations. A run that is
+    killed goes on from the last checkpoint, the first of which is written before the first step.
 
     Args:
         settings: of the run.
         folder: made if absent.
         steps: in all, those before a checkpoint too.
         device: where it runs.
-        evaluate_every: steps between evaluations, each of which writes a checkpoint.
+        evaluate_every: steps between evaluations, each of which writes a checkpoint; None: a tenth of ``steps``, 1000
+            at most.
         workers: processes that draw samples; 0: this one does.
         compile_model: whether steps go through ``torch.compile``.
         cuda_graph: whether steps, but for the first few, are launches of one CUDA graph.
@@ -238,45 +251,51 @@ def train(
         The last error on the test samples, 0..1.
 
     Raises:
-        InputError: the folder has a log of a run that is not to be resumed, or that had other settings; or it has a
-            checkpoint to resume and no log; or a CUDA graph is asked for where there is no GPU.
+        InputError: the folder has a run that is not to be resumed, or that had other settings; or one of its checkpoint
+            and its log is missing or damaged; or a CUDA graph is asked for where there is no GPU.
+        Interrupted: Ctrl-C was pressed; the steps until then are saved.
     """
-    log, checkpoint = folder / LOG, folder / CHECKPOINT
-    if log.exists() and not resume:
-        raise InputError(explain("folder", str(folder), "has a log of another run", "--resume, or another folder"))
+    log, checkpoint = Log(folder / LOG, "steps"), folder / CHECKPOINT
+    log.check_start(checkpoint if checkpoint.exists() else None, resume)
     trainer = Trainer(settings, device, compile_model, cuda_graph)
-    lines = [json.dumps({"settings": asdict(settings), "environment": _environment(device)})]
-    error = 1.0
-    if resume and checkpoint.exists():
-        if not log.exists():
-            raise InputError(explain("folder", str(folder), "has a checkpoint and no log", f"both, or no {CHECKPOINT}"))
+    if checkpoint.exists():
         trainer.load(checkpoint)
-        lines = [line for line in log.read_text().splitlines() if json.loads(line).get("steps", 0) <= trainer.steps]
-        error = json.loads(lines[-1])["error"]
-    folder.mkdir(parents=True, exist_ok=True)
-    log.write_text("".join(f"{line}\n" for line in lines))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        trainer.save(checkpoint)  # before the log, which could not be resumed without a checkpoint
+    entries = log.continue_at(trainer.steps, [{"settings": asdict(settings), "environment": _environment(device)}])
+    error: float = entries[-1].get("error", 1.0)
+    name = describe(settings.kernel)
+    if trainer.steps >= steps:
+        typer.echo(f"{name}: already finished, {trainer.steps:,} steps of {steps:,}; more --steps would go on")
+        return error
 
+    every = evaluate_every or default_interval(steps)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as progress:
-        bar = progress.add_task(describe(settings.kernel), total=steps, completed=trainer.steps, state="")
-        losses: list[Tensor] = []
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as progress, Interrupt() as interrupt:
+        bar = progress.add_task(name, total=steps, completed=trainer.steps, state="")
         started = time.perf_counter()
         for batch in trainer.batches(workers):
-            if trainer.steps >= steps:
-                break
-            losses.append(trainer.step(batch))
+            trainer.step(batch)
             progress.update(bar, completed=trainer.steps)
-            if trainer.steps % evaluate_every and trainer.steps < steps:
+            evaluates = trainer.steps % every == 0 or trainer.steps == steps
+            if not (evaluates or interrupt.asked):
                 continue
-            loss = torch.stack(losses).mean().item()  # waits for the steps
+            loss = torch.stack(trainer.losses).mean().item()  # waits for the steps
             trainer.seconds += time.perf_counter() - started
-            error = trainer.error()
-            entry = {"steps": trainer.steps, "loss": loss, "error": error, "seconds": round(trainer.seconds, 2)}
-            with log.open("a") as file:
-                file.write(f"{json.dumps(entry)}\n")
-            trainer.save(checkpoint)  # after the entry, for a resumed run reads it and drops later ones
-            progress.update(bar, state=f"loss {loss:.3f}, error {error:.1%}")
-            losses, started = [], time.perf_counter()
+            if evaluates:
+                error = trainer.error()
+                seconds = round(trainer.seconds, 2)
+                log.append({"steps": trainer.steps, "loss": loss, "error": error, "seconds": seconds})
+                log.sync()
+                trainer.losses.clear()
+                progress.update(bar, state=f"loss {loss:.3f}, error {error:.1%}")
+            trainer.save(checkpoint)  # after the entry: a resumed run reads it and drops later ones
+            if trainer.steps == steps or interrupt.asked:
+                break
+            started = time.perf_counter()
+    if interrupt.asked:
+        raise Interrupted(trainer.steps, checkpoint)
     return error
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..decoder import Decoder, generate, likeliest
 from ..device import DEVICE, DeviceOption
+from ..runs import CHECKPOINT, one_line, read_checkpoint
 from .model import SIZES, make_decoder
 
 
@@ -25,9 +26,13 @@ class Continuation(NamedTuple):
 
 
 def load(checkpoint: Path, device: torch.device) -> Decoder:
-    """The model of a checkpoint of :mod:`.train`, on a GPU in bf16."""
+    """The model of a checkpoint of :mod:`.train`, on a GPU in bf16.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or holds no model.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    state = torch.load(checkpoint, map_location=device, weights_only=True)
+    state = read_checkpoint(checkpoint, "settings", "model")
     model = make_decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"])
     model.load_state_dict(state["model"])
     return model.to(device, dtype).eval()
@@ -81,12 +86,13 @@ def main(
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step from token to token.")] = False,
 ) -> None:
     """Continue a prompt, and say how many tokens a second that took."""
-    checkpoint = folder / "checkpoint.pt"
+    checkpoint = folder / CHECKPOINT
     if not checkpoint.exists():
         raise typer.BadParameter(f"there is no {checkpoint}", param_hint="folder")
     if not prompt:
         raise typer.BadParameter("there is nothing to continue", param_hint="--prompt")
-    model = load(checkpoint, device)
+    with one_line("generate"):
+        model = load(checkpoint, device)
     tokens = torch.tensor([list(prompt.encode())], device=device)
     step = torch.compile(model) if compiled else None
     continued(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed

@@ -5,7 +5,6 @@ A step is that of :mod:`.train_distributed`, on one sequence of random bytes tha
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shlex
@@ -25,6 +24,7 @@ from rich.table import Table
 from mtagen.environment import collect
 
 from ..device import DEVICE
+from ..runs import publish_json
 from .train import CompileOption, Settings, SizeOption, check_choices
 from .train_distributed import VARIANTS, DistributedRun
 
@@ -93,7 +93,7 @@ def main(
         while lengths:
             results.append(take_step(run, lengths.pop(0)))
             if dist.get_rank() == 0 and json_path is not None:  # after each, for a later one may not fit
-                json_path.write_text(json.dumps(report, indent=1) + "\n")
+                publish_json(json_path, report)
             if not lengths and fill is not None:
                 lengths, fill = [filling(results, fill, chunks)], None
     if dist.get_rank() == 0:

@@ -7,7 +7,6 @@ contenders run the same code but for the attention. Where it is compiled, so is 
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,6 +23,7 @@ from mtagen.environment import collect
 
 from ..decoder import Decoder
 from ..device import DEVICE, DeviceOption
+from ..runs import publish_json
 from .model import LLAMA3_VOCABULARY, SIZES, Size, count_parameters, make_decoder, next_token_loss
 from .train import MAX_GRADIENT_NORM, make_optimizer, precision
 
@@ -167,7 +167,7 @@ def main(
             result = measure_or_explain(SIZES[size], contender, **sizes, device=device)
         report["results"].append({"contender": contender, **result})
         if json_path is not None:  # after each, for a later one may take too long
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
+            publish_json(json_path, report)
     title = f"{size}, {batch} sequences of {length} tokens, {device}"
     Console().print(table(report["results"], title))
 

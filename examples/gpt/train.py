@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -17,13 +16,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from mtagen.errors import InputError
+
 from ..decoder import Decoder
 from ..device import DEVICE, DeviceOption
+from ..runs import (
+    CHECKPOINT,
+    LOG,
+    Interrupt,
+    Interrupted,
+    Log,
+    check_settings,
+    default_interval,
+    one_line,
+    publish,
+    read_checkpoint,
+)
 from .model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_loss
 
 TEXT = Path(__file__).with_name("hamlet.txt")
 MAX_GRADIENT_NORM = 1.0
-CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,8 @@ def sample(text: Tensor, settings: Settings, generator: torch.Generator) -> Tens
 class Run:
     """A training run in a folder, which holds a checkpoint and ``log.jsonl``, a line for every logged step.
 
+    Nothing is written before :meth:`train`, except that a resumed run drops what was logged after its checkpoint.
+
     Args:
         settings: what to train.
         folder: made if need be.
@@ -87,8 +101,8 @@ class Run:
         compiled: whether ``torch.compile`` compiles the model and its loss.
 
     Raises:
-        ValueError: the checkpoint is of other settings or of another text, or is to be resumed and has no log, the
-            folder has a log of a run that is not to be resumed, or the text is too short.
+        InputError: the folder has a run that is not to be resumed, or that had other settings or another text; or one
+            of its checkpoint and its log is missing or damaged; or the text is too short.
     """
 
     quiet = False  # whether no progress is shown
@@ -109,10 +123,10 @@ class Run:
         self.identity = asdict(settings) | {"text": hashlib.sha256(data).hexdigest()}
         self.text = torch.tensor(list(data))
         if len(self.text) <= settings.length:
-            raise ValueError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
-        self.log = self._log_file()
-        if self.log.is_file() and not resume:
-            raise ValueError(f"{folder} has a log of another run: --resume, or another folder")
+            raise InputError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
+        self.log = Log(folder / LOG, "step", writes=not self.quiet)
+        checkpoint = self._checkpoint()
+        self.log.check_start(checkpoint, resume)
         torch.manual_seed(settings.seed)
         self.model = self._make_model()
         self.optimizer = make_optimizer(self.model, settings.lr)
@@ -121,16 +135,10 @@ class Run:
         self.loss = next_token_loss
         if compiled:
             self._compile()
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = self._checkpoint() if resume else None
-        if checkpoint is None:
-            self.log.write_text("")
-        else:
-            if not self.log.exists():
-                raise ValueError(f"{folder} has a checkpoint and no log: both, or neither, can be resumed")
+        self.saved: Path | None = checkpoint  # the one that holds this step
+        if checkpoint:
             self._load(checkpoint)
-            lines = self.log.read_text().splitlines(keepends=True)
-            self.log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+            self.log.continue_at(self.step)
 
     def _make_model(self) -> Decoder:
         return make_decoder(SIZES[self.settings.size], self.settings.variant).to(self.device)
@@ -139,42 +147,46 @@ class Run:
         """Have steps go through ``torch.compile``."""
         self.loss = torch.compile(self.loss)
 
-    def _log_file(self) -> Path:
-        return self.folder / "log.jsonl"
-
     def _checkpoint(self) -> Path | None:
         """The checkpoint to go on from, if there is one."""
         path = self.folder / CHECKPOINT
         return path if path.exists() else None
 
     def _load(self, checkpoint: Path) -> None:
-        state = torch.load(checkpoint, map_location=self.device, weights_only=True)
-        self._check(checkpoint, state["settings"])
+        state = read_checkpoint(checkpoint, "settings", "model", "optimizer", "generator", "step")
+        check_settings(checkpoint, state["settings"], self.identity)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"].cpu())
+        self.generator.set_state(state["generator"])
         self.step = state["step"]
 
-    def _check(self, checkpoint: Path, settings: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other settings."""
-        others = {name: settings.get(name) for name, value in self.identity.items() if settings.get(name) != value}
-        if others:
-            raise ValueError(f"{checkpoint} is of a run with {others}")
+    def save(self) -> Path:
+        """Write a checkpoint unless one holds this step. The one before stays until the new one is whole.
 
-    def save(self) -> None:
-        """Write the checkpoint; one that was there is whole until the new one is."""
+        Returns:
+            Its path.
+        """
+        if self.saved is None:
+            self.log.sync()
+            self.saved = self._write()
+        return self.saved
+
+    def _write(self) -> Path:
         checkpoint = self.folder / CHECKPOINT
-        new = checkpoint.with_suffix(".new")
-        torch.save(self._progress() | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, new)
-        new.replace(checkpoint)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = self._progress() | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        publish(checkpoint, lambda file: torch.save(state, file))
+        return checkpoint
 
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint holds besides the model and the optimizer."""
-        return {"settings": self.identity, "step": self.step, "generator": self.generator.get_state()}
+        settings = dict(self.identity)  # a copy, because torch.distributed.checkpoint reads into what it is given
+        return {"settings": settings, "step": self.step, "generator": self.generator.get_state()}
 
     def take_step(self) -> Tensor:
         """One step of the optimizer; its loss, which the CPU has not waited for."""
         self.step += 1
+        self.saved = None
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.settings)
         tokens = sample(self.text, self.settings, self.generator)
@@ -195,35 +207,54 @@ class Run:
         """A step's loss for the log; waits for the step."""
         return loss.item()
 
-    def train(self, until: int | None = None, log_every: int = 10, save_every: int = 1000) -> None:
+    def stops(self, interrupt: Interrupt) -> bool:
+        """Whether Ctrl-C ends the run after this step."""
+        return interrupt.asked
+
+    def train(self, until: int | None = None, log_every: int = 10, save_every: int | None = None) -> None:
         """Train to a step, by default the last, and save.
+
+        A run that is killed goes on from the last checkpoint, the first of which is written before the first step.
 
         Args:
             until: that step; a resumed run goes on from it.
             log_every: steps from line to line of the log.
-            save_every: steps from checkpoint to checkpoint.
+            save_every: steps from checkpoint to checkpoint; None: a tenth of the run's, 1000 at most.
+
+        Raises:
+            Interrupted: Ctrl-C was pressed; the steps until then are saved.
         """
         until = self.settings.steps if until is None else min(until, self.settings.steps)
+        save_every = save_every or default_interval(self.settings.steps)
+        if self.step >= until:
+            if not self.quiet:
+                typer.echo(f"already finished: {self.step:,} steps are taken, {until:,} were asked for", err=True)
+            return
+        if not self.step:
+            self.save()  # before the log, which could not be resumed without a checkpoint
+            self.log.continue_at(0)
         columns = TextColumn("loss {task.fields[loss]:.3f}"), TextColumn("{task.fields[rate]:,.0f} tokens/s")
         console = Console(stderr=True, quiet=self.quiet)
         bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *columns, console=console)
-        with bar, self.log.open("a") as log:
+        with bar, Interrupt(self.quiet) as interrupt:
             task = bar.add_task("training", total=until, completed=self.step, loss=float("nan"), rate=0)
-            logged, start = self.step, perf_counter()
-            while self.step < until:
+            logged, start, stops = self.step, perf_counter(), False
+            while self.step < until and not stops:
                 loss = self.take_step()
                 if self.step % log_every == 0 or self.step == until:
                     value = self.reported(loss)
                     now = perf_counter()
                     rate = (self.step - logged) * self.settings.batch * self.settings.length / (now - start)
                     lr = learning_rate(self.step, self.settings)
-                    log.write(json.dumps({"step": self.step, "loss": value, "lr": lr, "tokens_per_s": rate}) + "\n")
-                    log.flush()
+                    self.log.append({"step": self.step, "loss": value, "lr": lr, "tokens_per_s": rate})
                     bar.update(task, completed=self.step, loss=value, rate=rate)
                     logged, start = self.step, now
+                stops = self.stops(interrupt)
                 if self.step % save_every == 0:
                     self.save()
-        self.save()
+        saved = self.save()
+        if stops:
+            raise Interrupted(self.step, saved)
 
 
 # Options of every program that trains.
@@ -236,10 +267,13 @@ LrOption = Annotated[float, typer.Option(help="The largest learning rate.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Steps in which it rises.")]
 SeedOption = Annotated[int, typer.Option(help="Of parameters and batches.")]
 CompileOption = Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, or begin a new run.")]
 UntilOption = Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")]
 LogEveryOption = Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")]
-SaveEveryOption = Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")]
+SaveEveryOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Steps from checkpoint to checkpoint.", show_default="a tenth of --steps, 1000 at most"),
+]
 
 
 def check_choices(size: str, variant: str, variants: Iterable[str]) -> None:
@@ -269,17 +303,15 @@ def main(
     compiled: CompileOption = False,
     until: UntilOption = None,
     log_every: LogEveryOption = 10,
-    save_every: SaveEveryOption = 1000,
+    save_every: SaveEveryOption = None,
 ) -> None:
     """Train a decoder on the bytes of a text. The loss, in nats a byte, is that of the text it is trained on."""
     check_choices(size, variant, ATTENTION)
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
-    try:
+    with one_line("train"):
         run = Run(settings, folder, text, device, resume=resume, compiled=compiled)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    typer.echo(f"{count_parameters(run.model):,} parameters, from step {run.step}")
-    run.train(until, log_every, save_every)
+        typer.echo(f"{count_parameters(run.model):,} parameters, from step {run.step}")
+        run.train(until, log_every, save_every)
 
 
 if __name__ == "__main__":

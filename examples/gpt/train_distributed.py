@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -25,10 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from mtagen.errors import InputError
 from mtagen.nn import MultiTokenAttention
 
 from ..decoder import Decoder
 from ..device import DEVICE
+from ..runs import UNFINISHED, Interrupt, Interrupted, check_settings, one_line, sync_folder, unreadable
 from .model import SIZES, make_decoder
 from .train import (
     TEXT,
@@ -51,13 +54,15 @@ from .train import (
 )
 
 VARIANTS = "mta", "talking-heads"  # those that mtagen computes
+METADATA = ".metadata"  # a checkpoint's file that PyTorch writes last, and unpickles
 
 
 class DistributedRun(Run):
     """A run of several processes, each of which makes one in the same folder; the first one writes the log.
 
     Checkpoints are in ``checkpoints``, a folder for each step, in the format of torch.distributed.checkpoint: another
-    number of ranks can go on from them.
+    number of ranks can go on from them. To read one executes what its pickles say (``SECURITY.md``), so resume only
+    from checkpoints of runs that you trust.
 
     Args:
         settings: what to train; ``batch`` and ``length`` are of all ranks together.
@@ -68,7 +73,7 @@ class DistributedRun(Run):
         compiled: whether ``torch.compile`` compiles each layer, whose parameters FSDP gathers before it.
 
     Raises:
-        ValueError: as of :class:`Run`; or the batch cannot be shared among the groups of ranks, or a sequence not cut
+        InputError: as of :class:`Run`; or the batch cannot be shared among the groups of ranks, or a sequence not cut
             into equal chunks.
     """
 
@@ -85,12 +90,12 @@ class DistributedRun(Run):
         device = f"cuda:{os.environ['LOCAL_RANK']}" if DEVICE.type == "cuda" else "cpu"
         ranks = dist.get_world_size()
         if ranks % context:
-            raise ValueError(f"{ranks} ranks are no groups of {context}")
+            raise InputError(f"{ranks} ranks are no groups of {context}")
         groups = ranks // context
         if settings.batch % groups or settings.length % (2 * context):
             got = f"batch {settings.batch}, length {settings.length}"
             rule = f"its sequences are shared by {groups} and each is cut into {2 * context} equal chunks"
-            raise ValueError(f"{got}: {rule}")
+            raise InputError(f"{got}: {rule}")
         self.mesh = init_device_mesh(DEVICE.type, (groups, context), mesh_dim_names=("data", "context"))
         self.quiet = dist.get_rank() > 0
         super().__init__(settings, folder, text, device, resume=resume, compiled=compiled)
@@ -114,33 +119,55 @@ class DistributedRun(Run):
         for layer in self.model.layers:
             layer.compile(fullgraph=True)
 
-    def _log_file(self) -> Path:
-        return Path(os.devnull) if self.quiet else super()._log_file()
-
     def _checkpoint(self) -> Path | None:
-        """The last one that is complete: its ``.metadata`` is written last."""
-        return max((path.parent for path in self.folder.glob("checkpoints/*/.metadata")), default=None)
+        """The last one that is complete."""
+        complete = (path.parent for path in self.folder.glob(f"checkpoints/*/{METADATA}"))
+        return max((path for path in complete if path.name.isdecimal()), default=None)
 
     def _load(self, checkpoint: Path) -> None:
-        state = self._state()
-        load(state, checkpoint_id=checkpoint)
-        self._check(checkpoint, state["settings"])
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.step = int(checkpoint.name)
+        state = self._progress()
+        self._read(checkpoint, state)  # before tensors, whose sizes follow from the settings
+        check_settings(checkpoint, state["settings"], self.identity)
         self.generator.set_state(state["generator"])
-        self.step = state["step"]
+        if self.step:
+            state = self._tensors()
+            self._read(checkpoint, state)
+            model, optimizer = state["model"], state["optimizer"]
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-    def save(self) -> None:
-        """Write a checkpoint, each rank its shards, and remove those before."""
-        earlier = [path for path in self.folder.glob("checkpoints/*") if path.name != f"{self.step:08}"]
-        save(self._state(), checkpoint_id=self.folder / f"checkpoints/{self.step:08}")
+    def _read(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Read what a state names."""
+        try:
+            load(state, checkpoint_id=checkpoint)
+        except CheckpointException as errors:
+            raise unreadable(checkpoint, next(iter(errors.failures.values()))[0]) from errors
+
+    def _write(self) -> Path:
+        """Write a checkpoint beside its place, each rank its shards, rename it, and remove those before.
+
+        That of step 0 has no tensors: they follow from the seed, and to read the optimizer's state would take a step.
+        """
+        checkpoint = self.folder / f"checkpoints/{self.step:08}"
+        unfinished = checkpoint.with_name(checkpoint.name + UNFINISHED)
         if not self.quiet:
-            for path in earlier:
-                shutil.rmtree(path)
+            remove(unfinished)
         dist.barrier()
+        save(self._progress() | (self._tensors() if self.step else {}), checkpoint_id=unfinished)  # on the disk
+        if not self.quiet:
+            sync_folder(unfinished)
+            remove(checkpoint)  # is not complete, or the run would have gone on from it
+            unfinished.replace(checkpoint)
+            sync_folder(checkpoint.parent)
+            for path in checkpoint.parent.iterdir():
+                if path != checkpoint and path.name.removesuffix(UNFINISHED).isdecimal():
+                    remove(path)
+        dist.barrier()
+        return checkpoint
 
-    def _state(self) -> dict[str, Any]:
+    def _tensors(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return self._progress() | {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer}
 
     def _loss_of(self, tokens: Tensor) -> Tensor:
         """The mean loss of this rank's part of a batch. FSDP takes the mean of the ranks' gradients."""
@@ -154,6 +181,19 @@ class DistributedRun(Run):
         loss = loss.clone()
         dist.all_reduce(loss, dist.ReduceOp.SUM)
         return loss.item() / dist.get_world_size()
+
+    def stops(self, interrupt: Interrupt) -> bool:
+        """Whether Ctrl-C has reached a rank, so that all stop after the same step."""
+        asked = torch.tensor(int(interrupt.asked))
+        dist.all_reduce(asked, dist.ReduceOp.MAX)  # of the CPU, which does not wait for GPUs
+        return bool(asked)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, if it is there, so that what a kill leaves of it is not taken for a complete one."""
+    (checkpoint / METADATA).unlink(missing_ok=True)
+    if checkpoint.exists():
+        shutil.rmtree(checkpoint)
 
 
 @record
@@ -173,7 +213,7 @@ def main(
     compiled: CompileOption = False,
     until: UntilOption = None,
     log_every: LogEveryOption = 10,
-    save_every: SaveEveryOption = 1000,
+    save_every: SaveEveryOption = None,
 ) -> None:
     """Train a decoder on the bytes of a text, with its sequences and its parameters spread over ranks."""
     check_choices(size, variant, VARIANTS)
@@ -181,10 +221,15 @@ def main(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
-    run = DistributedRun(
-        settings, folder, text, context=context or dist.get_world_size(), resume=resume, compiled=compiled
-    )
-    run.train(until, log_every, save_every)
+    with one_line("train_distributed", quiet=dist.get_rank() > 0):
+        run = DistributedRun(
+            settings, folder, text, context=context or dist.get_world_size(), resume=resume, compiled=compiled
+        )
+        try:
+            run.train(until, log_every, save_every)
+        except Interrupted:  # on all ranks after the same step
+            dist.destroy_process_group()
+            raise
     dist.destroy_process_group()
 
 
