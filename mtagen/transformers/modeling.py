@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 
 from ..errors import InputError, SpecError, explain
 from ..nn import MultiTokenAttention
-from ..nn.parts import HeadMixer, HeadNorm
+from ..nn.parts import Gate, HeadMixer, HeadNorm
 from .cache import CACHE_NAME, MtaCache, MtaCacheLayer, given_cache
 from .configuration import CACHE_NAMES, MtaConfig
 from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
@@ -75,7 +75,7 @@ class MtaPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Matrices as of transformers' models, stages as the identity, and what a checkpoint gave as it is."""
         super()._init_weights(module)
-        if isinstance(module, (MultiTokenAttention, HeadMixer, HeadNorm)):
+        if isinstance(module, (MultiTokenAttention, Gate, HeadMixer, HeadNorm)):
             loaded = [
                 (parameter, parameter.clone())
                 for parameter in module.parameters(recurse=False)
@@ -85,6 +85,8 @@ class MtaPreTrainedModel(PreTrainedModel):
                 module.reset_stages()
             else:
                 module.reset_parameters()
+            if isinstance(module, Gate):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
             for parameter, value in loaded:
                 parameter.copy_(value)
 
