@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..arguments import resolve_scale
 from ..documents import Documents
 from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
 from ..ops.attention import MultiTokenAttention, autocast
-from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
+from ..ops.inputs import check_call, check_documents, check_packed
 from ..spec import WEIGHTS, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import Call, Rows, Sharding, fresh, regions

@@ -101,8 +101,8 @@ class HeadNorm(nn.Module):
 class Gate(nn.Module):
     """What a head's output is multiplied by: the sigmoid of a linear function of it, one for all channels or each.
 
-    It is no ``torch.nn.Linear`` and holds none: tools for low precision and for adapters put modules of their own in the
-    place of every Linear, and such a module would leave out the sigmoid and the product.
+    It is no ``torch.nn.Linear`` and holds none: tools for low precision and for adapters put modules of their own in
+    the place of every Linear, and such a module would leave out the sigmoid and the product.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import resolve_scale
 from ..codegen import Sources, render
 from ..config import Config
 from ..documents import Documents
@@ -23,7 +24,7 @@ from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import Spec
 from . import library
 from .executor import Executor
-from .inputs import check_call, check_decode, check_varlen, resolve_scale
+from .inputs import check_call, check_decode, check_varlen
 
 
 class MultiTokenAttention:
