@@ -681,6 +681,12 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
             "cu_seq_lens_k: got .*keys are of the queries' documents",
         ),
         (
+            {"cu_seq_lens_k": torch.tensor([0, 5]).int()},
+            r"cu_seq_lens_k: got tensor\(.*; is of packed documents; legal: cu_seq_lens_q besides",
+        ),
+        ({"max_length_q": 5}, "max_length_q: got 5; is of packed documents; legal: cu_seq_lens_q besides"),
+        ({"max_length_k": 5, "use_cache": True}, "max_length_k: got 5; is of packed documents"),
+        (
             {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "attention_mask": HOLE},
             "attention_mask: got 'cu_seq_lens_q besides'",
         ),

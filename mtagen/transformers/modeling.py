@@ -173,6 +173,10 @@ class MtaModel(MtaPreTrainedModel):
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             rule = "kernels make no matrices of attention"
             raise InputError(explain("output_attentions", True, rule, False))
+        of_documents = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
+        for name, value in of_documents.items():
+            if value is not None and cu_seq_lens_q is None:
+                raise InputError(explain(name, value, "is of packed documents", "cu_seq_lens_q besides, or None"))
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         (batch, count), device = hidden_states.shape[:2], hidden_states.device
         check_position_ids(position_ids, (batch, count))
