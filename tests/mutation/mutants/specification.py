@@ -53,6 +53,6 @@ MUTANTS = (
         "if value is not None and cu_seq_lens_q is None:",
         "if value is False:",
         "Documents that are named by their keys alone see each other.",
-        ("tests/test_transformers.py",),
+        ("tests/test_transformers.py::test_illegal_calls",),
     ),
 )
