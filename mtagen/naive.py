@@ -111,8 +111,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
         if weight.ndim < 2:
             rule, legal = "must have two dimensions at least", "kernels (H, cq, ck), or matrices (H/m, m, m)"
             raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, legal))
-    kernels = {name: tuple(given[name].shape[-2:]) for name in given if not name.endswith("head_weight")}
-    groups = {name: given[name].shape[-1] for name in given if name.endswith("head_weight")}
+    groups = {name: x.shape[-1] for name, x in given.items() if name.endswith("head_weight")}
+    kernels = {name: (x.shape[-2], x.shape[-1]) for name, x in given.items() if name not in groups}
     Spec(
         kernel=kernels.get("weight"),
         head_dim=HEAD_DIMS[0],  # any legal one: here head dims have no limits
