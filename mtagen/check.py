@@ -100,7 +100,8 @@ def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[
     def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
         own = dict(kept)
         if kept:
-            own["dropout_mask"] = kept["dropout_mask"][document, :, : all_q[document], : all_k[document]]
+            mask = kept["dropout_mask"][document : document + 1]
+            own["dropout_mask"] = mask[:, :, : all_q[document], : all_k[document]]
         return eager_op(spec, return_lse=True)(*tensors, **weights, **own)
 
     varlen = partial(op.varlen, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=nq, max_k=nk, **options, return_lse=True)

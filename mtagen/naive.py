@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .arguments import check_batch, check_dense, resolve_scale, shaped_weight
+from .dropout import check_dropout_p
+from .dtypes import TORCH_DTYPES
+from .errors import InputError, explain
+from .spec import HEAD_DIMS, Spec
 
 
 def reference(
@@ -33,12 +42,15 @@ def reference(
     own query must not see its key (``mask="source"``, the authors' code) or where the query of the convolution's result
     must not (``mask="output"``, the formula printed in the paper).
 
+    It refuses what :func:`mtagen.build` and built ops refuse, with their errors. Head dims and strides, which kernels
+    limit, may be any.
+
     Args:
-        q: queries ``[B, H, Nq, D]``, any float dtype.
+        q: queries ``[B, H, Nq, D]`` in fp16, bf16, fp32 or fp64, in which all is computed.
         k: keys ``[B, Hkv, Nk, D]`` with H a multiple of Hkv.
         v: values ``[B, Hkv, Nk, DV]``.
-        weight: kernels ``[H, cq, ck]`` or ``[H, 1, cq, ck]`` of the convolution before the softmax. As the other
-            weights it is cast to ``q.dtype``.
+        weight: kernels ``[H, cq, ck]`` or ``[H, 1, cq, ck]`` of the convolution before the softmax, in fp32 or
+            ``q.dtype``. As the other weights it is cast to ``q.dtype``.
         head_weight: matrices ``[H/m, m, m]`` that mix the heads before the softmax, indexed [group, out head, in head];
             groups are of m consecutive heads. ``[m, m]`` where m = H.
         post_weight: kernels of the convolution after the softmax, as ``weight``; its extents may differ.
@@ -50,7 +62,7 @@ def reference(
             ``right``: it begins there.
         mask: of both convolutions: ``source`` or ``output``; without effect where every query sees every key.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
-        dropout_p: what is kept of the factors of v is divided by 1 - dropout_p.
+        dropout_p: what is kept of the factors of v is divided by 1 - dropout_p. More than 0 takes a mask.
         dropout_mask: ``[B, H, Nq, Nk]`` bool, which of them are kept (:func:`mtagen.dropout_mask`); default all.
         return_lse: also return the log-sum-exp of each row of masked scores, as the softmax takes them.
 
@@ -59,13 +71,16 @@ def reference(
         probabilities 0 and -inf.
 
     Raises:
-        KeyError: ``key_padding`` is not known.
-        ValueError: ``mask`` is not known.
+        SpecError: ``causal``, ``window``, ``key_padding`` or ``mask`` is not legal; a kernel or a group is too large.
+        InputError: a tensor does not fit the others, or the scale or the dropout is not legal.
     """
-    if mask not in ("source", "output"):
-        raise ValueError(f"mask: got {mask!r}; legal: ('source', 'output')")
+    given = {"weight": weight, "head_weight": head_weight, "post_weight": post_weight}
+    given |= {"post_head_weight": post_head_weight}
+    _check(q, k, v, given, causal=causal, window=window, key_padding=key_padding, mask=mask)
+    _check_dropout(dropout_p, dropout_mask, (*q.shape[:3], k.shape[2]), q.device)
+    scale = resolve_scale(scale, q.shape[-1])
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.mT * scale
     nq, nk = scores.shape[-2:]
     after = torch.arange(nk, device=q.device) - torch.arange(nk - nq, nk, device=q.device).unsqueeze(1)
     left, right = window[0], 0 if causal else window[1]
@@ -80,6 +95,58 @@ def reference(
         shares = shares * dropout_mask / (1 - dropout_p)
     out = shares @ v
     return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None], **rules: Any) -> None:
+    """Check tensors, and the rules of the mask, as the op of these stages does.
+
+    Raises:
+        SpecError: a rule or a size is not legal.
+        InputError: a tensor does not fit.
+    """
+    tensors = (("q", q), ("k", k), ("v", v))
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    check_dense((*tensors, *given.items()))
+    for name, weight in given.items():
+        if weight.ndim < 2:
+            rule, legal = "must have two dimensions at least", "kernels (H, cq, ck), or matrices (H/m, m, m)"
+            raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, legal))
+    groups = {name: x.shape[-1] for name, x in given.items() if name.endswith("head_weight")}
+    kernels = {name: (x.shape[-2], x.shape[-1]) for name, x in given.items() if name not in groups}
+    Spec(
+        kernel=kernels.get("weight"),
+        head_dim=HEAD_DIMS[0],  # any legal one: here head dims have no limits
+        mixed_heads=groups.get("head_weight"),
+        post_kernel=kernels.get("post_weight"),
+        post_mixed_heads=groups.get("post_head_weight"),
+        **rules,
+    )
+    if q.dtype not in TORCH_DTYPES.values():
+        raise InputError(explain("q.dtype", q.dtype, "is not supported", (*TORCH_DTYPES.values(),)))
+    check_batch(tensors, (q.shape[-1], v.shape[-1]))
+    heads = q.shape[1]
+    for name, weight in given.items():
+        m = groups.get(name)
+        shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))
+
+
+def _check_dropout(p: float, kept: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check what is dropped.
+
+    Raises:
+        InputError: p is no probability, there is no mask though p is not 0, or the mask does not fit.
+    """
+    check_dropout_p(p)
+    if kept is None:
+        if p != 0:
+            rule = "what is dropped must be given, because the specification draws nothing"
+            raise InputError(explain("dropout_p", p, rule, "0, or dropout_mask=mtagen.dropout_mask(...) besides"))
+        return
+    check_dense((("dropout_mask", kept),))
+    got = (tuple(kept.shape), kept.dtype, kept.device)
+    if got != (shape, torch.bool, device):
+        rule = "one bool for each probability, on q's device"
+        raise InputError(explain("dropout_mask", got, rule, f"shape {shape}, torch.bool, {device}"))
 
 
 def _mix(x: Tensor, weight: Tensor | None) -> Tensor:

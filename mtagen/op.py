@@ -79,6 +79,7 @@ def build(
         PlanError: it has no plan on this target; the message names the limit.
         BackendError: the backend cannot be used here; there is no GPU to tune on; what tuning chose is not accurate.
     """
+    arguments = {**locals()}  # nothing else is local yet
     check_choice("backend", backend, BACKENDS, "is not built")
     if not (target is None or isinstance(target, str)):
         raise SpecError(explain("target", target, "must be a target's name, or None", ("cpu", *TARGETS)))
@@ -130,6 +131,7 @@ def build(
         packed=packed,
         dropout=dropout,
         plan_like=plan_like,
+        build_again=partial(build, **arguments | {"tune": False}),  # builds follow what tuning has kept
     )
 
 

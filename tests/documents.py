@@ -103,7 +103,7 @@ def failures(
         if dropout:
             n_q, n_k = lengths[document]
             mask = dropout_mask(*dropout, document + 1, heads, n_q, n_k)
-            options = {"dropout_p": dropout.p, "dropout_mask": mask[document]}
+            options = {"dropout_p": dropout.p, "dropout_mask": mask[document : document + 1]}
         return eager_op(spec, return_lse=True)(*tensors, **weights, **options)
 
     expected = documents_op(eager, *map(list, zip(*lengths, strict=True)))

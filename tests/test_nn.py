@@ -679,9 +679,55 @@ def test_illegal_calls(given: dict[str, Any], match: str) -> None:
         layer(arguments.pop("x"), **arguments)
 
 
+CASTS: dict[str, Any] = {
+    "float": torch.nn.Module.float,
+    "double": torch.nn.Module.double,
+    "half": torch.nn.Module.half,
+    "bfloat16": torch.nn.Module.bfloat16,
+    "to": lambda layer: layer.to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_cast(dtype: torch.dtype, cast: Any) -> None:
+    """On the CPU nothing is compiled for one dtype, so that a layer computes in whichever its parameters have."""
+    options = LAYERS["everything"]
+    layer = cast(made(options, dtype=dtype))
+    dtype = layer.wq.weight.dtype
+    state, x = layer.state_dict(), tokens(2, 13, dtype=dtype)
+    found, eager = train(layer, x), authors.train(state, x, options)
+    assert {result.dtype for result in found.values()} == {dtype}
+    exact = authors.train({name: y.double() for name, y in state.items()}, x.double(), options)
+    if dtype == torch.float64:
+        torch.testing.assert_close(found, exact, check_stride=False)
+    else:
+        assert not authors.failures(found, eager, exact)
+    assert generate(layer, x, [8, 5]).dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_kernels_are_built_for_parameters_of_16_bits(dtype: torch.dtype) -> None:
-    assert MultiTokenAttention(DIM, HEADS, head_dim=16, dtype=dtype).op.dtypes == (dtype,)
+def test_autocast_after_a_cast(dtype: torch.dtype) -> None:
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, dtype=torch.bfloat16).float()
+    with torch.autocast("cpu", dtype):
+        assert layer(tokens(1, 5, dtype=torch.float32)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_kernels_are_built_for_parameters_of_16_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are kernels, a layer that is cast says what it was built for."""
+    monkeypatch.setattr("mtagen.op.local_target", lambda: "sm_90a")
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, kernel=None, dtype=dtype)
+    built_for = torch.bfloat16 if dtype == torch.float32 else dtype
+    assert layer.op.dtypes == (built_for,)
+    with pytest.raises(InputError, match=r"dtype of queries: got torch\.float64; .* compute_dtype=torch\.float64"):
+        layer.double()(tokens(1, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_dtype_that_is_asked_for_is_kept(dtype: torch.dtype) -> None:
+    layer = MultiTokenAttention(DIM, HEADS, head_dim=16, compute_dtype=dtype, dtype=torch.bfloat16)
+    assert layer.op.dtypes == pickle.loads(pickle.dumps(layer)).op.dtypes == (dtype,)
 
 
 def test_dtype_that_kernels_were_not_built_for() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import mtagen
+from mtagen import InputError, SpecError
 from mtagen.naive import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,13 +253,129 @@ def test_no_scores(nq, nk):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_computes_in_the_dtype_of_the_queries(dtype):
     q, k, v, weight = inputs((2, 3), 5, 5)
-    out, lse = reference(q.to(dtype), k.to(dtype), v.to(dtype), weight, return_lse=True)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    out, lse = reference(q, k, v, weight.float(), return_lse=True)
     assert out.dtype == lse.dtype == dtype
+    assert torch.equal(out, reference(q, k, v, weight.to(dtype)))
 
 
-def test_unknown_options_are_refused():
-    args = inputs((2, 3), 5, 5)
-    with pytest.raises(ValueError, match="mask"):
-        reference(*args, mask="both")
-    with pytest.raises(KeyError):
-        reference(*args, key_padding="top")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    """Its checks are traced, too."""
+    torch._dynamo.reset()
+    q, k, v, _ = inputs((1, 1), 5, 5, heads=4, kv_heads=2)
+    given = stages(4, (2, 3), 2, (2, 2), 4)
+    options = {"window": (3, -1), "dropout_p": 0.5, "dropout_mask": torch.arange(100).reshape(1, 4, 5, 5) % 3 > 0}
+    compiled = torch.compile(reference, fullgraph=True, dynamic=dynamic, backend="eager")
+    assert torch.equal(compiled(q, k, v, **given, **options), reference(q, k, v, **given, **options))
+
+
+# What is refused.
+
+BATCH = (2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 24)
+BUILT = {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 4}
+
+
+def arguments(**changed):
+    q, k, v = (torch.zeros(shape) for shape in BATCH)
+    weights = {"weight": torch.zeros(4, 3, 4), "head_weight": torch.zeros(2, 2, 2)}
+    weights |= {"post_weight": torch.zeros(4, 2, 5), "post_head_weight": torch.zeros(1, 4, 4)}
+    return {"q": q, "k": k, "v": v} | weights | changed
+
+
+def refusal(function):
+    with pytest.raises(mtagen.MtagenError) as caught:
+        function()
+    return type(caught.value), str(caught.value)
+
+
+RULES = {
+    "window that is none": {"window": (3,)},
+    "window out of range": {"window": (-2, 0)},
+    "window too large": {"window": (0, 2**30)},
+    "window of floats": {"window": (1.0, -1)},
+    "causal": {"causal": 1},
+    "key_padding": {"key_padding": "top"},
+    "mask": {"mask": "both"},
+}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_refuses_rules_as_build_does(rules):
+    expected = refusal(lambda: mtagen.build(**BUILT, head_dim=16, **rules))
+    assert refusal(lambda: reference(**arguments(), **rules)) == expected
+    plain = [torch.zeros(shape) for shape in BATCH]
+    assert refusal(lambda: reference(*plain, **rules)) == expected  # without a stage that the rule is for
+
+
+CALLS = {
+    "no tensor": {"k": [1.0]},
+    "rank of q": {"q": torch.zeros(4, 5, 16)},
+    "rank of v": {"v": torch.zeros(1, *BATCH[2])},
+    "batch of k": {"k": torch.zeros(1, 2, 7, 16)},
+    "batch of v": {"v": torch.zeros(4, 2, 7, 24)},
+    "heads of v": {"v": torch.zeros(2, 4, 7, 24)},
+    "heads of k": {"k": torch.zeros(2, 3, 7, 16)},
+    "no heads of k": {"k": torch.zeros(2, 0, 7, 16)},
+    "keys": {"v": torch.zeros(2, 2, 8, 24)},
+    "head dim": {"k": torch.zeros(2, 2, 7, 24)},
+    "dtype of k": {"k": torch.zeros(BATCH[1]).half()},
+    "dtype of v": {"v": torch.zeros(BATCH[2]).double()},
+    "device": {"k": torch.zeros(BATCH[1], device="meta")},
+    "sparse q": {"q": torch.zeros(BATCH[0]).to_sparse()},
+    "heads of a kernel": {"weight": torch.zeros(1, 3, 4)},
+    "rank of a kernel": {"post_weight": torch.zeros(2, 5)},
+    "axes of a kernel": {"weight": torch.zeros(4, 2, 3, 4)},
+    "dtype of a kernel": {"weight": torch.zeros(4, 3, 4).half()},
+    "wider kernel": {"post_weight": torch.zeros(4, 2, 5).double()},
+    "device of a kernel": {"weight": torch.zeros(4, 3, 4, device="meta")},
+    "sparse kernel": {"weight": torch.zeros(4, 3, 4).to_sparse()},
+    "groups": {"head_weight": torch.zeros(4, 2, 2)},
+    "one matrix of two groups": {"head_weight": torch.zeros(2, 2)},
+    "no square": {"post_head_weight": torch.zeros(1, 3, 4)},
+    "scale": {"scale": math.nan},
+    "infinite scale": {"scale": math.inf},
+    "scale of a tensor": {"scale": torch.tensor(1.0)},
+    "dropout": {"dropout_p": 1.0},
+    "negative dropout": {"dropout_p": -0.1},
+}
+
+
+@pytest.mark.parametrize("changed", CALLS.values(), ids=CALLS)
+def test_refuses_calls_as_the_op_does(changed):
+    op = mtagen.build(**BUILT, head_dim=16, value_head_dim=24, target="cpu", dropout=True)
+    given = arguments(**changed)
+    assert refusal(lambda: reference(**given)) == refusal(lambda: op(**given))
+
+
+def test_refuses_groups_that_do_not_divide_the_heads():
+    op = mtagen.build(None, 16, value_head_dim=24, mixed_heads=3, target="cpu")
+    given = dict(zip("qkv", (torch.zeros(shape) for shape in BATCH), strict=True)) | {"head_weight": torch.eye(3)[None]}
+    assert refusal(lambda: reference(**given)) == refusal(lambda: op(**given))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "match"),
+    [
+        ({"q": torch.zeros(BATCH[0], dtype=torch.int64)}, InputError, r"q\.dtype: got torch\.int64; is not supported"),
+        ({"weight": torch.zeros(4)}, InputError, r"weight\.shape: got \(4,\); must have two dimensions at least"),
+        ({"weight": torch.zeros(4, 3, 65)}, SpecError, r"kernel: got \(3, 65\); cq and ck are out of range"),
+        ({"weight": torch.zeros(4, 0, 3)}, SpecError, r"kernel: got \(0, 3\); cq and ck are out of range"),
+        ({"head_weight": torch.zeros(2, 0, 0)}, SpecError, "mixed_heads: got 0"),
+        ({"dropout_p": 0.5}, InputError, r"dropout_p: got 0\.5; .*legal: 0, or dropout_mask=mtagen\.dropout_mask"),
+        ({"dropout_mask": True}, InputError, "dropout_mask: got 'bool'; must be a tensor"),
+        ({"dropout_mask": torch.ones(2, 4, 5, 7)}, InputError, r"dropout_mask: got .*torch\.float32.*torch\.bool"),
+        ({"dropout_mask": torch.ones(2, 4, 7, 5).bool()}, InputError, r"dropout_mask: .*shape \(2, 4, 5, 7\)"),
+        ({"dropout_mask": torch.ones(2, 4, 5, 7, device="meta").bool()}, InputError, "dropout_mask: .*meta.*cpu"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_refuses(changed, error, match):
+    with pytest.raises(error, match=match):
+        reference(**arguments(**changed))
+
+
+def test_head_dims_and_strides_are_any():
+    q, k, v, _ = inputs((1, 1), 5, 5, dim=3)
+    transposed = (x.mT.contiguous().mT for x in (q, k, v))
+    torch.testing.assert_close(reference(*transposed), reference(q, k, v), rtol=0, atol=1e-12)

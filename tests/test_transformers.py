@@ -522,7 +522,7 @@ def test_loaded_in_another_dtype(model: MtaForCausalLM, tmp_path: Path) -> None:
 
 
 def test_initial_values() -> None:
-    options = MODELS["paper"] | {"post_mixed_heads": 2, "depth_rescale": True}
+    options = MODELS["paper"] | {"post_mixed_heads": 2, "depth_rescale": True, "gate": "channel"}
     layers = MtaForCausalLM(MtaConfig(**SIZES | options)).model.layers
     attention = layers[1].self_attn
     taps = torch.zeros(4, 1, 3, 5)
@@ -533,10 +533,11 @@ def test_initial_values() -> None:
         (attention.wpsm.weight, torch.eye(4)),
         (attention.head_kernel, torch.eye(2).expand(2, 2, 2)),
         (attention.subln.weight, torch.ones(16)),
-        (attention.gate.bias, torch.zeros(1)),
+        (attention.gate.bias, torch.zeros(16)),
     ]:
         assert torch.equal(x, expected)
-    assert attention.wq.weight.std().item() == pytest.approx(0.3, rel=0.1)
+    for matrix in (attention.wq.weight, attention.gate.weight):
+        assert matrix.std().item() == pytest.approx(0.3, rel=0.1)
     assert [layer.self_attn.subln.factor for layer in layers] == pytest.approx([0.8, 0.64449], abs=1e-5)
 
 
@@ -679,6 +680,12 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
             {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "cu_seq_lens_k": torch.tensor([0, 2, 5]).int()},
             "cu_seq_lens_k: got .*keys are of the queries' documents",
         ),
+        (
+            {"cu_seq_lens_k": torch.tensor([0, 5]).int()},
+            r"cu_seq_lens_k: got tensor\(.*; is of packed documents; legal: cu_seq_lens_q besides",
+        ),
+        ({"max_length_q": 5}, "max_length_q: got 5; is of packed documents; legal: cu_seq_lens_q besides"),
+        ({"max_length_k": 5, "use_cache": True}, "max_length_k: got 5; is of packed documents"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "attention_mask": HOLE},
             "attention_mask: got 'cu_seq_lens_q besides'",

@@ -6,18 +6,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..arguments import resolve_scale
 from ..documents import Documents
-from ..errors import InputError, explain
+from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
 from ..ops.attention import MultiTokenAttention, autocast
-from ..ops.inputs import check_call, check_documents, check_packed, resolve_scale
+from ..ops.inputs import check_call, check_documents, check_packed
 from ..spec import WEIGHTS, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import Call, Rows, Sharding, fresh, regions
@@ -79,9 +80,21 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"<{self.op!r} on rank {self.rank} of {self.ranks}, balanced={self.balanced}>"
 
+    def __copy__(self) -> ContextParallel:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself, as it never changes: copies of a model are in the same group."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """A group of processes exists in these processes only.
+
+        Raises:
+            BackendError: always.
+        """
+        rule = "its group of ranks is of this process, so that it cannot be pickled"
+        raise BackendError(explain("ContextParallel", self, rule, "model.state_dict(), and a new model to load it"))
 
     def length(self, rows: int, length: int | None = None) -> int:
         """N, rows of the whole sequence of which this rank holds so many.

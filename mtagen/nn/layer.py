@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError, explain
 from ..op import build
+from ..ops.attention import MultiTokenAttention as BuiltOp
 from ..ops.attention import autocast_dtype
 from ..spec import MAX_NEW_TOKENS
 from .cache import Cache
@@ -81,7 +83,8 @@ class MultiTokenAttention(nn.Module):
             dimension (:class:`mtagen.distributed.ContextParallel`, balanced): x are the tokens that this rank holds.
         backend: as of :func:`mtagen.build`.
         compute_dtype: of q, k and v, for which kernels are built: under autocast or a mixed-precision policy not that
-            of the parameters. By default it is ``dtype`` if that has 16 bits; else, on a GPU, bf16, and on the CPU any.
+            of the parameters. By default it is, on a GPU, ``dtype`` if that has 16 bits, else bf16. The CPU's backend
+            compiles nothing and takes any, so that ``layer.float()`` and the like are legal.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -140,8 +143,6 @@ class MultiTokenAttention(nn.Module):
         check_options(group_norm, depth_rescale, gate, rope_theta, frequency_scaling, dropout)
         self.rope_theta, self.frequency_scaling, self.dropout = rope_theta, frequency_scaling, dropout
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if compute_dtype is None and dtype in (torch.bfloat16, torch.float16):
-            compute_dtype = dtype
         self._build_options: dict[str, Any] = {
             "kernel": kernel,
             "head_dim": self.head_dim,
@@ -156,7 +157,7 @@ class MultiTokenAttention(nn.Module):
             "dtype": compute_dtype,
             "dropout": dropout > 0,
         }
-        self.op = build(**self._build_options)
+        self.op = self._build(dtype)
         self.context_parallel: ContextParallel | None = None
         if context_parallel is not None:
             if dropout > 0:
@@ -184,6 +185,17 @@ class MultiTokenAttention(nn.Module):
         self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
+
+    def _build(self, dtype: torch.dtype) -> BuiltOp:
+        """The op of a layer whose projections have this dtype.
+
+        Where nothing is compiled, it takes every dtype, so that the layer can be cast.
+        """
+        if self._build_options["dtype"] is None and dtype in (torch.bfloat16, torch.float16):
+            op = build(**self._build_options | {"dtype": dtype})
+            if op.plan.backend != "torch":
+                return op
+        return build(**self._build_options)
 
     def _kernel(self, extents: tuple[int, int] | None, made: dict[str, Any]) -> nn.Parameter | None:
         return None if extents is None else nn.Parameter(torch.empty(self.n_heads, 1, *extents, **made))
@@ -279,6 +291,14 @@ class MultiTokenAttention(nn.Module):
         count = count if spread is None else spread.length(count, length)
         whole = torch.arange(count, device=rows.device) if cu_seqlens is None else document_positions(cu_seqlens, count)
         return whole if spread is None else spread.shard(whole, 0)
+
+    def _projected(self) -> Tensor:
+        """A tensor with the device and the dtype of keys that the layer makes without autocast.
+
+        What stands in the place of ``wk`` may have no ``weight``, or one of integers.
+        """
+        held = itertools.chain(self.wk.parameters(), self.parameters())
+        return next((x for x in held if x.is_floating_point()), torch.empty(0))
 
     def _weights(self) -> dict[str, Any]:
         """What the op takes."""
@@ -386,9 +406,10 @@ class MultiTokenAttention(nn.Module):
         if spec.right != 0:
             rule = "a token's output depends on later tokens, which a cache cannot know"
             raise InputError(explain("causal", False, rule, "causal=True, or calls without a cache"))
-        device = self.wk.weight.device if device is None else torch.device(device)
+        like = self._projected()
+        device = like.device if device is None else torch.device(device)
         if dtype is None:
-            dtype = autocast_dtype(device.type) or self.wk.weight.dtype
+            dtype = autocast_dtype(device.type) or like.dtype
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shape = batch, self.n_local_kv_heads, max_len, self.head_dim
         queries = torch.zeros(batch, self.n_local_heads, spec.context, self.head_dim, **made)
@@ -453,7 +474,7 @@ class MultiTokenAttention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """With the op built again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.op = build(**self._build_options)
+        self.op = self._build(self._projected().dtype)
 
 
 def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

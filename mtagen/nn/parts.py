@@ -98,14 +98,30 @@ class HeadNorm(nn.Module):
         return scaled if self.factor is None else scaled * self.factor
 
 
-class Gate(nn.Linear):
-    """What a head's output is multiplied by: the sigmoid of a linear function of it, one for all channels or each."""
+class Gate(nn.Module):
+    """What a head's output is multiplied by: the sigmoid of a linear function of it, one for all channels or each.
+
+    It is no ``torch.nn.Linear`` and holds none: tools for low precision and for adapters put modules of their own in
+    the place of every Linear, and such a module would leave out the sigmoid and the product.
+    """
+
+    def __init__(
+        self, head_dim: int, gates: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(gates, head_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(gates, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """As of ``torch.nn.Linear``, with a bias of 0."""
-        super().reset_parameters()
+        nn.init.kaiming_uniform_(self.weight, math.sqrt(5))
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x * sigmoid(weight x + bias) over the last axis, head_dim."""
         return x * torch.sigmoid(F.linear(x, local(self.weight), local(self.bias)))
+
+    def extra_repr(self) -> str:
+        """The shape of the weight."""
+        return f"{tuple(self.weight.shape)}"

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import resolve_scale
 from ..codegen import Sources, render
 from ..config import Config
 from ..documents import Documents
@@ -22,27 +24,55 @@ from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import Spec
 from . import library
 from .executor import Executor
-from .inputs import check_call, check_decode, check_varlen, resolve_scale
+from .inputs import check_call, check_decode, check_varlen
 
 
 class MultiTokenAttention:
-    """A built op. Made by :func:`mtagen.build`; holds no parameters.
+    """A built op. Made by :func:`mtagen.build`; holds no parameters and never changes.
+
+    Copies are the op itself. Pickled, it is what was asked of :func:`mtagen.build`, and is built again for the machine
+    where it is unpickled.
 
     Attributes:
         plan: what was decided and why; ``print(op.plan)`` shows it as a table.
         dtypes: those that q, k and v may have.
     """
 
-    def __init__(self, plan: Plan, key: str, dtypes: tuple[torch.dtype, ...], drops: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        key: str,
+        dtypes: tuple[torch.dtype, ...],
+        drops: bool = False,
+        build_again: Callable[[], MultiTokenAttention] | None = None,
+    ) -> None:
         self.plan = plan
         self._spec = plan.spec
         self._key = key
         self.dtypes = dtypes
         self._drops = drops
+        self._build_again = build_again
         _ = plan.spec.weight_names  # cached properties are evaluated here, for torch.compile cannot trace how they are
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
+
+    def __copy__(self) -> MultiTokenAttention:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MultiTokenAttention:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], MultiTokenAttention], tuple[()]]:
+        """The call that builds the op again: its kernels, and its key among registered ops, are of this process.
+
+        Raises:
+            BackendError: the op was not made by :func:`mtagen.build`.
+        """
+        if self._build_again is None:
+            rule = "an op of a plan that was made by hand cannot be pickled"
+            raise BackendError(explain("op", self, rule, "what mtagen.build returns"))
+        return self._build_again, ()
 
     def __call__(
         self,
@@ -233,6 +263,7 @@ def assemble(
     packed: bool = False,
     dropout: bool = False,
     plan_like: Callable[[Spec], Plan] | None = None,
+    build_again: Callable[[], MultiTokenAttention] | None = None,
 ) -> MultiTokenAttention:
     """Compile what a plan needs and make its op.
 
@@ -244,6 +275,7 @@ def assemble(
         packed: whether kernels for packed documents are compiled, too.
         dropout: whether the op drops, and kernels for that are compiled, too.
         plan_like: plans the spec with packed documents, or dropout, or both; by default for the plan's backend.
+        build_again: makes the same op in another process, and can be pickled; by default the op cannot.
 
     Raises:
         BackendError: the plan's backend cannot be used here.
@@ -271,7 +303,7 @@ def assemble(
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
     dtypes = (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values())
-    return MultiTokenAttention(planned, key, dtypes, dropout)
+    return MultiTokenAttention(planned, key, dtypes, dropout, build_again)
 
 
 class _Variants:

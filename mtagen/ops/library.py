@@ -8,7 +8,7 @@ documents (:class:`mtagen.documents.Documents`) and no dropout (:class:`mtagen.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..documents import Documents
 from ..dropout import Dropout
-from ..errors import BackendError, explain
+from ..errors import BackendError, InputError, explain
 from ..spec import WEIGHTS
 from . import flops
 from .executor import Executor
@@ -218,6 +218,56 @@ def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any
     return run(*arguments)
 
 
+def _sample_by_sample(
+    call: Callable[..., Any],
+    returns: Callable[[Iterable[Tensor]], Any],
+    samples: int,
+    dims: Iterable[int | None],
+    arguments: Sequence[Any],
+) -> Any:
+    """Results of vmap, stacked along a new first axis: one call for each sample.
+
+    Samples cannot be batch entries of one call: each has gradients of weights, and draws of dropout, of its own.
+
+    Args:
+        call: the op.
+        returns: what the op's schema returns.
+        samples: how many there are.
+        dims: the axis of samples of each argument; None: all samples share the argument.
+        arguments: of the op.
+
+    Raises:
+        InputError: there are no samples, so that nothing says what the results' shapes are.
+    """
+    if samples == 0:
+        raise InputError(explain("samples of vmap", 0, "there must be one at least", "1, 2, ..."))
+    along = [*zip(arguments, dims, strict=True)]
+    results = [call(*(x if dim is None else x.select(dim, i) for x, dim in along)) for i in range(samples)]
+    return returns(torch.stack(each) for each in zip(*results, strict=True))
+
+
+def _vmapped(op: OpOverload, returns: Callable[..., Any], info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
+    """The batching rule of ``torch.func.vmap``: results, and the axis of samples of each."""
+    results = _sample_by_sample(op, returns, info.batch_size, dims, arguments)
+    return results, returns(0 for _ in results)
+
+
+def _vmapped_by_autograd(op: OpOverload, returns: Callable[..., Any], *arguments: Any) -> Any:
+    """The batching rule of ``torch.autograd.grad(..., is_grads_batched=True)``.
+
+    It does not use ``torch.func`` but tensors of an older kind. They have one level, because nothing nests such calls.
+    """
+    level = 1
+    dims = [0 if isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) else None for x in arguments]
+    exposed = [
+        x if dim is None else torch._remove_batch_dim(x, level, batch_size=0, out_dim=0)
+        for x, dim in zip(arguments, dims, strict=True)
+    ]
+    samples = next(len(x) for x, dim in zip(exposed, dims, strict=True) if dim is not None)
+    results = _sample_by_sample(op, returns, samples, dims, exposed)
+    return returns(torch._add_batch_dim(x, 0, level) for x in results)
+
+
 class _Op(NamedTuple):
     """A registered op, and what computes and differentiates it."""
 
@@ -312,6 +362,8 @@ def register_op(
     for autocast_key in _AUTOCAST_KEYS:
         _library.impl(name, partial(_without_autocast, op), autocast_key)
     torch.library.register_fake(f"mtagen::{name}", fake, lib=_library)
+    torch.library.register_vmap(f"mtagen::{name}", partial(_vmapped, op, function.returns), lib=_library)
+    _library.impl(name, partial(_vmapped_by_autograd, op, function.returns), "Batched")
     _OPS[name] = _Op(op, kernel, function)
 
 

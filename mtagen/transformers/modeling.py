@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 
 from ..errors import InputError, SpecError, explain
 from ..nn import MultiTokenAttention
-from ..nn.parts import HeadMixer, HeadNorm
+from ..nn.parts import Gate, HeadMixer, HeadNorm
 from .cache import CACHE_NAME, MtaCache, MtaCacheLayer, given_cache
 from .configuration import CACHE_NAMES, MtaConfig
 from .padding import Packing, check_position_ids, count_padding, find_documents, given_documents
@@ -75,7 +75,7 @@ class MtaPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Matrices as of transformers' models, stages as the identity, and what a checkpoint gave as it is."""
         super()._init_weights(module)
-        if isinstance(module, (MultiTokenAttention, HeadMixer, HeadNorm)):
+        if isinstance(module, (MultiTokenAttention, Gate, HeadMixer, HeadNorm)):
             loaded = [
                 (parameter, parameter.clone())
                 for parameter in module.parameters(recurse=False)
@@ -85,6 +85,8 @@ class MtaPreTrainedModel(PreTrainedModel):
                 module.reset_stages()
             else:
                 module.reset_parameters()
+            if isinstance(module, Gate):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
             for parameter, value in loaded:
                 parameter.copy_(value)
 
@@ -171,6 +173,10 @@ class MtaModel(MtaPreTrainedModel):
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             rule = "kernels make no matrices of attention"
             raise InputError(explain("output_attentions", True, rule, False))
+        of_documents = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
+        for name, value in of_documents.items():
+            if value is not None and cu_seq_lens_q is None:
+                raise InputError(explain(name, value, "is of packed documents", "cu_seq_lens_q besides, or None"))
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         (batch, count), device = hidden_states.shape[:2], hidden_states.device
         check_position_ids(position_ids, (batch, count))

@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "groups-that-do-not-divide-the-heads",
-        "mtagen/ops/inputs.py",
+        "mtagen/arguments.py",
         "if mixed and heads % mixed:",
         "if mixed and heads < mixed:",
         "Heads that are in no group are told of as a wrong shape.",

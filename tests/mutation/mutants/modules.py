@@ -1,0 +1,74 @@
+"""What a layer must survive: casts, pickling, and tools that replace its parts."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+LAYER, REPLACED, PICKLED = "mtagen/nn/layer.py", "tests/test_replaced_modules.py", "tests/test_pickle.py"
+
+MUTANTS = (
+    Mutant(
+        "layer-output-projection-not-called",
+        LAYER,
+        "self.wo(out.reshape(*x.shape[:-1], self.n_local_heads * self.head_dim))",
+        "nn.functional.linear(out.reshape(*x.shape[:-1], self.n_local_heads * self.head_dim), *self.wo.parameters())",
+        "What a tool has put in the place of the output projection is passed by.",
+        (REPLACED,),
+    ),
+    Mutant(
+        "cache-of-any-parameters-dtype",
+        LAYER,
+        "if x.is_floating_point()",
+        "if True",
+        "A projection of integers makes a cache of integers.",
+        (REPLACED,),
+    ),
+    Mutant(
+        "cache-asks-no-module-but-the-projection",
+        LAYER,
+        "itertools.chain(self.wk.parameters(), self.parameters())",
+        "itertools.chain(self.parameters(), self.wk.parameters())",
+        "The cache has the dtype of weights that may stay in fp32, not that of keys.",
+        (REPLACED,),
+    ),
+    Mutant(
+        "layer-of-16-bits-for-ever",
+        LAYER,
+        'if op.plan.backend != "torch":',
+        "if op:",
+        "A layer that was made in 16 bits refuses other dtypes where nothing was compiled.",
+        ("tests/test_nn.py::test_cast",),
+    ),
+    Mutant(
+        "layer-unpickled-for-the-default-dtype",
+        LAYER,
+        "self.op = self._build(self._projected().dtype)",
+        "self.op = build(**self._build_options)",
+        "A layer in fp16 that comes from a machine without a GPU gets kernels for bf16.",
+        (PICKLED,),
+    ),
+    Mutant(
+        "op-pickled-by-its-key",
+        "mtagen/ops/attention.py",
+        "return self._build_again, ()",
+        "return partial(MultiTokenAttention, self.plan, self._key, self.dtypes, self._drops), ()",
+        "An op that another process unpickles was never built there.",
+        (PICKLED,),
+    ),
+    Mutant(
+        "op-tuned-when-it-is-unpickled",
+        "mtagen/op.py",
+        'arguments | {"tune": False}',
+        "arguments",
+        "Loading a checkpoint takes minutes of tuning.",
+        (PICKLED,),
+    ),
+    Mutant(
+        "model-gate-as-the-layer-starts-it",
+        "mtagen/transformers/modeling.py",
+        "nn.init.normal_(module.weight, std=self.config.initializer_range)",
+        "pass",
+        "A model's gate does not start with the deviation that its configuration names.",
+        ("tests/test_transformers.py::test_initial_values",),
+    ),
+)

@@ -1,0 +1,126 @@
+"""The layer after tools for low precision and adapters, which put modules of their own in the place of every Linear.
+
+So do torchao's float8 training, optimum-quanto and PEFT. Their modules compute something near to x W^T + b and know of
+nothing else that a subclass of ``torch.nn.Linear`` may compute.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import authors
+import pytest
+import torch
+import torch.nn.functional as F
+from test_nn import DIM, EVERYTHING, HEADS, LAYERS, made, tokens, train
+from torch import Tensor, nn
+
+from mtagen.accuracy import compare
+from mtagen.nn import MultiTokenAttention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROJECTIONS = ("wq", "wk", "wv", "wo")
+
+
+class Doubled(nn.Module):
+    """Stands for a Linear: computes with twice its weight, and counts its calls. It has no ``weight``."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.matrix, self.shift = linear.weight, linear.bias
+        self.scale = nn.Buffer(torch.tensor(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.linear(x, self.matrix * self.scale, self.shift)
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    """A copy in which every Linear, of whatever subclass, has been replaced."""
+    module = copy.deepcopy(module)
+    for name, part in [*module.named_modules()]:
+        if isinstance(part, nn.Linear):
+            module.set_submodule(name, Doubled(part))
+    return module
+
+
+def doubled(options: dict[str, Any]) -> MultiTokenAttention:
+    """The layer of a state dict in which the projections are twice what they are."""
+    state = authors.random_state(options, HEADS, DIM)
+    for name in PROJECTIONS:
+        state[f"{name}.weight"] *= 2
+    layer = made(options)
+    layer.load_state_dict(state)
+    return layer
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_projections_alone_are_replaced(options: dict[str, Any]) -> None:
+    """Each is called, with its gradient; mixtures, norm and gate stay what they are."""
+    layer = replaced(made(options))
+    results, expected = train(layer, tokens(2, 13)), train(doubled(options), tokens(2, 13))
+    assert {name for name, part in layer.named_modules() if isinstance(part, Doubled)} == {*PROJECTIONS}
+    assert all(layer.get_submodule(name).calls == 1 for name in PROJECTIONS)
+    for name in PROJECTIONS:
+        expected[f"{name}.matrix"] = 2 * expected.pop(f"{name}.weight")
+    torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_generation(dtype: torch.dtype) -> None:
+    """The cache does not ask modules for weights that they do not have."""
+    options, x = LAYERS["everything"], tokens(2, 13, dtype=dtype)
+    layer = replaced(made(options, dtype=dtype))
+    cache = layer.new_cache(2, 13)
+    assert cache.keys.dtype == dtype
+    with torch.no_grad():
+        parts = [layer(part, cache=cache) for part in x.split([9, 4], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), doubled(options).to(dtype)(x))
+
+
+class Integers(nn.Module):
+    """Stands for a Linear: its weight is of 8 bits, with a scale for each row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.scale)
+
+
+def test_cache_of_keys_from_integers() -> None:
+    """It has the dtype of keys, whatever that of weights."""
+    layer = made(LAYERS["convolution"], dtype=torch.bfloat16)
+    layer.wk, layer.mta_kernel = Integers(layer.wk), nn.Parameter(layer.mta_kernel.float())
+    x, cache = tokens(2, 5, dtype=torch.bfloat16), layer.new_cache(2, 5)
+    with torch.no_grad():
+        assert layer(x, cache=cache).dtype == cache.keys.dtype == torch.bfloat16
+
+
+def with_8_bits(_: nn.Module, arguments: tuple[Tensor]) -> Tensor:
+    """The input of a Linear as PyTorch's dynamic quantization rounds it."""
+    return torch.quantize_per_tensor_dynamic(arguments[0], torch.quint8, reduce_range=True).dequantize()
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own quantization is deprecated in favour of torchao
+@pytest.mark.parametrize("options", [{"kernel": None}, EVERYTHING], ids=["plain", "everything"])
+def test_dynamic_quantization(options: dict[str, Any]) -> None:
+    """int8 for four Linears, and for nothing else. What stands for them has no parameters."""
+    layer, rounded = (made(options, dtype=torch.float32) for _ in range(2))
+    quantized = torch.ao.quantization.quantize_dynamic(layer)
+    for name in PROJECTIONS:
+        assert not isinstance(quantized.get_submodule(name), nn.Linear)
+        linear = rounded.get_submodule(name)
+        linear.weight.data = quantized.get_submodule(name).weight().dequantize()
+        linear.register_forward_pre_hook(with_8_bits)
+    x, cache = tokens(2, 13, dtype=torch.float32), quantized.new_cache(2, 13)
+    with torch.no_grad():
+        judged = compare(quantized(x), rounded(x), layer.double()(x.double()))
+        assert judged.ok, judged
+        assert torch.equal(quantized(x, cache=cache), quantized(x))
