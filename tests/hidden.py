@@ -38,7 +38,7 @@ class Edge(NamedTuple):
 
 
 def edges(spec: Spec, n_q: int, n_k: int, cut: int) -> Iterator[Edge]:
-    """Each edge of a mask at ``cut``: a key of the last tile of keys, seen by some rows of a warp and hidden from others.
+    """Each edge of a mask, at the key ``cut``.
 
     The output of a query depends on the ``spec.context`` queries before it, so the gradient of a query depends on as
     many outputs after it.

@@ -1,9 +1,10 @@
-"""CUDA kernels on a CPU that plays the GPU: what the mask hides changes no bit of a result that does not depend on it."""
+"""CUDA kernels on a CPU that plays the GPU: what the mask hides changes no bit of results that do not depend on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import documents
 import hidden
@@ -62,7 +63,9 @@ def call_of(spec: Spec) -> Call:
     return Call(*rows(spec, (2, N_Q, d), (1, N_K, d), (1, N_K, dv), (2, N_Q, dv)))
 
 
-def training(spec: Spec, forward: Callable, backward: Callable | None = None) -> Callable[[Call], dict[str, Tensor]]:
+def training(
+    spec: Spec, forward: Callable[..., Any], backward: Callable[..., Any] | None = None
+) -> Callable[[Call], dict[str, Tensor]]:
     """The results of both passes, or of the forward pass alone."""
     weight, scale, dropout = weight_of(spec), spec.head_dim**-0.5, dropout_of(spec)
 
@@ -106,13 +109,13 @@ def test_splits_of_the_keys(target: str, spec: Spec, folder: Path) -> None:
 @pytest.mark.parametrize(("target", "spec"), DECODE, ids=case_id)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(target: str, spec: Spec, splits: int, folder: Path) -> None:
-    """Keys past those in use, later than a new token, and before all windows. Values are finite but past those in use."""
+    """Keys past those in use, later than a new token, and before all windows. Values that are in use are finite."""
     decode, weight, scale = host_function(plan(spec, target, "cuda").tile["decode"], folder), weight_of(spec), 0.1
     new, length, keys = 3, 170, torch.arange(N_K)
     d = spec.head_dim
     q, k, v = rows(spec, (2, spec.context + new, d), (1, N_K, d), (1, N_K, d))
 
-    def results(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def results(k: Tensor, v: Tensor) -> tuple[Any, ...]:
         return decode(q, k, v, weight, scale, torch.tensor([length], dtype=torch.int32), splits)
 
     edges = [(keys >= length, slice(None)), (keys >= length - 1, slice(0, new - 1))]

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "softmax-sum-not-rescaled",
         f"{CUDA}/softmax.cuh",
-        "sum[r] *= rescale[r];",
-        "",
+        "fabsf(sum[r]) * rescale[r]",
+        "fabsf(sum[r])",
         "When a later tile of keys exceeds the reference, what was summed before keeps the old one's scale.",
         (f"{EMULATED}::test_scores_that_grow_along_the_keys",),
     ),
