@@ -60,7 +60,7 @@ class Edge(NamedTuple):
 
 
 def edges(spec: Spec, n_q: int, n_k: int, cut: int) -> Iterator[Edge]:
-    """Each edge of a mask at ``cut``: a key that some rows see and others do not, in CUDA's tests rows of one warp.
+    """Each edge of a mask, at the key ``cut``.
 
     The output of a query depends on the ``spec.context`` queries before it, so the gradient of a query depends on as
     many outputs after it.

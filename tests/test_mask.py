@@ -37,6 +37,15 @@ def holds(comparison, values=None):
     return bool(OPERATORS[comparison.operator](left, right))
 
 
+def test_two_spellings_of_a_mask_are_one_spec():
+    causal, sliding = Spec((3, 4), 64), Spec((3, 4), 64, window=(5, -1))
+    for spec in (Spec((3, 4), 64, causal=False, window=(-1, 0)), Spec((3, 4), 64, window=(-1, 7))):
+        assert (spec, hash(spec), spec.to_dict()) == (causal, hash(causal), causal.to_dict())
+    assert Spec((3, 4), 64, causal=False, window=(5, 0)) == Spec((3, 4), 64, window=(5, 0)) == sliding
+    assert replace(sliding, causal=False) == Spec((3, 4), 64, causal=False, window=(5, -1)) != sliding
+    assert Spec.from_dict({**sliding.to_dict(), "causal": False, "window": [5, 0]}) == sliding
+
+
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=name_of)
 @pytest.mark.parametrize("mask", LIMITED, ids=name_of)
 def test_a_pair_is_hidden(mask, sequence):

@@ -1,4 +1,4 @@
-"""The lowering "strip" with CUDA's kernels on a CPU: what the mask hides changes no bit of other results."""
+"""CUDA's kernels of the lowering "strip" on a CPU: what the mask hides changes no bit of other results."""
 
 from __future__ import annotations
 

@@ -94,6 +94,16 @@ def test_many_tiles_and_strips(kernel: tuple[int, int], pipeline: str) -> None:
 
 
 @pytest.mark.usefixtures("memory_starts_as_nan")
+def test_bands_in_parts() -> None:
+    """Terms of scores on the band are on more diagonals than a program has room for."""
+    op = mtagen.build((2, 60), 16, dtype="fp32", backend="triton")
+    (terms,) = (kernel for kernel in op.plan.lift["forward"].kernels if kernel.role == "band_terms")
+    constants = dict(terms.constants)
+    assert constants["DIAGONALS"] < constants["REACH"] == 60
+    assert_accurate(op, (Sizes(1, 2, 1, 80, 85),))
+
+
+@pytest.mark.usefixtures("memory_starts_as_nan")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     ("kernel", "options"),

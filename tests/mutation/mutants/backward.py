@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "triton-band-of-the-first-chunk",
         f"{TRITON}/finish.j2",
-        'band = band_ptr + ({{ queries.begin("(head0 + slot)") }} + row)',
-        'band = band_ptr + ({{ queries.begin("slot") }} + row)',
+        'band_g = band_g_ptr + ({{ queries.begin("(head0 + slot)") }} + row)',
+        'band_g = band_g_ptr + ({{ queries.begin("slot") }} + row)',
         "Where the workspace holds fewer heads than there are, all write the band of the first ones.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "softmax-sum-not-rescaled",
         f"{CUDA}/softmax.cuh",
-        "sum[r] *= rescale[r];",
-        "",
+        "fabsf(sum[r]) * rescale[r]",
+        "fabsf(sum[r])",
         "When a later tile of keys exceeds the reference, what was summed before keeps the old one's scale.",
         (f"{EMULATED}::test_scores_that_grow_along_the_keys",),
     ),
@@ -142,11 +142,11 @@ MUTANTS = (
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
     Mutant(
-        "triton-forward-correction-of-another-head",
+        "triton-forward-band-of-another-head",
         f"{TRITON}/prologue.j2",
-        "counted = (row >= 0) & (row < n_q)",
-        "counted = (row < n_q)",
-        "The first rows' correction counts rows before the first, which are the last ones of the head before.",
+        "seen = (row >= 0) & (row < n_q)",
+        "seen = (row < n_q)",
+        "The first rows' scores on the band count rows before the first, which are the last ones of the head before.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
     Mutant(

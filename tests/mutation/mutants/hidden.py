@@ -17,7 +17,7 @@ MUTANTS = (
         (f"{TEST}::test_training[{SM90}]",),
     ),
     Mutant(
-        "softmax-sum-of-probabilities-that-are-not-rounded",
+        "softmax-sum-of-other-rows-lost",
         f"{CUDA}/softmax.cuh",
         "sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];",
         "sum[r] = most > LIMIT ? -sum[r] : sum[r], added[r] = most;",

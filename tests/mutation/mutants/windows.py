@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "lift-earlier-band-one-short",
         "mtagen/planner/lift/band.py",
-        "width = -int(interval_over(tested, box)[0])",
-        "width = -int(interval_over(tested, box)[0]) - (not later)",
+        "width = -least if across is None else min(-least, across + 1)",
+        "width = -least - (not later) if across is None else min(-least, across + 1)",
         "A diagonal next to the first key that is seen keeps terms that the mask drops.",
         ("tests/test_stencil.py",),
     ),
