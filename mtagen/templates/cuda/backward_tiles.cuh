@@ -68,7 +68,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
     if (COUNT % SWEEP && x + place >= COUNT) break;
     const int below = INTERLEAVED ? interleaved(x) : x;
     const bool inside = static_cast<unsigned>(row + below) < static_cast<unsigned>(rows);
-    copy_async(to + x * PANEL_ROW, from + below * stride, inside);
+    copy_async(tile_address_from<TILE_ROWS>(to, x, 0), from + below * stride, inside);
   }
 }
 
