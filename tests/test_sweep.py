@@ -1,7 +1,7 @@
-"""The lowering "tile" at every head dim on every target: what its plans promise, and what the emulator makes of them.
+"""The lowering "tile" at every head dim on every target: what addresses ask of its plans, and results in the emulator.
 
-A sample of the plans runs always. All of them, those that a tuning may choose as well, run with
-``python -m pytest -m sweep``.
+A sample of the plans runs always. ``python -m pytest -m sweep`` runs every plan, also those that only a tuning may
+choose.
 """
 
 from __future__ import annotations
@@ -13,39 +13,42 @@ from typing import Any
 
 import problems
 import pytest
-from emulator import host_function, needs_compiler
+from emulator import MMA_TARGETS, host_function, needs_compiler
 
 from mtagen.errors import PlanError
 from mtagen.measure.cases import Sizes
-from mtagen.planner import TARGETS, get_target
+from mtagen.planner import get_target
 from mtagen.planner.passes import PASSES
 from mtagen.planner.tile.candidates import candidates
 from mtagen.planner.tile.passes import TilePass
 from mtagen.spec import HEAD_DIMS, Spec
 
-MMA_TARGETS = tuple(name for name, target in TARGETS.items() if "mma" in target.matrix)
-EXTENTS = ((6, 11), (3, 3), (1, 1))  # the larger ones take memory and registers that large head dims do not leave
+EXTENTS = ((6, 11), (3, 3), (1, 1))  # large head dims leave no registers or shared memory for the larger ones
 SIZES = Sizes(1, 2, 1, 135, 210)
-# Of a decode step: heads of queries and of keys, and new tokens. Each pair of heads takes another kernel.
+# Decode steps: heads of queries, heads of keys, new tokens. Each group of heads takes another kernel.
 STEPS = ((1, 1, 3), (4, 1, 1), (8, 1, 2))
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "source": {},
     "output": {"mask": "output", "window": (40, -1), "dtype": "fp16"},
 }
 
 
+def fitting(pass_name: str, spec: Spec, target: str) -> Sequence[Any]:
+    """The plans that fit, the cheapest first; none if the spec is refused."""
+    try:
+        return candidates(pass_name, spec, get_target(target))
+    except PlanError:
+        return ()
+
+
 def plans(pass_name: str, target: str, head_dim: int, **options: Any) -> Sequence[TilePass]:
-    """The plans that fit, of the largest extent that has some; none if all are refused."""
-    for extent in EXTENTS:
-        try:
-            return candidates(pass_name, Spec(extent, head_dim, **options), get_target(target))
-        except PlanError:
-            continue
-    return ()
+    """The plans that fit, of the largest extent that has some."""
+    of_extents = (fitting(pass_name, Spec(extent, head_dim, **options), target) for extent in EXTENTS)
+    return next(filter(None, of_extents), ())
 
 
 def shares(plan: Any) -> Iterator[tuple[Any, ...]]:
-    """Ways in which threads share the work of a plan, each with the decisions that it depends on."""
+    """The decisions by which threads share the work of a plan, each group of them as a tuple."""
     if plan.pass_name == "forward":
         yield plan.hopper, plan.warps, plan.row_tiles, plan.query_fragments > 0
         yield plan.hopper, plan.keys
@@ -56,12 +59,12 @@ def shares(plan: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def copied_rows(plan: Any) -> int:
-    """Rows of Q, K, V or dO that threads of the backward pass copy at a time; a warpgroup of them on Hopper."""
+    """Rows of Q, K, V or dO that the backward pass copies at a time: all threads do, or on Hopper a warpgroup."""
     return (128 if plan.hopper else plan.threads) // plan.row_lanes
 
 
 def sample(pass_name: str) -> Iterator[TilePass]:
-    """Plans of the smallest head dims in which the work is shared in all ways that there are."""
+    """Plans of the smallest head dims in which threads share the work in each way that there is."""
     seen: set[tuple[Any, ...]] = set()
     for head_dim, target in itertools.product(HEAD_DIMS, MMA_TARGETS):
         for plan in plans(pass_name, target, head_dim):
@@ -85,24 +88,29 @@ def failures(plan: TilePass, folder: Path) -> list[str]:
     return [f"{plan.name}, {dict(plan.fields)}: {line}" for line in broken]
 
 
+def is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
 def test_blocks_and_rows_lie_powers_of_two_apart() -> None:
-    """The addresses of swizzled tiles need it, see ``swizzle.cuh``, and that warps share blocks evenly."""
-    for target, head_dim, dtype in itertools.product(MMA_TARGETS, HEAD_DIMS, ("bf16", "fp16")):
-        for plan in plans("backward", target, head_dim, dtype=dtype):
-            blocks = plan.keys // 16
-            steps = (copied_rows(plan), plan.parts)
-            if not plan.hopper:
-                steps = (*steps, plan.key_warps, plan.dim_warps)
-                assert plan.key_warps * plan.dim_warps == plan.warps
-                assert blocks % plan.key_warps == head_dim // 16 % plan.dim_warps == 0
-                assert all(step & (step - 1) == 0 < step for step in steps), plan
-            assert plan.keys % plan.parts == plan.rows % 16 == 0
-        for plan in plans("forward", target, head_dim, dtype=dtype):
-            assert plan.hopper or plan.threads & (plan.threads - 1) == 0
+    """``swizzle.cuh`` computes an address from another one only then. And warps share blocks evenly."""
+    for target, head_dim, extent in itertools.product(MMA_TARGETS, HEAD_DIMS, EXTENTS):
+        spec = Spec(extent, head_dim)
+        for plan in fitting("forward", spec, target):
+            assert plan.hopper or is_power_of_two(plan.threads)  # which all copy; on Hopper 64 of them
             assert plan.keys % 16 == 0
-        for plan in plans("decode", target, head_dim, dtype=dtype):
+        for plan in fitting("backward", spec, target):
+            assert is_power_of_two(copied_rows(plan))
+            assert plan.keys % (16 * plan.parts) == plan.rows % 16 == 0
+            if not plan.hopper:  # there warpgroups have whole panels instead of blocks
+                assert all(map(is_power_of_two, (plan.parts, plan.key_warps, plan.dim_warps)))
+                assert plan.key_warps * plan.dim_warps == plan.warps
+                assert plan.keys // 16 % plan.key_warps == head_dim // 16 % plan.dim_warps == 0
+        for plan in fitting("decode", spec, target):
             for tile in plan.tiles:
-                assert tile.keys % (16 * tile.warps) == tile.warps & (tile.warps - 1) == 0
+                assert is_power_of_two(tile.keys)
+                assert is_power_of_two(tile.warps)
+                assert tile.keys % (16 * tile.warps) == 0
                 assert tile.tokens * tile.chunks == 16
 
 

@@ -1,4 +1,4 @@
-"""Addresses of swizzled tiles, how threads share rows and blocks of them, and rows of decode's tiles past the tokens."""
+"""Addresses of swizzled tiles, how threads share their rows and blocks, and tokens that decode repeats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MUTANTS = (
         "mtagen/planner/tile/backward.py",
         "return 1 << (self.spec.head_dim // 8 - 1).bit_length()",
         "return self.spec.head_dim // 8",
-        "Threads that copy rows step by a number of rows that is no power of two, which swizzled addresses cannot follow.",
+        "Threads step by a number of rows that is no power of two, which swizzled addresses cannot follow.",
         (f"{SWEEP}::test_blocks_and_rows_lie_powers_of_two_apart",),
     ),
     Mutant(
