@@ -116,6 +116,19 @@ def test_blocks_and_rows_lie_powers_of_two_apart() -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("memory_starts_as_nan", "one_thread")
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [("sm_86", Spec((6, 11), 144)), ("sm_89", Spec((3, 3), 176)), ("sm_120", Spec((6, 11), 144, dtype="fp16"))],
+    ids=["d144", "d176", "d144-fp16"],
+)
+def test_backward_that_copies_half_a_period_of_the_swizzle(target: str, spec: Spec, folder: Path) -> None:
+    plan = fitting("backward", spec, target)[0]
+    assert copied_rows(plan) == 4
+    assert not failures(plan, folder)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("memory_starts_as_nan", "one_thread")
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_sample(pass_name: str, folder: Path) -> None:
     broken = [line for plan in sample(pass_name) for line in failures(plan, folder)]

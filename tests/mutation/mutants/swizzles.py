@@ -13,7 +13,7 @@ MUTANTS = (
         "copy_async(tile_address_from<TILE_ROWS>(to, x, 0),",
         "copy_async(to + x * PANEL_ROW,",
         "Where threads copy fewer than 8 rows at a time, rows 4 to 7 of each 8 lie in each other's columns.",
-        (f"{SWEEP}::test_sample[backward]",),
+        (f"{SWEEP}::test_backward_that_copies_half_a_period_of_the_swizzle",),
     ),
     Mutant(
         "forward-copies-without-the-swizzle",
