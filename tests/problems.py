@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +171,41 @@ def forward_failures(forward: Callable[..., tuple[Tensor, Tensor]], spec: Spec, 
     terms = problem.inputs.v.abs().max().item(), 0.0
     judged = (compare(*three, terms=term) for three, term in zip(results, terms, strict=True))
     return _broken(dict(zip(("out", "lse"), judged, strict=True)))
+
+
+def backward_failures(backward: Callable[..., tuple[Tensor, ...]], spec: Spec, problem: Problem) -> list[str]:
+    """The same of a host function of the backward pass, alone: it gets the results of float64, rounded."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            exact = eager_op(spec, return_lse=True)(*(x.double() for x in tensors), scale=problem.scale)
+            out, lse = exact[0].to(tensors[0].dtype), exact[1].float()
+            context.save_for_backward(*tensors, out, lse)
+            return out, lse
+
+        @staticmethod
+        def backward(context: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...]:
+            return backward(grad_out, grad_lse, *context.saved_tensors, problem.scale)
+
+    ours, eager = (lambda *qkv, weight: Attention.apply(*qkv, weight)), partial(eager_op(spec), scale=problem.scale)
+    judged = judge(ours, partial(eager, return_lse=True), problem.inputs, problem.grad_out)
+    return _broken({name: judged[name] for name in judged if name.startswith("d")})
+
+
+def host_decode_failures(
+    decode: Callable[..., tuple[Tensor, Tensor]],
+    spec: Spec,
+    problem: Problem,
+    lengths: Sequence[int] | None = None,
+    num_splits: int | None = None,
+) -> list[str]:
+    """:func:`decode_failures` of a host function of decode, alone."""
+
+    def as_op(*qkv: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return decode(*qkv, weight, options["scale"], options["cache_seqlens"], options["num_splits"])
+
+    return decode_failures(SimpleNamespace(decode=as_op), spec, problem, lengths, num_splits)
 
 
 def _broken(judged: dict[str, Comparison]) -> list[str]:

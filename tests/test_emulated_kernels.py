@@ -11,6 +11,7 @@ import problems
 import pytest
 import torch
 from emulator import host_function, needs_compiler
+from single_pass import cheapest
 from torch import Tensor
 
 from mtagen import plan
@@ -24,9 +25,10 @@ from mtagen.measure.judge import eager_op
 from mtagen.ops import library
 from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
+from mtagen.planner import get_target
 from mtagen.planner.passes import PASSES, passes_of
 from mtagen.runtime.load import Passes, plan_key
-from mtagen.spec import Spec
+from mtagen.spec import MAX_NEW_TOKENS, Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
@@ -66,6 +68,11 @@ WINDOWED = [
     ("sm_80", Spec((6, 11), 64, causal=False, window=(30, -1), mask="output", key_padding="left")),
     ("sm_80", Spec((1, 1), 32, window=(0, -1))),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
+]
+DECODED_TERMS = [  # of tiles of 64 and of 32 keys
+    ("sm_90a", Spec((6, 11), 256, mask="output", window=(3, -1))),
+    ("sm_89", Spec((6, 11), 64, mask="output", window=(3, -1))),
+    ("sm_89", Spec((3, 4), 192, mask="output", window=(9, 2), causal=False, key_padding="left", dtype="fp16")),
 ]
 DROPPING = [
     ("sm_90a", Spec((6, 11), 64, dropout=True), 0.1),
@@ -267,6 +274,17 @@ def test_decode(target: str, spec: Spec, heads: tuple[int, int], n_new: int, fol
     problem = problems.random(spec, Sizes(4, *heads, 1, 70), new_tokens=n_new)
     for splits in (1, 3):
         assert not problems.decode_failures(op, spec, problem, [75, 0, 3, 70], splits)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 1)], ids=str)
+@pytest.mark.parametrize(("target", "spec"), DECODED_TERMS, ids=case_id)
+def test_decode_of_terms_that_each_token_sees(target: str, spec: Spec, heads: tuple[int, int], folder: Path) -> None:
+    """Tiles of 64 and 32 keys take 2 and 4 tokens in a step, and tokens are mostly no multiple of them."""
+    decode = host_function(cheapest("decode", spec, get_target(target)), folder)
+    for new_tokens in range(1, MAX_NEW_TOKENS + 1):
+        problem = problems.random(spec, Sizes(2, *heads, 1, 90), new_tokens=new_tokens)
+        assert not problems.host_decode_failures(decode, spec, problem, [90, new_tokens + 1], 2)
 
 
 def test_decode_in_more_splits_than_a_warp_has_lanes(folder: Path) -> None:

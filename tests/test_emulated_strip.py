@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from emulator import emulated, needs_compiler
+from emulator import MMA_TARGETS, emulated, needs_compiler
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,13 +27,13 @@ from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
-from mtagen.planner.strip.products import ProductKernel, WarpgroupProduct
+from mtagen.planner.strip.products import ROLES, ProductKernel, WarpgroupProduct
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.source import Form, StripSource
 from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
 from mtagen.planner.strip.steps import StepKernel
 from mtagen.planner.strip.values import ValuesKernel
-from mtagen.spec import Spec
+from mtagen.spec import HEAD_DIMS, Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
 
@@ -113,6 +113,11 @@ def source_of(spec: Spec, role: str, target: str = "sm_90a") -> StripSource:
         if role in (made := StripPass(spec, target, name, "cuda").cuda):
             return made[role]
     raise KeyError(role)
+
+
+def makes(spec: Spec, role: str, target: str) -> bool:
+    """Whether a CUDA kernel has a role."""
+    return any(role in StripPass(spec, target, name, "cuda").cuda for name in PASSES)
 
 
 def in_form(form: Form, patch: pytest.MonkeyPatch) -> list[str]:
@@ -504,6 +509,17 @@ def test_no_races_in_products(name: str, target: str, folder: Path) -> None:
         product(role, spec, target, step if role.startswith("decode") else SMALL, folder, seed, checked=True)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("target", MMA_TARGETS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_products_of_every_head_dim(head_dim: int, target: str, role: str, folder: Path) -> None:
+    spec = Spec((3, 3), head_dim, post_kernel=(6, 3))
+    if not makes(spec, role, target):
+        pytest.skip("another kernel's")
+    test_product(role, spec, target, folder)
+
+
 # Products of shares with values.
 
 VALUES = {
@@ -559,6 +575,18 @@ def test_values(heads: int, kv_heads: int, spec: Spec, folder: Path) -> None:
         assert torch.equal(partial[:, strip.b0 : -1].double(), expected)
         assert partial[:, : strip.b0].isnan().all()
         assert partial[:, -1].isnan().all()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("target", MMA_TARGETS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_values_of_every_head_dim(head_dim: int, target: str, folder: Path) -> None:
+    spec = Spec((3, 3), head_dim, post_kernel=(6, 3))
+    if not makes(spec, "decode_values", target):
+        pytest.skip("another kernel's")
+    (step,) = steps(spec, 2, [(3, 650)])
+    partial, expected = values(2, 1, spec, step, 320, folder, target=target)
+    assert torch.equal(partial[:, step.b0 : -1].double(), expected)
 
 
 @pytest.mark.parametrize(("name", "target", "depth"), [("of 128, grouped", "sm_90a", 4), ("of 256", "sm_86", 2)])

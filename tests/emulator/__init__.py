@@ -22,11 +22,13 @@ from single_pass import host_module
 from mtagen.codegen.cuda import FUNCTION, render
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.strip.source import StripSource
+from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.passes import TilePass
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
 OPTIONS = ("-std=c++17", "-Og", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-shared", "-fPIC")
+MMA_TARGETS = tuple(name for name, target in TARGETS.items() if "mma" in target.matrix)  # whose kernels it runs
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler: c++ or g++")
 
 _TYPES = {

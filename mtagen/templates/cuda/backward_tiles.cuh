@@ -58,6 +58,7 @@ DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place 
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;
+  static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
   const int place = thread / ROW_LANES, column = thread % ROW_LANES;
   const int row = first + (INTERLEAVED ? interleaved(place) : place);
   if (D / CHUNK < ROW_LANES && column >= D / CHUNK) return;
@@ -68,7 +69,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
     if (COUNT % SWEEP && x + place >= COUNT) break;
     const int below = INTERLEAVED ? interleaved(x) : x;
     const bool inside = static_cast<unsigned>(row + below) < static_cast<unsigned>(rows);
-    copy_async(to + x * PANEL_ROW, from + below * stride, inside);
+    copy_async(tile_address_from<TILE_ROWS>(to, x, 0), from + below * stride, inside);
   }
 }
 
