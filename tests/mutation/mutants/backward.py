@@ -196,8 +196,8 @@ MUTANTS = (
     Mutant(
         "triton-band-of-w-by-the-heads-of-one-entry",
         f"{TRITON}/finish.j2",
-        "(block * all_heads + head) * {{ weights }}\n    band_grad",
-        "(block * n_heads + head) * {{ weights }}\n    band_grad",
+        "(block * all_heads + head) * {{ weights }}\n    terms_grad",
+        "(block * n_heads + head) * {{ weights }}\n    terms_grad",
         "With more than one batch entry, blocks overwrite each other's share of W's gradient next to the diagonal.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),

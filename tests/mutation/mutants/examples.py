@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "examples-rename-before-the-content",
         RUNS,
-        "os.fsync(file.fileno())  #",
-        "pass  #",
+        "file.flush()\n            os.fsync(file.fileno())",
+        "pass",
         "A machine that loses its power has a checkpoint's name without its content.",
         (f"{TESTS}::test_a_file_that_cannot_be_written_leaves_the_one_before",),
     ),
