@@ -137,8 +137,9 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
             raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
         if cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling():
             values = cu_seq.tolist()
-            if values[0] != 0 or values[-1] != total or values != sorted(values):
-                raise InputError(explain(name, values, "must not decrease", f"from 0 to {total}"))
+            if values[0] != 0 or values[-1] > total or values != sorted(values):
+                rule = f"documents lie one after the other in {total} rows, the first from row 0 on"
+                raise InputError(explain(name, values, rule, f"0 first, no value below the one before or above {total}"))
             needed = max((end - begin for begin, end in pairwise(values)), default=0)
             if longest < needed:
                 rule = "must be the length of the longest document"
