@@ -74,9 +74,7 @@ def op(
     return call
 
 
-def with_rest(
-    host: Mapping[str, Callable[..., Any]], n_q: int = 150, n_k: int = 70
-) -> dict[str, Callable[..., Any]]:
+def with_rest(host: Mapping[str, Callable[..., Any]], n_q: int = 150, n_k: int = 70) -> dict[str, Callable[..., Any]]:
     """Host functions of both passes that are called with so many rows of NaN behind the last document.
 
     They return the rows of the documents, after a look at the others: zeros, and log-sum-exps of -inf.

@@ -139,7 +139,7 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
             values = cu_seq.tolist()
             if values[0] != 0 or values[-1] > total or values != sorted(values):
                 rule = f"documents lie one after the other in {total} rows, the first from row 0 on"
-                raise InputError(explain(name, values, rule, f"0 first, no value below the one before or above {total}"))
+                raise InputError(explain(name, values, rule, f"0, ..., {total} at most, none below the last"))
             needed = max((end - begin for begin, end in pairwise(values)), default=0)
             if longest < needed:
                 rule = "must be the length of the longest document"

@@ -329,7 +329,9 @@ class _Maker:
         }
         dropout = self._dropout(role, *_KEEP_SCALE)
         arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *dropout)
-        return self._make(role, arguments, (rows * bundles(heads),), constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
+        return self._make(
+            role, arguments, (rows * bundles(heads),), constants | ({"PROGRAMS": PROGRAMS} if programs else {})
+        )
 
     def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:
         """What a kernel takes if it drops: the seed, what draws depend on besides, and more."""

@@ -1,9 +1,9 @@
 """The CUDA kernels of the lowering "strip" that own rows: mixtures of heads by mma instructions, and the softmax.
 
 A CTA owns a row of the heads that mix with each other, up to 16 of them, and passes over its keys once or twice; each
-of its warps takes a block of keys at a time. Arguments are those of Triton's kernels of the same roles, and so are grids, save
-in a decode step: it has few rows, of which only those are made that are needed, and several CTAs share a row that needs
-no sums over its keys.
+of its warps takes a block of keys at a time. Arguments are those of Triton's kernels of the same roles, and so are
+grids, save in a decode step: it has few rows, of which only those are made that are needed, and several CTAs share a
+row that needs no sums over its keys.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RowKernel(StripSource):
     @property
     def forms(self) -> Sequence[Form]:
         needed = _LEAST_HELD * _ROLES[self.role].registers
-        return [form for form in _ROLES[self.role].forms if 65536 // (32 * form.warps * form.ctas) >= needed]
+        return [form for form in _ROLES[self.role].forms if self.registers_of(form.warps * form.ctas) >= needed]
 
     @property
     def depends(self) -> str:
@@ -269,7 +269,7 @@ class RowKernel(StripSource):
             (self.bundle_ctas * bundles(self.heads),),
             32 * self.warps,
             self.sums_bytes + self.depth * self.slot_bytes * self.warps,
-            65536 // (32 * self.warps * self.ctas),
+            self.registers_of(self.warps * self.ctas),
         )
 
     def _argument(self, triton: Argument) -> Argument:
