@@ -626,7 +626,7 @@ def refused(group: ProcessGroup) -> dict[str, str]:
         "weight": lambda: cp(q, q, v),
         "scale": lambda: cp(q, q, v, weight, scale=torch.inf),
         "unshard": lambda: cp.unshard(q, 2, length=14),
-        "documents": lambda: cp.varlen(*packed, weight, cu_seqlens=cu_seqlens[:-1]),
+        "documents": lambda: cp.varlen(*packed, weight, cu_seqlens=cu_seqlens + 1),
         "batches as documents": lambda: cp.varlen(q, q, v, weight, cu_seqlens=cu_seqlens),
         "layer's dropout": lambda: MultiTokenAttention(48, HEADS, dropout=0.1, context_parallel=group),
         "cache": lambda: layer.new_cache(1, 8),
