@@ -11,9 +11,10 @@ import torch
 from single_pass import RecordedKernel
 from torch import Tensor
 
-from mtagen import Plan, Spec, plan
+from mtagen import InputError, Plan, Spec, plan
 from mtagen.codegen import Sources, render
 from mtagen.dtypes import TORCH_DTYPES
+from mtagen.ops.inputs import check_decode
 from mtagen.planner.targets import GRID_X, GRID_YZ
 from mtagen.runtime.launches import recorded
 from mtagen.runtime.load import load_host
@@ -113,15 +114,33 @@ def assert_legal(found: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize(("backend", "target"), BACKENDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_batches(name: str, backend: str, target: str, pass_name: str, sizes: Sizes) -> None:
-    spec, in_strips = SPECS[name], name in STRIP or (backend == "triton" and pass_name == "backward")
+    spec = SPECS[name]
+    in_strips = name in STRIP or (backend == "triton" and pass_name == "backward")
     if sizes == LONG and in_strips:
         sizes = LONG_CACHE if pass_name == "decode" else RATHER_LONG
     in_sections = (backend, target) == ("cuda", "sm_90a") and pass_name != "decode" and spec.left is None
     if sizes == LONG and in_sections:
-        with pytest.raises(ValueError, match=r"sequence length: got \d+ tiles of rows; a grid .* at most 65535; legal"):
-            grids(spec, backend, target, pass_name, sizes)
-        return
+        sizes = Sizes(1, 1, 1, 2**22)  # see test_a_sequence_of_too_many_tiles
     assert_legal(grids(spec, backend, target, pass_name, sizes))
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+def test_a_sequence_of_too_many_tiles(pass_name: str) -> None:
+    """Where y of a grid has tiles and z sections of heads, nothing is launched."""
+    spec = TILE["tile"]
+    owned = plan(spec, "sm_90a", "cuda").tile[pass_name].owned
+    assert_legal(grids(spec, "cuda", "sm_90a", pass_name, Sizes(1, 1, 1, owned * GRID_YZ)))
+    with pytest.raises(ValueError, match="sequence length: got 65536 tiles of rows; a grid .* at most 65535; legal"):
+        grids(spec, "cuda", "sm_90a", pass_name, Sizes(1, 1, 1, owned * GRID_YZ + 1))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+def test_a_schedule_fills_layers(layers: int) -> None:
+    made, sources = planned(Spec(None, 16, packed=True), "sm_90a", "cuda")
+    cu_seq = torch.tensor([0, 5, 9, 40], dtype=torch.int32)
+    tiles = load_host(made, sources, "forward")._schedule(cu_seq, 40, 16, "longest", layers)
+    assert len(tiles) % layers == 0
+    assert sorted(map(tuple, tiles[tiles[:, 0] >= 0].tolist())) == [(0, 0), (1, 0), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
@@ -143,3 +162,11 @@ def test_tiles_fill_layers_of_a_grid() -> None:
         ((x, *others),) = grids(spec, "cuda", "sm_90a", "forward", sizes, 10)
         assert (x, tuple(others)) == (2, expected)
         assert math.prod(others) >= tiles
+
+
+def test_splits_of_too_many_outputs() -> None:
+    q, k = (torch.empty(2**16, 2, rows, 16, device="meta") for rows in (1, 2**20))
+    weights = (None,) * 4
+    check_decode(Spec(None, 16, dtype="fp32"), (q.dtype,), q, k, k, weights, None, 2**13)
+    with pytest.raises(InputError, match="num_splits: got 16384; 131072 rows .*partial results each.*16383 or less"):
+        check_decode(Spec(None, 16, dtype="fp32"), (q.dtype,), q, k, k, weights, None, 2**14)

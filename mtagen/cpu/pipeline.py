@@ -254,7 +254,7 @@ class _Stages:
         return dq, _shared(dscores, k).mT @ _shared(q.to(self.dtype), k), dv
 
     def _unused(self, forbidden: Tensor) -> Tensor:
-        """Scores that no visible score is made of."""
+        """Return which scores no visible score is made of."""
         if self.spec.mask == "source" or "weight" not in self.weights:
             return forbidden
         reach = self.weights["weight"].shape[1] - 1  # a score feeds rows behind its own, at the keys that these see
@@ -361,30 +361,30 @@ class _Term(NamedTuple):
 
 
 def _pieces(x: Tensor) -> list[slice]:
-    """The keys of planes that :func:`_rounded` has padded, in pieces that are convolved apart.
+    """Cut the keys of planes that :func:`_rounded` has padded into pieces, each of which is convolved by itself.
 
-    On CPUs oneDNN keeps what it made for each shape of a convolution, about as much memory as its result takes.
+    On CPUs oneDNN keeps a primitive for each shape of a convolution, which takes about as much memory as the result.
     """
     width = _round(x.shape[2])
     return [slice(begin, min(begin + _PIECE, width)) for begin in range(0, width, _PIECE)]
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Planes with rows and keys of zeros behind, so that few shapes are convolved, however many lengths there are."""
+    """Pad planes with zeros to rounded numbers of rows and keys, so that few shapes are convolved."""
     rows, keys = x.shape[1:]
     return F.pad(x, (0, _round(keys) - keys, 0, _round(rows) - rows))
 
 
 def _round(n: int) -> int:
-    """At least n: a multiple of 256, of less than 4096 one of the least power of two that n has 8 to 15 of."""
+    """Round up to four binary digits, and from 4096 on to a multiple of 256."""
     multiple = 1 << min(max(n.bit_length() - 4, 0), 8)
     return -(-n // multiple) * multiple
 
 
 def _product(shares: Tensor, values: Tensor, unused: Tensor) -> Tensor:
-    """``shares [H, rows, keys]`` times ``values [Hkv, keys, ...]``, of which each row takes those that are not unused.
+    """Multiply ``shares [H, rows, keys]`` by ``values [Hkv, keys, dim]``; no row depends on values that are ``unused``.
 
-    Values that a row does not use reach it times 0, which is not 0 where they are infinite or NaN.
+    Shares of unused values are 0, but 0 times infinity or NaN is NaN: keys with such values are added one by one.
     """
     infinite = ~values.isfinite().all(-1).all(0)
     if not infinite.any():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..errors import InputError, explain
+from ..planner.targets import GRID_X
 from ..spec import MAX_NEW_TOKENS, WEIGHTS, Spec
 
 MAX_SPLITS = 2**16 - 1  # each takes a partial result
@@ -76,6 +77,10 @@ def check_decode(
         if not (is_int and 1 <= num_splits <= MAX_SPLITS):
             legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
             raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
+        outputs = q_tail.shape[0] * q_tail.shape[1] * (rows - context)
+        if outputs * num_splits > GRID_X:
+            rule = f"{outputs} rows of outputs have as many partial results each, {GRID_X} together at most"
+            raise InputError(explain("num_splits", num_splits, rule, f"{GRID_X // outputs} or less, or None"))
     return checked
 
 
