@@ -130,7 +130,7 @@ def test_a_sequence_of_too_many_tiles(pass_name: str) -> None:
     spec = TILE["tile"]
     owned = plan(spec, "sm_90a", "cuda").tile[pass_name].owned
     assert_legal(grids(spec, "cuda", "sm_90a", pass_name, Sizes(1, 1, 1, owned * GRID_YZ)))
-    with pytest.raises(ValueError, match="sequence length: got 65536 tiles of rows; a grid .* at most 65535; legal"):
+    with pytest.raises(ValueError, match=r"sequence length: got 65536 tiles of rows; a grid .* at most 65535; legal"):
         grids(spec, "cuda", "sm_90a", pass_name, Sizes(1, 1, 1, owned * GRID_YZ + 1))
 
 
@@ -168,5 +168,5 @@ def test_splits_of_too_many_outputs() -> None:
     q, k = (torch.empty(2**16, 2, rows, 16, device="meta") for rows in (1, 2**20))
     weights = (None,) * 4
     check_decode(Spec(None, 16, dtype="fp32"), (q.dtype,), q, k, k, weights, None, 2**13)
-    with pytest.raises(InputError, match="num_splits: got 16384; 131072 rows .*partial results each.*16383 or less"):
+    with pytest.raises(InputError, match=r"num_splits: got 16384; 131072 rows .*partial results each.*16383 or less"):
         check_decode(Spec(None, 16, dtype="fp32"), (q.dtype,), q, k, k, weights, None, 2**14)
