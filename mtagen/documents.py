@@ -11,7 +11,7 @@ class Documents(NamedTuple):
     """Where documents begin and end.
 
     Attributes:
-        cu_seq_q: (documents + 1,) int32, the first query of each, and the number of queries.
+        cu_seq_q: (documents + 1,) int32, the first query of each, and the end of the last; rows behind it are padding.
         cu_seq_k: likewise of keys.
         max_q: queries of a document, at most.
         max_k: keys of a document, at most.

@@ -74,6 +74,36 @@ def op(
     return call
 
 
+def with_rest(host: Mapping[str, Callable[..., Any]], n_q: int = 150, n_k: int = 70) -> dict[str, Callable[..., Any]]:
+    """Host functions of both passes that are called with so many rows of NaN behind the last document.
+
+    They return the rows of the documents, after a look at the others: zeros, and log-sum-exps of -inf.
+    """
+
+    def more(x: Tensor, rows: int) -> Tensor:
+        return torch.cat([x, x.new_full((rows, *x.shape[1:]), torch.nan)])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, lse = host["forward"](more(q, n_q), more(k, n_k), more(v, n_k), *rest)
+        assert not out[len(q) :].count_nonzero()
+        assert (lse[:, len(q) :] == -torch.inf).all()
+        return out[: len(q)], lse[:, : len(q)]
+
+    def backward(grad: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        at = next(at for at, x in enumerate(rest) if not isinstance(x, Tensor))  # behind weights, out and lse
+        *weights, out, lse = rest[:at]
+        out = torch.cat([out, out.new_zeros(n_q, *out.shape[1:])])
+        lse = torch.cat([lse, lse.new_full((len(lse), n_q), -torch.inf)], 1)
+        grads = more(grad, n_q), more(grad_lse.T, n_q).T.contiguous()
+        tensors = (more(q, n_q), more(k, n_k), more(v, n_k), *weights, out, lse)
+        dq, dk, dv, *dweights = host["backward"](*grads, *tensors, *rest[at:], **options)
+        for dx, x in ((dq, q), (dk, k), (dv, v)):
+            assert not dx[len(x) :].count_nonzero()
+        return dq[: len(q)], dk[: len(k)], dv[: len(k)], *dweights
+
+    return {"forward": forward, "backward": backward}
+
+
 def failures(
     host: Mapping[str, Callable[..., Any]],
     spec: Spec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,6 +110,56 @@ def test_nothing_leaks(stages: dict[str, Any], backend: str) -> None:
     for ours, theirs in zip((clean[0], clean[1].T, *clean[2:5]), (out, lse.T, dq, dk, dv), strict=True):
         assert not ours[own].isnan().any()
         assert torch.equal(ours[own], theirs[own])
+
+
+@backends
+@every_pipeline
+@pytest.mark.parametrize("dropout_p", [0, 0.1])
+@pytest.mark.usefixtures("memory_starts_as_nan")
+def test_rows_behind_the_last_document(stages: dict[str, Any], backend: str, dropout_p: float) -> None:
+    """They get zeros, and change no bit, though they hold NaN: as padding to a fixed length may."""
+    op = built(stages, backend, deterministic=True, dropout=dropout_p > 0)
+    seed = mtagen.draw_seed(CUDA) if dropout_p else None
+    options = {"dropout_p": dropout_p, "dropout_seed": seed}
+    given = documents(op, [130, 257, 1, 64])
+    total = len(given["q"])
+    rest = {name: x.new_full((300, *x.shape[1:]), torch.nan) for name, x in given.items() if name in "qkv"}
+    padded = given | {name: torch.cat([given[name].detach(), x]).requires_grad_() for name, x in rest.items()}
+
+    def run(tensors: dict[str, Any]) -> list[Tensor]:
+        """Out, the log-sum-exp as rows and all gradients, through the rows of documents."""
+        out, lse = op.varlen(**tensors, **options, return_lse=True)
+        leaves = [x for x in tensors.values() if isinstance(x, Tensor) and x.requires_grad]
+        loss = out[:total].float().square().sum() + lse[:, :total].sum()
+        return [out.detach(), lse.detach().T, *torch.autograd.grad(loss, leaves)]
+
+    for n, (expected, made) in enumerate(zip(run(given), run(padded), strict=True)):
+        if n < 5:
+            assert torch.equal(made[:total], expected)
+            assert (made[total:] == (-torch.inf if n == 1 else 0)).all()
+        else:  # the gradient of a weight: terms of other tiles, which are zeros, may be summed in another order
+            assert made.isfinite().all()
+            torch.testing.assert_close(made, expected)
+
+
+@pytest.mark.parametrize("name", ["convolution", "everything"])
+def test_a_graph_of_padded_documents(name: str) -> None:
+    """One CUDA graph serves batches of documents of other lengths, padded to one number of rows."""
+    op = built(PIPELINES[name], "auto", packed=True)
+    given = documents(op, [100, 50, 106])
+    tensors = {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
+    call = partial(op.varlen, **tensors, max_q=256, max_k=256)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for ends in ([0, 100, 150, 256], [0, 20, 190, 200], [0, 1, 1, 1]):
+        starts = torch.tensor(ends, dtype=torch.int32, device=CUDA)
+        for name in ("cu_seq_q", "cu_seq_k"):
+            tensors[name].copy_(starts)
+        graph.replay()
+        assert torch.equal(out, call())
+        assert not out[ends[-1] :].count_nonzero()
 
 
 @every_pipeline

@@ -364,6 +364,25 @@ def gradients_received(group: ProcessGroup, stages: dict[str, Any], length: int,
     return int(keys)
 
 
+def padded_documents(group: ProcessGroup, stages: dict[str, Any], balanced: bool) -> None:
+    """The op and its gradients, over ranks, where the last document ends before the rows do."""
+    op, cu_seqlens = built(stages), torch.tensor([0, 9, 9, 20, 27], dtype=torch.int32)
+    cp = ContextParallel(op, group, balanced=balanced)
+    inputs, grad_out = random(op.plan.spec, 1, 2, 48)
+    q, k, v, grad = (x[0].transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v, grad_out))
+    packed = Inputs(q, k, v, inputs.weights)
+    whole = partial(op.varlen, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=11, max_k=11)
+    ours = results(over_ranks(cp, 0, cu_seqlens=cu_seqlens, max_seqlen=11), packed, grad)
+    for name, expected in results(whole, packed, grad).items():
+        torch.testing.assert_close(ours[name], expected)
+        assert name not in ("out", "q", "k", "v") or not ours[name][27:].count_nonzero()
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_rows_behind_the_last_document(ranks: Ranks, balanced: bool) -> None:
+    ranks.run(2, padded_documents, {"kernel": (3, 4)}, balanced)
+
+
 @every_size
 def test_traffic_of_gradients(ranks: Ranks, size: int) -> None:
     """As docs/distributed.md has it."""
@@ -626,7 +645,7 @@ def refused(group: ProcessGroup) -> dict[str, str]:
         "weight": lambda: cp(q, q, v),
         "scale": lambda: cp(q, q, v, weight, scale=torch.inf),
         "unshard": lambda: cp.unshard(q, 2, length=14),
-        "documents": lambda: cp.varlen(*packed, weight, cu_seqlens=cu_seqlens[:-1]),
+        "documents": lambda: cp.varlen(*packed, weight, cu_seqlens=cu_seqlens + 1),
         "batches as documents": lambda: cp.varlen(q, q, v, weight, cu_seqlens=cu_seqlens),
         "layer's dropout": lambda: MultiTokenAttention(48, HEADS, dropout=0.1, context_parallel=group),
         "cache": lambda: layer.new_cache(1, 8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -261,9 +262,31 @@ def test_starts_of_wrong_kinds() -> None:
     refused(r"documents: got \(6, 7\).*same length", cu_seq_q=torch.cat([good[:1], good[2:]]))
 
 
-@pytest.mark.parametrize("values", [(0, 9, 8, 38), (1, 9, 38), (0, 9, 37), (0, 9, 39)])
+@pytest.mark.parametrize("values", [(0, 9, 8, 38), (1, 9, 38), (0, 9, 39)])
 def test_starts_of_wrong_values(values: tuple[int, ...]) -> None:
-    refused(r"cu_seq_q.*must not decrease.*from 0 to 38", cu_seq_q=torch.tensor(values, dtype=torch.int32))
+    message = r"cu_seq_q.*documents lie one after the other in 38 rows, the first from row 0 on.*0, \.\.\., 38 at most"
+    refused(message, cu_seq_q=torch.tensor(values, dtype=torch.int32))
+
+
+@every_pipeline
+@pytest.mark.parametrize("dropout_p", [0, 0.4])
+def test_rows_behind_the_last_document(stages: dict[str, Any], dropout_p: float) -> None:
+    """They get zeros, and change nothing, though they hold NaN: as padding to a fixed length may."""
+    op = built(**stages, dropout=dropout_p > 0)
+    seed = torch.tensor([3, 4]) if dropout_p else None
+    options = {"dropout_p": dropout_p, "dropout_seed": seed}
+    given = arguments(op)
+    padded = dict(given)
+    for name, rows in (("q", 5), ("k", 7), ("v", 7)):
+        rest = torch.full((rows, *given[name].shape[1:]), torch.nan)
+        padded[name] = torch.cat([given[name].detach(), rest]).requires_grad_()
+    _, lse = op.varlen(**padded, **options, return_lse=True)
+    assert (lse[:, len(given["q"]) :] == -torch.inf).all()
+    for ours, expected in zip(
+        train(partial(op.varlen, **options), padded), train(partial(op.varlen, **options), given), strict=True
+    ):
+        assert torch.equal(ours[: len(expected)], expected)
+        assert not ours[len(expected) :].count_nonzero()
 
 
 @pytest.mark.parametrize("longest", [-1, 1.5, True, None])

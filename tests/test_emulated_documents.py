@@ -75,6 +75,14 @@ def test_dropout(target: str, spec: Spec, folder: Path) -> None:
     assert not documents.failures(passes(spec, target, folder), spec, LENGTHS, 2, 1, dropout)
 
 
+@pytest.mark.parametrize(("target", "spec"), [*SPECS[1:4], SM80, SM80_WINDOW, *DROPPING], ids=case_id)
+def test_rows_behind_the_last_document(target: str, spec: Spec, folder: Path) -> None:
+    """They get zeros, and change nothing, though they hold NaN: as padding to a fixed length may."""
+    dropout = Dropout(torch.tensor([7, 2**60]), 0.3) if spec.dropout else None
+    host = documents.with_rest(passes(spec, target, folder))
+    assert not documents.failures(host, spec, [(33, 40), (0, 3), (9, 0), (20, 21)], 2, 1, dropout)
+
+
 @pytest.mark.parametrize(("target", "spec"), [SM90, SM80_WINDOW], ids=case_id)
 def test_nothing_leaks(target: str, spec: Spec, folder: Path) -> None:
     """What other documents hold changes no bit of a document's results."""

@@ -231,6 +231,23 @@ def test_positions(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(train(made(options), x, positions=positions), expected, check_stride=False)
 
 
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_rows_behind_the_last_document(name: str) -> None:
+    """They change neither outputs nor gradients of documents."""
+    cu_seqlens = torch.tensor([0, 7, 20], dtype=torch.int32)
+    layer, x = made(LAYERS[name]), tokens(1, 20)[0]
+    padded = torch.cat([x, tokens(1, 9)[0]])
+    results = []
+    for one in (x, padded):
+        layer.zero_grad()
+        leaf = one.detach().requires_grad_()
+        out = layer(leaf, cu_seqlens=cu_seqlens, max_seqlen=13)[:20]
+        out.square().sum().backward()
+        results.append([out.detach(), leaf.grad[:20], *(p.grad for p in layer.parameters())])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["their own positions", "given positions"])
 @pytest.mark.parametrize("shape", [(-1, DIM), (1, -1, DIM)], ids=["(total, dim)", "(1, total, dim)"])
 @pytest.mark.parametrize("name", ["plain", "everything"])

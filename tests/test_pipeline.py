@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +252,82 @@ def test_no_tensor_grows_with_the_square_of_the_length(
     with Largest() as largest:
         run_pipeline(spec, args, *make_grads(args[0], args[2]))
     assert 0 < largest.entries <= HEADS * n * max(VALUE_DIM, 8 + spec.context + 4) < HEADS * n * n / 13
+
+
+class Convolved(TorchDispatchMode):
+    """Notes the shapes of planes that are convolved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+            self.shapes |= {x.shape for x in args[:2] if isinstance(x, Tensor) and len(x) == 1}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", ["source", "output"])
+def test_few_shapes_are_convolved(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps what it made for each shape."""
+    spec = make_spec({"kernel": (2, 3), "post_kernel": (2, 3)}, mask=mask)
+    for strips, lengths in ((4, (600,)), (2**22, range(40, 100))):  # strips of a sequence, or documents
+        monkeypatch.setattr(pipeline, "STRIP_SCORES", strips * HEADS * lengths[0])
+        with Convolved() as convolved:
+            for n in lengths:
+                args = make_inputs(spec, n, n)
+                run_pipeline(spec, args, *make_grads(args[0], args[2]))
+        assert 0 < len({shape[2:] for shape in convolved.shapes}) <= 8 * 8 * 2
+
+
+MEMORY = """
+import sys, torch
+from mtagen.cpu import pipeline
+from mtagen.spec import Spec
+
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
+
+torch.set_num_threads(1)
+pipeline.STRIP_SCORES = 2**17
+spec = Spec((2, 3), 16, post_kernel=(2, 3), dtype="fp32")
+def run(n):
+    q = torch.randn(1, 1, n, 16)
+    weights = [torch.randn(1, 2, 3) for _ in range(2)]
+    out, lse = pipeline.forward(spec, q, q, q, weights, 0.25)
+    pipeline.backward(spec, out, lse, q, q, q, weights, 0.25)
+run(512)
+before = resident()
+run(4096)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
+def test_memory_does_not_grow_with_the_strips() -> None:
+    """128 strips of 0.5 MiB a plane: with a shape of its own for each number of keys oneDNN kept 127 MiB more."""
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 70
+
+
+@pytest.mark.parametrize("mask", ["source", "output"])
+@pytest.mark.parametrize("window", [{"causal": True}, {"causal": False, "window": (5, 2)}], ids=str)
+@every_pipeline
+def test_hidden_keys_and_values_are_not_read(stages: dict[str, Any], window: dict[str, Any], mask: str) -> None:
+    """Where they hold infinity or NaN no bit of rows before changes, nor of what only these rows read."""
+    spec, n, first = make_spec(stages | window, mask=mask), 24, 15
+    args = make_inputs(spec, n, n)
+    rows = first if spec.right == 0 else first - 2  # those that see no key from `first` on
+    grads = make_grads(args[0], args[2])
+    grads = tuple(x.index_fill(2, torch.arange(rows, n), 0) for x in grads)
+    clean = run_pipeline(spec, args, *grads)
+    for bad in (torch.inf, torch.nan):
+        spoilt = [x.clone() for x in args]
+        for x in spoilt[1:3]:
+            x[:, :, first:] = bad
+        out, lse, dq, *_ = run_pipeline(spec, spoilt, *grads)
+        for ours, expected, end in zip((out, lse, dq), clean, (rows, rows, rows - spec.context), strict=False):
+            assert torch.equal(ours[:, :, :end], expected[:, :, :end])
 
 
 # Decode.

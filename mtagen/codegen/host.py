@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..planner.kernel import Buffer, Kernel
+from ..planner.targets import GRID_YZ
 from ..planner.tile.sections import Sections
 from ..spec import Spec
 from .printers import python_code
@@ -104,6 +105,6 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
 
 def together(sections: Sections) -> str:
     """How many heads' CTAs run beside each other: an expression, by ``templates/host/sections.py``."""
-    heads, streamed = python_code(sections.heads), python_code(sections.streamed)
-    chosen = f"_together({heads}, {sections.few}, {streamed}, {sections.long})"
-    return f"{heads} if {sections.option} else {chosen}" if sections.option else chosen
+    heads, streamed, tiles = map(python_code, (sections.heads, sections.streamed, sections.tiles))
+    option = f", {sections.option}" if sections.option else ""
+    return f"_together({heads}, {sections.few}, {streamed}, {sections.long}, {tiles}, {GRID_YZ}{option})"

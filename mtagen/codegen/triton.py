@@ -46,7 +46,7 @@ from .pieces import (
     width_mask,
     window_start,
 )
-from .printers import triton_code, triton_host_code
+from .printers import python_code, triton_code, triton_host_code
 from .templates import environment
 
 _NUMBERS = ("int32", "float")  # types of arguments
@@ -236,7 +236,7 @@ def environment_of() -> jinja2.Environment:
     templates = environment("triton")
     # A macro made of whole lines is called on a line of its own, which ends the last of them.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
-    templates.filters |= {"triton": triton_code, "plus": shifted, "codes": codes}
+    templates.filters |= {"triton": triton_code, "plus": shifted, "codes": codes, "host": python_code}
     templates.globals |= {
         "unrolled": unrolled,
         "signature": _signature,

@@ -22,6 +22,7 @@ from ..spec import Spec
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
 _TERMS = 2**12  # that are summed at once in the gradient of a matrix: fp32 loses digits of many more
+_PIECE = 2**12  # keys that are convolved at once
 
 
 def forward(
@@ -230,9 +231,8 @@ class _Stages:
         forbidden = self._forbidden(q, k, position)
         *_, logits = self._logits(q, k, forbidden)
         shares = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), kept)
-        rows = shares[:, context:]
-        out = _shared(rows, v) @ v.to(self.dtype)
-        return out.view(*rows.shape[:2], -1), logits[:, context:].logsumexp(-1)
+        out = _product(shares[:, context:], v.to(self.dtype), forbidden[context:])
+        return out, logits[:, context:].logsumexp(-1)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor, kept: Tensor | None = None
@@ -244,13 +244,21 @@ class _Stages:
         unmixed = self._post(p, forbidden)
         douts = _shared(dout, v)
         dv = _shared(_dropped(self._mix("post_head_weight", unmixed), kept), v).mT @ douts
-        dshares = _dropped((douts @ v.to(self.dtype).mT).view_as(p), kept)
-        dshares = self._mix_backward("post_head_weight", unmixed, dshares).masked_fill(forbidden, 0)
+        dshares = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), kept)
+        dshares = self._mix_backward("post_head_weight", unmixed, dshares)
         dp = self._convolve_backward("post_weight", p, dshares, forbidden)
         dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
-        dconvolved = self._mix_backward("head_weight", convolved, dlogits)
-        dscores = _shared(self._convolve_backward("weight", scores, dconvolved, forbidden), k).mul_(self.scale)
-        return (dscores @ k.to(self.dtype)).view_as(q), dscores.mT @ _shared(q.to(self.dtype), k), dv
+        dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dlogits)
+        dscores = self._convolve_backward("weight", scores, dconvolved, forbidden).mul(self.scale)
+        dq = _product(dscores, k.to(self.dtype), self._unused(forbidden))
+        return dq, _shared(dscores, k).mT @ _shared(q.to(self.dtype), k), dv
+
+    def _unused(self, forbidden: Tensor) -> Tensor:
+        """Return which scores no visible score is made of."""
+        if self.spec.mask == "source" or "weight" not in self.weights:
+            return forbidden
+        reach = self.weights["weight"].shape[1] - 1  # a score feeds rows behind its own, at the keys that these see
+        return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
 
     def _forbidden(self, q: Tensor, k: Tensor, position: int) -> Tensor:
         forbidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
@@ -290,62 +298,103 @@ class _Stages:
     def _convolve(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:
         if name not in self.weights:
             return x
-        terms = self._terms(self.weights[name], forbidden)
         padded = self._padded(name, x, forbidden)
-        parts = (term.kept(F.conv2d(term.of(padded), term.kernel, groups=len(x))[0]) for term in terms)
-        return sum(parts, torch.zeros_like(x))
+        results = torch.zeros_like(x)
+        for term in self._terms(self.weights[name], forbidden):
+            pieces = (F.conv2d(term.of(padded, keys), term.kernel, groups=len(x))[0] for keys in _pieces(x))
+            results += term.kept(torch.cat([*pieces], -1)[:, : x.shape[1], : x.shape[2]])
+        return results
 
     def _convolve_backward(self, name: str, x: Tensor, dy: Tensor, forbidden: Tensor) -> Tensor:
         """As :meth:`_mix_backward`, of a convolution."""
         if name not in self.weights:
             return dy
+        _, cq, ck = self.weights[name].shape
+        (_, rows, nk), left = x.shape, self.spec.padding(ck)[0]
         padded = self._padded(name, x, forbidden)
         dpadded = torch.zeros_like(padded)
         for term in self._terms(self.weights[name], forbidden):
-            part, gradient = term.of(padded), term.kept(dy).unsqueeze(0)
-            dkernel: Tensor = grad.conv2d_weight(  # type: ignore[no-untyped-call]
-                part, term.kernel.shape, gradient, groups=len(x)
-            )
-            self.gradients[name][:, :, term.columns] += dkernel.squeeze(1)
-            dpart: Tensor = grad.conv2d_input(  # type: ignore[no-untyped-call]
-                part.shape, term.kernel, gradient, groups=len(x)
-            )
-            term.of(dpadded).add_(dpart)
-        left = self.spec.padding(self.weights[name].shape[2])[0]
-        dx = dpadded[0, :, -x.shape[1] :, left : left + x.shape[2]]
+            gradients = _rounded(term.kept(dy)).unsqueeze(0)
+            for keys in _pieces(x):
+                part, gradient = term.of(padded, keys), gradients[..., keys]
+                dkernel: Tensor = grad.conv2d_weight(  # type: ignore[no-untyped-call]
+                    part, term.kernel.shape, gradient, groups=len(x)
+                )
+                self.gradients[name][:, :, term.columns] += dkernel.squeeze(1)
+                dpart: Tensor = grad.conv2d_input(  # type: ignore[no-untyped-call]
+                    part.shape, term.kernel, gradient, groups=len(x)
+                )
+                term.of(dpadded, keys).add_(dpart)
+        dx = dpadded[0, :, cq - 1 : cq - 1 + rows, left : left + nk]
         return dx.masked_fill(forbidden, 0) if self.spec.mask == "source" else dx
 
     def _padded(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:
         _, cq, ck = self.weights[name].shape
         kept = x.masked_fill(forbidden, 0) if self.spec.mask == "source" else x
-        return F.pad(kept, (*self.spec.padding(ck), cq - 1, 0)).unsqueeze(0)
+        return F.pad(_rounded(kept), (*self.spec.padding(ck), cq - 1, 0)).unsqueeze(0)
 
     def _terms(self, weight: Tensor, forbidden: Tensor) -> Iterator[_Term]:
         """All columns of a kernel at once, unless the result's row decides which entries of each column count."""
-        (_, ck), nk = weight.shape[1:], forbidden.shape[1]
+        ck, nk = weight.shape[2], forbidden.shape[1]
         if self.spec.mask == "source":
-            yield _Term(slice(0, ck), slice(0, None), weight.unsqueeze(1), None)
+            yield _Term(slice(0, ck), weight.unsqueeze(1), None)
             return
         hidden = F.pad(forbidden, self.spec.padding(ck))
         for c in range(ck):
-            yield _Term(slice(c, c + 1), slice(c, c + nk), weight[:, None, :, c : c + 1], hidden[:, c : c + nk])
+            yield _Term(slice(c, c + 1), weight[:, None, :, c : c + 1], hidden[:, c : c + nk])
 
 
 class _Term(NamedTuple):
-    """Columns of a kernel, which columns of padded planes they read, and which of their results do not count."""
+    """Columns of a kernel, and which of their results do not count."""
 
     columns: slice
-    read: slice
     kernel: Tensor
     hidden: Tensor | None
 
-    def of(self, padded: Tensor) -> Tensor:
-        """The columns of padded planes."""
-        return padded[..., self.read]
+    def of(self, padded: Tensor, keys: slice) -> Tensor:
+        """What results of some keys are made of: columns of padded planes."""
+        return padded[..., keys.start + self.columns.start : keys.stop + self.columns.stop - 1]
 
     def kept(self, results: Tensor) -> Tensor:
         """Results, zeros where they do not count."""
         return results if self.hidden is None else results.masked_fill(self.hidden, 0)
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """Cut the keys of planes that :func:`_rounded` has padded into pieces, each of which is convolved by itself.
+
+    On CPUs oneDNN keeps a primitive for each shape of a convolution, which takes about as much memory as the result.
+    """
+    width = _round(x.shape[2])
+    return [slice(begin, min(begin + _PIECE, width)) for begin in range(0, width, _PIECE)]
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Pad planes with zeros to rounded numbers of rows and keys, so that few shapes are convolved."""
+    rows, keys = x.shape[1:]
+    return F.pad(x, (0, _round(keys) - keys, 0, _round(rows) - rows))
+
+
+def _round(n: int) -> int:
+    """Round up to four binary digits, and from 4096 on to a multiple of 256."""
+    multiple = 1 << min(max(n.bit_length() - 4, 0), 8)
+    return -(-n // multiple) * multiple
+
+
+def _product(shares: Tensor, values: Tensor, unused: Tensor) -> Tensor:
+    """Multiply ``shares [H, rows, keys]`` by ``values [Hkv, keys, dim]``; no row depends on values that are ``unused``.
+
+    Shares of unused values are 0, but 0 times infinity or NaN is NaN: keys with such values are added one by one.
+    """
+    infinite = ~values.isfinite().all(-1).all(0)
+    if not infinite.any():
+        return (_shared(shares, values) @ values).view(*shares.shape[:2], -1)
+    result = _product(shares, values.masked_fill(infinite[:, None], 0), unused)
+    group = len(shares) // len(values)
+    for j in infinite.nonzero().flatten().tolist():
+        term = shares[:, :, j, None] * values[:, None, j].repeat_interleave(group, 0)
+        result += term.masked_fill(unused[:, j, None], 0)
+    return result
 
 
 def _softmax(logits: Tensor) -> Tensor:

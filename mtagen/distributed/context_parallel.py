@@ -205,7 +205,7 @@ class ContextParallel:
             v: ``(N_local, Hkv, DV)``, the same rows of the values.
             weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op, the same on all ranks.
             cu_seqlens: ``(documents + 1,)`` int32 on q's device, the same on all ranks: where each document begins
-                among all rows, and N.
+                among all rows, and where the last one ends; rows behind it get zeros.
             max_seqlen: rows of the longest document, or more; default N. Keys come from no farther away.
             length: N, rows of all documents; default as of a call.
 

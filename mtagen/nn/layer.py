@@ -234,8 +234,9 @@ class MultiTokenAttention(nn.Module):
             positions: ``(N,)`` or ``(B, N)`` integers that the rotary embedding takes; of packed documents ``(total,)``
                 or ``(1, total)``. By default they count from 0 in each sequence or document, and on from what a cache
                 holds. They have no effect on which keys a query sees.
-            cu_seqlens: ``(documents + 1,)`` int32 on x's device: where each of the packed documents begins, and total.
-                Each is a sequence of its own, for the convolutions too (``op.varlen``).
+            cu_seqlens: ``(documents + 1,)`` int32 on x's device: where each of the packed documents begins, and where
+                the last one ends. Attention gives zeros to rows behind it. Each is a sequence of its own, for the
+                convolutions too (``op.varlen``).
             max_seqlen: tokens of the longest document, or more; default total. Memory may grow with it.
             cache: what :meth:`new_cache` returns: x are the next tokens of each entry, whose keys, values and last
                 queries it then holds as well.

@@ -95,8 +95,9 @@ def document_positions(cu_seqlens: Tensor, total: int) -> Tensor:
     """The positions ``(total,)`` of packed tokens, each counted from the first of its document.
 
     Args:
-        cu_seqlens: ``(documents + 1,)``, where each document begins, and ``total``.
-        total: tokens of all documents.
+        cu_seqlens: ``(documents + 1,)``, where each document begins, and where the last one ends. Positions of tokens
+            behind it count from there.
+        total: tokens, those behind the last document included.
     """
     tokens = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(cu_seqlens[1:], tokens, right=True)

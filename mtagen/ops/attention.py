@@ -159,9 +159,10 @@ class MultiTokenAttention:
             k: ``(total_k, Hkv, D)``.
             v: ``(total_k, Hkv, DV)``.
             weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op.
-            cu_seq_q: ``(documents + 1,)`` int32 on q's device: where each document's queries begin, and total_q.
-                Documents may be empty, and may have more or fewer queries than keys. On a GPU the values are not
-                checked, for that would wait for it.
+            cu_seq_q: ``(documents + 1,)`` int32 on q's device: where each document's queries begin, the first at 0, and
+                where the last one ends. Rows behind it are padding: they may hold anything. Documents may be empty, and
+                may have more or fewer queries than keys. On a GPU the values are not checked, because that would wait
+                for it.
             cu_seq_k: likewise of keys.
             max_q: queries of the longest document, or more. Memory may grow with it, time does not.
             max_k: keys of the longest document, or more.
@@ -169,7 +170,8 @@ class MultiTokenAttention:
             return_lse: also return the log-sum-exps, ``(H, total_q)`` fp32.
 
         Returns:
-            ``(total_q, H, DV)`` in q's dtype; rows that see no key are 0.
+            ``(total_q, H, DV)`` in q's dtype. Rows that see no key, and rows behind the last document, are 0 and have
+            log-sum-exps of -inf; gradients of rows behind the last document are 0.
 
         Raises:
             InputError: an argument does not fit; nothing was launched.

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..arguments import Named, check_batch, check_dense, shaped_weight
 from ..documents import Documents
 from ..errors import InputError, explain
+from ..planner.targets import GRID_X
 from ..spec import MAX_NEW_TOKENS, WEIGHTS, Spec
 
 MAX_SPLITS = 2**16 - 1  # each takes a partial result
@@ -73,6 +74,10 @@ def check_decode(
         if not (is_int and 1 <= num_splits <= MAX_SPLITS):
             legal = f"1, 2, ... or None to plan it; at most {MAX_SPLITS}"
             raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
+        outputs = q_tail.shape[0] * q_tail.shape[1] * (rows - context)
+        if outputs * num_splits > GRID_X:
+            rule = f"{outputs} rows of outputs have as many partial results each, {GRID_X} together at most"
+            raise InputError(explain("num_splits", num_splits, rule, f"{GRID_X // outputs} or less, or None"))
     return checked
 
 
@@ -134,8 +139,9 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
             raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
         if cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling():
             values = cu_seq.tolist()
-            if values[0] != 0 or values[-1] != total or values != sorted(values):
-                raise InputError(explain(name, values, "must not decrease", f"from 0 to {total}"))
+            if values[0] != 0 or values[-1] > total or values != sorted(values):
+                rule = f"documents lie one after the other in {total} rows, the first from row 0 on"
+                raise InputError(explain(name, values, rule, f"0, ..., {total} at most, none below the last"))
             needed = max((end - begin for begin, end in pairwise(values)), default=0)
             if longest < needed:
                 rule = "must be the length of the longest document"

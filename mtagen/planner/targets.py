@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from ..errors import SpecError, check_choice, explain
 
+GRID_X = 2**31 - 1  # blocks along x of a grid, at most
+GRID_YZ = 2**16 - 1  # along y, and along z
 SHARED_BYTES_PER_CYCLE = 128  # of an NVIDIA multiprocessor
 _KIB = 1024
 RESERVED_SHARED = _KIB  # bytes that the system takes of every CTA's share

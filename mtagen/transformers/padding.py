@@ -113,7 +113,7 @@ def given_documents(
     """The documents that arguments of FlashAttention state, of a batch without padding.
 
     Args:
-        cu_seq_lens_q: ``(documents + 1,)`` int32, where each document begins in the flattened batch, and total.
+        cu_seq_lens_q: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and the last one ends.
         cu_seq_lens_k: the same, or None.
         max_length_q: tokens of the longest document; default total.
         total: tokens of the batch.

@@ -262,6 +262,13 @@ def test_packed_documents_of_a_fused_forward(folder: Path) -> None:
     assert not documents.failures(host, spec, ((140, 131), (0, 3), (1, 1), (9, 4)), 2, 1, Dropout(dropping.SEED, 0.4))
 
 
+def test_rows_behind_the_last_document(folder: Path) -> None:
+    """They get zeros, and change nothing, though they hold NaN: as padding to a fixed length may."""
+    for stages in (PIPELINES["all stages"][1], IN_A_WINDOW, {"kernel": (6, 11), "post_mixed_heads": 2}):
+        spec, host = packed_host(folder, stages, 2**30)
+        assert not documents.failures(documents.with_rest(host, 140, 70), spec, ((9, 20), (0, 2), (30, 12)), 4, 2)
+
+
 def test_nothing_leaks_between_documents(folder: Path) -> None:
     """A document among others that hold no numbers gives the bits that it gives alone."""
     for stages in (PIPELINES["all stages"][1], IN_A_WINDOW, {"kernel": (6, 11), "post_mixed_heads": 2}):

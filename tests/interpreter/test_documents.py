@@ -42,6 +42,16 @@ def test_accurate(kernel: tuple[int, int] | None, options: dict[str, Any], targe
     assert not documents.failures(with_small_tiles(spec, target), spec, lengths, 2, 1)
 
 
+@pytest.mark.parametrize(("kernel", "options", "target", "lengths"), CASES, ids=str)
+def test_rows_behind_the_last_document(
+    kernel: tuple[int, int] | None, options: dict[str, Any], target: str, lengths: Lengths
+) -> None:
+    """They get zeros, and change nothing, though they hold NaN: as padding to a fixed length may."""
+    spec = Spec(kernel, **{"head_dim": 16, "dtype": "fp32"} | options, packed=True)
+    host = documents.with_rest(with_small_tiles(spec, target), 40, 70)
+    assert not documents.failures(host, spec, lengths, 2, 1)
+
+
 def test_keys_that_do_not_fill_a_vector() -> None:
     """What is stored behind a document's last key must not matter, though all of its scores are far below 0."""
     spec, lengths = Spec((1, 1), 16, dtype="fp16", causal=False, packed=True), [(5, 13), (6, 3)]

@@ -406,6 +406,22 @@ def test_packed_documents(options: dict[str, Any], lengths: documents.Lengths) -
 
 
 @packs
+@pytest.mark.parametrize(
+    "options",
+    [
+        PIPELINES["both before, both after"] | {"mask": "output"},
+        {"kernel": (3, 4), "mixed_heads": 2, "window": (4, 2), "causal": False},
+        {"kernel": None, "post_mixed_heads": 2},
+    ],
+    ids=str,
+)
+def test_rows_behind_the_last_document(options: dict[str, Any]) -> None:
+    """They get zeros, and change nothing, though they hold NaN: as padding to a fixed length may."""
+    host = documents.with_rest(host_of(options), 140, 9)
+    assert not documents.failures(host, Spec(**NARROW | options), ((0, 3), (17, 9), (4, 0)), 4, 2)
+
+
+@packs
 @pytest.mark.parametrize("stages", [{"post_mixed_heads": 2}, {"post_kernel": (2, 2)}], ids=str)
 def test_dropout_of_packed_documents(stages: dict[str, Any]) -> None:
     """Queries and keys count from the document's first."""

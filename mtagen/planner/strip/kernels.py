@@ -112,7 +112,7 @@ class _Maker:
                 *step_keys(spec),
                 *numbers("int32", "count", "keys", "pitch", "n_heads", "group", "b0", "n_new", "batch", "split"),
             ),
-            ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS), SPLITS),
+            ((B1 - B0) * KV_HEADS * ceiling(GROUP * N_NEW / VALUE_ROWS) * SPLITS,),
             {"BLOCK_R": VALUE_ROWS, "BLOCK_N": VALUE_KEYS, "DV": block_dim(spec.value_head_dim)},
         )
 
@@ -329,8 +329,9 @@ class _Maker:
         }
         dropout = self._dropout(role, *_KEEP_SCALE)
         arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *dropout)
-        grid = (rows, (B1 - B0) * ceiling(N_HEADS / heads))
-        return self._make(role, arguments, grid, constants | ({"PROGRAMS": PROGRAMS} if programs else {}))
+        return self._make(
+            role, arguments, (rows * bundles(heads),), constants | ({"PROGRAMS": PROGRAMS} if programs else {})
+        )
 
     def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:
         """What a kernel takes if it drops: the seed, what draws depend on besides, and more."""
@@ -359,6 +360,11 @@ class _Maker:
 
     def _weights(self) -> tuple[str, ...]:
         return (*self._mix(), *(("post_head_weight",) if self._stages.fused_post_mix else ()))
+
+
+def bundles(heads: int) -> Size:
+    """Bundles of heads that mix with each other, of all sequences of a strip."""
+    return (B1 - B0) * ceiling(N_HEADS / heads)
 
 
 def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:

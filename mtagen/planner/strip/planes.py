@@ -284,7 +284,7 @@ class PlaneKernel(StripSource):
 
     @property
     def kernel(self) -> Kernel:
-        registers, packed = 65536 // (32 * RESIDENT_WARPS), self.spec.packed
+        registers, packed = self.registers_of(RESIDENT_WARPS), self.spec.packed
         sequence = () if packed else numbers("int", "b0")
         if self.part == "gradient":
             arguments = (

@@ -175,7 +175,7 @@ class ProductKernel(StripSource):
             *self.dropout,
         )
         grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.walk) * SLOTS,)
-        registers = min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
+        registers = min(255, self.registers_of(self.threads // 32 * self.ctas) // 8 * 8)
         return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, registers)
 
     @property

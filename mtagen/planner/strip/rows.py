@@ -1,9 +1,9 @@
 """The CUDA kernels of the lowering "strip" that own rows: mixtures of heads by mma instructions, and the softmax.
 
 A CTA owns a row of the heads that mix with each other, up to 16 of them, and passes over its keys once or twice; each
-of its warps takes a block of keys at a time. Arguments and grids are those of Triton's kernels of the same roles, save
-in a decode step: it has few rows, of which only those are made that are needed, and several CTAs share a row that needs
-no sums over its keys.
+of its warps takes a block of keys at a time. Arguments are those of Triton's kernels of the same roles, and so are
+grids, save in a decode step: it has few rows, of which only those are made that are needed, and several CTAs share a
+row that needs no sums over its keys.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sympy import ceiling
+from sympy import Min, ceiling
 
 from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from ..targets import get_target
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
-from .kernels import PROGRAMS
-from .sizes import KEYS
+from .kernels import PROGRAMS, bundles
+from .sizes import COUNT, KEYS
 from .source import Form, StripSource
 from .stages import SCORE_SCALE, SHARE_SCALE
 
@@ -105,7 +105,7 @@ class RowKernel(StripSource):
     @property
     def forms(self) -> Sequence[Form]:
         needed = _LEAST_HELD * _ROLES[self.role].registers
-        return [form for form in _ROLES[self.role].forms if 65536 // (32 * form.warps * form.ctas) >= needed]
+        return [form for form in _ROLES[self.role].forms if self.registers_of(form.warps * form.ctas) >= needed]
 
     @property
     def depends(self) -> str:
@@ -176,12 +176,12 @@ class RowKernel(StripSource):
         return WALK
 
     @property
-    def grid(self) -> tuple[Size, ...]:
-        """CTAs along rows, and bundles of heads."""
-        if not self.decodes:
-            return self.triton.grid
-        rows, bundles = self.triton.grid
-        return (rows - self.first_row) * (ceiling(KEYS / WALK) if self.walks else 1), bundles
+    def bundle_ctas(self) -> Size:
+        """CTAs of a bundle of heads, which are neighbours in the grid."""
+        if self.backward:
+            return Min(PROGRAMS, COUNT)
+        rows = COUNT - self.first_row if self.decodes else COUNT
+        return rows * ceiling(KEYS / WALK) if self.walks else rows
 
     # ---- What the role asks for
 
@@ -266,10 +266,10 @@ class RowKernel(StripSource):
             self.role,
             self.name,
             arguments,
-            self.grid,
+            (self.bundle_ctas * bundles(self.heads),),
             32 * self.warps,
             self.sums_bytes + self.depth * self.slot_bytes * self.warps,
-            65536 // (32 * self.warps * self.ctas),
+            self.registers_of(self.warps * self.ctas),
         )
 
     def _argument(self, triton: Argument) -> Argument:

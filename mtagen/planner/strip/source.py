@@ -175,6 +175,10 @@ class StripSource(ABC):
         skip = ("skip",) if skips else ()
         return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
 
+    def registers_of(self, warps: int) -> int:
+        """Registers that a thread may take where a multiprocessor holds so many warps."""
+        return get_target(self.target).registers_per_multiprocessor // (32 * warps)
+
     def shared_of(self, ctas: int) -> int:
         """Bytes of shared memory that each of so many CTAs of a multiprocessor may take."""
         return (get_target(self.target).shared_per_block + _RESERVED) // ctas - _RESERVED

@@ -152,7 +152,7 @@ class StepKernel(StripSource):
         )
         walks = ceiling(KEYS / (WALK * WARPS * WARP_KEYS))
         grid = (ceiling((COUNT - self.first_row) / self.rows) * walks * SLOTS,)
-        shared, registers = self.depth * self._slab_bytes, 65536 // (32 * WARPS * self.ctas)
+        shared, registers = self.depth * self._slab_bytes, self.registers_of(WARPS * self.ctas)
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, min(255, registers))
 
     @property

@@ -101,7 +101,7 @@ class ValuesKernel(StripSource):
         )
         grid = ((B1 - B0) * KV_HEADS * SPLITS * ceiling(GROUP * N_NEW / VALUE_ROWS),)
         shared = WARPS * self.depth * self.block_bytes
-        registers = min(255, 65536 // (32 * WARPS * self.ctas))
+        registers = min(255, self.registers_of(WARPS * self.ctas))
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, registers)
 
     @property

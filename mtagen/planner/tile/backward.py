@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
-from sympy import Expr, ceiling
+from sympy import Expr, ceiling, floor
 
 from ...errors import PlanError, explain
 from ...spec import Spec
@@ -34,7 +34,7 @@ from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, wri
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .kept import DRAW, KEEP_SCALE, KeptBits
-from .layout import Layout
+from .layout import LAYERS, Layout
 from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .sections import Sections
@@ -395,7 +395,7 @@ class TileBackward(TilePass):
         layout, pieces = self.layout, self.spec.head_dim // 16
         return {
             "row_pitch": layout.with_room(layout.queries, self.row_room),
-            "key_blocks": layout.blocks(layout.keys, self.owned),
+            "key_blocks": ceiling(self.blocks_of_keys / LAYERS) * LAYERS if self.layers else self.blocks_of_keys,
             "dq_pieces": layout.batch * HEADS * layout.queries * pieces,
             "dw_terms": layout.batch * KEY_BLOCKS,
             **({"dk_pieces": layout.batch * KV_HEADS * KEY_BLOCKS * 2 * self.halo * pieces} if self.halo else {}),
@@ -410,7 +410,17 @@ class TileBackward(TilePass):
         """
         if not self.hopper or self.layout.packed or self.mask.hides_earlier:
             return None
-        return Sections(BATCH * KV_HEADS, 2, N_Q, self.spec.head_dim, "deterministic")
+        return Sections(BATCH * KV_HEADS, 2, N_Q, self.spec.head_dim, KEY_BLOCKS, "deterministic")
+
+    @property
+    def blocks_of_keys(self) -> Expr:
+        """Blocks of keys that CTAs of a head own."""
+        return self.layout.blocks(self.layout.keys, self.owned)
+
+    @property
+    def layers(self) -> Expr | None:
+        """Layers of blocks of keys, which lie along y and z; None where z has another use."""
+        return None if self.sections else self.layout.layers(self.blocks_of_keys)
 
     @property
     def tile_order(self) -> str:
@@ -488,7 +498,10 @@ class TileBackward(TilePass):
                 *numbers("int", "key_blocks", "kv_heads" if layout.packed else "n_k"),
             )
         rows_grid = (layout.batch * HEADS * ceiling(ROW_PITCH / (256 // self.row_lanes)),)
-        main_grid = self.sections.grid(KEY_BLOCKS) if self.sections else (layout.batch * KV_HEADS, KEY_BLOCKS)
+        if self.sections:
+            main_grid = self.sections.grid
+        else:
+            main_grid = layout.batch * KV_HEADS, floor(KEY_BLOCKS / LAYERS), LAYERS
         pieces = ceiling(DQ_PIECES / 256) + (ceiling(DK_PIECES / 256) if self.halo else 0)
         finish_grid = (ceiling(HEADS * (spec.cq * spec.ck) / 8) + pieces,)
         rows_name, finish_name = (kernel_name("tile", f"bwd_{part}", spec, self.target) for part in ("rows", "finish"))

@@ -27,7 +27,7 @@ from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
 from .combine import SPLITS, Combine
 from .kept import DRAW, KEEP_SCALE, KeptBits
-from .layout import Layout
+from .layout import LAYERS, Layout
 from .memory import SharedMap
 from .passes import TilePass
 from .sections import Sections
@@ -325,14 +325,19 @@ class TileForward(TilePass):
         """How CTAs whose keys begin with those of an entry of a batch share L2; measured on sm_90a alone."""
         if not self.hopper or self.layout.packed or self.mask.hides_earlier:
             return None
-        return Sections(BATCH * HEADS, 4, N_K, self.spec.head_dim)
+        return Sections(BATCH * HEADS, 4, N_K, self.spec.head_dim, self.head_tiles)
+
+    @property
+    def layers(self) -> Expr | None:
+        """Layers of work tiles, which lie along y and z; None where z has another use."""
+        return None if self.sections else self.layout.layers(self.head_tiles)
 
     @property
     def grid(self) -> tuple[Expr, ...]:
         """CTAs: one for each work tile of each head."""
         if self.sections:
-            return self.sections.grid(self.head_tiles)
-        return self.layout.batch * HEADS, self.head_tiles
+            return self.sections.grid
+        return self.layout.batch * HEADS, ceiling(self.head_tiles / LAYERS), LAYERS
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -458,6 +463,11 @@ class SplitForward(TileForward):
     @property
     def sections(self) -> None:
         """None: only calls that do not fill the GPU are split."""
+        return None
+
+    @property
+    def layers(self) -> None:
+        """None: calls that do not fill the GPU have few work tiles."""
         return None
 
     @property

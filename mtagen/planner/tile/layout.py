@@ -11,7 +11,9 @@ from sympy import Expr, Integer, ceiling, floor
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
 from ..kernel import BATCH, HEADS, TOTAL_Q, Argument, numbers, reads, strides
+from ..targets import GRID_YZ
 
+LAYERS = sympy.Symbol("layers", integer=True, positive=True)  # of tiles that lie along y and z of a grid
 TOTAL_K, DOCUMENTS = sympy.symbols("total_k documents", integer=True, nonnegative=True)
 
 
@@ -48,6 +50,10 @@ class Layout:
     def blocks(self, rows: Expr, block: int) -> Expr:
         """Tiles of so many rows that CTAs of an entry take: of documents so many as ``_schedule`` of the host lists."""
         return floor(rows / block) + DOCUMENTS if self.packed else ceiling(rows / block)
+
+    def layers(self, blocks: Expr) -> Expr:
+        """Layers along z of a grid that has so many tiles along y, of which y alone may not hold all."""
+        return ceiling(blocks / GRID_YZ)
 
     def with_room(self, rows: Expr, room: int) -> Expr:
         """Rows of an entry where every sequence has so many more rows after its last."""

@@ -30,6 +30,7 @@ class Sections:
         few: heads of a section of a long sequence.
         streamed: rows of a sequence that a CTA streams.
         head_dim: size of a row.
+        tiles: tiles of a head.
         option: name of the host's option that asks for one section, if any.
     """
 
@@ -37,6 +38,7 @@ class Sections:
     few: int
     streamed: Size
     head_dim: int
+    tiles: Expr
     option: str = ""
 
     @property
@@ -44,9 +46,10 @@ class Sections:
         """Rows of a long sequence."""
         return _LONG // self.head_dim
 
-    def grid(self, tiles: Expr) -> tuple[Expr, ...]:
-        """CTAs, for so many tiles of a head."""
-        return TOGETHER, tiles, floor(self.heads / TOGETHER)
+    @property
+    def grid(self) -> tuple[Expr, ...]:
+        """CTAs, one for each tile of each head."""
+        return TOGETHER, self.tiles, floor(self.heads / TOGETHER)
 
     @property
     def legend(self) -> Iterator[str]:

@@ -31,11 +31,12 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   return sum;
 }
 
-// COUNT warps add up their sums of the taps of head h.
+// COUNT warps add up their sums of the taps of head h: a term of entry b of `batch`, the `tile`-th of `tiles`.
 template <int COUNT>
-DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, int thread) {
+DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
+                                 int thread) {
   for (int tap = thread; tap < CQ * CK; tap += 32 * COUNT) {
     const long long row = static_cast<long long>(h * (CQ * CK) + tap) * batch + b;
-    dw_sums[row * gridDim.y + blockIdx.y] = sum_of_tap<COUNT>(tap_sums, tap);
+    dw_sums[row * tiles + tile] = sum_of_tap<COUNT>(tap_sums, tap);
   }
 }

@@ -1,4 +1,4 @@
-def _together(heads: int, few: int, streamed: int, long: int) -> int:
+def _together(heads: int, few: int, streamed: int, long: int, tiles: int, most: int, whole: bool = False) -> int:
     """Heads whose CTAs run beside each other: a few of those that stream long sequences, so that L2 keeps these.
 
     Args:
@@ -6,6 +6,17 @@ def _together(heads: int, few: int, streamed: int, long: int) -> int:
         few: heads of a section of long sequences.
         streamed: rows of a sequence that a CTA streams.
         long: rows of a long sequence.
+        tiles: tiles of a head, each of which has a CTA.
+        most: tiles that a grid may have, and sections.
+        whole: whether there is to be one section.
+
+    Raises:
+        ValueError: there are more tiles.
     """
-    sectioned = streamed >= long and heads % few == 0 and heads // few <= 65535  # sections that a grid may have
+    if tiles > most:
+        raise ValueError(
+            f"sequence length: got {tiles} tiles of rows; a grid of this kernel has at most {most}; "
+            "legal: a shorter sequence, a left window, or backend='triton'"
+        )
+    sectioned = streamed >= long and heads % few == 0 and heads // few <= most and not whole
     return few if sectioned else heads

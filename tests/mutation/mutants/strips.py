@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "strip-heads-of-the-first-bundle",
         f"{TRITON}/strip_rows.j2",
-        "h = tl.program_id(1) % bundles * HEADS + hh",
+        "h = bundle % bundles * HEADS + hh",
         "h = hh",
         "Where a batch entry has several bundles of heads, the first is done for all of them.",
         (f"{INTERPRETED_STRIP}::test_heads_and_bundles",),
