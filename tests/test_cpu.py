@@ -7,6 +7,7 @@ import torch
 
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 from mtagen.cpu import attention as cpu
+from mtagen.cpu import pipeline
 from mtagen.naive import reference
 from mtagen.spec import Spec
 
@@ -154,7 +155,7 @@ def decode_case(spec, lengths, n_new, capacity):
         full_out, full_lse = reference(q, k, v, weight, **options(spec), return_lse=True)
         out[b, :, n_new - new :] = full_out[0, :, n - new :]
         lse[b, :, n_new - new :] = full_lse[0, :, n - new :]
-    return (q_tail, k_cache, v_cache, weight), (out, lse)
+    return (q_tail, k_cache, v_cache, [weight]), (out, lse)
 
 
 @pytest.mark.parametrize(("causal", "key_padding", "mask"), VARIANTS)
@@ -164,17 +165,17 @@ def test_decode_equals_reference(kernel, causal, key_padding, mask):
     lengths = [0, 1, 3, 12, 40]
     for n_new in (1, 2, 5, 8):
         args, expected = decode_case(spec, lengths, n_new, capacity=43)
-        assert_same(cpu.decode(spec, *args, SCALE, torch.tensor(lengths)), expected)
+        assert_same(pipeline.decode(spec, *args, SCALE, torch.tensor(lengths)), expected)
 
 
 def test_decode_of_a_full_cache():
     spec = make_spec((6, 11))
     args, expected = decode_case(spec, [30, 30], 3, capacity=30)
-    assert_same(cpu.decode(spec, *args, SCALE, None), expected)
+    assert_same(pipeline.decode(spec, *args, SCALE, None), expected)
 
 
 def test_decode_dtypes():
     spec = make_spec((2, 3), dtype="bf16")
-    args, _ = decode_case(spec, [30], 3, capacity=30)
-    out, lse = cpu.decode(spec, *(x.bfloat16() for x in args), SCALE, None)
+    (*tensors, weights), _ = decode_case(spec, [30], 3, capacity=30)
+    out, lse = pipeline.decode(spec, *(x.bfloat16() for x in tensors), weights, SCALE, None)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

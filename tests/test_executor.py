@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtagen.cpu import attention
+from mtagen.cpu import attention, pipeline
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 from mtagen.spec import Spec
@@ -80,7 +80,8 @@ class StrictKernels:
         assert_dense_fp32(weight)
         assert cache_seqlens is None or (cache_seqlens.is_contiguous() and cache_seqlens.dtype == torch.int32)
         self.splits = num_splits
-        return attention.decode(self.spec, q_tail, k_cache, v_cache, weight, scale, cache_seqlens)
+        weights = [weight] if self.spec.kernel else []
+        return pipeline.decode(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
 
 
 def assert_rows(*tensors: Tensor) -> None:
@@ -213,7 +214,7 @@ def test_weights_of_any_layout_and_dtype(
     assert_equal(got, (*expected, dweight.to(dtype)))
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
     got = executor.decode(tail, k, v, [weight], None, SCALE, 0)
-    assert_equal(got, attention.decode(SPEC, tail, k, v, exact, SCALE, None))
+    assert_equal(got, pipeline.decode(SPEC, tail, k, v, [exact], SCALE, None))
 
 
 def test_plain_attention_is_a_kernel_of_one_tap() -> None:
@@ -228,7 +229,7 @@ def test_plain_attention_is_a_kernel_of_one_tap() -> None:
     got = executor.backward(*grads, q, k, v, [], out, lse, SCALE)
     assert_equal(got, attention.backward(spec, *grads, q, k, v, tap, out, lse, SCALE)[:3])
     got = executor.decode(q, k, v, [], None, SCALE, 0)
-    assert_equal(got, attention.decode(spec, q, k, v, tap, SCALE, None))
+    assert_equal(got, pipeline.decode(spec, q, k, v, [], SCALE, None))
 
 
 @every_layout
@@ -240,7 +241,7 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
     tensors[index] = layout(tensors[index])
     dense = [x.contiguous() for x in tensors]
     got = executor.decode(*tensors, [weight], None, SCALE, 0)
-    assert_equal(got, attention.decode(SPEC, *dense, weight, SCALE, None))
+    assert_equal(got, pipeline.decode(SPEC, *dense, [weight], SCALE, None))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_lengths_of_any_stride(executor: Executor, lengths: Tensor) -> None:
     _, k, v, weight = operands()
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
     got = executor.decode(tail, k, v, [weight], lengths, SCALE, 0)
-    assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
+    assert_equal(got, pipeline.decode(SPEC, tail, k, v, [weight], SCALE, lengths))
 
 
 @pytest.mark.parametrize(("asked", "passed"), [(0, None), (1, 1), (5, 5)])
@@ -294,7 +295,7 @@ def test_decode_of_an_empty_cache(executor: Executor, kernels: StrictKernels, wi
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
     lengths = torch.zeros(B, dtype=torch.int32) if with_lengths else None
     got = executor.decode(tail, k, v, [weight], lengths, SCALE, 0)
-    assert_equal(got, attention.decode(SPEC, tail, k, v, weight, SCALE, lengths))
+    assert_equal(got, pipeline.decode(SPEC, tail, k, v, [weight], SCALE, lengths))
     assert not any(kernels.calls.values())
 
 
@@ -302,5 +303,5 @@ def test_decode_without_a_sequence(executor: Executor, kernels: StrictKernels) -
     _, k, v, weight = operands()
     tail: Any = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)[:0]
     got = executor.decode(tail, k[:0], v[:0], [weight], None, SCALE, 0)
-    assert_equal(got, attention.decode(SPEC, tail, k[:0], v[:0], weight, SCALE, None))
+    assert_equal(got, pipeline.decode(SPEC, tail, k[:0], v[:0], [weight], SCALE, None))
     assert not any(kernels.calls.values())

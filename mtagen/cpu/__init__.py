@@ -66,8 +66,6 @@ def decode(
     cache_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`.pipeline.decode`."""
-    if _by_tiles(spec):
-        return attention.decode(spec, q_tail, k_cache, v_cache, _kernels(q_tail, weights), scale, cache_seqlens)
     return pipeline.decode(spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Spec
@@ -126,64 +125,6 @@ def backward(
         dv.flatten(0, 1).index_add_(0, key_side, dvalues)
         dweight.index_add_(0, group.head, scale * dkernel)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype)
-
-
-def decode(
-    spec: Spec,
-    q_tail: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    weight: Tensor,
-    scale: float,
-    cache_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The last n_new rows of conv-attention over cached keys, whose scores are few enough to be materialised.
-
-    Args:
-        spec: the operator, as for :func:`forward`.
-        q_tail: ``[B, H, cq-1+n_new, D]``, the cq-1 queries before the new ones, then the new ones; the last
-            row is at the last position of its sequence. Rows at negative positions count as zero whatever
-            they hold.
-        k_cache: ``[B, Hkv, Nmax, D]``.
-        v_cache: ``[B, Hkv, Nmax, DV]``.
-        weight: ``[H, cq, ck]``.
-        scale: factor of q k^T.
-        cache_seqlens: ``[B]`` integers, how many keys of each sequence are valid, the new ones included; the
-            rest may hold anything. ``None`` means all Nmax, and so does more.
-
-    Returns:
-        ``out [B, H, n_new, DV]`` in ``q_tail.dtype`` and ``lse [B, H, n_new]`` in fp32 (fp64 for fp64
-        inputs). New rows at negative positions get 0 and -inf.
-    """
-    heads, tail, dtype = q_tail.shape[1], q_tail.shape[2], _compute_dtype(q_tail)
-    n_new = tail - (spec.cq - 1)
-    out = q_tail.new_zeros(q_tail.shape[0], heads, n_new, v_cache.shape[3])
-    lse = q_tail.new_full(out.shape[:3], -torch.inf, dtype=dtype)
-    if not out.numel():
-        return out, lse
-    capacity = k_cache.shape[2]
-    lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
-    for entry, length in enumerate(lengths):
-        if not length:
-            continue
-        keys, values = (cache[entry, :, :length].to(dtype) for cache in (k_cache, v_cache))
-        positions = torch.arange(length - tail, length, device=q_tail.device)
-        absent = positions.unsqueeze(-1) < 0
-        visible = torch.arange(length, device=q_tail.device) <= positions.unsqueeze(-1)
-        visible = ~absent if spec.right is None else visible
-        queries = q_tail[entry].to(dtype).masked_fill(absent, 0)
-        scores = scale * (queries.reshape(len(keys), -1, keys.shape[2]) @ keys.mT).view(heads, tail, length)
-        # One image of cq rows per new query, so that either mask applies before the convolution.
-        images = scores.unfold(1, spec.cq, 1).permute(1, 0, 3, 2)
-        seen = visible.unfold(0, spec.cq, 1).mT if spec.mask == "source" else visible[spec.cq - 1 :, None]
-        images = F.pad(images.masked_fill(~seen.unsqueeze(1), 0), (spec.pad_left, spec.pad_right))
-        mixed = F.conv2d(images, weight.to(dtype).unsqueeze(1), groups=heads).squeeze(2).transpose(0, 1)
-        hidden = ~visible[spec.cq - 1 :]
-        mixed = mixed.masked_fill(hidden, -torch.inf)
-        p = mixed.softmax(-1).masked_fill(hidden, 0)
-        out[entry] = (p.reshape(len(keys), -1, length) @ values).view_as(out[entry]).to(out.dtype)
-        lse[entry] = mixed.logsumexp(-1)
-    return out, lse
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -25,14 +25,6 @@ MUTANTS = (
         ("tests/test_cpu.py",),
     ),
     Mutant(
-        "cpu-decode-sees-later-keys",
-        TILES,
-        "visible = ~absent if spec.right is None else visible",
-        "visible = visible if spec.right is None else ~absent",
-        "New tokens see those after them.",
-        ("tests/test_cpu.py",),
-    ),
-    Mutant(
         "cpu-band-subtracted",
         TILES,
         "diagonal.copy_(entry)",

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "padding-scores-reach-weights-of-the-band",
         f"{TRITON}/finish.j2",
-        "(row < tl.where(n_k > 0, n_q, 0)) & (f <= REACH)",
-        "counted",
+        "made = exists & (n_k > 0)",
+        "made = exists",
         "NaN in rows behind the last document reaches the gradient of W by the band.",
         (f"{INTERPRETED_DOCUMENTS}::{_BEHIND}",),
     ),
