@@ -713,9 +713,7 @@ def mta_lift_decode_cq1_ck1_d128_bf16_causal_sm90a(
         j0 = begin - 0 + index * BLOCK_N
         key = j0 + cols
         inside = ((key >= 0) & (key < length))[:, None]
-        k_tile = keys + j0 * k_n
-        k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
-        k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
+        k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
         seen = key[None, :] <= (position + 0)[:, None]
         product = tl.where(seen, product, 0.0)
@@ -731,9 +729,7 @@ def mta_lift_decode_cq1_ck1_d128_bf16_causal_sm90a(
         shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
-        v_tile = values + out_j0 * v_n
-        v_rows = cols[:, None] * tl.multiple_of(v_n.to(tl.int32), 8)
-        v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
+        v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
     row_sum = tl.sum(shares, 1)
@@ -814,9 +810,7 @@ def mta_lift_decode_wide_cq1_ck1_d128_bf16_causal_sm90a(
         j0 = begin - 0 + index * BLOCK_N
         key = j0 + cols
         inside = ((key >= 0) & (key < length))[:, None]
-        k_tile = keys + j0 * k_n
-        k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
-        k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
+        k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
         seen = key[None, :] <= (position + 0)[:, None]
         product = tl.where(seen, product, 0.0)
@@ -832,9 +826,7 @@ def mta_lift_decode_wide_cq1_ck1_d128_bf16_causal_sm90a(
         shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
-        v_tile = values + out_j0 * v_n
-        v_rows = cols[:, None] * tl.multiple_of(v_n.to(tl.int32), 8)
-        v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
+        v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
     row_sum = tl.sum(shares, 1)

@@ -12,9 +12,10 @@ Scores outside the sequence are 0. Queries are aligned to the end of the keys: q
 Forward and backward put the convolution into the keys, which are then "lifted". A score becomes 6 dot products:
 
     K_t[j]  = scale * sum_(s < 11) W[t, s] * k[j + s - 5]
-    C[i, j] = sum_(t < 6) q[i + t - 5] . K_t[j] - correction[i + off - j, i]
+    C[i, j] = sum_(t < 6) q[i + t - 5] . K_t[j]
 
-A lifted score counts the terms that the mask drops, too. The correction takes them off; it is 0 except on the band.
+Next to the last key that a row sees, on the band, a lifted score would count hidden keys. C is summed anew there, from the
+terms that the mask counts: C[i, j] = band[i + off - j, i].
 
 Decode puts the convolution into the few new queries, less the terms that the mask drops:
 
@@ -33,9 +34,10 @@ Symbols
     x                   a vector of the operand that is lifted, or of any gradient; there are n_x of them
     t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
     interior, edge      tiles: interior if no score is hidden or on a band, else edge
-    delta, f            diagonal of a score, counted inwards and outwards from an edge of the mask
+    delta               diagonal of a score, counted inwards from an edge of the mask: the last key seen is on 0
+    terms, f            what scores on the band are summed from: scores on a row's own diagonals, which f numbers
     band                the 10 diagonals delta, BAND of them, from the last key that a row sees on;
-                        dropped terms are scores on the 10 diagonals 1 <= f <= REACH
+                        terms are scores on 15 diagonals, REACH of them, from 0 on
     p, dp, g            of a tile: softmax and its gradient, and the gradient of C
     strip               the rows strip_begin <= i < strip_end, whose g is in the workspace at once
     kept rows           the last 5 rows of the strip before; in the workspace before a strip's own
@@ -105,66 +107,74 @@ def mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a(
 
 
 @triton.jit(do_not_specialize=["n_heads", "group", "n_q", "n_k"])
-def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
-    q_desc, k_desc, scores_ptr,
+def mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a(
+    q_desc, k_desc, terms_ptr,
     n_heads, group, n_q, n_k,
-    BLOCK: tl.constexpr = 64, WINDOW: tl.constexpr = 128, D: tl.constexpr = 64, REACH: tl.constexpr = 10,
+    BLOCK: tl.constexpr = 64, WINDOW: tl.constexpr = 128, DIAGONALS: tl.constexpr = 65, REACH: tl.constexpr = 15,
+    D: tl.constexpr = 64,
 ):
-    """Unscaled scores on diagonals of dropped terms: scores[i, f - 1] = q[i] . k[f + i + off].
+    """Unscaled scores on diagonals of terms: terms[i, f] = q[i] . k[i + off - f], 0 if there is no such key.
 
-    Writes scores (all heads, n_q, REACH) fp32.
-    A program multiplies BLOCK rows with the WINDOW keys that their diagonals meet, and keeps the diagonals.
+    Writes terms (all heads, n_q, REACH) fp32.
+    A program multiplies BLOCK rows with the WINDOW keys that DIAGONALS of their diagonals meet, and keeps these.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
-    i0 = tl.program_id(0) % n_blocks * BLOCK
-    head = tl.program_id(0) // n_blocks
+    n_parts = tl.cdiv(REACH, DIAGONALS)
+    f0 = tl.program_id(0) % n_parts * DIAGONALS
+    block = tl.program_id(0) // n_parts
+    i0 = block % n_blocks * BLOCK
+    head = block // n_blocks
     b = head // n_heads
     h = head % n_heads
     off = n_k - n_q
 
     q = q_desc.load([b, h, i0, 0]).reshape(BLOCK, D)
-    k = k_desc.load([b, h // group, i0 + off + 1, 0]).reshape(WINDOW, D)
+    k = k_desc.load([b, h // group, i0 + off + 1 - f0 - DIAGONALS, 0]).reshape(WINDOW, D)
     product = tl.dot(q, k.trans())
 
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, WINDOW)[None, :]
-    f = 1 + column - row
-    scores = scores_ptr + (head.to(tl.int64) * n_q + i0) * REACH
-    tl.store(scores + row * REACH + f - 1, product, mask=(i0 + row < n_q) & (f >= 1) & (f <= REACH))
+    f = f0 + DIAGONALS - 1 + row - column
+    kept = (i0 + row < n_q) & (f >= f0) & (f < tl.minimum(f0 + DIAGONALS, REACH))
+    terms = terms_ptr + (head.to(tl.int64) * n_q + i0) * REACH
+    tl.store(terms + row * REACH + f, product, mask=kept)
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_q", "factor"])
-def mta_lift_band_correction_cq6_ck11_d64_bf16_causal_sm90a(
-    scores_ptr, weight_ptr, correction_ptr,
+def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
+    terms_ptr, weight_ptr, scores_ptr,
     n_heads, n_q, factor,
-    BLOCK: tl.constexpr = 16, BAND: tl.constexpr = 10, BAND_POW2: tl.constexpr = 16, REACH: tl.constexpr = 10,
+    BLOCK: tl.constexpr = 64, BAND: tl.constexpr = 10, REACH: tl.constexpr = 15, BAND_POW2: tl.constexpr = 16,
+    REACH_POW2: tl.constexpr = 16,
 ):
-    """What the mask drops of lifted scores: correction[delta, i] = factor * sum of W[u, v] * score, of dropped terms.
+    """C on the band, of visible terms alone: scores[delta, i] = factor * sum of W[u, v] * term, of terms that count.
 
-    Writes correction (heads, BAND, n_q) fp32; [delta, i] is that of row i and key i + off - delta.
+    Writes scores (heads, BAND, n_q) fp32; [delta, i] is that of row i and key i + off - delta.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     rows = (tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
     head = (tl.program_id(0) // n_blocks).to(tl.int64)
-    delta = tl.arange(0, BAND_POW2)[None, :]
+    f, delta = tl.arange(0, REACH_POW2), tl.arange(0, BAND_POW2)
 
     weight = weight_ptr + head % n_heads * (6 * 11)
-    dropped = tl.zeros([BLOCK, BAND_POW2], tl.float32)
+    total = tl.zeros([BLOCK, BAND_POW2], tl.float32)
     for u in range(6):
+        counted = f < REACH
+        v = delta[None, :] + u - f[:, None]  # of the term on f in the score on delta
+        is_tap = (v >= 0) & (v < 11) & counted[:, None]
+        taps = tl.load(weight + u * 11 + v, mask=is_tap, other=0.0)
         row = rows - 5 + u
-        for v in tl.static_range(11):
-            f = v - u - delta  # the term is a score on this hidden diagonal
-            counted = (row >= 0) & (row < n_q) & (f >= 1) & (f <= REACH)
-            score = tl.load(scores_ptr + (head * n_q + row) * REACH + f - 1, mask=counted, other=0.0)
-            dropped += tl.load(weight + u * 11 + v) * score
+        seen = (row >= 0) & (row < n_q) & counted[None, :]
+        terms = tl.load(terms_ptr + (head * n_q + row) * REACH + f[None, :], mask=seen, other=0.0)
+        total = tl.dot(terms, taps, total, input_precision="tf32x3")
 
-    correction = correction_ptr + (head * BAND + delta) * n_q + rows
-    tl.store(correction, factor * dropped, mask=(rows < n_q) & (delta < BAND))
+    scores = scores_ptr + (head * BAND + delta[None, :]) * n_q + rows
+    tl.store(scores, factor * total, mask=(rows < n_q) & (delta < BAND)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_heads", "group", "n_q", "n_k"])
 def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
-    q_desc, k_desc, v_desc, correction_ptr, out_desc, lse_ptr,
+    q_desc, k_desc, v_desc, band_scores_ptr, out_desc, lse_ptr,
     n_heads, group, n_q, n_k,
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64, DV: tl.constexpr = 64,
     HEADS: tl.constexpr = 8, BAND: tl.constexpr = 10,
@@ -221,9 +231,9 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
         for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
-            correction = correction_ptr + (head * BAND + delta) * n_q + rows
-            dropped = tl.load(correction, mask=rows < n_q, other=0.0)
-            c -= tl.where(cols[None, :] == (off + rows - delta)[:, None], dropped[:, None], 0.0)
+            scores = band_scores_ptr + (head * BAND + delta) * n_q + rows
+            score = tl.load(scores, mask=rows < n_q, other=0.0)
+            c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
         c = tl.where(allowed, c, -float("inf"))
 
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -277,7 +287,7 @@ def mta_lift_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a(
 
 @triton.jit(do_not_specialize=["head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"])
 def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
-    q_desc, k_desc, v_desc, grad_desc, g_desc, correction_ptr, row_lse_ptr, row_dot_ptr, dv_ptr,
+    q_desc, k_desc, v_desc, grad_desc, g_desc, band_scores_ptr, row_lse_ptr, row_dot_ptr, dv_ptr,
     head0, n_heads, group, n_q, n_k, strip_begin, strip_end,
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64, DV: tl.constexpr = 64,
     BAND: tl.constexpr = 10,
@@ -322,9 +332,9 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
         for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
-            correction = correction_ptr + (head * BAND + delta) * n_q + rows
-            dropped = tl.load(correction, mask=rows < n_q, other=0.0)
-            c -= tl.where(cols[None, :] == (off + rows - delta)[:, None], dropped[:, None], 0.0)
+            scores = band_scores_ptr + (head * BAND + delta) * n_q + rows
+            score = tl.load(scores, mask=rows < n_q, other=0.0)
+            c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
 
         row0 = head * n_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
@@ -485,13 +495,14 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a(
 
 @triton.jit(do_not_specialize=["g_slot", "g_row", "g_key", "head0", "n_q", "n_k", "strip_begin", "strip_end"])
 def mta_lift_bwd_band_gather_cq6_ck11_d64_bf16_causal_sm90a(
-    g_ptr, g_slot: tl.int64, g_row: tl.int64, g_key: tl.int64, band_ptr,
+    g_ptr, g_slot: tl.int64, g_row: tl.int64, g_key: tl.int64, band_g_ptr,
     head0, n_q, n_k, strip_begin, strip_end,
     BLOCK: tl.constexpr = 16, BAND: tl.constexpr = 10, BAND_POW2: tl.constexpr = 16,
 ):
-    """g on the band, for the rows of a strip: band[i, delta] = g[i, i + off - delta].
+    """Moves g on the band out of the rows of a strip: band_g[i, delta] = g[i, i + off - delta], then 0 there.
 
-    It is 0 where there is no such key. Writes rows strip_begin..strip_end of band (all heads, n_q, BAND) fp32.
+    C of the band is no product of lifted vectors, so that gradients of these must not count its g.
+    band_g is 0 where there is no such key. Writes rows strip_begin..strip_end of band_g (all heads, n_q, BAND) fp32.
     """
     n_blocks = tl.cdiv(strip_end - strip_begin, BLOCK)
     row = (strip_begin + tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -502,54 +513,61 @@ def mta_lift_bwd_band_gather_cq6_ck11_d64_bf16_causal_sm90a(
     key = off + row - delta
     inside = (row < strip_end) & (key >= 0) & (delta < BAND)
     strip_row = row - strip_begin + 5
-    g = tl.load(g_ptr + slot * g_slot + strip_row * g_row + key * g_key, mask=inside, other=0.0)
-    band = band_ptr + ((head0 + slot) * n_q + row) * BAND + delta
-    tl.store(band, g.to(tl.float32), mask=(row < strip_end) & (delta < BAND))
+    g_entries = g_ptr + slot * g_slot + strip_row * g_row + key * g_key
+    g = tl.load(g_entries, mask=inside, other=0.0)
+    band_g = band_g_ptr + ((head0 + slot) * n_q + row) * BAND + delta
+    tl.store(band_g, g.to(tl.float32), mask=(row < strip_end) & (delta < BAND))
+    tl.store(g_entries, tl.zeros([BLOCK, BAND_POW2], g.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["head0", "all_heads", "n_heads", "n_q", "scale"])
 def mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a(
-    scores_ptr, band_ptr, weight_ptr, band_grad_ptr, partial_ptr,
+    terms_ptr, band_g_ptr, weight_ptr, terms_grad_ptr, partial_ptr,
     head0, all_heads, n_heads, n_q, scale,
-    BLOCK: tl.constexpr = 16, BAND: tl.constexpr = 10, REACH: tl.constexpr = 10, REACH_POW2: tl.constexpr = 16,
+    BLOCK: tl.constexpr = 64, BAND: tl.constexpr = 10, REACH: tl.constexpr = 15, BAND_POW2: tl.constexpr = 16,
+    REACH_POW2: tl.constexpr = 16,
 ):
-    """What the correction hands on: the gradients of the scores that it was made of, and its share of dW.
+    """What C on the band hands on: the gradients of the terms that it was summed from, and its share of dW.
 
-    Writes band_grad (all heads, n_q, REACH) fp32; [i, f - 1] is the gradient of q[i] . k[f + i + off].
+    Writes terms_grad (all heads, n_q, REACH) fp32; [i, f] is the gradient of q[i] . k[i + off - f].
     Writes partial (blocks of rows, all heads, 6 * 11) fp32, what each block adds to dW.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     block = tl.program_id(0) % n_blocks
     head = head0 + (tl.program_id(0) // n_blocks).to(tl.int64)
     row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
-    f = 1 + tl.arange(0, REACH_POW2)[None, :]
-    counted = (row < n_q) & (f <= REACH)
+    f, delta = tl.arange(0, REACH_POW2), tl.arange(0, BAND_POW2)
+    exists = (row < n_q) & (f < REACH)[None, :]
 
-    score = tl.load(scores_ptr + (head * n_q + row) * REACH + f - 1, mask=counted, other=0.0)
+    terms = tl.load(terms_ptr + (head * n_q + row) * REACH + f[None, :], mask=exists, other=0.0)
     weight = weight_ptr + head % n_heads * (6 * 11)
     partial = partial_ptr + (block * all_heads + head) * (6 * 11)
-    band_grad = tl.zeros([BLOCK, REACH_POW2], tl.float32)
+    terms_grad = tl.zeros([BLOCK, REACH_POW2], tl.float32)
     for u in range(6):
-        out_row = row + 5 - u  # the row whose correction has W[u, v] * score in it
-        for v in range(11):
-            delta = v - u - f
-            dropped = counted & (out_row < n_q) & (delta >= 0) & (delta < BAND)
-            g = tl.load(band_ptr + (head * n_q + out_row) * BAND + delta, mask=dropped, other=0.0)
-            band_grad -= tl.load(weight + u * 11 + v) * g
-            tl.store(partial + u * 11 + v, -scale * tl.sum(g * score))
+        counted = f < REACH
+        v = delta[None, :] + u - f[:, None]  # of the term on f in the score on delta
+        is_tap = (v >= 0) & (v < 11) & counted[:, None]
+        taps = tl.load(weight + u * 11 + v, mask=is_tap, other=0.0)
+        out_row = row + 5 - u  # the row whose C has W[u] * terms in it
+        met = (out_row < n_q) & (delta < BAND)[None, :]
+        g = tl.load(band_g_ptr + (head * n_q + out_row) * BAND + delta[None, :], mask=met, other=0.0)
+        terms_grad = tl.dot(g, taps.trans(), terms_grad, input_precision="tf32x3")
+        taps_grad = tl.dot(terms.trans(), g, input_precision="tf32x3")
+        for v_of in range(11):
+            tl.store(partial + u * 11 + v_of, scale * tl.sum(tl.where(is_tap & (v == v_of), taps_grad, 0.0)))
 
-    tl.store(band_grad_ptr + (head * n_q + row) * REACH + f - 1, scale * band_grad, mask=counted)
+    tl.store(terms_grad_ptr + (head * n_q + row) * REACH + f[None, :], scale * terms_grad, mask=exists)
 
 
 @triton.jit(do_not_specialize=[
     "other_b", "other_h", "other_n", "head0", "all_heads", "n_heads", "group", "n_q", "n_k", "scale",
 ])
 def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
-    grad_ptr, band_grad_ptr, other_ptr, other_b: tl.int64, other_h: tl.int64, other_n: tl.int64, out_ptr,
+    grad_ptr, terms_grad_ptr, other_ptr, other_b: tl.int64, other_h: tl.int64, other_n: tl.int64, out_ptr,
     head0, all_heads, n_heads, group, n_q, n_k, scale,
-    BLOCK: tl.constexpr = 16, D: tl.constexpr = 64, REACH: tl.constexpr = 10,
+    BLOCK: tl.constexpr = 16, D: tl.constexpr = 64, REACH: tl.constexpr = 15,
 ):
-    """dq[x] = ln(2) * grad[x], plus the share of the correction.
+    """dq[x] = ln(2) * grad[x], plus what scores on the band add.
 
     Writes dq (B, H, n_q, 64) in the dtype of q.
     """
@@ -573,17 +591,17 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
     out += 0.6931471805599453 * grad  # lifted keys are in units of log2
 
     other = other_ptr + (b * other_b + h // group * other_h) // 8 * 8 + d
-    # The correction is made of scores q[row] . k[f + off + row];
+    # C on the band is made of terms q[row] . k[off + row - f];
     # x is the row.
-    for f in range(1, REACH + 1):
+    for f in range(REACH):
         row = x
         met = (row >= 0) & (row < n_q)
-        band_grad = band_grad_ptr + (head * n_q + row) * REACH + f - 1
-        band_grad = tl.load(band_grad, mask=met, other=0.0)
-        key = f + off + row
+        terms_grad = terms_grad_ptr + (head * n_q + row) * REACH + f
+        terms_grad = tl.load(terms_grad, mask=met, other=0.0)
+        key = off + row - f
         met = met & (key >= 0) & (key < n_k)
         partner = tl.load(other + key * other_n, mask=met, other=0.0)
-        out += band_grad * partner.to(tl.float32)
+        out += terms_grad * partner.to(tl.float32)
 
     row0 = head * n_x
     tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -594,12 +612,12 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
     "scale",
 ])
 def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
-    grad_ptr, weight_ptr, partial_ptr, x_ptr, x_b: tl.int64, x_h: tl.int64, x_n: tl.int64, band_grad_ptr, other_ptr,
+    grad_ptr, weight_ptr, partial_ptr, x_ptr, x_b: tl.int64, x_h: tl.int64, x_n: tl.int64, terms_grad_ptr, other_ptr,
     other_b: tl.int64, other_h: tl.int64, other_n: tl.int64, out_ptr,
     head0, all_heads, n_heads, group, n_q, n_k, scale,
-    BLOCK: tl.constexpr = 16, D: tl.constexpr = 64, REACH: tl.constexpr = 10,
+    BLOCK: tl.constexpr = 16, D: tl.constexpr = 64, REACH: tl.constexpr = 15,
 ):
-    """dk[x] = scale * sum_(t, s) W[t, s] * grad[t, x - s + 5], plus the share of the correction.
+    """dk[x] = scale * sum_(t, s) W[t, s] * grad[t, x - s + 5], plus what scores on the band add.
 
     Writes dk (B, Hkv, n_k, 64) in the dtype of k.
     Writes partial (blocks of keys, all heads, 6 * 11) fp32, what each block adds to dW.
@@ -639,15 +657,15 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
                 tl.store(partial + entry, scale * tl.sum(grad * operand))
 
         other = other_ptr + (b * other_b + h * other_h) // 8 * 8 + d
-        # The correction is made of scores q[row] . k[f + off + row];
+        # C on the band is made of terms q[row] . k[off + row - f];
         # x is the key.
-        for f in range(1, REACH + 1):
-            row = x - f - off
+        for f in range(REACH):
+            row = f + x - off
             met = (row >= 0) & (row < n_q)
-            band_grad = band_grad_ptr + (head * n_q + row) * REACH + f - 1
-            band_grad = tl.load(band_grad, mask=met, other=0.0)
+            terms_grad = terms_grad_ptr + (head * n_q + row) * REACH + f
+            terms_grad = tl.load(terms_grad, mask=met, other=0.0)
             partner = tl.load(other + row * other_n, mask=met, other=0.0)
-            out += band_grad * partner.to(tl.float32)
+            out += terms_grad * partner.to(tl.float32)
 
     row0 = (head0 // group + kv_slot) * n_x
     tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -684,31 +702,31 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
     return lifted
 
 
-def _band_scores(q, k):
-    """Unscaled scores next to the last key that a row sees: (B * H, Nq, 10) fp32."""
+def _band_terms(q, k):
+    """Unscaled scores next to the last key that a row sees: (B * H, Nq, 15) fp32."""
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
-    scores = torch.empty((batch * n_heads, n_q, 10), dtype=torch.float32, device=q.device)
+    terms = torch.empty((batch * n_heads, n_q, 15), dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(n_q, 64) * batch * n_heads,)
-    mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
-        _tiles(q, 64, 64), _tiles(k, 128, 64), scores,
+    mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a[grid](
+        _tiles(q, 64, 64), _tiles(k, 128, 64), terms,
         n_heads, n_heads // kv_heads, n_q, n_k,
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )
-    return scores
+    return terms
 
 
-def _band_correction(scores, weight, scale):
-    """What the mask drops of the lifted scores on the band, in units of log2: (B * H, 10, Nq) fp32."""
-    heads, n_q, _ = scores.shape
-    correction = torch.empty((heads, 10, n_q), dtype=torch.float32, device=scores.device)
-    grid = (triton.cdiv(n_q, 16) * heads,)
-    mta_lift_band_correction_cq6_ck11_d64_bf16_causal_sm90a[grid](
-        scores, weight, correction,
+def _band_scores(terms, weight, scale):
+    """The scores C on the band, in units of log2: (B * H, 10, Nq) fp32."""
+    heads, n_q, _ = terms.shape
+    scores = torch.empty((heads, 10, n_q), dtype=torch.float32, device=terms.device)
+    grid = (triton.cdiv(n_q, 64) * heads,)
+    mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
+        terms, weight, scores,
         weight.shape[0], n_q, scale * 1.4426950408889634,
-        num_warps=1, num_stages=1, enable_fp_fusion=True,
+        num_warps=2, num_stages=1, enable_fp_fusion=True,
     )
-    return correction
+    return scores
 
 
 def forward(q, k, v, weight, scale):
@@ -732,10 +750,10 @@ def forward(q, k, v, weight, scale):
     lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
 
     lifted = _lift(k, weight, n_heads, group, 0, batch * n_heads, scale)
-    correction = _band_correction(_band_scores(q, k), weight, scale)
+    band_scores = _band_scores(_band_terms(q, k), weight, scale)
     grid = (triton.cdiv(n_q, 128) * batch * n_heads,)
     mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a[grid](
-        _tiles(q, 128, 64), _tiles(lifted, 128, 64), _tiles(v, 128, 64), correction, _tiles(out, 128, 64), lse,
+        _tiles(q, 128, 64), _tiles(lifted, 128, 64), _tiles(v, 128, 64), band_scores, _tiles(out, 128, 64), lse,
         n_heads, group, n_q, n_k,
         num_warps=8, num_stages=1, enable_fp_fusion=True,
     )
@@ -792,11 +810,11 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         num_warps=1, num_stages=1, enable_fp_fusion=True,
     )
 
-    band_scores = _band_scores(q, k)
-    correction = _band_correction(band_scores, weight, scale)
-    band = torch.empty((all_heads, n_q, 10), **f32)
-    band_grad = torch.empty_like(band_scores)
-    band_blocks = triton.cdiv(n_q, 16)
+    terms = _band_terms(q, k)
+    band_scores = _band_scores(terms, weight, scale)
+    band_g = torch.empty((all_heads, n_q, 10), **f32)
+    terms_grad = torch.empty_like(terms)
+    band_blocks = triton.cdiv(n_q, 64)
     band_partial = torch.empty((band_blocks, all_heads, 6 * 11), **f32)
     blocks = triton.cdiv(n_k, 16)
     partial = torch.empty((blocks, all_heads, 6 * 11), **f32)
@@ -819,14 +837,14 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
             grid = (triton.cdiv(n_k, 128) * heads,)
             mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
                 _tiles(q, 128, 64), _tiles(lifted, 128, 64), _tiles(v, 128, 64), _tiles(grad_out, 128, 64),
-                _tiles(g_strip, 128, 128), correction, row_lse, row_dot, dv_slots,
+                _tiles(g_strip, 128, 128), band_scores, row_lse, row_dot, dv_slots,
                 head0, n_heads, group, n_q, n_k, begin, end,
                 num_warps=8, num_stages=1, enable_fp_fusion=True,
             )
 
             grid = (triton.cdiv(end - begin, 16) * heads,)
             mta_lift_bwd_band_gather_cq6_ck11_d64_bf16_causal_sm90a[grid](
-                g_strip, g_strip.stride(0), g_strip.stride(1), g_strip.stride(2), band,
+                g_strip, g_strip.stride(0), g_strip.stride(1), g_strip.stride(2), band_g,
                 head0, n_q, n_k, begin, end,
                 num_warps=1, num_stages=1, enable_fp_fusion=True,
             )
@@ -850,23 +868,23 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
             if end < n_q:  # what the next strip needs moves to its front
                 g[:, :5] = g[:, strip : strip + 5]
 
-        grid = (triton.cdiv(n_q, 16) * heads,)
+        grid = (triton.cdiv(n_q, 64) * heads,)
         mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a[grid](
-            band_scores, band, weight, band_grad, band_partial,
+            terms, band_g, weight, terms_grad, band_partial,
             head0, all_heads, n_heads, n_q, scale,
-            num_warps=1, num_stages=1, enable_fp_fusion=True,
+            num_warps=2, num_stages=1, enable_fp_fusion=True,
         )
 
         grid = (triton.cdiv(n_q, 16) * heads,)
         mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a[grid](
-            dq_shifted, band_grad, k, *k.stride()[:3], dq,
+            dq_shifted, terms_grad, k, *k.stride()[:3], dq,
             head0, all_heads, n_heads, group, n_q, n_k, scale,
             num_warps=1, num_stages=1, enable_fp_fusion=True,
         )
 
         grid = (heads // group * triton.cdiv(n_k, 16),)
         mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a[grid](
-            dk_lifted, weight, partial, k, *k.stride()[:3], band_grad, q, *q.stride()[:3], dk,
+            dk_lifted, weight, partial, k, *k.stride()[:3], terms_grad, q, *q.stride()[:3], dk,
             head0, all_heads, n_heads, group, n_q, n_k, scale,
             num_warps=1, num_stages=1, enable_fp_fusion=True,
         )
@@ -963,9 +981,7 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         j0 = begin - 5 + index * BLOCK_N
         key = j0 + cols
         inside = ((key >= 0) & (key < length))[:, None]
-        k_tile = keys + j0 * k_n
-        k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
-        k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
+        k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
         if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
             by_all = key < seen_to
@@ -988,9 +1004,7 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
-        v_tile = values + out_j0 * v_n
-        v_rows = cols[:, None] * tl.multiple_of(v_n.to(tl.int32), 8)
-        v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
+        v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
     row_sum = tl.sum(shares, 1)
@@ -1078,9 +1092,7 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         j0 = begin - 5 + index * BLOCK_N
         key = j0 + cols
         inside = ((key >= 0) & (key < length))[:, None]
-        k_tile = keys + j0 * k_n
-        k_rows = cols[:, None] * tl.multiple_of(k_n.to(tl.int32), 8)
-        k = tl.load(k_tile + (k_rows + d), mask=inside, other=0.0)
+        k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
         if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
             by_all = key < seen_to
@@ -1103,9 +1115,7 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         shares = shares * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
-        v_tile = values + out_j0 * v_n
-        v_rows = cols[:, None] * tl.multiple_of(v_n.to(tl.int32), 8)
-        v = tl.load(v_tile + (v_rows + e), mask=inside, other=0.0)
+        v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
     row_sum = tl.sum(shares, 1)

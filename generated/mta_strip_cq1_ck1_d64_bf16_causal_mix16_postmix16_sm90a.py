@@ -117,14 +117,15 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     x holds scores times 0.015625; rows before `valid` count as unseen. lse gets log sum exp of rows
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
 
     end = tl.minimum(first + r + off + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
@@ -185,14 +186,15 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     x holds scores times 0.015625; rows before `valid` count as unseen. lse gets log sum exp of rows
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
     limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
     off = limit - count
     end = tl.minimum(first + r + off + 1, limit)
@@ -250,14 +252,16 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     x holds scores times 0.015625, g the gradient of what multiplies v. A program owns every PROGRAMS-th row,
     and passes over its keys twice: for D, the sum of p dp, then for the gradient.
     """
-    q = tl.program_id(0)
+    programs = tl.minimum(PROGRAMS, count)
+    q = tl.program_id(0) % programs
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -314,7 +318,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.bfloat16)
             tl.store(dx_ptr + row + j, zeros, mask=exists[:, None])
             tl.store(shares_ptr + row + j, zeros, mask=exists[:, None])
-    place = ((b0 * bundles + tl.program_id(1)).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
+    place = ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
     place += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
     post_sums *= 0.00390625
@@ -335,13 +339,14 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    part = tl.program_id(1)
+    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # of a part of the keys, neighbours in the grid
+    part = tl.program_id(0) // ctas
     kv_heads = n_heads // group
-    owner = tl.program_id(0) // blocks
+    owner = tl.program_id(0) % ctas // blocks
     b = b0 + owner // kv_heads
     kv_head = owner % kv_heads
     limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
-    index = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    index = tl.program_id(0) % ctas % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = kv_head * group + index // n_new
     n = index % n_new
     exists = (index < group * n_new)[:, None]
@@ -464,7 +469,7 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
         shares = scores.view(q.dtype)
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
             scores, lse, shares, head_weight, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -531,7 +536,7 @@ def backward(
         )
         shares = shares.view(q.dtype)
         dx = scores.view(q.dtype)
-        grid = (min(512, count), triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * min(512, count),)
         mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
             scores, grad_shares, lse, grad_lse, dx, shares, head_weight, post_head_weight, mix_partial,
             post_mix_partial,
@@ -615,14 +620,14 @@ def decode(
             num_warps=4, num_stages=4, enable_fp_fusion=True,
         )
         shares = scores.view(q.dtype)
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
             scores, lse, shares, head_weight, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
-        grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads, splits)
+        grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads * splits,)
         mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a[grid](
             shares, v, *v.stride()[:3], seqlens, partial,
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,

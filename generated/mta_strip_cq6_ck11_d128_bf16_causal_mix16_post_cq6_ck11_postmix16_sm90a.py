@@ -450,7 +450,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         )
         shares = convolved.view(torch.float16)
         kernels["softmax"](
-            (count, -(-n_heads // 16) * (b1 - b0)),
+            (-(-n_heads // 16) * (b1 - b0) * count,),
             convolved.data_ptr(), lse.data_ptr(), shares.data_ptr(), head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )
@@ -462,7 +462,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         )
         unmixed, shares = shares, shares.view(q.dtype)
         kernels["post_mix"](
-            (count, -(-n_heads // 16) * (b1 - b0)),
+            (-(-n_heads // 16) * (b1 - b0) * count,),
             unmixed.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0,
         )
@@ -540,7 +540,7 @@ def backward(
             count, keys, off, first, skip, pitch, n_heads, group, b0, 1.0,
         )
         kernels["probabilities"](
-            (count, -(-n_heads // 16) * (b1 - b0)),
+            (-(-n_heads // 16) * (b1 - b0) * count,),
             convolved.data_ptr(), lse.data_ptr(), probabilities.data_ptr(), head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
         )
@@ -552,7 +552,7 @@ def backward(
         )
         shares = shares.view(q.dtype)
         kernels["post_mix_backward"](
-            (min(512, count), -(-n_heads // 16) * (b1 - b0)),
+            (-(-n_heads // 16) * (b1 - b0) * min(512, count),),
             unmixed.data_ptr(), grad_shares.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
             post_mix_partial.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0,
@@ -575,7 +575,7 @@ def backward(
         )
         dx = convolved.view(q.dtype)
         kernels["softmax_backward"](
-            (min(512, count), -(-n_heads // 16) * (b1 - b0)),
+            (-(-n_heads // 16) * (b1 - b0) * min(512, count),),
             convolved.data_ptr(), grad_probabilities.data_ptr(), lse.data_ptr(), grad_lse.data_ptr(), dx.data_ptr(),
             head_weight.data_ptr(), mix_partial.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -678,7 +678,7 @@ def decode(
         )
         shares = convolved.view(torch.float16)
         kernels["decode_softmax"](
-            (count - 5, -(-n_heads // 16) * (b1 - b0)),
+            (-(-n_heads // 16) * (b1 - b0) * (count - 5),),
             convolved.data_ptr(), lse.data_ptr(), shares.data_ptr(), head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
             seqlens.data_ptr(),
@@ -691,7 +691,7 @@ def decode(
         )
         unmixed, shares = shares, shares.view(q.dtype)
         kernels["decode_post_mix"](
-            (-(-keys // 2048) * (count - 10), -(-n_heads // 16) * (b1 - b0)),
+            (-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 10),),
             unmixed.data_ptr(), shares.data_ptr(), post_head_weight.data_ptr(),
             count, keys, off, first, skip, pitch, n_heads, b0,
             seqlens.data_ptr(),

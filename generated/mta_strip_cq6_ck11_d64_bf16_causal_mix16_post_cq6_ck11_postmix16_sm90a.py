@@ -543,14 +543,15 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     x holds scores times 0.015625; rows before `valid` count as unseen. lse gets log sum exp of rows
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
 
     end = tl.minimum(first + r + off + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
@@ -593,13 +594,14 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
     """The mixture after the softmax, in place or not: out = N x, zeros of rows before `skip`."""
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
+    slot = bundle // bundles * n_heads + h
 
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     post_mix = tl.load(
@@ -636,14 +638,15 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     x holds scores times 0.015625; rows before `valid` count as unseen. lse gets log sum exp of rows
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
     limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
     off = limit - count
     end = tl.minimum(first + r + off + 1, limit)
@@ -688,14 +691,15 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
     """The mixture after the softmax, in place or not: out = N x, zeros of rows before `skip`."""
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
     limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
     off = limit - count
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
@@ -726,14 +730,15 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
     """Probabilities again, from scores and lse: out[slot, r, j] = 256.0 * exp(c - lse)."""
-    r = count - 1 - tl.program_id(0)
+    r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
     end = tl.minimum(first + r + off + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
@@ -762,13 +767,15 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
     """The mixture after the softmax, out = N x, and its gradients: N^T dy, which replaces dy, and a part of dy x^T."""
-    q = tl.program_id(0)
+    programs = tl.minimum(PROGRAMS, count)
+    q = tl.program_id(0) % programs
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
+    slot = bundle // bundles * n_heads + h
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -799,7 +806,7 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
             zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             tl.store(out_ptr + row + j, zeros.to(out_ptr.dtype.element_ty), mask=exists[:, None])
             tl.store(dy_ptr + row + j, zeros.to(dy_ptr.dtype.element_ty), mask=exists[:, None])
-    partial = partial_ptr + ((b0 * bundles + tl.program_id(1)).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
+    partial = partial_ptr + ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
     partial += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(partial, tl.load(partial) + sums * 0.00390625)
 
@@ -817,14 +824,16 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     x holds scores times 0.015625, g the gradient of probabilities. A program owns every PROGRAMS-th row,
     and passes over its keys twice: for D, the sum of p dp, then for the gradient.
     """
-    q = tl.program_id(0)
+    programs = tl.minimum(PROGRAMS, count)
+    q = tl.program_id(0) % programs
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
-    h = tl.program_id(1) % bundles * HEADS + hh
+    h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
-    slot = tl.program_id(1) // bundles * n_heads + h
-    b = b0 + tl.program_id(1) // bundles
+    slot = bundle // bundles * n_heads + h
+    b = b0 + bundle // bundles
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -865,7 +874,7 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.bfloat16)
             tl.store(dx_ptr + row + j, zeros, mask=exists[:, None])
-    place = ((b0 * bundles + tl.program_id(1)).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
+    place = ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
     place += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
 
@@ -884,13 +893,14 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
     pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    part = tl.program_id(1)
+    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # of a part of the keys, neighbours in the grid
+    part = tl.program_id(0) // ctas
     kv_heads = n_heads // group
-    owner = tl.program_id(0) // blocks
+    owner = tl.program_id(0) % ctas // blocks
     b = b0 + owner // kv_heads
     kv_head = owner % kv_heads
     limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
-    index = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    index = tl.program_id(0) % ctas % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = kv_head * group + index // n_new
     n = index % n_new
     exists = (index < group * n_new)[:, None]
@@ -1019,7 +1029,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             convolved, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -1033,7 +1043,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
@@ -1107,7 +1117,7 @@ def backward(
             _by_heads(v[b0:b1, :, :keys]).mT,
             out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
         )
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             convolved, lse, probabilities, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -1121,7 +1131,7 @@ def backward(
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         shares = shares.view(q.dtype)
-        grid = (min(512, count), triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * min(512, count),)
         mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             unmixed, grad_shares, shares, post_head_weight, post_mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0,
@@ -1147,7 +1157,7 @@ def backward(
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )
         dx = convolved.view(q.dtype)
-        grid = (min(512, count), triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * min(512, count),)
         mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             convolved, grad_probabilities, lse, grad_lse, dx, head_weight, mix_partial,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -1248,7 +1258,7 @@ def decode(
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         shares = convolved.view(torch.float16)
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             convolved, lse, shares, head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
@@ -1263,14 +1273,14 @@ def decode(
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )
         unmixed, shares = shares, shares.view(q.dtype)
-        grid = (count, triton.cdiv(n_heads, 16) * (b1 - b0))
+        grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
         mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             unmixed, shares, post_head_weight,
             count, keys, off, first, skip, pitch, n_heads, b0,
             seqlens,
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
-        grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads, splits)
+        grid = (triton.cdiv(group * n_new, 16) * (b1 - b0) * kv_heads * splits,)
         mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
             shares, v, *v.stride()[:3], seqlens, partial,
             count, keys, pitch, n_heads, group, b0, n_new, batch, split,

@@ -6,7 +6,7 @@
 // Rows before row 10 are not made. Query r sits at position r + off; each sequence has
 // a length of its own, and its last row is at its end.
 //
-// mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 2048) * (count - 10), -(-n_heads // 16) * (b1 - b0)), 256, 66560>>>
+// mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 10)), 256, 66560>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -341,15 +341,17 @@ constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
-// The row of a CTA.
+// What a CTA is for: the number of its bundle of heads, and its own among the CTAs of a bundle, which are `ctas`.
 struct Place {
-  int n_heads, b, first_head, heads;  // so many heads of the row exist
+  int bundle, number;
+  int n_heads, b, first_head, heads;  // so many heads of the bundle exist
   long long first_slot;
 
-  DEVICE Place(int b0, int n_heads) : n_heads(n_heads) {
-    const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = blockIdx.y / bundles;
+  DEVICE Place(int ctas, int b0, int n_heads) : n_heads(n_heads) {
+    bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;
     b = b0 + sequence;
-    first_head = blockIdx.y % bundles * HEADS;
+    first_head = bundle % bundles * HEADS;
     heads = min(HEADS, n_heads - first_head);
     first_slot = static_cast<long long>(sequence) * n_heads + first_head;
   }
@@ -404,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_m
     int skip, int pitch, int n_heads, int b0, const int* __restrict__ seqlens) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const Place place(b0, n_heads);
-  const int walks = (keys + WALK - 1) / WALK, begin = blockIdx.x % walks * WALK;
+  const Place place((keys + 2047) / 2048 * (count - 10), b0, n_heads);
+  const int walks = (keys + WALK - 1) / WALK, begin = place.number % walks * WALK;
   const int limit = min(seqlens[place.b], keys);  // the last row is at the end of its sequence
   off = limit - count;
   keys = min(limit - begin, WALK);
@@ -414,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_m
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
 
-  const int r = count - 1 - static_cast<int>(blockIdx.x / walks);
+  const int r = count - 1 - place.number / walks;
   {
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(out, place.first_slot, count, r, pitch, lane);

@@ -6,7 +6,7 @@
 // Rows before row 5 are not made. Query r sits at position r + off; each sequence has
 // a length of its own, and its last row is at its end.
 //
-// mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(count - 5, -(-n_heads // 16) * (b1 - b0)), 512, 231424>>>
+// mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * (count - 5)), 512, 231424>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -341,15 +341,17 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int DEPTH = 7, SLOT = 1 * BLOCK_BYTES, SUMS = 2048;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
-// The row of a CTA.
+// What a CTA is for: the number of its bundle of heads, and its own among the CTAs of a bundle, which are `ctas`.
 struct Place {
-  int n_heads, b, first_head, heads;  // so many heads of the row exist
+  int bundle, number;
+  int n_heads, b, first_head, heads;  // so many heads of the bundle exist
   long long first_slot;
 
-  DEVICE Place(int b0, int n_heads) : n_heads(n_heads) {
-    const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = blockIdx.y / bundles;
+  DEVICE Place(int ctas, int b0, int n_heads) : n_heads(n_heads) {
+    bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;
     b = b0 + sequence;
-    first_head = blockIdx.y % bundles * HEADS;
+    first_head = bundle % bundles * HEADS;
     heads = min(HEADS, n_heads - first_head);
     first_slot = static_cast<long long>(sequence) * n_heads + first_head;
   }
@@ -485,8 +487,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
     const Score* x, float* __restrict__ lse, Score* out, const float* __restrict__ head_weight, int count, int keys,
     int off, int first, int skip, int pitch, int n_heads, int b0, int n_q, int valid, const int* __restrict__ seqlens) {
   extern __shared__ __align__(16) float shared[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = count - 1 - static_cast<int>(blockIdx.x);
-  const Place place(b0, n_heads);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const Place place(count - 5, b0, n_heads);
+  const int r = count - 1 - place.number;
   const int limit = min(seqlens[place.b], keys);  // the last row is at the end of its sequence
   off = limit - count;
   const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);

@@ -6,7 +6,7 @@
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
-// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(min(512, count), -(-n_heads // 16) * (b1 - b0)), 384, 208896>>>
+// mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(512, count)), 384, 208896>>>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -403,15 +403,17 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int DEPTH = 4, SLOT = 2 * BLOCK_BYTES, SUMS = 12288;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
-// The row of a CTA.
+// What a CTA is for: the number of its bundle of heads, and its own among the CTAs of a bundle, which are `ctas`.
 struct Place {
-  int n_heads, b, first_head, heads;  // so many heads of the row exist
+  int bundle, number;
+  int n_heads, b, first_head, heads;  // so many heads of the bundle exist
   long long first_slot;
 
-  DEVICE Place(int b0, int n_heads) : n_heads(n_heads) {
-    const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = blockIdx.y / bundles;
+  DEVICE Place(int ctas, int b0, int n_heads) : n_heads(n_heads) {
+    bundle = blockIdx.x / ctas, number = blockIdx.x % ctas;
+    const int bundles = (n_heads + HEADS - 1) / HEADS, sequence = bundle / bundles;
     b = b0 + sequence;
-    first_head = blockIdx.y % bundles * HEADS;
+    first_head = bundle % bundles * HEADS;
     heads = min(HEADS, n_heads - first_head);
     first_slot = static_cast<long long>(sequence) * n_heads + first_head;
   }
@@ -548,13 +550,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
     int skip, int pitch, int n_heads, int b0, int n_q, int valid) {
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const Place place(b0, n_heads);
+  const Place place(min(512, count), b0, n_heads);
   const Mixture<Score, 16, false> mix(head_weight, place.first_head, place.heads, lane);
   const Mixture<Element, 16, true> adjoint(head_weight, place.first_head, place.heads, lane);
   HeadProducts<Element> products;
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
-  for (int r = blockIdx.x; r < count; r += 512) {
+  for (int r = place.number; r < count; r += 512) {
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
     const Row<const Element> gradient(g, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(dx, place.first_slot, count, r, pitch, lane);
@@ -612,7 +614,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
           Tile p, dp;
           load_tile(x, dy, p, dp, slot, i, edge, end - key);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) dp[e] = p[e] * (dp[e] * (1.f / SHARE_SCALE) - dots[head_of_element(e)]);
+          for (int e = 0; e < 8; ++e) {
+            dp[e] = p[e] * (dp[e] * (1.f / SHARE_SCALE) - dots[head_of_element(e)]);
+            if (edge && key + key_of(e, i, lane) >= end) dp[e] = 0.f;  // even if the row's dot is not finite
+          }
           operand_of<Element>(dy, dp);
 #pragma unroll
           for (int n = 0; n < 4; ++n) x[n] = as_elements<Element>(x[n]);
@@ -628,6 +633,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
   }
 
   const int bundles = (n_heads + HEADS - 1) / HEADS;
-  const long long sums = (static_cast<long long>(b0) * bundles + blockIdx.y) * 512 + blockIdx.x;
+  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * 512 + place.number;
   products.add_to<WARPS>(mix_partial + sums * 256, 1.f / SCORE_SCALE, shared, threadIdx.x);
 }

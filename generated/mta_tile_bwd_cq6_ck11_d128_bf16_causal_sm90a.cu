@@ -254,6 +254,13 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
+// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
+// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+template <int ROWS>
+DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
+  return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
+}
+
 // ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
 
 // Makes a barrier whose phases end after so many arrivals.
@@ -709,6 +716,7 @@ DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place 
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;
+  static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
   const int place = thread / ROW_LANES, column = thread % ROW_LANES;
   const int row = first + (INTERLEAVED ? interleaved(place) : place);
   if (D / CHUNK < ROW_LANES && column >= D / CHUNK) return;
@@ -719,7 +727,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
     if (COUNT % SWEEP && x + place >= COUNT) break;
     const int below = INTERLEAVED ? interleaved(x) : x;
     const bool inside = static_cast<unsigned>(row + below) < static_cast<unsigned>(rows);
-    copy_async(to + x * PANEL_ROW, from + below * stride, inside);
+    copy_async(tile_address_from<TILE_ROWS>(to, x, 0), from + below * stride, inside);
   }
 }
 
@@ -918,12 +926,13 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   return sum;
 }
 
-// COUNT warps add up their sums of the taps of head h.
+// COUNT warps add up their sums of the taps of head h: a term of entry b of `batch`, the `tile`-th of `tiles`.
 template <int COUNT>
-DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, int thread) {
+DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
+                                 int thread) {
   for (int tap = thread; tap < CQ * CK; tap += 32 * COUNT) {
     const long long row = static_cast<long long>(h * (CQ * CK) + tap) * batch + b;
-    dw_sums[row * gridDim.y + blockIdx.y] = sum_of_tap<COUNT>(tap_sums, tap);
+    dw_sums[row * tiles + tile] = sum_of_tap<COUNT>(tap_sums, tap);
   }
 }
 
@@ -1361,7 +1370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       float* const block = reinterpret_cast<float*>(shared + SHARED_G);
       sum_diagonals(dw_sums_of_warp, block + warp * 64, tap_sums + warp * (CQ * CK), warp % WEIGHT_SETS, thread & 31);
       named_barrier(HELPER, WARPGROUP);
-      store_weight_gradient<4>(dw_sums, tap_sums, h, gridDim.x * gridDim.z / cta.kv_heads, cta.b, thread);
+      store_weight_gradient<4>(dw_sums, tap_sums, h, gridDim.x * gridDim.z / cta.kv_heads, cta.b, gridDim.y, blockIdx.y, thread);
     }
     return;
   }
@@ -1441,7 +1450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       pin(dq);
       const Place at(warpgroup);
       const int row = cta.first + step * ROWS - ROW_TILE;           // of dQ's first row tile
-      int* const added = progress + head * gridDim.y + blockIdx.y;  // rows to which this CTA has added
+      int* const added = progress + head * (gridDim.y) + (blockIdx.y);  // rows to which this CTA has added
       if (progress && blockIdx.y > 0) await_turn(added, min(row + ROWS, n_q), at.lane);
       add_to_queries(dq_sum, dq, head, row + at.row, n_q, part, at);
 
@@ -1461,7 +1470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     named_barrier(ALL, THREADS);
   }
 
-  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[(blockIdx.z * gridDim.x + blockIdx.x) * gridDim.y + blockIdx.y],
+  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[(blockIdx.z * gridDim.x + blockIdx.x) * (gridDim.y) + (blockIdx.y)],
              dk_sums, cta, Place(warpgroup), scale, 0);
   store_keys(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
 }

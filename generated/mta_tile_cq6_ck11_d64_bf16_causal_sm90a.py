@@ -247,7 +247,7 @@ def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) ->
     return next(count for count, share in zip(splits, busy, strict=True) if share >= 0.9 * max(busy))
 
 
-def _together(heads: int, few: int, streamed: int, long: int) -> int:
+def _together(heads: int, few: int, streamed: int, long: int, tiles: int, most: int, whole: bool = False) -> int:
     """Heads whose CTAs run beside each other: a few of those that stream long sequences, so that L2 keeps these.
 
     Args:
@@ -255,8 +255,19 @@ def _together(heads: int, few: int, streamed: int, long: int) -> int:
         few: heads of a section of long sequences.
         streamed: rows of a sequence that a CTA streams.
         long: rows of a long sequence.
+        tiles: tiles of a head, each of which has a CTA.
+        most: tiles that a grid may have, and sections.
+        whole: whether there is to be one section.
+
+    Raises:
+        ValueError: there are more tiles.
     """
-    sectioned = streamed >= long and heads % few == 0 and heads // few <= 65535  # sections that a grid may have
+    if tiles > most:
+        raise ValueError(
+            f"sequence length: got {tiles} tiles of rows; a grid of this kernel has at most {most}; "
+            "legal: a shorter sequence, a left window, or backend='triton'"
+        )
+    sectioned = streamed >= long and heads % few == 0 and heads // few <= most and not whole
     return few if sectioned else heads
 
 
@@ -303,7 +314,7 @@ def forward(q, k, v, weight, scale):
         )
         return out, lse
 
-    together = _together(batch * heads, 4, n_k, 65536)
+    together = _together(batch * heads, 4, n_k, 65536, -(-n_q // 187), 65535)
     kernels = LOADED["forward"].get(q.device.index) or load("forward", q.device)
     kernels["forward"](
         (together, -(-n_q // 187), batch * heads // together),
@@ -350,7 +361,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     dk_parts = q.new_empty(dk_pieces, 16, dtype=torch.float32)
     progress = q.new_zeros(batch * heads * key_blocks if deterministic else 0, dtype=torch.int32)
 
-    together = batch * kv_heads if deterministic else _together(batch * kv_heads, 2, n_q, 65536)
+    together = _together(batch * kv_heads, 2, n_q, 65536, key_blocks, 65535, deterministic)
     kernels = LOADED["backward"].get(q.device.index) or load("backward", q.device)
     kernels["backward_rows"](
         (-(-row_pitch // 32) * batch * heads,),

@@ -507,12 +507,19 @@ DEVICE constexpr int tap_offset(int i) {
   return tap / WINDOW_CHUNKS * Tile::SLAB_ROW + tap % WINDOW_CHUNKS * CHUNK_BYTES;
 }
 
+// The new token of row m of a convolved tile whose first is `token`. Rows past the last token repeat it, with its scores
+// and its mask, because they write the same P.
+template <class Tile>
+DEVICE int token_of_row(const Share<Tile>& share, int token, int m) {
+  return min(token + m / Tile::CHUNKS, share.n_new - 1);
+}
+
 // Convolves tokens `token` and on of head h; c[2 r] and c[2 r + 1] are of row lane_row + 8 r. The slab's first key is
 // `key`.
 template <class Tile>
 DEVICE void convolve(float (&c)[4], u32 shared, const Share<Tile>& share, int h, int token, int key, int lane) {
   constexpr int CHUNKS = Tile::CHUNKS;
-  const int row = h * share.head_rows + min(token + (lane & 15) / CHUNKS, share.n_new - 1);
+  const int row = h * share.head_rows + token_of_row(share, token, lane & 15);
   const u32 from = shared + Tile::SLAB + row * Tile::SLAB_ROW + (lane & 15) % CHUNKS * CHUNK_BYTES;
   const u32 toeplitz = shared + Tile::TOEPLITZ + h * (STEPS * STEP) + lane * FRAGMENT;
   float sums[2][4] = {};  // of even and odd steps, so that an mma need not wait for the one before
@@ -560,7 +567,7 @@ DEVICE void softmax_tile(u32 shared, const Share<Tile>& share, int tile, float e
     float score[2][2], peak[2], top[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int m = lane_row + 8 * r, n = min(token + m / CHUNKS, share.n_new - 1);  // past the last: the last again
+      const int m = lane_row + 8 * r, n = token_of_row(share, token, m);
       pair[r] = h * share.n_new + n;
       peak[r] = peaks[pair[r]];
       score[r][0] = c[2 * r] * exponent;

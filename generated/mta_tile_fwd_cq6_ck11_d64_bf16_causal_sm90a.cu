@@ -307,13 +307,15 @@ constexpr int SHARED_BARRIERS = 127960;
 // ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
 //
 // Probabilities are taken relative to a reference that is at least the row's maximum less log2(LIMIT), as it was some
-// tiles ago. So they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds it is
-// done again, relative to its own maximum.
+// tiles ago. So they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds the
+// reference of some row is done again. That row's own maximum becomes its reference; the other rows of the warp keep
+// theirs. The rows of a warp see different keys, so if a row changed its reference with another row, the last bits of
+// its results would show keys that are hidden from it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// The most that a thread's probabilities of a row and tile may add up to; sums then keep their precision and range.
-constexpr float LIMIT = 256.f;
+// The most that a thread's probabilities of a row and tile may add up to: fp16 holds each of them, with its precision.
+constexpr float LIMIT = 16384.f;
 
 // Minus the reference of a row that has seen nothing. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
@@ -349,18 +351,31 @@ struct Softmax {
   // Adds two probabilities of row r.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
-  // Ends the tile. Returns false, and the tile does not count, if some thread of the warp has exceeded its reference by
-  // too much.
+  // Begins the first tile, in which every row exceeds its reference, because it has none.
+  DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
+
+  // Ends the tile. Returns false if some thread of the warp has exceeded a reference by too much: restart() then ends
+  // the tile. Until then the sign of `sum` says which rows have, because a flag would take a register.
   DEVICE bool end() {
-    if (__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) return false;
-    sum[0] += added[0], sum[1] += added[1];
-    return true;
+    if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
+      sum[0] += added[0], sum[1] += added[1];
+      return true;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];
+    }
+    return false;
   }
 
-  // Does a tile again, relative to its own maximum, which becomes the reference. Outputs that were summed before must
-  // be multiplied by `rescale`.
+  // Does a tile again. The maximum of a row that has exceeded its reference becomes the reference. Outputs that were
+  // summed before must be multiplied by `rescale`. Other rows have the sums that end() made: on a masked tile those are
+  // of rounded probabilities, unlike the sums that are made here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
+    bool exceeds[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float maximum = -INFINITY;
@@ -368,15 +383,18 @@ struct Softmax {
       for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
-      const float next = fminf(shift[r], -maximum * exponent);
+      exceeds[r] = signbit(sum[r]);
+      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
-      sum[r] *= rescale[r];
+      sum[r] = fabsf(sum[r]) * rescale[r];
     }
     begin();
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) add_columns(p[n / 2], n & 1, c + 4 * n);
-    sum[0] += added[0], sum[1] += added[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (exceeds[r]) sum[r] += added[r];
   }
 
   // The whole row's sum, in every thread that has a part of the row.
@@ -656,6 +674,7 @@ template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
   constexpr int SWEEP = COPIERS / LANES;
+  static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
   const int r = thread / LANES, column = thread % LANES;
   if (column >= COLUMNS / CHUNK) return;
   const u32 to = tile_address<ROWS>(tile, r, column);
@@ -947,7 +966,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
       mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
       return softmax.end();
     };
-    if (t == 0 || !fits()) {  // no row has a reference before the first tile
+    if (t == 0) softmax.begin_first();
+    if (t == 0 || !fits()) {
       scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
       mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
       float rescale[2];
