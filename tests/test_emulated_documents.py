@@ -17,6 +17,7 @@ from mtagen import plan
 from mtagen.documents import Documents
 from mtagen.dropout import Dropout
 from mtagen.measure.inputs import Inputs
+from mtagen.planner.tile import layout
 from mtagen.spec import Spec
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan", "one_thread")]
@@ -66,6 +67,16 @@ def results(
 @pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)
 def test_accurate(target: str, spec: Spec, folder: Path) -> None:
     assert not documents.failures(passes(spec, target, folder), spec, LENGTHS, 2, 1)
+
+
+@pytest.mark.parametrize(("target", "spec"), [SPECS[2], SM80], ids=case_id)
+def test_layers_of_tiles(target: str, spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a grid's y has room for 3 tiles, the others lie along z."""
+    monkeypatch.setattr(layout, "GRID_YZ", 3)
+    host = passes(spec, target, folder)
+    assert not documents.failures(host, spec, LENGTHS, 2, 1)
+    packed, call = documents.packed(LENGTHS), documents.random(spec, LENGTHS, 2, 1)
+    results(host, spec, packed, *call, deterministic=True)
 
 
 @pytest.mark.parametrize(("target", "spec"), DROPPING, ids=case_id)

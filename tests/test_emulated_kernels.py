@@ -27,6 +27,7 @@ from mtagen.ops.attention import MultiTokenAttention
 from mtagen.ops.executor import Executor
 from mtagen.planner import get_target
 from mtagen.planner.passes import PASSES, passes_of
+from mtagen.planner.tile import layout
 from mtagen.runtime.load import Passes, plan_key
 from mtagen.spec import MAX_NEW_TOKENS, Spec
 
@@ -245,6 +246,33 @@ def test_splits_of_the_keys_have_no_races_and_the_same_bits_again(target: str, s
     )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("target", "spec"),
+    [
+        ("sm_90a", Spec((6, 11), 64, window=(40, -1))),
+        ("sm_80", Spec((6, 11), 64, dtype="fp16")),
+        ("sm_80", Spec((3, 4), 32, causal=False)),
+    ],
+    ids=case_id,
+)
+def test_layers_of_tiles(target: str, spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a grid's y has room for 2 tiles, the others lie along z; the last layer may have tiles behind the last."""
+    monkeypatch.setattr(layout, "GRID_YZ", 2)
+    host = {name: host_function(one, folder, splits=1) for name, one in plan(spec, target, "cuda").tile.items()}
+    problem = problems.random(spec, Sizes(1, 2, 1, 450, 470))
+    q, k, v, weight = problem.inputs.arguments
+    out, lse = host["forward"](q, k, v, weight, 0.125)
+    grads = host["backward"](problem.grad_out, torch.zeros_like(lse), q, k, v, weight, out, lse, 0.125)
+    monkeypatch.undo()
+    whole = {name: host_function(one, folder, splits=1) for name, one in plan(spec, target, "cuda").tile.items()}
+    expected = whole["forward"](q, k, v, weight, 0.125)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    expected = whole["backward"](problem.grad_out, torch.zeros_like(lse), q, k, v, weight, out, lse, 0.125)
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(("target", "spec"), [SM90, SM90_OUTPUT, SM90_ONE_TAP, SM90_FULL, SM90_DROPOUT], ids=case_id)
