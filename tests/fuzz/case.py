@@ -1,0 +1,202 @@
+"""What a fuzzer tries, as values: one random call of one random op."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+from mtagen.spec import KEY_PADDINGS, MASKS, MAX_NEW_TOKENS, Spec
+
+BACKENDS = ("cpu", "interpreter", "emulator", "gpu")
+SHARED = {"emulator": 40}  # consecutive cases with one op: its kernels take a compiler longer than many calls take
+DTYPES = {
+    "cpu": ("fp32", "fp32", "fp64", "bf16", "fp16"),
+    "interpreter": ("fp32", "fp32", "fp16"),  # Triton's interpreter computes bf16 wrongly
+    "emulator": ("bf16", "fp16"),
+    "gpu": ("bf16", "bf16", "fp16", "fp32"),
+}
+MAKERS = {  # who makes the op: a target, or on a GPU the argument ``backend`` of mtagen.build
+    "cpu": ("torch",),
+    "interpreter": ("generic", "sm_80", "sm_90a"),
+    "emulator": ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_90a", "sm_120"),
+    "gpu": ("triton", "cuda", "auto"),
+}
+# Windows that users write, some of them as ``causal``; the others are drawn.
+WINDOWS = ((-1, -1), (-1, -1), (-1, 0), (3, -1), (0, 0), (7, 0), (-1, 4), (5, 3))
+LENGTHS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 40)
+LONG_LENGTHS = (63, 65, 90, 128, 133, 150)
+LAYOUTS = ("contiguous", "contiguous", "heads last", "sliced", "unaligned", "expanded")
+GARBAGE = ("", "large", "inf", "nan")  # what hidden keys are replaced by
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, which prints as a line of JSON with those fields that differ from their defaults.
+
+    Attributes:
+        backend: one of ``BACKENDS``.
+        maker: one of ``MAKERS``.
+        kernel, post_kernel, mixed_heads, post_mixed_heads, head_dim, value_head_dim, causal, window, key_padding, mask,
+            dtype: as :func:`mtagen.build` takes them.
+        small: tiles and workspaces are small, so that short sequences have many.
+        call: ``batch``, ``varlen`` or ``decode``.
+        heads: heads of queries.
+        kv_heads: heads of keys and values.
+        lengths: queries and keys of each sequence. Queries of a decode step are its new tokens, and its keys those in
+            use; batches and decode steps have as many queries in every sequence, and batches as many keys.
+        spare: queries and keys behind the last document; for decode, keys behind the longest sequence.
+        layouts: how q, k, v and the gradient of the output lie in memory, some of ``LAYOUTS``.
+        strided_lengths: whether tensors of lengths are columns of a table.
+        cast_weights: whether weights have the dtype of q instead of fp32.
+        scale: of scores.
+        size: of the queries, beside normal numbers.
+        dropout_p: the probability of dropout.
+        return_lse: whether the log-sum-exp is asked for, and gradients come through it.
+        splits: parts of the keys in a decode step.
+        hidden: one of ``GARBAGE``.
+        cut: the row from which on rows are hidden, as a part of all rows.
+        earlier: whether the rows before that one are hidden instead.
+        data: the seed of all numbers.
+    """
+
+    backend: str
+    maker: str
+    kernel: tuple[int, int] | None = None
+    post_kernel: tuple[int, int] | None = None
+    mixed_heads: int | None = None
+    post_mixed_heads: int | None = None
+    head_dim: int = 16
+    value_head_dim: int = 16
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    key_padding: str = "both"
+    mask: str = "source"
+    dtype: str = "fp32"
+    small: bool = False
+    call: str = "batch"
+    heads: int = 1
+    kv_heads: int = 1
+    lengths: tuple[tuple[int, int], ...] = ((1, 1),)
+    spare: tuple[int, int] = (0, 0)
+    layouts: tuple[str, str, str, str] = ("contiguous",) * 4
+    strided_lengths: bool = False
+    cast_weights: bool = False
+    scale: float | None = None
+    size: float = 1.0
+    dropout_p: float = 0.0
+    return_lse: bool = False
+    splits: int | None = None
+    hidden: str = ""
+    cut: float = 0.5
+    earlier: bool = False
+    data: int = 0
+
+    def __str__(self) -> str:
+        plain = asdict(Case(self.backend, self.maker))
+        shown = {name: x for name, x in asdict(self).items() if x != plain[name] or name in ("backend", "maker")}
+        return json.dumps(shown)
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        """Inverse of ``str``."""
+        return cls(**{name: _tuples(value) for name, value in json.loads(line).items()})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of :func:`mtagen.build`, but for those that say who makes the op."""
+        return {name: getattr(self, name) for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout")}
+
+    @property
+    def spec(self) -> Spec:
+        """The operator."""
+        return Spec(**self.options)
+
+
+def draw(backend: str, seed: int, index: int) -> Case:
+    """The case of a number, which nothing else decides."""
+    shared = SHARED.get(backend, 1)
+    of_op, of_call = Random(f"{backend} {seed} {index // shared} op"), Random(f"{backend} {seed} {index} call")
+    return _with_call(_op(backend, of_op), of_call)
+
+
+def _op(backend: str, random: Random) -> Case:
+    """An op, and the kind of its calls: a compiler takes as long for the kernels of each."""
+    dims = (16, 24, 32, 40, 64, 80, 96, 128, 144, 256) if backend in ("emulator", "gpu") else (16, 16, 24, 32, 64)
+    head_dim = random.choice(dims)
+    return Case(
+        backend=backend,
+        maker=random.choice(MAKERS[backend]),
+        kernel=_maybe(random, _kernel(random)),
+        post_kernel=_maybe(random, _kernel(random)),
+        mixed_heads=_maybe(random, random.choice((1, 2, 2, 3, 4))),
+        post_mixed_heads=_maybe(random, random.choice((1, 2, 2, 3, 4))),
+        head_dim=head_dim,
+        value_head_dim=random.choice((head_dim, head_dim, random.choice(dims))),
+        causal=random.random() < 0.5,
+        window=random.choice((*WINDOWS, (random.randint(-1, 40), random.randint(-1, 40)))),
+        key_padding=random.choice(KEY_PADDINGS),
+        mask=random.choice(MASKS),
+        dtype=random.choice(DTYPES[backend]),
+        small=random.random() < 0.5,
+        call=random.choice(("batch", "batch", "varlen", "decode")),
+        dropout_p=random.choice((0.0, 0.0, 0.1, 0.5, 0.9)),
+    )
+
+
+def _with_call(case: Case, random: Random) -> Case:
+    """The op of a case called at random."""
+    multiple = math.lcm(case.mixed_heads or 1, case.post_mixed_heads or 1)
+    heads = multiple * random.choice([n for n in (1, 2, 3, 4) if n * multiple <= max(4, multiple)])
+    return replace(
+        case,
+        heads=heads,
+        kv_heads=random.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        lengths=_lengths(case, random),
+        spare=(random.choice((0, 0, 0, 1, 9)), random.choice((0, 0, 1, 5, 20))) if case.call != "batch" else (0, 0),
+        layouts=tuple(random.choice(LAYOUTS) for _ in range(4)),
+        strided_lengths=random.random() < 0.3,
+        cast_weights=random.random() < 0.3,
+        scale=random.choice((None, None, None, None, 0.1, 1.0, 0.0, -0.3)),
+        size=random.choice((1.0, 1.0, 1.0, 4.0)),
+        dropout_p=0.0 if case.call == "decode" else case.dropout_p,
+        return_lse=random.random() < 0.5,
+        splits=random.choice((None, None, 1, 2, 5)),
+        hidden=random.choice(GARBAGE),
+        cut=random.random(),
+        earlier=random.random() < 0.5,
+        data=random.randrange(2**31),
+    )
+
+
+def _lengths(case: Case, random: Random) -> tuple[tuple[int, int], ...]:
+    """Queries and keys of each sequence."""
+
+    def length() -> int:
+        return random.choice(LONG_LENGTHS if random.random() < 0.04 else LENGTHS)
+
+    def pair() -> tuple[int, int]:
+        n_q = length()
+        return n_q, random.choice((n_q, n_q + random.randint(1, 20), length()))
+
+    batch = random.choice((1, 1, 2, 3))
+    if case.call == "varlen":
+        return tuple(pair() for _ in range(random.choice((1, 2, 3, 5))))
+    if case.call == "decode":
+        new_tokens = random.randint(1, MAX_NEW_TOKENS)
+        return tuple((new_tokens, length()) for _ in range(batch))
+    return batch * (pair(),)
+
+
+def _kernel(random: Random) -> tuple[int, int]:
+    return random.choice(((1, 1), (2, 2), (3, 3), (6, 11), (random.randint(1, 6), random.randint(1, 11))))
+
+
+def _maybe(random: Random, value: Any) -> Any:
+    return value if random.random() < 0.5 else None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
