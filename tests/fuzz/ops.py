@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mtagen.spec import Spec
 from .case import Case
 
 SMALL_TILE, SMALL_WORKSPACE = Tile(16, 32), 2**10
+_STRIP_SCORES = pipeline.STRIP_SCORES
 CPU_TILE, CPU_STRIP = 16, 800  # rows and columns of a tile, and scores of a strip, where these are small
 
 
@@ -40,23 +41,21 @@ def ops_of(backend: str, folder: Path) -> Iterator[Callable[[Case], Any]]:
             from lean_interpreter import lean_interpreter as settings
         else:
             settings = nullcontext
-        makers = {"cpu": _OnCpu(), "interpreter": _Planned("triton", folder), "emulator": _Planned("cuda", folder)}
+        makers = {
+            "cpu": partial(_on_cpu, patch),
+            "interpreter": _Planned("triton", folder),
+            "emulator": _Planned("cuda", folder),
+        }
         with settings():
             yield makers.get(backend, _on_gpu)
 
 
-class _OnCpu:
-    """Ops of tiled PyTorch ops, whose tiles and strips are those of the last case."""
-
-    def __init__(self) -> None:
-        self._strip = pipeline.STRIP_SCORES
-
-    def __call__(self, case: Case) -> Any:
-        for function in (attention.forward, attention.backward):
-            assert function.__kwdefaults__.keys() == {"tile"}
-            function.__kwdefaults__["tile"] = CPU_TILE if case.small else attention.TILE
-        pipeline.STRIP_SCORES = CPU_STRIP if case.small else self._strip
-        return mtagen.build(**case.options, dropout=True, backend="torch")
+def _on_cpu(patch: pytest.MonkeyPatch, case: Case) -> Any:
+    """An op of PyTorch ops, and from here on the tiles and strips of its case."""
+    for function in (attention.forward, attention.backward):
+        patch.setitem(function.__kwdefaults__, "tile", CPU_TILE if case.small else attention.TILE)
+    patch.setattr(pipeline, "STRIP_SCORES", CPU_STRIP if case.small else _STRIP_SCORES)
+    return mtagen.build(**case.options, dropout=True, backend="torch")
 
 
 class _Planned:
