@@ -1,1 +1,1 @@
-"""A fuzzer: random calls of ops against ``mtagen.reference`` in float64. ``python -m tests.fuzz --help`` says how."""
+"""A fuzzer that compares random calls of ops with ``mtagen.reference``; see ``python -m tests.fuzz --help``."""

@@ -1,14 +1,14 @@
-"""Tries random calls of ops, and prints those whose results are wrong, made smaller.
+"""Try random calls of ops against ``mtagen.reference`` in float64, and print those that are wrong, made smaller.
 
 Run from the repository's root::
 
-    python -m tests.fuzz --backend cpu --cases 1000 --seed 7           # these cases, on one of the backends
-    python -m tests.fuzz --backend emulator --seconds 600 --seed 7     # as many as there is time for
-    python -m tests.fuzz --backend cpu --seed 7 --case 42              # one of them again
-    python -m tests.fuzz --case '{"backend": "cpu", ...}'              # one that was printed
+    python -m tests.fuzz --backend cpu --cases 1000 --seed 7           # cases 0 to 999 of this seed
+    python -m tests.fuzz --backend emulator --seconds 600 --seed 7     # as many cases as there is time for
+    python -m tests.fuzz --backend cpu --seed 7 --case 42              # case 42 of this seed
+    python -m tests.fuzz --case '{"backend": "cpu", ...}'              # a case that was printed
 
-Backends: ``cpu`` (PyTorch ops), ``interpreter`` (Triton's kernels), ``emulator`` (CUDA's, which a C++ compiler compiles
-for the CPU) and ``gpu`` (both). Exit status: 0 if all results were right, 1 if some were wrong.
+The backend ``cpu`` runs PyTorch ops, ``interpreter`` runs Triton's kernels in its interpreter, ``emulator`` runs CUDA's
+kernels compiled by a C++ compiler, and ``gpu`` runs both on a GPU. The exit status is 1 if a result was wrong, else 0.
 """
 
 from __future__ import annotations
@@ -29,27 +29,34 @@ from .case import BACKENDS, Case, draw
 from .shrink import shrink
 
 INTERPRETED = ("interpreter", "emulator")  # backends that need Triton's interpreter, which is chosen at import
-Judge = Callable[[Case], "list[str] | None"]  # what is wrong with a case, a line each; None: no op has such a call
+Judge = Callable[[Case], "list[str] | None"]  # lines that say what is wrong with a case; None: it has no kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.fuzz", description="Random calls against mtagen.reference.")
     parser.add_argument("--backend", choices=BACKENDS, default="cpu")
-    parser.add_argument("--cases", type=int, metavar="N", help="how many to try")
-    parser.add_argument("--seconds", type=float, metavar="S", help="how long to try; 60 if there is no --cases")
-    parser.add_argument("--seed", type=int, default=0, metavar="X", help="of all cases")
-    parser.add_argument("--case", metavar="K", help="only this one: a number, or a line that was printed")
-    parser.add_argument("--first", type=int, default=0, metavar="K", help="the number of the first case")
-    parser.add_argument("--hidden", action=argparse.BooleanOptionalAction, default=True, help="spoil hidden numbers")
-    parser.add_argument("--failures", type=int, default=1, metavar="N", help="stop after so many")
-    parser.add_argument("--shrink", type=float, default=60, metavar="S", help="seconds to make a failing case smaller")
-    parser.add_argument("--folder", type=Path, help="where compiled kernels are kept; default a temporary one")
+    parser.add_argument("--cases", type=int, metavar="N", help="number of cases")
+    parser.add_argument("--seconds", type=float, metavar="S", help="stop after S seconds; default 60 without --cases")
+    parser.add_argument("--seed", type=int, default=0, metavar="X", help="seed of all cases")
+    parser.add_argument("--case", metavar="K", help="try this case only: its number, or a printed line")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="number of the first case")
+    parser.add_argument(
+        "--hidden",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="replace hidden numbers in some of the cases",
+    )
+    parser.add_argument("--failures", type=int, default=1, metavar="N", help="stop after N failing cases")
+    parser.add_argument(
+        "--shrink", type=float, default=60, metavar="S", help="make a failing case smaller for S seconds"
+    )
+    parser.add_argument("--folder", type=Path, help="keep compiled kernels here; default a temporary folder")
     options = parser.parse_args(arguments)
     printed = Case.parse(options.case) if options.case and not options.case.isdecimal() else None
     backend = printed.backend if printed else options.backend
 
     def cases() -> Iterator[tuple[str, Case]]:
-        """Each with the arguments that try it again."""
+        """Yield each case with the arguments that try it again."""
         if printed:
             yield f"--case '{printed}'", printed
             return
@@ -69,7 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(cases: Iterator[tuple[str, Case]], judge: Judge, most: int, seconds: float) -> int:
-    """Try cases until so many have failed, print these, and return the exit status."""
+    """Try the cases, print the failing ones, and return the exit status.
+
+    Args:
+        cases: the arguments that try a case again, and the case.
+        judge: judges a case.
+        most: stop after so many failing cases.
+        seconds: time to make a failing case smaller.
+    """
     tried = refused = failed = 0
     for again, case in cases:
         wrong = judge(case)
@@ -88,17 +102,17 @@ def run(cases: Iterator[tuple[str, Case]], judge: Judge, most: int, seconds: flo
 
 
 def _kinds(wrong: list[str] | None) -> set[str]:
-    """What lines begin with: a result's name, or that of an error."""
+    """Return what the lines begin with: the name of a result or of an error."""
     return {line.partition(":")[0] for line in wrong or ()}
 
 
 @contextmanager
 def judging(backend: str, folder: Path | None) -> Iterator[Judge]:
-    """What says what is wrong with a case of a backend.
+    """Yield the function that judges cases of a backend.
 
     Args:
         backend: one of ``BACKENDS``.
-        folder: where compiled kernels are kept; None: in a temporary one.
+        folder: keeps compiled kernels; None: a temporary one.
     """
     if backend in INTERPRETED:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -1,4 +1,4 @@
-"""What a fuzzer tries, as values: one random call of one random op."""
+"""The cases of the fuzzer, as values: one random call of one random op."""
 
 from __future__ import annotations
 
@@ -11,55 +11,56 @@ from typing import Any
 from mtagen.spec import KEY_PADDINGS, MASKS, MAX_NEW_TOKENS, Spec
 
 BACKENDS = ("cpu", "interpreter", "emulator", "gpu")
-SHARED = {"emulator": 40}  # consecutive cases with one op: its kernels take a compiler longer than many calls take
+SHARED = {"emulator": 40}  # so many consecutive cases share an op, because compiling its kernels takes longest
 DTYPES = {
     "cpu": ("fp32", "fp32", "fp64", "bf16", "fp16"),
     "interpreter": ("fp32", "fp32", "fp16"),  # Triton's interpreter computes bf16 wrongly
     "emulator": ("bf16", "fp16"),
     "gpu": ("bf16", "bf16", "fp16", "fp32"),
 }
-MAKERS = {  # who makes the op: a target, or on a GPU the argument ``backend`` of mtagen.build
+MAKERS = {  # the target that the op is planned for, or the argument ``backend`` of mtagen.build on a GPU
     "cpu": ("torch",),
     "interpreter": ("generic", "sm_80", "sm_90a"),
     "emulator": ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_90a", "sm_120"),
     "gpu": ("triton", "cuda", "auto"),
 }
-# Windows that users write, two of them instead of ``causal``.
-WINDOWS = ((-1, 0), (3, -1), (0, 0), (7, 0), (-1, 4), (5, 3))
+# Windows that users write; the first two are ``causal`` in other words.
+WINDOWS = ((-1, 0), (7, 0), (3, -1), (0, 0), (-1, 4), (5, 3))
 LENGTHS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 40)
 LONG_LENGTHS = (63, 65, 90, 128, 133, 150)
 LAYOUTS = ("contiguous", "contiguous", "heads last", "sliced", "unaligned", "expanded")
-GARBAGE = ("", "large", "inf", "nan")  # what hidden keys are replaced by
+GARBAGE = ("", "large", "inf", "nan")  # numbers that replace hidden keys; "" replaces nothing
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, which prints as a line of JSON with those fields that differ from their defaults.
+    """One call. It prints as a line of JSON that leaves out fields with their default values.
 
     Attributes:
         backend: one of ``BACKENDS``.
         maker: one of ``MAKERS``.
         kernel, post_kernel, mixed_heads, post_mixed_heads, head_dim, value_head_dim, causal, window, key_padding, mask,
-            dtype: as :func:`mtagen.build` takes them.
-        small: tiles and workspaces are small, so that short sequences have many.
+            dtype: arguments of :func:`mtagen.build`.
+        small: whether tiles and workspaces are small, so that short sequences have many.
         call: ``batch``, ``varlen`` or ``decode``.
         heads: heads of queries.
         kv_heads: heads of keys and values.
-        lengths: queries and keys of each sequence. Queries of a decode step are its new tokens, and its keys those in
-            use; batches and decode steps have as many queries in every sequence, and batches as many keys.
-        spare: queries and keys behind the last document; for decode, keys behind the longest sequence.
-        layouts: how q, k, v and the gradient of the output lie in memory, some of ``LAYOUTS``.
-        strided_lengths: whether tensors of lengths are columns of a table.
+        lengths: queries and keys of each sequence; for decode, its new tokens and its keys in use. All sequences of a
+            batch have the same lengths, and all of a decode step the same number of new tokens.
+        spare: for varlen, queries and keys behind the last document. For decode, the number by which a cache length
+            exceeds the capacity where the cache is full, and keys behind the longest sequence.
+        layouts: how q, k, v and the gradient of the output lie in memory, each one of ``LAYOUTS``.
+        strided_lengths: whether a tensor of lengths is a column of a table.
         cast_weights: whether weights have the dtype of q instead of fp32.
-        scale: of scores.
-        size: of the queries, beside normal numbers.
-        dropout_p: the probability of dropout.
-        return_lse: whether the log-sum-exp is asked for, and gradients come through it.
-        splits: parts of the keys in a decode step.
+        scale: factor of q k^T.
+        size: factor of the queries, which are normal numbers otherwise.
+        dropout_p: probability of dropout.
+        return_lse: whether the call also returns the log-sum-exp, and gradients come through it.
+        splits: the argument ``num_splits`` of decode.
         hidden: one of ``GARBAGE``.
-        cut: the row from which on rows are hidden, as a part of all rows.
-        earlier: whether the rows before that one are hidden instead.
-        data: the seed of all numbers.
+        cut: the first hidden row as a fraction of all rows; the rows behind it are hidden, too.
+        earlier: whether the other rows are hidden instead.
+        data: seed of all numbers.
     """
 
     backend: str
@@ -106,7 +107,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of :func:`mtagen.build`, but for those that say who makes the op."""
+        """The arguments of :func:`mtagen.build` that describe the operator."""
         return {name: getattr(self, name) for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout")}
 
     @property
@@ -116,17 +117,18 @@ class Case:
 
 
 def draw(backend: str, seed: int, index: int) -> Case:
-    """The case of a number, which nothing else decides."""
+    """Draw a case, which depends on nothing but the arguments."""
     shared = SHARED.get(backend, 1)
     of_op, of_call = Random(f"{backend} {seed} {index // shared} op"), Random(f"{backend} {seed} {index} call")
     return _with_call(_op(backend, of_op), of_call)
 
 
 def _op(backend: str, random: Random) -> Case:
-    """An op, and the kind of its calls: a compiler takes as long for the kernels of each."""
+    """Draw an op and the kind of its calls, as each kind has kernels of its own."""
     dims = (16, 24, 32, 40, 64, 80, 96, 128, 144, 256) if backend in ("emulator", "gpu") else (16, 16, 24, 32, 64)
     head_dim = random.choice(dims)
-    chances = (0.8, 0.0) if random.random() < 0.4 else (0.5, 0.5)  # other lowerings make what only convolves first
+    # Stages other than a convolution before the softmax need another lowering, so many ops have none of them.
+    chances = (0.8, 0.0) if random.random() < 0.4 else (0.5, 0.5)
     return Case(
         backend=backend,
         maker=random.choice(MAKERS[backend]),
@@ -150,7 +152,7 @@ def _op(backend: str, random: Random) -> Case:
 
 
 def _with_call(case: Case, random: Random) -> Case:
-    """The op of a case called at random."""
+    """Draw a call of the op of ``case``."""
     multiple = math.lcm(case.mixed_heads or 1, case.post_mixed_heads or 1)
     heads = multiple * random.choice([n for n in (1, 2, 3, 4) if n * multiple <= max(4, multiple)])
     return replace(
@@ -175,7 +177,7 @@ def _with_call(case: Case, random: Random) -> Case:
 
 
 def _lengths(case: Case, random: Random) -> tuple[tuple[int, int], ...]:
-    """Queries and keys of each sequence."""
+    """Draw the field ``lengths``."""
 
     def length() -> int:
         return random.choice(LONG_LENGTHS if random.random() < 0.04 else LENGTHS)

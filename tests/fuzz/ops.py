@@ -1,4 +1,4 @@
-"""The op of a case, on the backend that the case names."""
+"""Build the op of a case on each backend."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from .case import Case
 
 SMALL_TILE, SMALL_WORKSPACE = Tile(16, 32), 2**10
 _STRIP_SCORES = pipeline.STRIP_SCORES
-CPU_TILE, CPU_STRIP = 16, 800  # rows and columns of a tile, and scores of a strip, where these are small
+CPU_TILE, CPU_STRIP = 16, 800  # rows and columns of a small tile; scores of a small strip
 
 
 @contextmanager
 def ops_of(backend: str, folder: Path) -> Iterator[Callable[[Case], Any]]:
-    """What makes the op of a case, which is called before the next op is made. Memory is NaN where nothing was written.
+    """Yield a function that builds the op of a case; the op must be called before the next one is built.
+
+    New floating-point memory holds NaN meanwhile, so that results of memory that nobody wrote are wrong.
 
     Args:
         backend: one of ``BACKENDS``.
@@ -51,7 +53,7 @@ def ops_of(backend: str, folder: Path) -> Iterator[Callable[[Case], Any]]:
 
 
 def _on_cpu(patch: pytest.MonkeyPatch, case: Case) -> Any:
-    """An op of PyTorch ops, and from here on the tiles and strips of its case."""
+    """Build an op of PyTorch ops, and set the sizes of tiles and strips."""
     for function in (attention.forward, attention.backward):
         patch.setitem(function.__kwdefaults__, "tile", CPU_TILE if case.small else attention.TILE)
     patch.setattr(pipeline, "STRIP_SCORES", CPU_STRIP if case.small else _STRIP_SCORES)
@@ -59,7 +61,7 @@ def _on_cpu(patch: pytest.MonkeyPatch, case: Case) -> Any:
 
 
 class _Planned:
-    """Ops of kernels that run on the CPU: Triton's in the interpreter, CUDA's in the emulator."""
+    """Builds ops whose kernels run on the CPU: Triton's in the interpreter, CUDA's in the emulator."""
 
     def __init__(self, backend: str, folder: Path) -> None:
         self._backend, self._folder = backend, folder

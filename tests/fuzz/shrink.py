@@ -1,50 +1,26 @@
-"""A failing case made smaller, field by field, as long as it fails."""
+"""Make a failing case smaller, field by field, as long as it fails in the same way."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import lcm
-from typing import Any
 
 from .case import Case
 
-# The plainest values of fields, which stages are dropped by, too.
-PLAIN: dict[str, Any] = {
-    "kernel": None,
-    "post_kernel": None,
-    "mixed_heads": None,
-    "post_mixed_heads": None,
-    "dropout_p": 0.0,
-    "hidden": "",
-    "return_lse": False,
-    "spare": (0, 0),
-    "scale": None,
-    "size": 1.0,
-    "window": (-1, -1),
-    "causal": True,
-    "mask": "source",
-    "key_padding": "both",
-    "layouts": ("contiguous",) * 4,
-    "strided_lengths": False,
-    "cast_weights": False,
-    "splits": None,
-    "small": False,
-    "kv_heads": 1,
-    "head_dim": 16,
-    "value_head_dim": 16,
-    "earlier": False,
-    "data": 0,
-}
+_ELSEWHERE = ("backend", "maker", "dtype", "call", "heads", "lengths", "cut")  # kept, or shrunk by steps of their own
+PLAIN = {field.name: field.default for field in fields(Case) if field.name not in _ELSEWHERE}
+LEAST = {"kernel": 1, "post_kernel": 1, "window": -1, "spare": 0}  # of the elements of pairs
 
 
 def shrink(case: Case, kinds: Callable[[Case], set[str]], seconds: float) -> Case:
-    """The smallest case that a greedy search finds in this time, of those that fail as this one does.
+    """Return the smallest failing case that a greedy search finds.
 
     Args:
         case: a failing case.
-        kinds: the ways in which a case fails. A smaller one has one of them, too: else it would show another fault.
+        kinds: returns the ways in which a case fails. A smaller case must share one of them: else it would show another
+            fault.
         seconds: how long to search.
     """
     end, tried, wanted = time.monotonic() + seconds, {case}, kinds(case)
@@ -62,7 +38,7 @@ def shrink(case: Case, kinds: Callable[[Case], set[str]], seconds: float) -> Cas
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases that differ from this one by a step towards the plainest."""
+    """Yield the cases that are one step plainer: stages are dropped first, then sizes shrink."""
     for name, value in PLAIN.items():
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
@@ -72,12 +48,10 @@ def simpler(case: Case) -> Iterator[Case]:
     for i in range(len(case.lengths)) if len(case.lengths) > 1 else ():
         yield replace(case, lengths=case.lengths[:i] + case.lengths[i + 1 :])
     for axis in (0, 1):
-        for less in (lambda n: n // 2, lambda n: n - 1):
-            yield from _shorter(case, axis, less)
-    for name in ("kernel", "post_kernel", "window", "spare"):
+        yield from _shorter(case, axis)
+    for name, least in LEAST.items():
         pair = getattr(case, name)
         for i in (0, 1) if pair else ():
-            least = {"window": -1, "spare": 0}.get(name, 1)
             for value in (least, pair[i] // 2, pair[i] - 1):
                 if least <= value < pair[i]:
                     yield replace(case, **{name: (value, pair[1]) if i == 0 else (pair[0], value)})
@@ -86,14 +60,14 @@ def simpler(case: Case) -> Iterator[Case]:
             yield replace(case, layouts=(*case.layouts[:i], "contiguous", *case.layouts[i + 1 :]))
 
 
-def _shorter(case: Case, axis: int, less: Callable[[int], int]) -> Iterator[Case]:
-    """Shorter sequences: each of documents by itself, all of a batch alike, and of decode's the new tokens alike."""
+def _shorter(case: Case, axis: int) -> Iterator[Case]:
+    """Yield cases with shorter sequences; those that must be as long as each other stay so."""
     together = case.call == "batch" or (case.call == "decode" and axis == 0)
     least = 1 if case.call == "decode" and axis == 0 else 0
     for i in range(1 if together else len(case.lengths)):
-        lengths = [[*pair] for pair in case.lengths]
-        for pair in lengths if together else lengths[i : i + 1]:
-            pair[axis] = max(least, less(pair[axis]))
-        made = tuple((n_q, n_k) for n_q, n_k in lengths)
-        if made != case.lengths:
-            yield replace(case, lengths=made)
+        n = case.lengths[i][axis]
+        for value in {n // 2, n - 1} if n > least else ():
+            pairs = [[*pair] for pair in case.lengths]
+            for pair in pairs if together else pairs[i : i + 1]:
+                pair[axis] = max(least, value)
+            yield replace(case, lengths=tuple((n_q, n_k) for n_q, n_k in pairs))
