@@ -46,7 +46,12 @@ def documents_op(eager: Callable[..., Any], nq: list[int], nk: list[int]) -> Cal
 
 
 def judge(
-    function: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs, grad_out: Tensor | None = None
+    function: Callable[..., Any],
+    eager: Callable[..., Any],
+    inputs: Inputs,
+    grad_out: Tensor | None = None,
+    *,
+    size: float = 1.0,
 ) -> dict[str, Comparison]:
     """The results of ``function``, and the gradients of its inputs, against ``eager``.
 
@@ -55,6 +60,8 @@ def judge(
         eager: the same in plain PyTorch, which also takes them in float64.
         inputs: of one call.
         grad_out: the gradient of out; None: no gradients are taken.
+        size: the terms that cancel in gradients over those of normal numbers without dropout and with the default
+            scale.
 
     Returns:
         ``out``, ``lse`` if it is returned, and for each input its name with a ``d`` before it.
@@ -62,7 +69,7 @@ def judge(
 
     ours, plain = results(function, inputs, grad_out), results(eager, inputs, grad_out)
     exact = results(eager, inputs, grad_out, torch.float64)
-    rules = _rules(inputs)
+    rules = _rules(inputs, size)
     return {name: rules[name](ours[name], plain[name], exact[name]) for name in exact}
 
 
@@ -91,16 +98,16 @@ def results(
     return named
 
 
-def _rules(inputs: Inputs) -> dict[str, Callable[..., Comparison]]:
+def _rules(inputs: Inputs, size: float) -> dict[str, Callable[..., Comparison]]:
     """How each result is compared."""
     q, k, v = inputs.q, inputs.k, inputs.v
     # What cancels in a gradient through softmax is a dot product of unit-normal vectors; in a weight's, times a score.
-    product = v.shape[-1] ** 0.5
+    product = size * v.shape[-1] ** 0.5
     score = _largest(q.norm(dim=-1)) * _largest(k.norm(dim=-1)) * q.shape[-1] ** -0.5
     gradient = partial(compare, factor=GRADIENT_FACTOR)
     return {
         "out": partial(compare, terms=_largest(v.abs())),
-        "lse": compare,
+        "lse": partial(compare, terms=1.0),  # the logarithm of a sum that is at least 1
         "dq": partial(gradient, terms=product),
         "dk": partial(gradient, terms=product),
         "dv": gradient,

@@ -37,7 +37,10 @@ class Problem:
     def failures(self, op: Any) -> list[str]:
         """Return what is wrong with the results of ``op``, a line each."""
         inputs, grad_out = self.tensors
-        judged = judge(partial(self.ours, op), self.eager, inputs, None if self.decodes else grad_out)
+        case, ours = self.case, partial(self.ours, op)
+        scale = 1.0 if case.scale is None else max(1.0, abs(case.scale) * case.head_dim**0.5)
+        size = scale * case.size / (1 - case.dropout_p)
+        judged = judge(ours, self.eager, inputs, None if self.decodes else grad_out, size=size)
         found = [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
         return found + (self.leaks(op) if self.case.hidden else [])
 
