@@ -1,8 +1,8 @@
-"""The fuzzer: it would pass over faults."""
+"""The fuzzer, which would pass over faults, and faults that it has found."""
 
 from __future__ import annotations
 
-from ..mutant import Mutant
+from ..mutant import CUDA, EMULATED_STRIP, Mutant
 
 FUZZ, TESTS = "tests/fuzz", "tests/test_fuzz.py"
 MUTANTS = (
@@ -53,5 +53,13 @@ MUTANTS = (
         'Random(f"{backend} {index} call")',
         "Other seeds repeat calls.",
         (f"{TESTS}::test_seeds_and_numbers_change_all_data",),
+    ),
+    Mutant(
+        "step-spreads-what-is-no-number",
+        f"{CUDA}/plane_step.cu.j2",
+        "second = s + 1 < i + CQ",
+        "second = true",
+        "A new token whose key holds NaN spoils the token before it, which must not see it.",
+        (f"{EMULATED_STRIP}::test_rows_of_a_decode_step_that_hold_no_numbers",),
     ),
 )
