@@ -154,7 +154,7 @@ def _op(backend: str, random: Random) -> Case:
 def _with_call(case: Case, random: Random) -> Case:
     """Draw a call of the op of ``case``."""
     multiple = math.lcm(case.mixed_heads or 1, case.post_mixed_heads or 1)
-    # Probabilities that are recomputed from a log-sum-exp lose digits as scores grow. Eager PyTorch loses fewer, and its
+    # Probabilities recomputed from a log-sum-exp lose digits as scores grow. Eager PyTorch loses fewer, and its
     # other roundings cover the difference in 16 bits only.
     wide = case.dtype in ("fp32", "fp64")
     heads = multiple * random.choice([n for n in (1, 2, 3, 4) if n * multiple <= max(4, multiple)])
