@@ -50,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shrink", type=float, default=60, metavar="S", help="make a failing case smaller for S seconds"
     )
-    parser.add_argument("--folder", type=Path, help="keep compiled kernels here; default a temporary folder")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep compiled kernels here, for one state of the emulator; default a temporary folder",
+    )
     options = parser.parse_args(arguments)
     printed = Case.parse(options.case) if options.case and not options.case.isdecimal() else None
     backend = printed.backend if printed else options.backend
