@@ -9,6 +9,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import torch
+from poison import memory_starts_as_nan
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
@@ -45,16 +46,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nothing has written spoils what is made of it."""
-    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
-        empty = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *size, empty=empty, **options: _spoilt(empty(*size, **options)))
-
-
-def _spoilt(x: torch.Tensor) -> torch.Tensor:
-    return x.fill_(torch.nan) if x.is_floating_point() else x
+@pytest.fixture(name="memory_starts_as_nan")
+def _memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_starts_as_nan(monkeypatch)
 
 
 @pytest.fixture

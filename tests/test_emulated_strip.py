@@ -371,6 +371,19 @@ def test_convolution_of_a_decode_step(spec: Spec, folder: Path) -> None:
         assert_planes(case.convolve(folder, seed), expected, strip, where)
 
 
+@pytest.mark.parametrize("spec", [after((1, 1)), CONVOLUTIONS["(6, 11)"], CONVOLUTIONS["(2, 8) after, full"]], ids=str)
+def test_rows_of_a_decode_step_that_hold_no_numbers(spec: Spec, folder: Path) -> None:
+    """A row that sees a key of NaN changes no bit of rows that it has no tap for."""
+    case = Case(spec, Strip(2, spec.context + 8, 300, skip=spec.context, valid=spec.context, lengths=(300,)))
+    expected, x = case.convolve(folder), case.x
+    for row in range(spec.context, case.strip.count):
+        case.x = x.clone()
+        case.x[:, row] = torch.nan
+        rows = torch.arange(spec.context, case.strip.count)
+        rows = rows[(rows < row) | (rows >= row + case.stage.cq)]
+        assert torch.equal(case.convolve(folder)[:, rows, :300], expected[:, rows, :300])
+
+
 @pytest.mark.parametrize("spec", [CONVOLUTIONS["(6, 11)"], CONVOLUTIONS["(3, 3), left"]], ids=str)
 def test_the_order_of_warps_changes_nothing_in_planes(spec: Spec, folder: Path) -> None:
     case = Case(spec, SMALL)

@@ -46,7 +46,12 @@ def documents_op(eager: Callable[..., Any], nq: list[int], nk: list[int]) -> Cal
 
 
 def judge(
-    function: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs, grad_out: Tensor | None = None
+    function: Callable[..., Any],
+    eager: Callable[..., Any],
+    inputs: Inputs,
+    grad_out: Tensor | None = None,
+    *,
+    size: float = 1.0,
 ) -> dict[str, Comparison]:
     """The results of ``function``, and the gradients of its inputs, against ``eager``.
 
@@ -55,45 +60,63 @@ def judge(
         eager: the same in plain PyTorch, which also takes them in float64.
         inputs: of one call.
         grad_out: the gradient of out; None: no gradients are taken.
+        size: the terms that cancel in gradients over those of normal numbers without dropout and with the default
+            scale.
 
     Returns:
         ``out``, ``lse`` if it is returned, and for each input its name with a ``d`` before it.
     """
 
-    def run(function: Callable[..., Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        leaves = {
-            name: x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None)
-            for name, x in inputs.named.items()
-        }
-        q, k, v, *_ = leaves.values()
-        results = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
-        out, lse = results if isinstance(results, tuple) else (results, None)
-        named = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
-        if grad_out is not None:
-            gradients = torch.autograd.grad(out, [*leaves.values()], grad_out.to(out.dtype))
-            named |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-        return named
-
-    ours, plain, exact = run(function), run(eager), run(eager, torch.float64)
-    rules = _rules(inputs)
+    ours, plain = results(function, inputs, grad_out), results(eager, inputs, grad_out)
+    exact = results(eager, inputs, grad_out, torch.float64)
+    rules = _rules(inputs, size)
     return {name: rules[name](ours[name], plain[name], exact[name]) for name in exact}
 
 
-def _rules(inputs: Inputs) -> dict[str, Callable[..., Comparison]]:
+def results(
+    function: Callable[..., Any], inputs: Inputs, grad_out: Tensor | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The results of ``function`` and the gradients of its inputs, by the names that :func:`judge` gives them.
+
+    Args:
+        function: as :func:`judge` takes it.
+        inputs: of one call.
+        grad_out: the gradient of out; None: no gradients are taken.
+        dtype: that ``inputs`` are cast to; by default they keep theirs, and lie in memory as they do.
+    """
+    leaves = {
+        name: x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None) for name, x in inputs.named.items()
+    }
+    q, k, v, *_ = leaves.values()
+    returned = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
+    out, lse = returned if isinstance(returned, tuple) else (returned, None)
+    named = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    if grad_out is not None:
+        # Where there are no rows or no keys, eager results may depend on no weight.
+        gradients = torch.autograd.grad(out, [*leaves.values()], grad_out.to(out.dtype), materialize_grads=True)
+        named |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return named
+
+
+def _rules(inputs: Inputs, size: float) -> dict[str, Callable[..., Comparison]]:
     """How each result is compared."""
     q, k, v = inputs.q, inputs.k, inputs.v
     # What cancels in a gradient through softmax is a dot product of unit-normal vectors; in a weight's, times a score.
-    product = v.shape[-1] ** 0.5
-    score = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item() * q.shape[-1] ** -0.5
+    product = size * v.shape[-1] ** 0.5
+    score = _largest(q.norm(dim=-1)) * _largest(k.norm(dim=-1)) * q.shape[-1] ** -0.5
     gradient = partial(compare, factor=GRADIENT_FACTOR)
     return {
-        "out": partial(compare, terms=v.abs().max().item()),
-        "lse": compare,
+        "out": partial(compare, terms=_largest(v.abs())),
+        "lse": partial(compare, terms=1.0),  # the logarithm of a sum that is at least 1
         "dq": partial(gradient, terms=product),
         "dk": partial(gradient, terms=product),
         "dv": gradient,
         **{f"d{name}": partial(gradient, terms=score * product) for name in inputs.weights},
     }
+
+
+def _largest(x: Tensor) -> float:
+    return x.max().item() if x.numel() else 0.0
 
 
 def judge_decode(

@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 from single_pass import host_module
 
+from mtagen import codegen
 from mtagen.codegen.cuda import FUNCTION, render
+from mtagen.planner import Plan
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.strip.source import StripSource
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.passes import TilePass
+from mtagen.runtime.load import load_host
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -154,6 +157,22 @@ def host_function(
         return getattr(module, plan.pass_name)(*arguments, **options)
 
     return call
+
+
+def load_emulated(planned: Plan, folder: Path, seed: int = 0, *, checked: bool = False) -> None:
+    """Load the modules of a plan, whose CUDA kernels are emulated and whose Triton kernels the interpreter runs.
+
+    Args:
+        planned: the plan.
+        folder: see :func:`emulated`.
+        seed: see :class:`EmulatedKernel`.
+        checked: see :class:`EmulatedKernel`.
+    """
+    sources = codegen.render(planned)
+    for pass_name in sources.hosts:
+        module = load_host(planned, sources, pass_name)
+        for name in getattr(module, "SOURCES", ()):
+            module.LOADED[name][None] = emulated(planned.cuda[name], folder, seed, checked=checked)  # a CPU's index
 
 
 def for_host(plan: TilePass | StripSource) -> str:

@@ -11,7 +11,8 @@ import documents
 import dropping
 import problems
 import pytest
-from emulator import emulated
+from emulator import load_emulated
+from host_functions import retiled
 
 from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
@@ -68,27 +69,11 @@ def build(
         for key in one.decisions():
             if one.role(key) != but:
                 made = made.decided(key, one.alternatives(key)[-1].decisions()[key])
-    made = with_workspace(made, workspace_bytes)
+    made = retiled(made, workspace_bytes=workspace_bytes)
     assert made.backend == "cuda"
     assert bool(made.strip["forward"].fused) == (stages.keys() <= SIDE_BY_SIDE)
-    load(made, folder)
+    load_emulated(made, folder)
     return assemble(made, torch_on_cpu=False)
-
-
-def with_workspace(made: Plan, workspace_bytes: int) -> Plan:
-    """The plan with another workspace in every pass."""
-    for one in made.strip.values():
-        made = made.replaced(replace(one, workspace_bytes=workspace_bytes))
-    return made
-
-
-def load(made: Plan, folder: Path, *, checked: bool = False) -> None:
-    """Load the module of a plan, whose CUDA kernels are emulated; races are reported if they are ``checked``."""
-    sources = render(made)
-    for pass_name in sources.hosts:
-        module = load_host(made, sources, pass_name)
-        for name in module.SOURCES:
-            module.LOADED[name][None] = emulated(made.cuda[name], folder, checked=checked)  # the index of a CPU
 
 
 @pytest.mark.parametrize(("heads", "stages"), PIPELINES.values(), ids=PIPELINES)
@@ -151,10 +136,10 @@ def test_dropout(stages: dict[str, Any], target: str, sizes: Sizes, p: float, fo
     """Queries, and in a window keys, count from the sequence's first, wherever a strip begins."""
 
     def plan_like(spec: Spec) -> Plan:
-        made = with_workspace(plan(spec, target), 2**10)
+        made = retiled(plan(spec, target), workspace_bytes=2**10)
         assert made.backend == "cuda"
         assert not made.strip["forward"].fused
-        load(made, folder, checked=True)
+        load_emulated(made, folder, checked=True)
         return made
 
     made = plan(Spec(None, 16, 32, dtype="fp16", **stages), target)
@@ -179,9 +164,9 @@ def packed_host(
 ) -> tuple[Spec, Mapping[str, Callable[..., Any]]]:
     """Host functions for packed documents with CUDA's kernels, beside Triton's."""
     spec = Spec(head_dim=16, dtype="fp16", **stages)
-    made = with_workspace(plan(replace(spec, packed=True), target, "cuda"), workspace_bytes)
+    made = retiled(plan(replace(spec, packed=True), target, "cuda"), workspace_bytes=workspace_bytes)
     assert spec.convolves_only or bool(made.strip["forward"].fused) == (stages.keys() <= SIDE_BY_SIDE)
-    load(made, folder)
+    load_emulated(made, folder)
     sources = render(made)
     return spec, {name: getattr(load_host(made, sources, name), name) for name in sources.hosts}
 
@@ -238,7 +223,7 @@ def test_backward_of_a_fused_forward(stages: dict[str, Any], folder: Path) -> No
     """Strips make it. Where a row sees one key, its probability is 1 though forward and backward round otherwise."""
     made = plan(Spec(**{"head_dim": 16, "dtype": "fp16", **stages}), "sm_90a", "cuda")
     assert (made.tile.keys(), made.strip.keys()) == ({"forward", "decode"}, {"backward"})
-    load(made, folder)
+    load_emulated(made, folder)
     op = assemble(made, torch_on_cpu=False)
     for sizes in (Sizes(2, 4, 2, 17, 17), Sizes(1, 2, 1, 13, 140), Sizes(1, 2, 2, 75, 13), Sizes(8, 2, 2, 1, 1)):
         assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes))
@@ -249,8 +234,8 @@ def test_dropout_of_a_fused_forward(folder: Path) -> None:
     made = plan(Spec(value_head_dim=32, head_dim=16, dtype="fp16", kernel=(6, 11)), "sm_90a", "cuda")
 
     def plan_like(spec: Spec) -> Plan:
-        dropping_plan = with_workspace(plan(spec, "sm_90a", "cuda"), 2**10)
-        load(dropping_plan, folder)
+        dropping_plan = retiled(plan(spec, "sm_90a", "cuda"), workspace_bytes=2**10)
+        load_emulated(dropping_plan, folder)
         return dropping_plan
 
     op = assemble(made, torch_on_cpu=False, dropout=True, plan_like=plan_like)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import host_functions
 import problems
 import pytest
 import torch
@@ -40,12 +41,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def retiled(op: MultiTokenAttention, tile: Tile, workspace_bytes: int) -> MultiTokenAttention:
     """The op with small tiles of scores and a small workspace, so that small problems have many of both."""
-    plan = op.plan
-    for one in plan.lift.values():
-        scores = ("forward", "scores", "dq_", "dk_")
-        tiles = tuple((role, tile if role.startswith(scores) else own) for role, own in one.tiles)
-        plan = plan.replaced(replace(one, tiles=tiles, workspace_bytes=workspace_bytes))
-    return assemble(plan, torch_on_cpu=False)
+    return assemble(host_functions.retiled(op.plan, tile, workspace_bytes), torch_on_cpu=False)
 
 
 def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...]) -> None:
