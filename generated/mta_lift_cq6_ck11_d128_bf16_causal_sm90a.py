@@ -14,8 +14,8 @@ Forward and backward put the convolution into the keys, which are then "lifted".
     K_t[j]  = scale * sum_(s < 11) W[t, s] * k[j + s - 5]
     C[i, j] = sum_(t < 6) q[i + t - 5] . K_t[j]
 
-Next to the last key that a row sees, on the band, a lifted score would count hidden keys. C is summed anew there, from the
-terms that the mask counts: C[i, j] = band[i + off - j, i].
+Next to the last key that a row sees, on the band, a lifted score would count hidden keys.
+C is summed anew there, from the terms that the mask counts: C[i, j] = band[i + off - j, i].
 
 Decode puts the convolution into the few new queries, less the terms that the mask drops:
 

@@ -174,7 +174,12 @@ DEVICE void convolve(float (&c)[ROWS][4], u32 slab, const Toeplitz& toeplitz) {
       load_matrices(a, slab + s * SLAB_ROW + d * CHUNK_BYTES);
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
-        if (-1 <= s - i && s - i < CQ) mma<Source>(c[i], a, toeplitz[d][s - i + 1][0], toeplitz[d][s - i + 1][1]);
+        if (-1 <= s - i && s - i < CQ) {
+          // A row without a tap is left out: it may be hidden from row i, and hold NaN, which 0 times NaN would spread.
+          const bool first = s >= i, second = s + 1 < i + CQ;
+          const u32 rows[4] = {first ? a[0] : 0, first ? a[1] : 0, second ? a[2] : 0, second ? a[3] : 0};
+          mma<Source>(c[i], rows, toeplitz[d][s - i + 1][0], toeplitz[d][s - i + 1][1]);
+        }
     }
 }
 

@@ -929,7 +929,7 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
 // COUNT warps add up their sums of the taps of head h: a term of entry b of `batch`, the `tile`-th of `tiles`.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
-                                 int thread) {
+                                  int thread) {
   for (int tap = thread; tap < CQ * CK; tap += 32 * COUNT) {
     const long long row = static_cast<long long>(h * (CQ * CK) + tap) * batch + b;
     dw_sums[row * tiles + tile] = sum_of_tap<COUNT>(tap_sums, tap);

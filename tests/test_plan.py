@@ -213,8 +213,8 @@ def test_fits_the_target_or_says_what_does_not(
             assert all(is_power_of_2(size) for size in (tile.block_m, tile.block_n or 1, tile.num_warps))
             if role in TENSOR_ROLES:
                 assert strip_multiple % tile.block_m == 0
-    band = {"band_terms", "band"} if made.lift["forward"].lift.bands else set()
-    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_terms", "band"} | band
+    band = {"band_terms", "band", "band_gather"} if made.lift["forward"].lift.bands else set()
+    assert roles >= {"forward", "scores", "decode", *VECTOR_ROLES} - {"band_terms", "band", "band_gather"} | band
 
 
 def plan_or_refusal(spec: Spec, target: Target) -> Plan | str:
