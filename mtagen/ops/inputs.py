@@ -76,8 +76,8 @@ def check_decode(
             raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
         outputs = q_tail.shape[0] * q_tail.shape[1] * (rows - context)
         if outputs * num_splits > GRID_X:
-            rule = f"{outputs} rows of outputs have as many partial results each, {GRID_X} together at most"
-            raise InputError(explain("num_splits", num_splits, rule, f"{GRID_X // outputs} or less, or None"))
+            limit = f"{outputs} rows of outputs have as many partial results each, {GRID_X} together at most"
+            raise InputError(explain("num_splits", num_splits, limit, f"{GRID_X // outputs} or less, or None"))
     return checked
 
 
