@@ -113,7 +113,7 @@ def mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a(
     BLOCK: tl.constexpr = 64, WINDOW: tl.constexpr = 128, DIAGONALS: tl.constexpr = 65, REACH: tl.constexpr = 15,
     D: tl.constexpr = 64,
 ):
-    """Unscaled scores on diagonals of terms: terms[i, f] = q[i] . k[i + off - f], 0 if there is no such key.
+    """Unscaled scores on diagonals of terms: terms[i, f] = q[i] . k[i + off - f], or 0.
 
     Writes terms (all heads, n_q, REACH) fp32.
     A program multiplies BLOCK rows with the WINDOW keys that DIAGONALS of their diagonals meet, and keeps these.
@@ -499,7 +499,7 @@ def mta_lift_bwd_band_gather_cq6_ck11_d64_bf16_causal_sm90a(
     head0, n_q, n_k, strip_begin, strip_end,
     BLOCK: tl.constexpr = 16, BAND: tl.constexpr = 10, BAND_POW2: tl.constexpr = 16,
 ):
-    """Moves g on the band out of the rows of a strip: band_g[i, delta] = g[i, i + off - delta], then 0 there.
+    """Moves g on the band out of a strip: band_g[i, delta] = g[i, i + off - delta], then 0 there.
 
     C of the band is no product of lifted vectors, so that gradients of these must not count its g.
     band_g is 0 where there is no such key. Writes rows strip_begin..strip_end of band_g (all heads, n_q, BAND) fp32.

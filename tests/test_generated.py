@@ -175,7 +175,7 @@ for spec in (Spec((6, 11), 64), Spec((5, 2), 80, causal=False, dtype="fp32"), Sp
         (PORTABLE_CUDA, [*2 * ["forward_sm80.cu.j2"], "backward_sm80.cu.j2", "decode.cu.j2", "host.py.j2"]),
         (TRITON, ["module.py.j2"]),
         (STRIP, ["strip_module.py.j2"]),
-        (MIXED, [*2 * ["forward_sm90.cu.j2"], "decode.cu.j2", "host.py.j2", "module.py.j2"]),
+        (MIXED, ["decode.cu.j2", "host.py.j2", "module.py.j2"]),
         (CPU, []),
     ],
     ids=lambda value: name_of(value) if isinstance(value, Plan) else "",
