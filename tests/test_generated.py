@@ -69,7 +69,7 @@ CPU, CUDA, PORTABLE_CUDA, TRITON = (
     for target, backend in (("cpu", "auto"), ("sm_90a", "cuda"), ("sm_80", "cuda"), ("sm_90a", "triton"))
 )
 STRIP = STRIPS[0]
-MIXED = plan(Spec((6, 11), 64, 128), "sm_90a")  # CUDA's backward pass has one head dim; the forward pass rounds as it does
+MIXED = plan(Spec((6, 11), 64, 128), "sm_90a")  # CUDA has one head dim in backward passes
 
 
 def name_of(made: Plan) -> str:
