@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "padding-scores-reach-weights-of-the-band",
         f"{TRITON}/finish.j2",
-        "made = exists & (n_k > 0)",
+        "made = (row < tl.where(n_k > 0, n_q, 0)) & (f < REACH)[None, :]",
         "made = exists",
         "NaN in rows behind the last document reaches the gradient of W by the band.",
         (f"{INTERPRETED_DOCUMENTS}::{_BEHIND}",),
