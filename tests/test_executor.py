@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtagen.cpu import attention, pipeline
+from mtagen.documents import Documents
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 from mtagen.spec import Spec
@@ -286,6 +287,27 @@ def test_no_scores(executor: Executor, kernels: StrictKernels, nq: int, nk: int,
     assert_equal((out, lse), attention.forward(SPEC, *tensors, SCALE))
     got = executor.backward(out, lse, *in_list(tensors), out, lse, SCALE)
     assert_equal(got, tuple(torch.zeros_like(x) for x in tensors))
+    assert not any(kernels.calls.values())
+
+
+@pytest.mark.parametrize(
+    ("cu_seq_q", "cu_seq_k", "longest"),
+    [([0], [0], (4, 4)), ([0, 0], [0, 3], (0, 3)), ([0, 4], [0, 0], (4, 0))],
+    ids=str,
+)
+def test_no_scores_of_packed_documents(
+    executor: Executor, kernels: StrictKernels, cu_seq_q: list[int], cu_seq_k: list[int], longest: tuple[int, int]
+) -> None:
+    """All queries or all keys are behind the last document, whose lengths kernels would divide by."""
+    q, k, v, weight = operands()
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends = (torch.tensor(cu_seq, dtype=torch.int32) for cu_seq in (cu_seq_q, cu_seq_k))
+    documents = Documents(*ends, *longest)
+    with_variants = replace(executor, variants=lambda *_: kernels.passes())
+    out, lse = with_variants.forward(*packed, [weight], SCALE, documents)
+    assert_equal((out, lse), (torch.zeros(NQ, H, 24, dtype=DTYPE), torch.full((H, NQ), -torch.inf)))
+    got = with_variants.backward(out, lse, *packed, [weight], out, lse, SCALE, documents)
+    assert_equal(got, tuple(torch.zeros_like(x) for x in (*packed, weight)))
     assert not any(kernels.calls.values())
 
 

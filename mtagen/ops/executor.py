@@ -66,7 +66,7 @@ class Executor:
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
             return cpu.forward(self.spec, q, k, v, weights, scale, documents, dropout)
-        if q.numel() == 0 or k.numel() == 0:
+        if _sees_nothing(q, k, documents):
             rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
             return _nothing_seen(q, q.shape[:-1], rows, v)
         with _on(q):
@@ -94,7 +94,7 @@ class Executor:
         if kernels is None:
             grads = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale, documents, dropout)
             return [grad.contiguous() for grad in grads]
-        if q.numel() == 0 or k.numel() == 0:
+        if _sees_nothing(q, k, documents):
             return [x.new_zeros(x.shape) for x in (q, k, v, *weights)]
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
@@ -164,6 +164,13 @@ class Executor:
 def single_tap(q: Tensor) -> Tensor:
     """The weight (H, 1, 1) by which convolving kernels make plain attention of H heads."""
     return q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
+
+
+def _sees_nothing(q: Tensor, k: Tensor, documents: Documents | None) -> bool:
+    """Whether there is no query or no key, or all of them are behind the last packed document."""
+    if q.numel() == 0 or k.numel() == 0:
+        return True
+    return documents is not None and (len(documents.cu_seq_q) == 1 or documents.max_q == 0 or documents.max_k == 0)
 
 
 def _nothing_seen(q: Tensor, out: Sequence[int], lse: Sequence[int], v: Tensor) -> tuple[Tensor, Tensor]:

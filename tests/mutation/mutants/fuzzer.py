@@ -62,4 +62,12 @@ MUTANTS = (
         "A new token whose key holds NaN spoils the token before it, which must not see it.",
         (f"{EMULATED_STRIP}::test_rows_of_a_decode_step_that_hold_no_numbers",),
     ),
+    Mutant(
+        "kernels-of-documents-without-keys",
+        "mtagen/ops/executor.py",
+        "or documents.max_q == 0 or documents.max_k == 0)",
+        "or documents.max_q == 0)",
+        "Strips divide by the bytes of a row of scores, which are none, where all keys are behind the last document.",
+        ("tests/test_executor.py::test_no_scores_of_packed_documents",),
+    ),
 )
