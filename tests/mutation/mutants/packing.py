@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "packing-documents-launched-without-keys",
         EXECUTOR,
-        "if q.numel() == 0 or k.numel() == 0:",
+        "if _sees_nothing(q, k, documents):",
         "if q.numel() == 0:",
         "Kernels are launched for documents without a key, on buffers of no element.",
         (f"{TOLD}::test_documents_without_scores",),
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "packing-backward-launched-without-queries",
         EXECUTOR,
-        "if q.numel() == 0 or k.numel() == 0:",
+        "if _sees_nothing(q, k, documents):",
         "if k.numel() == 0:",
         "Backward kernels are launched for documents without a query.",
         (f"{TOLD}::test_documents_without_scores",),
