@@ -199,7 +199,7 @@ MUTANTS = (
         "(block * all_heads + head) * {{ weights }}\n    terms_grad",
         "(block * n_heads + head) * {{ weights }}\n    terms_grad",
         "With more than one batch entry, blocks overwrite each other's share of W's gradient next to the diagonal.",
-        (f"{INTERPRETED}::test_chunks_of_heads",),
+        (f"{INTERPRETED}::test_bands_in_parts",),
     ),
     Mutant(
         "triton-gradient-of-keys-of-the-first-chunk",
