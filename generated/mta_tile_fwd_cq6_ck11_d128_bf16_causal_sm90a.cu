@@ -606,7 +606,9 @@ struct WarpSlab {
     store_pair = base + SHARED_GATHER + below * 4 + (row + 2 * lane_row + PAD) * 4;
     const u32 above = store_pair - HALO * 4;
 #pragma unroll
-    for (int i = 0; i < GATHERS; ++i)  // shifts past the kernel meet zeros: any row will do that this lane reads anyway
+    // Row shifts past the kernel meet weights of 0. They read the output's own row, whose hidden scores are 0: the row
+    // below may see an infinite score or NaN, which times 0 is NaN.
+    for (int i = 0; i < GATHERS; ++i)
       gathered.words[i] = above + 4 * (8 * i + min(2 * lane_pair, HALO / 2 * 2 - 8 * i));
     pin(store_pair);
     pin(gathered.words);

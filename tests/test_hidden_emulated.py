@@ -92,6 +92,20 @@ def test_training(target: str, spec: Spec, folder: Path) -> None:
     assert not failures(spec, training(spec, *(host_function(tile[name], folder) for name in ("forward", "backward"))))
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("kernel", [(5, 2), (7, 11), (6, 11)], ids=str)
+def test_keys_that_meet_weights_of_zero(kernel: tuple[int, int], target: str, folder: Path) -> None:
+    """A tile reads 8 row shifts of its last columns, more than the kernel has; each place in a tile is tried."""
+    spec, n = Spec(kernel, 32), 64
+    forward = training(spec, host_function(plan(spec, target, "cuda").tile["forward"], folder))
+    call = Call(*rows(spec, (2, n, 32), (1, n, 32), (1, n, 32), (2, n, 32)))
+    expected = forward(call)
+    for cut in range(33, 49):
+        ours = forward(call._replace(k=hidden.changed(call.k, torch.arange(n) >= cut, None)))
+        for name in ("out", "lse"):
+            assert torch.equal(ours[name][:, :, :cut], expected[name][:, :, :cut]), (name, cut)
+
+
 @pytest.mark.parametrize(("target", "spec"), PAIRS, ids=case_id)
 def test_values_side_by_side(target: str, spec: Spec, folder: Path) -> None:
     """The fused forward kernel of pairs that are mixed after the softmax."""

@@ -64,4 +64,12 @@ MUTANTS = (
         "A row whose numbers overflow makes NaN of the gradients of keys that it does not see.",
         (f"{STRIPS}::test_training[pairs in a window on both sides]",),
     ),
+    Mutant(
+        "gathered-columns-of-the-row-below",
+        f"{CUDA}/toeplitz.j2",
+        "a[2] = third == 8 ? two[1] : two[0]",
+        "a[2] = two[1]",
+        "Kernels of an odd number of rows multiply the row below by a weight of 0, and NaN in its scores is NaN here.",
+        (f"{TEST}::test_keys_that_meet_weights_of_zero",),
+    ),
 )
