@@ -61,8 +61,8 @@ def test_layers_are_made_with_their_own_options() -> None:
     changed[0, 0] = x[0, 0] % (VOCABULARY - 1) + 1
     for layers in ((0, 1), (1,), (0,)):
         model = made({"kernel": None, "layer_overrides": dict.fromkeys(layers, own)})
-        windows = [layer.self_attn.op.plan.spec.window for layer in model.model.layers]
-        assert windows == [(0, 0) if layer in layers else (-1, -1) for layer in range(2)]
+        lefts = [layer.self_attn.op.plan.spec.left for layer in model.model.layers]
+        assert lefts == [0 if layer in layers else None for layer in range(2)]
         hears = (model(x).logits - model(changed).logits)[0, 1:].any()
         assert bool(hears) == (len(layers) < 2)
 

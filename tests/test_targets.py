@@ -147,5 +147,5 @@ def test_emitted_modules_compile_for_the_gpu(target, capability, arch, tmp_path,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     made = plan(Spec((2, 3), 16), target, "cuda")
     (host,) = (path for path in emit(made, tmp_path) if path.suffix == ".py")
-    module = load_module(host)
+    module = load_module(host, host.read_bytes())
     assert module.compile_source(tmp_path / module.SOURCES["forward"], module.TARGET, 0) == arch.encode()
