@@ -386,7 +386,7 @@ def test_auto_takes_cuda_and_says_why(spec: Spec) -> None:
 
 
 def test_auto_takes_triton_for_passes_in_which_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little: both launch as much, so that a call costs the CPU the same. But passes of training round alike."""
+    """However little, for both launch as much; and the backward pass takes the forward pass along."""
     ratios = {"forward": 1.0, "backward": 1.1, "decode": 0.5}
     monkeypatch.setattr("mtagen.planner.strip.passes.CUDA_OVER_TRITON", ratios)
     made = plan(EVERYTHING, "sm_90a")
