@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mutant import CUDA, EMULATED, SM80, SM90, Mutant
+from ..mutant import CUDA, EMULATED, SM80, SM90, TRITON, Mutant
 
 TEST = "tests/test_hidden_emulated.py"
 STRIPS = "tests/interpreter/test_hidden_cuda_strip.py"
@@ -63,6 +63,14 @@ MUTANTS = (
         "",
         "A row whose numbers overflow makes NaN of the gradients of keys that it does not see.",
         (f"{STRIPS}::test_training[pairs in a window on both sides]",),
+    ),
+    Mutant(
+        "strip-softmax-backward-hidden-gradients",
+        f"{TRITON}/strip_rows.j2",
+        "dc = tl.where({{ seen }}, p * ({{ gradient_of_p() }} + minus_d[:, None]), 0.0)",
+        "dc = (p * ({{ gradient_of_p() }} + minus_d[:, None]))",
+        "A row of mixed heads whose numbers overflow makes NaN of the gradients of keys that it does not see.",
+        ("tests/interpreter/test_hidden.py::test_training_with_planes_that_overflow",),
     ),
     Mutant(
         "gathered-columns-of-the-row-below",
