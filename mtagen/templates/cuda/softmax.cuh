@@ -29,7 +29,7 @@ template <class Element>
 struct Softmax {
   float exponent;                                 // a convolved score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
-  float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
+  float sum[2] = {-0.f, -0.f};                    // of the probabilities of each row, of this thread's columns
   float added[2];                                 // to `sum` by the tile that has begun
 
   // Begins a tile.
@@ -49,11 +49,9 @@ struct Softmax {
   // Adds two probabilities of row r.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
-  // Begins the first tile, in which every row exceeds its reference, because it has none.
-  DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
-
   // Ends the tile. Returns false if some thread of the warp has exceeded a reference by too much: restart() then ends
-  // the tile. Until then the sign of `sum` says which rows have, because a flag would take a register.
+  // the tile. Until then the sign of `sum` says which rows have, because a flag would take a register. It is negative
+  // from the start, because no row has a reference before the first tile.
   DEVICE bool end() {
     if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
       sum[0] += added[0], sum[1] += added[1];
@@ -63,7 +61,7 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];
+      sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r] + added[r];
     }
     return false;
   }

@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "softmax-sum-of-other-rows-lost",
         f"{CUDA}/softmax.cuh",
-        "sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];",
-        "sum[r] = most > LIMIT ? -sum[r] : sum[r], added[r] = most;",
+        "sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r] + added[r];",
+        "sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r], added[r] = most;",
         "Where a row below sees a large score, a row loses its sum of the tile.",
         (f"{TEST}::test_training[{SM80}]",),
     ),
@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "softmax-first-tile-without-references",
         f"{CUDA}/softmax.cuh",
-        "sum[0] = sum[1] = -0.f;",
-        "",
+        "sum[2] = {-0.f, -0.f};",
+        "sum[2] = {0.f, 0.f};",
         "Rows of the first tile keep the reference that stands for none.",
         (f"{EMULATED}::test_accurate[{SM90}]",),
     ),
