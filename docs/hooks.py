@@ -18,6 +18,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
 PREFIX = "source/"
@@ -60,6 +61,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return posixpath.relpath(to, posixpath.dirname(at) or ".") + (link[2] or "")
 
     return _outside_fences(markdown, lambda text: _LINK.sub(turn, text))
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Load MathJax on pages with formulas."""
+    if 'class="arithmatex"' not in html:
+        return html
+    sources = (get_relative_url(name, page.url) for name in ("mathjax.js", "mathjax/startup.js"))
+    return html + "".join(f'<script defer src="{source}"></script>' for source in sources)
 
 
 def _cited_by_navigation(nav: Any) -> Iterator[str]:
