@@ -70,7 +70,7 @@ class Tab:
         """Open a page and wait until it has loaded."""
         self.events.clear()
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState == 'complete' && location.href != 'about:blank'")
+        assert self.wait("document.readyState == 'complete' && location.href != 'about:blank'"), url
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, awaited if it is a promise."""
@@ -79,13 +79,14 @@ class Tab:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 20) -> None:
-        """Wait until a JavaScript expression is true."""
+    def wait(self, condition: str, seconds: float = 20) -> bool:
+        """Wait until a JavaScript expression is true, and return whether it became so in time."""
         end = time.monotonic() + seconds
-        while not self.evaluate(condition):
+        while self.evaluate(condition) is not True:
             if time.monotonic() > end:
-                raise TimeoutError(condition)
+                return False
             time.sleep(0.02)
+        return True
 
     def show(self, width: int, height: int = 800, *, dark: bool = False) -> None:
         """Set the viewport's size in CSS pixels, and the colour scheme that the system prefers."""
