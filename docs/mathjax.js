@@ -5,7 +5,7 @@ window.MathJax = {
     paths: { fonts: "[mathjax]" },
   },
   tex: {
-    packages: ["base", "ams"],
+    packages: { "[-]": ["autoload", "noundefined", "require"] }, // an unknown command is an error
     inlineMath: [["\\(", "\\)"]],
     displayMath: [["\\[", "\\]"]],
   },

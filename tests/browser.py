@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
 OPTIONS = (
     "--headless",
-    "--no-sandbox",
+    "--no-sandbox",  # which root cannot have
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
@@ -93,11 +92,6 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Write a picture of the viewport, or of the whole page."""
-        picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
 
 @contextmanager
