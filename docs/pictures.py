@@ -203,7 +203,7 @@ def tiles() -> Drawing:
     forward, backward = made["forward"], made["backward"]
     assert isinstance(forward, TileForward)
     assert isinstance(backward, TileBackward)
-    drawing = Drawing(860, 374)
+    drawing = Drawing(860, 390)
     _draw_forward(drawing, forward, 40, 60)
     _draw_backward(drawing, backward, 460, 60)
     return drawing
@@ -275,13 +275,9 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
         if row < count:
             drawing.box(left + 170, y, 150, side, EDGE, INK, 0.5)
             drawing.text(left + 245, y + 16, "dS of these rows", size=10, at="middle")
-    drawing.text(
-        left,
-        below + 26 + (count + 1) * side,
-        f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile;"
-        f" neighbours share {tile.halo} columns of it.",
-        size=11,
-    )
+    end = below + 26 + (count + 1) * side
+    drawing.text(left, end, f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile.", size=11)
+    drawing.text(left, end + 16, f"Neighbouring CTAs share {tile.halo} columns of dS.", size=11)
 
 
 def pictures() -> Iterator[tuple[str, Drawing]]:
