@@ -160,7 +160,8 @@ def report(name: Path, before: Path, now: Path) -> str:
         return f"{name.with_suffix('')}: only {'now' if (now / name).exists() else 'before'}"
     used = [json.loads((folder / name).with_suffix(".json").read_text(encoding="utf-8")) for folder in (before, now)]
     changes = zip(("registers", "stack", "shared", "instructions"), *used, strict=True)
-    return f"{name.with_suffix('')}: " + ", ".join(f"{what} {a} -> {b}" for what, a, b in changes if a != b)
+    said = ", ".join(f"{what} {a} -> {b}" for what, a, b in changes if a != b) or "other instructions"
+    return f"{name.with_suffix('')}: {said}"
 
 
 def compare(commit: str, names: list[str], folder: Path) -> int:
