@@ -31,8 +31,6 @@ def test_example() -> None:
     assert q.grad.isfinite().all()
     assert weight.grad.any()
     torch.testing.assert_close(last, out[:, :, -1:].detach())
-    layer, x, generated = (names[name] for name in ("layer", "x", "generated"))
-    torch.testing.assert_close(generated, layer(x))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
