@@ -55,6 +55,8 @@ def test_every_target_is_named() -> None:
         "generated/README.md",
         "benchmarks/README.md",
         "benchmarks/RESULTS.md",
+        "benchmarks/NOTES.md",
+        *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks/notes").glob("*.md")),
         "CHANGELOG.md",
     ],
 )
