@@ -1,7 +1,7 @@
 """Draw the pictures of the mathematics from values of the planner: ``python docs/pictures.py`` writes docs/pictures.
 
 The script asks the values that kernels are printed from: which scores are hidden, corrected, skipped, loaded and owned.
-So a picture shows what a kernel does. Pictures are SVG, written here rectangle by rectangle, and equal on every machine.
+So a picture shows what a kernel does. Pictures are SVG, written here rectangle by rectangle, equal on every machine.
 A test compares the files with a new drawing.
 """
 
