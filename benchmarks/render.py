@@ -45,8 +45,9 @@ MAX_CPU_US = 60  # of a forward call
 RESULTS_HEAD = f"""\
 # Results
 
-What `mtagen bench` measured, as [`render.py`](render.py) writes it from the runs in [`results/`](results). Each table
-takes a case, with all of its contenders, from one run; "{NOTHING}" is not measured.\
+`mtagen bench` measured these figures. [`render.py`](render.py) writes this page from the runs in
+[`results/`](results). Each table takes a case, with all of its contenders, from one run; "{NOTHING}" is not
+measured.\
 """
 
 MIXING: dict[str, Any] = {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}
@@ -250,9 +251,11 @@ def relative(path: Path, page: Path) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Break long lines of text, items of lists too, but never around an equals sign."""
+    """Break long lines of text and of lists, but no tables and headings, and never around an equals sign."""
     lines = [
-        fill(line.replace(" = ", "\0=\0"), 100, subsequent_indent="  " if line.startswith("- ") else "")
+        line
+        if line.startswith(("|", "#"))
+        else fill(line.replace(" = ", "\0=\0"), 100, subsequent_indent="  " if line.startswith("- ") else "")
         for line in text.splitlines()
     ]
     return "\n".join(lines).replace("\0", " ")
@@ -283,7 +286,10 @@ def main(arguments: list[str] | None = None) -> int:
     reports = load_reports(args.root / "examples/gpt/results")
     parts = {
         "README.md": {"figures": wrapped(figures(runs))},
-        "docs/performance.md": {"training-step": training_steps(reports), "speed": headlines(runs)},
+        "docs/performance.md": {
+            "training-step": wrapped(training_steps(reports)),
+            "speed": wrapped(headlines(runs)),
+        },
         "examples/gpt/README.md": {"throughput": throughput(reports)},
     }
     page = args.root / "benchmarks/RESULTS.md"
