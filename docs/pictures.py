@@ -1,8 +1,8 @@
-"""Draws the pictures of the mathematics from values of the planner: ``python docs/pictures.py`` writes docs/pictures.
+"""Draw the pictures of the mathematics from values of the planner: ``python docs/pictures.py`` writes docs/pictures.
 
-What is hidden, corrected, skipped, loaded and owned is asked of the values that kernels are printed from, so that a
-picture shows what a kernel does. Pictures are SVG, written here rectangle by rectangle: equal on every machine, so that
-a test can hold the files to be current.
+The script asks the values that kernels are printed from: which scores are hidden, corrected, skipped, loaded and owned.
+So a picture shows what a kernel does. Pictures are SVG, written here rectangle by rectangle, equal on every machine.
+A test compares the files with a new drawing.
 """
 
 from __future__ import annotations

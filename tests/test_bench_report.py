@@ -774,6 +774,17 @@ def test_union_takes_each_contender_from_the_fuller_run() -> None:
     assert runs.union([first, second]) == runs.union([first])
 
 
+def test_union_counts_only_the_contenders_that_it_is_given() -> None:
+    fuller, other = make_run([ONE]), slowed(make_run([ONE]), 2)
+    other["results"] = [row for row in other["results"] if row["contender"] in ("mtagen cuda", "eager")]
+    fuller["results"] = [row for row in fuller["results"] if row["contender"] != "eager"]
+    names = ("mtagen cuda", "eager")
+    for both in ((fuller, other), (other, fuller)):
+        rows = runs.union(both, names)[ONE]
+        assert rows["mtagen cuda"]["ms"] == 2 * measurement(ONE, "mtagen cuda")["ms"]
+        assert rows.keys() == runs.union(both)[ONE].keys()
+
+
 def test_picture_of_training_steps_is_of_single_sequences() -> None:
     time, memory = json.loads(plots.picture_of_training_steps(runs.union([RUNS["full"], RUNS["layers"]]), "").shown)
     assert time["title"] == "6,11: forward+backward, causal, d = 128, 16 heads, bf16"
@@ -812,8 +823,8 @@ def test_a_picture_is_the_same_file_whenever_it_is_made(name: str, tmp_path: Pat
 
 
 PAGES = {
-    "README.md": ("figures", "training-step"),
-    "docs/performance.md": ("speed",),
+    "README.md": ("figures",),
+    "docs/performance.md": ("training-step", "speed"),
     "examples/gpt/README.md": ("throughput",),
 }
 
@@ -847,7 +858,8 @@ def test_script_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert text.endswith(":end -->\nrest\n")
         assert "old" not in text
     assert "<!-- figures:begin -->\n\nOn one NVIDIA H200, " in texts["README.md"]
-    assert texts["README.md"].index("| 300M") < texts["README.md"].index("| 1B")
+    steps = texts["docs/performance.md"]
+    assert steps.index("| 300M") < steps.index("| 1B") < steps.index("### NVIDIA H200")
     assert "<!-- speed:begin -->\n\n### NVIDIA H200\n" in texts["docs/performance.md"]
     assert "| 1B, 4 x 2048 | authors | out of memory |" in texts["examples/gpt/README.md"]
     page = tmp_path / "benchmarks/RESULTS.md"

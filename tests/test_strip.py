@@ -602,7 +602,7 @@ def test_fp64_is_refused(target: str) -> None:
 MIXED = Spec(None, 128, mixed_heads=16, post_mixed_heads=16)
 LAYER = Spec((6, 11), 128, mixed_heads=16, post_kernel=(6, 11), post_mixed_heads=16)
 PAIRS = Spec((6, 11), 128, post_mixed_heads=2)
-# Microseconds on an H200, 16 heads, N = 8192, causal, of kernels in some forms (benchmarks/NOTES.md, "CUDA in strips").
+# Microseconds on an H200, 16 heads, N = 8192, causal, of kernels in some forms (benchmarks/notes/strips.md).
 MEASURED = {
     (MIXED, "forward", "softmax"): {
         Form(8, 2): 806,

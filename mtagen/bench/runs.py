@@ -195,14 +195,18 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))
 
 
-def union(runs: Iterable[Run]) -> Cases:
-    """Everything measured on one device: of each case and contender, by the run that took most contenders at the case.
+def union(runs: Iterable[Run], names: Collection[str] = ()) -> Cases:
+    """Collect all that was measured on one device: each contender from the run with most contenders at its case.
 
-    Unlike in :func:`merge`, the contenders of a case may come from several runs.
+    Unlike in :func:`merge`, the contenders of a case may come from several runs. Only ``names`` count, if given.
     """
     results: Cases = {}
     found = [item for run in runs for item in measurements(run).items()]
-    for case, rows in sorted(found, key=lambda item: len(item[1]), reverse=True):
+
+    def count(item: tuple[Case, Rows]) -> int:
+        return sum(name in names for name in item[1]) if names else len(item[1])
+
+    for case, rows in sorted(found, key=count, reverse=True):
         results[case] = {**rows, **results.get(case, {})}
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))
 

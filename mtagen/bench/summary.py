@@ -114,7 +114,7 @@ def paper_table(results: Results) -> str:
         Column("of the roofline", lambda case, rows: _percent(_ours(rows).get("fraction"))),
     ]
     title = f"(6, 11), causal, N = {n}, B = 1, {_common(cases)}; medians, multiples of plain attention's "
-    title += "time, and the share of the speed at which the plan's flop and bytes would keep this machine busy"
+    title += "time, and the fraction of the speed that this machine's roofline allows for the plan's flop and bytes"
     return _write_cases(title, shown, cases, (*OURS, *SDPA))
 
 
@@ -131,7 +131,9 @@ def peers_table(results: Results) -> str:
         Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, PEERS), _ours(rows), digits=1)),
     ]
     title = f"Forward + backward against PyTorch, (6, 11), causal, {_common(cases)}"
-    title += ". Liger-Kernel's op is another, its convolution follows the softmax" if PEERS[-1] in peers else ""
+    title += (
+        ". Liger-Kernel's op is another operation: its convolution follows the softmax" if PEERS[-1] in peers else ""
+    )
     return _write_cases(title, shown, cases, PEERS)
 
 
@@ -142,8 +144,10 @@ def layers_table(results: Results) -> str:
     plain = _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     peers = _present(cases, SAME_MATH)
     best = Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, SAME_MATH), _ours(rows), 1))
+    dtypes = {case.spec.dtype for case in cases}
     shown = [
         columns.STAGES,
+        *([Column("dtype", lambda case, rows: case.spec.dtype)] if len(dtypes) > 1 else []),
         columns.HEAD_DIM,
         columns.LENGTH,
         columns.BATCH,
@@ -264,7 +268,9 @@ def data_table(results: Results) -> str:
     title = (
         f"Windows, packed documents and dropout, causal, {_common(cases)}; predicted is the time without window and "
     )
-    title += "dropout, times the share of pairs (query, key) that count; of B packed documents the longest has N tokens"
+    title += (
+        "dropout, times the fraction of pairs (query, key) that count; the longest of B packed documents has N tokens"
+    )
     return _write_cases(title, shown, cases, (*backends, *(peer for peers in others.values() for peer in peers)))
 
 
@@ -439,9 +445,11 @@ def _percent(share: float | None) -> str:
 
 
 def _common(results: Results) -> str:
-    """What all cases of a table share; empty without cases."""
-    case = next(iter(results), None)
-    return f"{case.sizes.heads} heads, {case.spec.dtype}" if case else ""
+    """Return the number of heads and the dtypes of a table's cases; an empty string without cases."""
+    if not results:
+        return ""
+    heads = next(iter(results)).sizes.heads
+    return f"{heads} heads, {' or '.join(sorted({case.spec.dtype for case in results}))}"
 
 
 def _write_cases(title: str, shown: Sequence[Column], results: Results, names: Iterable[str]) -> str:

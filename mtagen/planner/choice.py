@@ -33,7 +33,7 @@ BACKENDS = ("auto", "cuda", "triton", "torch")
 GENERATED = ("cuda", "triton")
 COST_MODEL, ONLY_ONE = "cost model", "the only one"
 # CUDA's time over Triton's up to which auto takes fused kernels of CUDA: their calls take less than half of the CPU's
-# time (benchmarks/NOTES.md, "Backends"), which a busy GPU hides and short sequences do not.
+# time (benchmarks/notes/planning.md, "Backends"), which a busy GPU hides and short sequences do not.
 CUDA_UP_TO = 1.15
 INSTALL = {"cuda": "pip install 'mtagen[cuda]'", "triton": "pip install triton"}
 

@@ -378,9 +378,9 @@ def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
 def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
     """Small kernels, shaped by rule: the fp32 vectors a thread holds stay near 32 to 48 registers.
 
-    Measured on an H200 (benchmarks/NOTES.md): kernels that reduce over a vector run best with one warp per block, which
-    needs no barrier. ``band_terms`` is one product of a block of rows with the window of keys that its diagonals
-    meet, or some of them: what is on chip must fit every target.
+    Measured on an H200 (benchmarks/notes/triton.md): kernels that reduce over a vector run best with one warp per
+    block, which needs no barrier. ``band_terms`` is one product of a block of rows with the window of keys that its
+    diagonals meet, or some of them: what is on chip must fit every target.
     """
     d = block_dim(spec.head_dim)
     if role in ("band_gather", "rows"):

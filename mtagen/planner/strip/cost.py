@@ -4,7 +4,7 @@ A kernel streams planes from memory and to memory, and moves each element throug
 where tensor cores multiply. What takes longer hides most of the other. A CTA has nothing under way when it starts, and
 where its warps wait for each other; other CTAs of the multiprocessor fill these gaps, if there are any. At the end of a
 launch CTAs end one by one, the earlier the shorter their walks. The constants are fitted to the times of kernels that
-``benchmarks/NOTES.md`` gives for an H200.
+``benchmarks/notes/strips.md`` gives for an H200.
 """
 
 from __future__ import annotations

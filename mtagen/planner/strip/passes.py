@@ -28,7 +28,7 @@ PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode":
 # Strips of packed documents take more memory by this factor: a row is as long as the longest document, and the context
 # of a strip fills a whole tile, which is less of a long strip than of a short one.
 PACKED_FACTOR = 2
-# CUDA's time over Triton's of whole passes, the largest figures of benchmarks/NOTES.md, "CUDA in strips": mixing alone.
+# CUDA's time over Triton's of whole passes, the largest figures of benchmarks/notes/strips.md: mixing alone.
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
 ENOUGH_ROWS = 512  # of several sequences, before a strip takes more of them
 # Rows of a strip, at most, where a window limits keys on both sides. Each row has as many hidden keys in its planes as

@@ -178,7 +178,7 @@ class TileBackward(TilePass):
         """Whether W is taken for one of 9 columns, with zeros from its own on: at 7 and 8 rows by 6 to 9 columns.
 
         G then begins with a chunk of its own, so that a helper, which has four row shifts in each of two row tiles
-        there, multiplies a chunk less. Other extents gain little or lose by it: benchmarks/NOTES.md,
+        there, multiplies a chunk less. Other extents gain little or lose by it: benchmarks/notes/cuda-backward.md,
         "Kernels of 7 and 8 rows".
         """
         return self.hopper and self.spec.cq in (7, 8) and 6 <= self.spec.ck <= 9
@@ -252,7 +252,7 @@ class TileBackward(TilePass):
         """How the gradient of W is shared.
 
         A helper loads operands as they are multiplied. With one set of row shifts that was measured to take longer, in
-        bf16: benchmarks/NOTES.md, "Scores are converted once".
+        bf16: benchmarks/notes/cuda-backward.md, "Scores are converted once".
         """
         return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts, loaded=self.hopper)
 

@@ -38,7 +38,7 @@ from .wgmma import Wgmma
 # What is a CTA's, in the names of the templates: its first row, how many rows from it on, and its split of the keys.
 FIRST, FIRST_ROWS, OFFSET = symbols("first rows offset", integer=True)
 SPLIT, SPLIT_TILES = symbols("split split_tiles", integer=True, nonnegative=True)
-_SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/NOTES.md, "Documents and dropout"
+_SPARED_REGISTERS = 8  # of threads that compute, for those that draw: benchmarks/notes/data.md, "Dropout"
 _RESERVED_REGISTERS = {True: 18, False: 50}  # addresses, loop state, softmax state; without wgmma, A and B operands too
 # The cost model, in cycles of a multiprocessor.
 _SOFTMAX = 0.06  # a score's share of what tensor cores do not do
