@@ -66,6 +66,10 @@ VARIANTS = [  # together they take every branch of the templates
     plan(Spec((6, 11), 64, packed=True), "sm_90a", "cuda"),
     plan(Spec((3, 3), 128, causal=False, packed=True), "sm_80", "cuda"),
 ]
+CUDA_STRIPS = [  # together they take every template of strips in CUDA, and Triton's beside them
+    plan(replace(LAYERS[0], packed=True, dropout=True), "sm_90a", "cuda"),
+    plan(Spec((2, 3), 64, post_mixed_heads=4), "sm_90a"),
+]
 CPU, CUDA, PORTABLE_CUDA, TRITON = (
     plan(Spec((6, 11), 64), target, backend)
     for target, backend in (("cpu", "auto"), ("sm_90a", "cuda"), ("sm_80", "cuda"), ("sm_90a", "triton"))
@@ -269,7 +273,7 @@ def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
         assert_clean(text, tmp_path / name)
 
 
-@pytest.mark.parametrize("made", [one for one in VARIANTS if one.tile], ids=name_of)
+@pytest.mark.parametrize("made", [*(one for one in VARIANTS if one.tile), *CUDA_STRIPS], ids=name_of)
 def test_cuda_sources_are_clean(made: Plan) -> None:
     """They hold no marks of Jinja's, and blank lines as a formatter leaves them."""
     for source in render(made).kernels.values():

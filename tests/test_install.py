@@ -58,7 +58,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_folder_that_contains_the_clone_does_not_hide_the_package(installed: Installed) -> None:
-    found = installed.run(installed.python, "-c", "import mtagen; print(mtagen.__version__, mtagen.__file__)")
+    found = installed.run(installed.python, "-E", "-c", "import mtagen; print(mtagen.__version__, mtagen.__file__)")
     assert found.split() == [installed.distribution.version, str(installed.parent / "mtagen/mtagen/__init__.py")]
 
 
