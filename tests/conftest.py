@@ -10,6 +10,7 @@ import jinja2
 import pytest
 import torch
 from poison import memory_starts_as_nan
+from quick import FILES, is_quick
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
@@ -22,8 +23,22 @@ def pytest_configure() -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether to leave a file alone: the quick tier imports only files that have some of its tests."""
+    if config.option.markexpr != "quick" or collection_path.is_dir():
+        return None
+    return None if _below_tests(collection_path) in FILES else True
+
+
+def _below_tests(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).as_posix()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first, so that parallel workers end together."""
+    """Mark the quick tier, and put the longest tests first, so that parallel workers end together."""
+    for item in items:
+        if is_quick(item.nodeid.removeprefix("tests/")):
+            item.add_marker("quick")
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from difflib import unified_diff
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from mtagen.runtime import load as runtime
 
 FOLDER = Path(__file__).parent.parent / "generated"
 TEMPLATES = Path(mtagen.__file__).parent / "templates"
+COMMAND = "bash generated/regenerate.sh"
 WIDTH = 120  # of a line
 SHOWN = [Spec(kernel, head_dim) for kernel in ((6, 11), (1, 1)) for head_dim in (64, 128)]
 LAYERS = [  # of the paper's models
@@ -64,6 +66,10 @@ VARIANTS = [  # together they take every branch of the templates
     plan(Spec((6, 11), 64, packed=True), "sm_90a", "cuda"),
     plan(Spec((3, 3), 128, causal=False, packed=True), "sm_80", "cuda"),
 ]
+CUDA_STRIPS = [  # together they take every template of strips in CUDA, and Triton's beside them
+    plan(replace(LAYERS[0], packed=True, dropout=True), "sm_90a", "cuda"),
+    plan(Spec((2, 3), 64, post_mixed_heads=4), "sm_90a"),
+]
 CPU, CUDA, PORTABLE_CUDA, TRITON = (
     plan(Spec((6, 11), 64), target, backend)
     for target, backend in (("cpu", "auto"), ("sm_90a", "cuda"), ("sm_80", "cuda"), ("sm_90a", "triton"))
@@ -87,8 +93,19 @@ def python(code: str, *arguments: str, hash_seed: str = "0") -> str:
     return run.stdout
 
 
+def difference(old: dict[str, str], new: dict[str, str], limit: int = 200) -> str:
+    """The first lines of a unified diff of emitted files, then the command that emits them; empty if they are equal."""
+    lines: list[str] = []
+    for name in sorted({*old, *new}):
+        texts = (files.get(name, "").splitlines() for files in (old, new))
+        lines += unified_diff(*texts, f"generated/{name}", f"emitted/{name}", lineterm="")
+    if not lines:
+        return ""
+    rest = [f"and {len(lines) - limit} lines more"] if len(lines) > limit else []
+    return "\n".join(["", *lines[:limit], *rest, f"If that is meant: {COMMAND}"])
+
+
 def test_generated_folder_is_current(tmp_path: Path) -> None:
-    """If not: bash generated/regenerate.sh."""
     for spec in SHOWN:
         emit(plan(spec, "sm_90a", "triton"), tmp_path)
         if spec.kernel == (6, 11):
@@ -96,7 +113,17 @@ def test_generated_folder_is_current(tmp_path: Path) -> None:
     for spec in LAYERS:
         emit(plan(spec, "sm_90a", "triton"), tmp_path)
     emit(plan(replace(LAYERS[0], head_dim=128, value_head_dim=128), "sm_90a", "cuda"), tmp_path)
-    assert emitted(FOLDER) == emitted(tmp_path)
+    changed = difference(emitted(FOLDER), emitted(tmp_path))
+    assert not changed, changed
+
+
+def test_a_difference_shows_what_changed_and_the_command() -> None:
+    old, new = {"mta_a.cu": "one\ntwo\n", "mta_b.cu": "same\n"}, {"mta_a.cu": "one\nthree\n", "mta_b.cu": "same\n"}
+    assert difference(old, old) == ""
+    shown = difference(old, new).splitlines()
+    assert shown[1:3] == ["--- generated/mta_a.cu", "+++ emitted/mta_a.cu"]
+    assert shown[-3:] == ["-two", "+three", f"If that is meant: {COMMAND}"]
+    assert difference(old, {}, limit=3).splitlines()[4:] == ["and 6 lines more", f"If that is meant: {COMMAND}"]
 
 
 def test_cuda_sources_have_no_function_that_nothing_calls() -> None:
@@ -109,12 +136,35 @@ def test_cuda_sources_have_no_function_that_nothing_calls() -> None:
             assert len(re.findall(rf"\b{name}\b", source)) > definitions, name
 
 
+def regenerate(folder: Path, binaries: Path) -> int:
+    """Run the command for a folder with the programs of another; return its exit status."""
+    environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", FOLDER / "regenerate.sh", folder]
+    return subprocess.run(command, capture_output=True, env=environment, check=False).returncode
+
+
 def test_regenerate_writes_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "mta_stale.cu").touch()
-    binaries = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": binaries + os.pathsep + os.environ["PATH"]}
-    subprocess.run(["bash", FOLDER / "regenerate.sh", tmp_path], check=True, capture_output=True, env=environment)
+    assert regenerate(tmp_path, Path(sys.executable).parent) == 0
     assert emitted(tmp_path) == emitted(FOLDER)
+
+
+def test_regenerate_keeps_what_is_there_if_it_fails(tmp_path: Path) -> None:
+    """After some files were emitted."""
+    binaries, folder = tmp_path / "binaries", tmp_path / "folder"
+    binaries.mkdir()
+    folder.mkdir()
+    program = binaries / "python"
+    program.write_text(f"""#!/bin/sh
+test ! -e {binaries}/ran || exit 1
+touch {binaries}/ran
+for last; do :; done
+touch "$last"/mta_new.cu
+""")
+    program.chmod(0o755)
+    (folder / "mta_old.cu").write_text("old")
+    assert regenerate(folder, binaries) == 1
+    assert emitted(folder) == {"mta_old.cu": "old"}
 
 
 @pytest.mark.parametrize("made", [TRITON, CUDA, MIXED, STRIP], ids=name_of)
@@ -223,7 +273,7 @@ def test_modules_are_clean(made: Plan, tmp_path: Path) -> None:
         assert_clean(text, tmp_path / name)
 
 
-@pytest.mark.parametrize("made", [one for one in VARIANTS if one.tile], ids=name_of)
+@pytest.mark.parametrize("made", [*(one for one in VARIANTS if one.tile), *CUDA_STRIPS], ids=name_of)
 def test_cuda_sources_are_clean(made: Plan) -> None:
     """They hold no marks of Jinja's, and blank lines as a formatter leaves them."""
     for source in render(made).kernels.values():

@@ -1,0 +1,75 @@
+"""The quick tier: tests that touch every module and every template of mtagen in 90 seconds of two idle cores.
+
+``python -m pytest -m quick -n 2`` runs them; ``python -m tests.quick`` also checks that they touch everything.
+"""
+
+from __future__ import annotations
+
+# Files below tests/, functions in them, or single cases of functions, as pytest names them.
+QUICK = frozenset(
+    {
+        "test_accuracy.py",
+        "test_bench.py::test_authors_are_right",
+        "test_bench.py::test_contenders_of_the_cpu_are_right[eager]",
+        "test_bench.py::test_roofline_of_decode_is_its_bytes",
+        "test_bench.py::test_rows_follow_the_contract",
+        "test_bench.py::test_timing_is_of_the_warmed_up_call",
+        "test_bench_report.py::test_comparison_flags_what_is_slower_by_more_than_the_threshold",
+        "test_bench_report.py::test_layers_table_compares_with_all_who_compute_the_same",
+        "test_bench_report.py::test_panels_show_what_data_costs",
+        "test_cache.py::test_triton_finds_the_source",
+        "test_cli.py::test_check_refuses_what_it_cannot_judge",
+        "test_cli.py::test_collect_env",
+        "test_cli.py::test_module_runs_as_a_program",
+        "test_cli.py::test_plan_json_is_the_plan",
+        "test_config.py",
+        "test_contributing.py",
+        "test_cpu.py",
+        "test_distributed.py::test_gradients_of_a_chunk_are_summed",
+        "test_distributed.py::test_shapes_follow_from_arguments",
+        "test_docs.py::test_code[docs/distributed.md]",
+        "test_emulated_documents.py::test_dropout[sm_80-3x3-d32-bf16-both-causal-source-dropout]",
+        "test_emulated_kernels.py::test_accurate[sm_80-1x1-d32-bf16-both-causal-output]",
+        "test_emulated_kernels.py::test_accurate[sm_90a-4x2-d32-bf16-both-causal-source]",
+        "test_emulated_strip.py::test_convolution[(3, 3), left]",
+        "test_emulated_strip.py::test_convolution_of_a_decode_step[(3, 3), left]",
+        "test_emulated_strip.py::test_gradient_of_the_weight[(3, 3), left]",
+        "test_emulated_strip.py::test_product[gradients of shares, of 16, full-sm_80]",
+        "test_emulated_strip.py::test_product[gradients of shares, of 16, full-sm_90a]",
+        "test_emulated_strip.py::test_softmax[pairs of 10 heads]",
+        "test_emulated_strip.py::test_softmax_backward[pairs of 10 heads]",
+        "test_emulated_strip.py::test_values[of 16, full]",
+        "test_executor.py",
+        "test_generated.py::test_a_file_for_each_source",
+        "test_generated.py::test_cuda_sources_are_clean",
+        "test_install.py",
+        "test_interpreter.py::test_in_the_interpreter[test_dropout.py]",
+        "test_keys.py::test_other_sources_make_another_key",
+        "test_launches.py::test_inside_a_mode_of_the_callers",
+        "test_loops.py::test_the_owner_of_rows_visits_its_tiles_in_the_right_class[left11_right6-0]",
+        "test_mask.py",
+        "test_measure.py",
+        "test_nn.py::test_accurate",
+        "test_nn.py::test_generation",
+        "test_nn.py::test_is_the_authors_layer",
+        "test_offline.py::test_decode_keeps_to_its_registers[64-sm_80]",
+        "test_op.py::test_equals_reference",
+        "test_op.py::test_flop_of_hand_computed_sizes",
+        "test_prediction.py::test_balance",
+        "test_prediction.py::test_one_rank",
+        "test_processes.py::test_compiling_imports_nothing_from_the_current_folder",
+        "test_project.py",
+        "test_transformers.py::test_packed_documents",
+        "test_transformers.py::test_padding_is_not_seen",
+        "test_transformers.py::test_retrofitted_llama_computes_the_same",
+        "test_tuning.py::test_what_is_planned_stays_unless_beaten",
+    }
+)
+FILES = frozenset(name.partition("::")[0] for name in QUICK)
+
+
+def is_quick(name: str) -> bool:
+    """Whether a test belongs to the quick tier, by its name below tests/."""
+    function = name.partition("[")[0]
+    file = function.partition("::")[0]
+    return not QUICK.isdisjoint((file, function, name))
