@@ -82,6 +82,17 @@ def check_batch(tensors: Named, head_dims: tuple[int, int]) -> None:
         raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal_shape))
 
 
+def check_groups(name: str, heads: int, mixed: int) -> None:
+    """Check that heads can be divided into the groups that the weight ``name`` mixes.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if heads % mixed:
+        groups = f"the op mixes groups of {mixed} heads ({name})"
+        raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
+
+
 def shaped_weight(
     queries: tuple[str, Tensor], name: str, weight: Tensor, mixed: int | None, shape: tuple[int, ...]
 ) -> Tensor:
@@ -108,9 +119,8 @@ def shaped_weight(
         legal = (torch.float32, q.dtype)
         raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
     heads = q.shape[1]
-    if mixed and heads % mixed:
-        groups = f"the op mixes groups of {mixed} heads ({name})"
-        raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
+    if mixed:
+        check_groups(name, heads, mixed)
     if weight.shape == shape:
         return weight
     if not mixed and weight.shape == (heads, 1, *shape[1:]):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,8 +21,11 @@ from typer.core import TyperGroup
 
 from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
 from .errors import InputError, MtagenError, SpecError, explain
-from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
+from .spec import DTYPES, KEY_PADDINGS, MASKS, DType, KeyPadding, Mask, Spec
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .planner import Backend
 
 
 class _Group(TyperGroup):
@@ -91,9 +94,9 @@ def _spec(
         head_dim,
         head_dim if value_head_dim is None else value_head_dim,
         causal,
-        key_padding,
-        mask,
-        dtype,
+        cast(KeyPadding, key_padding),
+        cast(Mask, mask),
+        cast(DType, dtype),
         mixed_heads,
         _extents("post_kernel", post_kernel),
         post_mixed_heads,
@@ -149,7 +152,7 @@ def emit(
     """
     from . import codegen, planner
 
-    for path in codegen.emit(planner.plan(spec, target, backend), out):
+    for path in codegen.emit(planner.plan(spec, target, cast("Backend", backend)), out):
         typer.echo(path)
 
 
@@ -159,7 +162,7 @@ def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", 
     """Show how an operator would be computed: tiles, stages, resources, cost."""
     from . import planner
 
-    made = planner.plan(spec, target, backend)
+    made = planner.plan(spec, target, cast("Backend", backend))
     if as_json:
         typer.echo(made.to_json())
     else:
@@ -244,7 +247,7 @@ def check(
     device = _present(device)
     if device == "cpu" and backend != "triton":  # whose kernels the interpreter may run, for any target
         target = target or "cpu"
-    op = build(**spec.to_dict(), backend=backend, target=target)
+    op = build(**spec.to_dict(), backend=cast("Backend", backend), target=target)
     rows = list(run(op, spec, torch.device(device)))
     typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
     _print_table(

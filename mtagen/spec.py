@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import SpecError, check_choice, explain
 
 MAX_KERNEL = 64  # per axis; the lifted kernels have their own, tighter limit on min(cq, ck)
 HEAD_DIMS = range(16, 257, 8)
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
-KEY_PADDINGS = ("both", "left", "right")
-MASKS = ("source", "output")
+DType: TypeAlias = Literal["bf16", "fp16", "fp32", "fp64"]
+DTYPES: dict[DType, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
+KeyPadding: TypeAlias = Literal["both", "left", "right"]
+KEY_PADDINGS: tuple[KeyPadding, ...] = get_args(KeyPadding)
+Mask: TypeAlias = Literal["source", "output"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
 MAX_NEW_TOKENS = 8  # queries of one decode step
 MAX_MIXED_HEADS = 64  # of a group
 DROPOUT_GROUP = 16  # keys for which dropout draws at a time
@@ -59,9 +62,9 @@ class Spec:
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # filled in from head_dim
     causal: bool = True
-    key_padding: str = "both"
-    mask: str = "source"
-    dtype: str = "bf16"
+    key_padding: KeyPadding = "both"
+    mask: Mask = "source"
+    dtype: DType = "bf16"
     mixed_heads: int | None = None
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None

@@ -27,7 +27,7 @@ from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
 from .ops.executor import single_tap
-from .planner import Plan, plan
+from .planner import Backend, Plan, plan
 from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
 from .planner.lift.passes import LiftPass
@@ -141,8 +141,8 @@ def tune(
     for backend in backends or ():
         if backend not in installed:
             raise BackendError(explain("backend", backend, "its packages are not installed", installed))
-    backends = [backend for backend in GENERATED if backend in (backends or installed)]
-    plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
+    timed = [backend for backend in GENERATED if backend in (backends or installed)]
+    plans = [made for spec in specs for made in _plans(spec, target, timed, ())]
     every = [one for base in plans for one in candidates_of(base, limit)]
     candidates = {(one.key, describe(one.fields)): one for one in every}.values()
     precompile([(base, name) for base in plans for name in base.triton], jobs)
@@ -157,7 +157,7 @@ def tune(
     progress(len(candidates), len(candidates))
     table = Table(TUNED, {key: _winner(group).fields for key, group in _by_key(timings).items()})
     for spec in specs:
-        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, backends, (table,)))))
+        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, timed, (table,)))))
     return Tuning(tuple(timings), tuple(failed), table)
 
 
@@ -175,7 +175,7 @@ def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
         remember(spec, target, table)
 
 
-def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Table]) -> list[Plan]:
+def _plans(spec: Spec, target: str, backends: Sequence[Backend], tables: Sequence[Table]) -> list[Plan]:
     """The plan of each backend that can do the spec; ``auto``'s as well where one can do some of its passes only.
 
     Raises:

@@ -20,7 +20,7 @@ from mtagen import InputError
 from mtagen.check import failures
 from mtagen.codegen.templates import environment
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 
 LENGTHS = ((9, 9), (0, 4), (17, 20), (1, 1), (3, 0), (6, 2), (2, 5))  # queries and keys of documents
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
 
 
-def built(**options: Any) -> MultiTokenAttention:
+def built(**options: Any) -> AttentionOp:
     return mtagen.build(**{"kernel": (3, 5), "head_dim": 16, "backend": "torch"} | options)
 
 
@@ -40,7 +40,7 @@ def starts(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
 
 
-def arguments(op: MultiTokenAttention, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> dict[str, Any]:
+def arguments(op: AttentionOp, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> dict[str, Any]:
     """What ``varlen`` takes."""
     nq, nk = zip(*lengths, strict=True)
     generator = torch.Generator().manual_seed(1)

@@ -18,7 +18,7 @@ from torch import Tensor
 import mtagen
 from mtagen import BackendError, InputError, MtagenError, PlanError, Spec, SpecError
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.planner.tables import Table
 
 B, H, HKV, NQ, NK, D, DV, CQ, CK = 2, 4, 2, 5, 7, 16, 24, 3, 4
@@ -39,7 +39,7 @@ class _Untouchable:
 
 
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> MultiTokenAttention:
+def op(monkeypatch: pytest.MonkeyPatch) -> AttentionOp:
     """An op for fp32 that must not be launched."""
     built = mtagen.build((CQ, CK), D, value_head_dim=DV, target="cpu", dtype="fp32")
     monkeypatch.setitem(library._executors, built._key, _Untouchable())
@@ -188,13 +188,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), CALLS.values(), ids=CALLS)
-def test_call(op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
+def test_call(op: AttentionOp, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(InputError) as caught:
         op(**tensors(**changed))
     assert_explains(caught.value, name, got, rule, legal)
 
 
-def test_what_is_legal_is_launched(op: MultiTokenAttention) -> None:
+def test_what_is_legal_is_launched(op: AttentionOp) -> None:
     """The guard of the tests here is no dummy."""
     with pytest.raises(pytest.fail.Exception, match="forward was launched"):
         op(**tensors())
@@ -276,7 +276,7 @@ DECODES = {
 
 
 @pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), DECODES.values(), ids=DECODES)
-def test_decode(op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
+def test_decode(op: AttentionOp, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(InputError) as caught:
         op.decode(**cache(**changed))
     assert_explains(caught.value, name, got, rule, legal)
@@ -294,7 +294,7 @@ STAGES: dict[str, Any] = {
 }
 
 
-def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> MultiTokenAttention:
+def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> AttentionOp:
     """An op of some stages, for fp32, that must not be launched."""
     options = {"head_dim": D, "value_head_dim": DV, "target": "cpu", "dtype": "fp32"}
     built = mtagen.build(**{"kernel": None} | stages | options)
@@ -303,7 +303,7 @@ def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> MultiTo
 
 
 @pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch) -> MultiTokenAttention:
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> AttentionOp:
     """An op of all stages that must not be launched."""
     return build_untouchable(monkeypatch, **STAGES)
 
@@ -385,7 +385,7 @@ PIPELINE_CALLS = {
 @pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize(("changed", "parts"), PIPELINE_CALLS.values(), ids=PIPELINE_CALLS)
 def test_weights_of_a_pipeline(
-    pipeline: MultiTokenAttention, changed: dict[str, Any], parts: tuple[str, ...] | None, decodes: bool
+    pipeline: AttentionOp, changed: dict[str, Any], parts: tuple[str, ...] | None, decodes: bool
 ) -> None:
     """In a call and in a decode step alike; without parts of a message the call is legal."""
     given = cache(q_tail=torch.zeros(B, H, CONTEXT + NEW, D)) if decodes else tensors()

@@ -8,7 +8,7 @@ from itertools import product
 
 from ..errors import InputError, explain
 from ..measure.cases import CACHE_LENGTH, DOCUMENTS, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
-from ..spec import Spec
+from ..spec import DType, Spec
 
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
@@ -145,11 +145,11 @@ def _layers(
     for head_dim in head_dims:
         for spec in _layer_specs(heads, head_dim, scale.dtype):
             yield Case(spec, scale.decode(CACHE_LENGTH), "decode")
-    dtype = "fp16" if scale.dtype == "bf16" else scale.dtype
+    dtype: DType = "fp16" if scale.dtype == "bf16" else scale.dtype
     yield from _passes([Spec(None, max(head_dims), dtype=dtype, mixed_heads=heads)], scale.training(first, batch=1))
 
 
-def _layer_specs(heads: int, head_dim: int, dtype: str) -> Iterator[Spec]:
+def _layer_specs(heads: int, head_dim: int, dtype: DType) -> Iterator[Spec]:
     """What the layers of the paper's models compute.
 
     The first two are a model's layers: all mix all heads before and after the softmax, and some convolve besides; those

@@ -17,7 +17,7 @@ from ..arguments import resolve_scale
 from ..documents import Documents
 from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
-from ..ops.attention import MultiTokenAttention, autocast
+from ..ops.attention import AttentionOp, autocast
 from ..ops.inputs import check_call, check_documents, check_packed
 from ..spec import WEIGHTS, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
@@ -66,10 +66,8 @@ class ContextParallel:
         InputError: an argument does not fit.
     """
 
-    def __init__(
-        self, op: MultiTokenAttention, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True
-    ) -> None:
-        if not isinstance(op, MultiTokenAttention):
+    def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
+        if not isinstance(op, AttentionOp):
             raise InputError(explain("op", type(op).__name__, "must be a built op", "what mtagen.build returns"))
         if not isinstance(balanced, bool):
             raise InputError(explain("balanced", balanced, "must be a bool", (True, False)))

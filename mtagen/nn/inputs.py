@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias, get_args
+
 import torch
 from torch import Tensor
 
 from ..errors import InputError, SpecError, check_choice, explain
 from .rope import FrequencyScaling
 
-GATES = ("scalar", "channel")
+GateKind: TypeAlias = Literal["scalar", "channel"]
+GATES: tuple[GateKind, ...] = get_args(GateKind)
 
 
 def is_count(value: object) -> bool:
@@ -42,7 +45,7 @@ def check_divisor(name: str, value: int, n_heads: int) -> int:
 def check_options(
     group_norm: bool,
     depth_rescale: int | None,
-    gate: str | None,
+    gate: GateKind | None,
     rope_theta: float | None,
     frequency_scaling: FrequencyScaling | None,
     dropout: float,

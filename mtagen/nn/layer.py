@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import DTypeLike
 from ..errors import InputError, SpecError, explain
 from ..op import build
-from ..ops.attention import MultiTokenAttention as BuiltOp
-from ..ops.attention import autocast_dtype
-from ..spec import MAX_NEW_TOKENS
+from ..ops.attention import AttentionOp, autocast_dtype
+from ..planner import Backend
+from ..spec import MAX_NEW_TOKENS, KeyPadding, Mask
 from .cache import Cache
-from .inputs import check_count, check_divisor, check_input, check_options, is_count
-from .parts import Gate, HeadMixer, HeadNorm, local, set_identity, set_parameter
+from .inputs import GateKind, check_count, check_divisor, check_input, check_options, is_count
+from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 
 if TYPE_CHECKING:
@@ -112,19 +113,19 @@ class MultiTokenAttention(nn.Module):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
-        key_padding: str = "both",
+        key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: int | None = None,
-        gate: str | None = None,
+        gate: GateKind | None = None,
         rope_theta: float | None = 100000.0,
         frequency_scaling: FrequencyScaling | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
-        mask: str = "source",
+        mask: Mask = "source",
         context_parallel: ProcessGroup | DeviceMesh | None = None,
-        backend: str = "auto",
-        compute_dtype: torch.dtype | str | None = None,
+        backend: Backend = "auto",
+        compute_dtype: DTypeLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -186,7 +187,7 @@ class MultiTokenAttention(nn.Module):
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
-    def _build(self, dtype: torch.dtype) -> BuiltOp:
+    def _build(self, dtype: torch.dtype) -> AttentionOp:
         """The op of a layer whose projections have this dtype.
 
         Where nothing is compiled, it takes every dtype, so that the layer can be cast.
@@ -208,14 +209,15 @@ class MultiTokenAttention(nn.Module):
 
     def reset_stages(self) -> None:
         """Give the parameters that are the layer's own the values of the identity."""
-        spec = self.op.plan.spec
-        for taps in (self.mta_kernel, self.mta_kernel_after_sm):
-            if taps is not None:
-                own = torch.zeros(taps.shape, device=taps.device, dtype=taps.dtype)
-                own[..., -1, spec.padding(taps.shape[-1])[0]] = 1
-                set_parameter(taps, own)
-        if self.head_kernel is not None:
-            set_identity(self.head_kernel)
+        own = {
+            "weight": self.mta_kernel,
+            "post_weight": self.mta_kernel_after_sm,
+            "post_head_weight": self.head_kernel,
+        }
+        for name, parameter in own.items():
+            if parameter is not None:
+                weights = self.op.identity_weights(self.n_heads, device=parameter.device, dtype=parameter.dtype)
+                set_parameter(parameter, weights[name].view(parameter.shape))
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..arguments import Named, check_batch, check_dense, shaped_weight
+from ..arguments import Named, check_batch, check_dense, check_groups, shaped_weight
 from ..documents import Documents
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
@@ -79,6 +79,18 @@ def check_decode(
             limit = f"{outputs} rows of outputs have as many partial results each, {GRID_X} together at most"
             raise InputError(explain("num_splits", num_splits, limit, f"{GRID_X // outputs} or less, or None"))
     return checked
+
+
+def check_heads(spec: Spec, heads: int) -> None:
+    """Check that an op can have so many heads of queries.
+
+    Raises:
+        InputError: it is not a positive int, or cannot be divided into groups that are mixed.
+    """
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise InputError(explain("heads", heads, "must be a positive int", "1, 2, ..."))
+    for name, mixed in spec.mixed.items():
+        check_groups(name, heads, mixed)
 
 
 def check_varlen(

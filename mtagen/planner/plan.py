@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from . import torch_ops
-from .choice import BACKENDS, GENERATED, Choice, PlannedPass, choose_backends, lowerings, plan_pass
+from .choice import BACKENDS, GENERATED, Backend, Choice, PlannedPass, choose_backends, lowerings, plan_pass
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
@@ -202,7 +202,7 @@ def _stages(spec: Spec) -> Iterator[tuple[str, str]]:
 def plan(
     spec: Spec,
     target: str | Target = "sm_90a",
-    backend: str = "auto",
+    backend: Backend = "auto",
     available: Collection[str] = GENERATED,
     tables: Sequence[Table] | None = None,
 ) -> Plan:

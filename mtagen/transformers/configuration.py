@@ -9,8 +9,12 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
+from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
 from ..nn import FrequencyScaling
+from ..nn.inputs import GateKind
+from ..planner import Backend
+from ..spec import KeyPadding, Mask
 
 # What a cache is called in calls and outputs of transformers, from 5.24 on and before.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -116,18 +120,18 @@ class MtaConfig(PreTrainedConfig):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
-        key_padding: str = "both",
+        key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: bool = False,
-        gate: str | None = None,
+        gate: GateKind | None = None,
         rope_theta: float | None = 100000.0,
         frequency_scaling: Mapping[str, float] | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
-        mask: str = "source",
-        backend: str = "auto",
-        compute_dtype: torch.dtype | str | None = None,
+        mask: Mask = "source",
+        backend: Backend = "auto",
+        compute_dtype: DTypeLike | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
