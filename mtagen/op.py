@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from .config import Config
-from .dtypes import TORCH_DTYPES, DTypeLike
+from .dtypes import DTypeLike, dtype_name
 from .errors import BackendError, SpecError, check_choice, explain
 from .ops.attention import AttentionOp, assemble
 from .planner import BACKENDS, TARGETS, Backend, plan
@@ -93,7 +91,7 @@ def build(
     torch_on_cpu = backend == "torch" or (backend == "auto" and target in (None, "cpu"))
     if target is None:
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
-    named = None if dtype is None else _dtype_name(dtype)
+    named = None if dtype is None else dtype_name("dtype", dtype)
     default: DType = "fp32" if interpreted or target == "cpu" else "bf16"
     spec = Spec(
         kernel=kernel,
@@ -133,14 +131,3 @@ def build(
         plan_like=plan_like,
         build_again=partial(build, **arguments | {"tune": False}),  # builds follow what tuning has kept
     )
-
-
-def _dtype_name(dtype: DTypeLike) -> DType:
-    """The spec's name of a dtype that is given as such, by that name, or by torch's."""
-    names: dict[object, DType] = {}
-    for name, torch_dtype in TORCH_DTYPES.items():
-        names |= dict.fromkeys((name, str(torch_dtype).removeprefix("torch."), torch_dtype), name)
-    if not isinstance(dtype, (str, torch.dtype)) or dtype not in names:
-        legal = f"{', '.join(TORCH_DTYPES)}, or what torch calls them, such as torch.bfloat16 or 'bfloat16'"
-        raise SpecError(explain("dtype", dtype, "is not supported", legal))
-    return names[dtype]

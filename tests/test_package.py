@@ -106,5 +106,5 @@ def test_identity_weights_own_their_memory() -> None:
 
 @pytest.mark.parametrize("heads", [0, -2, 2.0, True, 3])
 def test_identity_weights_of_heads_that_cannot_be(heads: Any) -> None:
-    with pytest.raises(InputError, match="^heads: got "):
+    with pytest.raises(InputError, match="heads: got "):
         mtagen.build(None, 16, mixed_heads=2).identity_weights(heads)

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import DTypeLike
+from ..dtypes import DTypeLike, dtype_name
 from ..errors import InputError, SpecError, explain
 from ..op import build
 from ..ops.attention import AttentionOp, autocast_dtype
+from ..ops.inputs import check_boundaries
 from ..planner import Backend
 from ..spec import MAX_NEW_TOKENS, KeyPadding, Mask
 from .cache import Cache
-from .inputs import GateKind, check_count, check_divisor, check_input, check_options, is_count
+from .inputs import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 
@@ -130,7 +131,8 @@ class MultiTokenAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        dim, n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        self.dim, self.n_heads = dim, n_heads
         self.n_kv_heads = n_heads if n_kv_heads is None else check_divisor("n_kv_heads", n_kv_heads, n_heads)
         self.n_local_heads, self.n_local_kv_heads = self.n_heads, self.n_kv_heads
         if head_dim is None and dim % n_heads:
@@ -138,9 +140,10 @@ class MultiTokenAttention(nn.Module):
                 explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "a multiple, or head_dim=...")
             )
         self.head_dim = dim // n_heads if head_dim is None else head_dim
-        for name, group in (("mixed_heads", mixed_heads), ("post_mixed_heads", post_mixed_heads)):
-            if group is not None:
-                check_divisor(name, group, n_heads)
+        if mixed_heads is not None:
+            mixed_heads = check_divisor("mixed_heads", mixed_heads, n_heads)
+        if post_mixed_heads is not None:
+            post_mixed_heads = check_divisor("post_mixed_heads", post_mixed_heads, n_heads)
         check_options(group_norm, depth_rescale, gate, rope_theta, frequency_scaling, dropout)
         self.rope_theta, self.frequency_scaling, self.dropout = rope_theta, frequency_scaling, dropout
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -155,7 +158,7 @@ class MultiTokenAttention(nn.Module):
             "key_padding": key_padding,
             "mask": mask,
             "backend": backend,
-            "dtype": compute_dtype,
+            "dtype": None if compute_dtype is None else dtype_name("compute_dtype", compute_dtype),
             "dropout": dropout > 0,
         }
         self.op = self._build(dtype)
@@ -257,6 +260,11 @@ class MultiTokenAttention(nn.Module):
         if length is not None and self.context_parallel is None:
             rule = "this layer has all tokens of a sequence"
             raise InputError(explain("length", length, rule, "None, or a layer with context_parallel=..."))
+        if cu_seqlens is not None:
+            spread = self.context_parallel
+            total = x.shape[-2] if spread is None else spread.length(x.shape[-2], length)
+            longest = total if max_seqlen is None else max_seqlen
+            check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), total, x.device)
         if cache is not None:
             self._check_cache(x, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
@@ -403,7 +411,7 @@ class MultiTokenAttention(nn.Module):
         """
         self._check_has_all_tokens()
         for name, count in (("batch", batch), ("max_len", max_len)):
-            if not is_count(count):
+            if as_count(count) is None:
                 raise InputError(explain(name, count, "must be a positive int", "1, 2, ..."))
         spec = self.op.plan.spec
         if spec.right != 0:

@@ -302,9 +302,8 @@ class AttentionOp:
         Raises:
             InputError: ``heads`` is not a positive int, or cannot be divided into groups that are mixed.
         """
-        check_heads(self._spec, heads)
         weights = {}
-        for name, shape in self._spec.weights(heads).items():
+        for name, shape in self._spec.weights(check_heads(self._spec, heads)).items():
             if name in self._spec.mixed:
                 weights[name] = torch.eye(shape[-1], device=device, dtype=dtype).repeat(shape[0], 1, 1)
             else:

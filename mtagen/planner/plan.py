@@ -242,6 +242,10 @@ def _check_arguments(spec: object, target: object, backend: object, available: o
         raise SpecError(explain("spec", spec, "must be a Spec", "such as mtagen.Spec(kernel=(6, 11), head_dim=64)"))
     if not isinstance(target, (str, Target)):
         raise SpecError(explain("target", target, "must be a target or its name", ("cpu", *TARGETS)))
+    if isinstance(target, str):
+        names = ("cpu", *TARGETS)
+        rule = f"is not known; backend={target!r} says how to compute" if target in BACKENDS else "is not known"
+        check_choice("target", target, names, rule)
     check_choice("backend", backend, BACKENDS, "is not built")
     if not isinstance(available, (tuple, list, set, frozenset)) or not all(
         isinstance(one, str) and one in GENERATED for one in available
