@@ -42,7 +42,8 @@ def check_dense(tensors: Sequence[tuple[str, object]]) -> None:
             raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
         if x.layout is not torch.strided or x.is_nested:
             got = "a nested tensor" if x.is_nested else x.layout
-            raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
+            legal = f"{torch.strided}; packed documents are for op.varlen"
+            raise InputError(explain(f"{name}.layout", got, "must be dense", legal))
 
 
 def check_batch(tensors: Named, head_dims: tuple[int, int], *, packed: bool = False) -> None:
@@ -64,9 +65,11 @@ def check_batch(tensors: Named, head_dims: tuple[int, int], *, packed: bool = Fa
             legal = "(total, heads, head_dim)" if packed else "(B, heads, N, head_dim)"
             raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal))
         if x.dtype != dtype:
-            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {q_name}.dtype", dtype))
+            legal = f"{dtype}: {name}.to({q_name}.dtype), or torch.autocast"
+            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {q_name}.dtype", legal))
         if x.device != device:
-            raise InputError(explain(f"{name}.device", x.device, f"must be on {q_name}'s device", device))
+            legal = f"{device}: {name}.to({q_name}.device)"
+            raise InputError(explain(f"{name}.device", x.device, f"must be on {q_name}'s device", legal))
     shapes, (head_dim, value_head_dim) = (q.shape, k.shape, v.shape), head_dims
     heads, kv_heads, rows = q.shape[1], k.shape[1], 0 if packed else 2
     if kv_heads == 0 or heads % kv_heads:

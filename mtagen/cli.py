@@ -362,7 +362,7 @@ def _check_writable(*paths: Path | None) -> None:
     """What is to be written after minutes of work can be."""
     for path in filter(None, paths):
         if not path.parent.is_dir():
-            raise InputError(explain("file", str(path), "is in no folder", "a path in a folder that is there"))
+            raise InputError(explain("file", str(path), "its folder does not exist", f"mkdir -p {path.parent} first"))
         is_new = not path.exists()
         with path.open("a"):  # raises if it cannot be written
             pass

@@ -210,16 +210,12 @@ def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: 
     if name not in spec.weight_names:
         if weight is None:
             return None
+        told, got = (f"{name}.shape", tuple(weight.shape)) if isinstance(weight, Tensor) else (name, weight)
         rule = "this op was built without such a stage"
-        raise InputError(explain(*_told(name, weight), rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))
+        raise InputError(explain(told, got, rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))
     heads = queries[1].shape[1]
     shape = spec.weight_shape(name, heads)
     if weight is None:
         rule = f"this op was built with {STAGES[name]}={getattr(spec, STAGES[name])}, whose weight each call takes"
         raise InputError(explain(name, weight, rule, f"shape {shape}, such as op.identity_weights({heads})['{name}']"))
     return shaped_weight(queries, name, weight, spec.mixed.get(name), shape)
-
-
-def _told(name: str, x: object) -> tuple[str, object]:
-    """What a message calls an argument and says of it: of a tensor its shape."""
-    return (f"{name}.shape", tuple(x.shape)) if isinstance(x, Tensor) else (name, x)
