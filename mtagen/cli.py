@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import wraps
@@ -13,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
 from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
+from .bench.tables import Table, open_console, print_table
 from .errors import InputError, MtagenError, SpecError, explain
 from .spec import DTYPES, KEY_PADDINGS, MASKS, DType, KeyPadding, Mask, Spec
 from .version import __version__
@@ -28,12 +27,18 @@ if TYPE_CHECKING:
     from .planner import Backend
 
 
+_BROKEN_PIPE = 141  # as shells say that a signal ended a program that nobody read any longer
+
+
 class _Group(TyperGroup):
     """Turns the errors that a user can mend into one line and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # the reader has what it wanted, as head does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is lost without a word
+            raise typer.Exit(_BROKEN_PIPE) from None
         except (MtagenError, OSError) as error:
             typer.echo(f"mtagen: {error}", err=True)
             raise typer.Exit(2 if isinstance(error, MtagenError) else 1) from None
@@ -143,12 +148,13 @@ def emit(
     *,
     spec: Spec,
     target: _Target = "sm_90a",
-    backend: _Backend = "triton",
+    backend: _Backend = "auto",
     out: Annotated[Path, typer.Option(help="Folder to write to; made if absent.", file_okay=False)],
 ) -> None:
-    """Write the kernels: Triton's as a Python module that needs torch and triton only, CUDA's as .cu files.
+    """Write the kernels that a build would take: Triton's as a Python module, CUDA's as .cu files.
 
-    Beside .cu files stands a Python module that launches their kernels, which needs torch and cuda-core only.
+    A module of Triton needs torch and triton only. Beside .cu files stands a Python module that launches their kernels,
+    which needs torch and cuda-core only.
     """
     from . import codegen, planner
 
@@ -232,6 +238,7 @@ def check(
     ] = None,
     backend: _Backend = "auto",
     device: _Device = None,
+    as_json: _Json = False,
 ) -> None:
     """Build an operator and compare it with float64: forward, gradients and decode.
 
@@ -249,21 +256,26 @@ def check(
         target = target or "cpu"
     op = build(**spec.to_dict(), backend=cast("Backend", backend), target=target)
     rows = list(run(op, spec, torch.device(device)))
-    typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
-    _print_table(
-        ("B H/Hkv Nq,Nk", "result", "max|op - ref64|", "max|eager - ref64|", "allowed", "verdict"),
-        (
-            (
-                f"{sizes.batch} {sizes.heads}/{sizes.kv_heads} {sizes.nq},{sizes.nk}",
-                result,
-                *(f"{x:.1e}" for x in (judged.error, judged.eager_error, judged.allowed)),
-                "ok" if judged.ok else "FAILED",
-            )
-            for sizes, result, judged in rows
-        ),
-    )
     failed = sum(not row.comparison.ok for row in rows)
-    typer.echo(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} within the rule")
+    if as_json:
+        facts = {"plan": op.plan.name, "backend": op.plan.backend, "device": device, "reason": op.plan.reason}
+        typer.echo(json.dumps({**facts, "failed": failed, "rows": [row.to_dict() for row in rows]}, indent=1))
+    else:
+        typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
+        typer.echo("largest absolute errors against float64:")
+        _print_table(
+            ("B H/Hkv Nq,Nk", "result", "of the op", "of eager", "allowed", "verdict"),
+            (
+                (
+                    f"{sizes.batch} {sizes.heads}/{sizes.kv_heads} {sizes.nq},{sizes.nk}",
+                    result,
+                    *(f"{x:.1e}" for x in (judged.error, judged.eager_error, judged.allowed)),
+                    "ok" if judged.ok else "FAILED",
+                )
+                for sizes, result, judged in rows
+            ),
+        )
+        typer.echo(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} within the rule")
     if failed:
         raise typer.Exit(1)
 
@@ -430,6 +442,7 @@ def tune(
     }
     specs = [_spec(one, dim, causal=causal, dtype=dtype, **others) for one in kernel for dim in head_dim]
     target = local_target()
+    tuning.check_backends(backend)  # before a bar is drawn
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("timing candidates", total=None)
         found = tuning.tune(
@@ -453,11 +466,5 @@ def tune(
         tuning.export(found.table, table)
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    rows = list(rows)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=bool(columns))
-    for index, column in enumerate(columns or rows[0]):
-        table.add_column(escape(column), overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    print_table(Table(title, columns, [*rows], keys=1), open_console())

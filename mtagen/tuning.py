@@ -135,13 +135,7 @@ def tune(
         BackendError: there is no GPU; a backend is not installed.
         PlanError: no backend has a plan for a spec.
     """
-    if not torch.cuda.is_available():
-        raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
-    installed = available_backends()
-    for backend in backends or ():
-        if backend not in installed:
-            raise BackendError(explain("backend", backend, "its packages are not installed", installed))
-    timed = [backend for backend in GENERATED if backend in (backends or installed)]
+    timed = check_backends(backends)
     plans = [made for spec in specs for made in _plans(spec, target, timed, ())]
     every = [one for base in plans for one in candidates_of(base, limit)]
     candidates = {(one.key, describe(one.fields)): one for one in every}.values()
@@ -159,6 +153,24 @@ def tune(
     for spec in specs:
         table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, timed, (table,)))))
     return Tuning(tuple(timings), tuple(failed), table)
+
+
+def check_backends(backends: Sequence[str] | None = None) -> list[Backend]:
+    """The backends whose candidates can be timed here.
+
+    Args:
+        backends: those that were asked for; default: those that are installed.
+
+    Raises:
+        BackendError: there is no GPU; a backend is not installed.
+    """
+    if not torch.cuda.is_available():
+        raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
+    installed = available_backends()
+    for backend in backends or ():
+        if backend not in installed:
+            raise BackendError(explain("backend", backend, "its packages are not installed", installed))
+    return [backend for backend in GENERATED if backend in (backends or installed)]
 
 
 def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
