@@ -193,6 +193,16 @@ def test_contender_of_few_cases_counts_its_own() -> None:
     assert "skipped: mtagen cuda sm_80: no room\n" in printed(run)
 
 
+def test_contenders_that_are_skipped_alike_share_a_line() -> None:
+    run = make_run([ONE, altered(ONE, kernel=(1, 1))])
+    for name, case in (("mtagen cuda", ONE), ("mtagen triton", ONE), ("eager", altered(ONE, kernel=(1, 1)))):
+        run["results"] = [row for row in run["results"] if row["contender"] != name]
+        run["results"].append({**case.to_dict(), "contender": name, "skipped": "no room"})
+    text = printed(run)
+    assert "skipped: mtagen cuda, mtagen triton, eager: no room\n" in text
+    assert text.count("no room") == 1
+
+
 def test_interrupted_run_says_so() -> None:
     run = make_run([ONE]) | {"interrupted": True}
     assert "commit 1afe34d0abcd, interrupted" in printed(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -48,20 +48,21 @@ def print_table(table: Table, console: Console) -> None:
     need.
     """
     made = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, show_header=bool(table.header))
-    for index in range(len(table.header or table.lines[0])):
-        cells = [line[index] for line in table.lines]
-        name = _folded(table.header[index]) if table.header else ""
-        is_key, holds_figures = index < table.keys, all(not cell or cell[0].isdigit() for cell in cells)
-        kept = _lines([name, *cells]) if is_key else _words([name, *cells])
-        if not (is_key or holds_figures):
-            kept = [word for word in kept if len(word) < _LONG_WORD]
-        made.add_column(
-            escape(name),
-            justify="right" if holds_figures else "left",
-            no_wrap=is_key,
-            overflow="fold",
-            min_width=max(map(len, kept), default=None),
-        )
+    names = [_folded(name) for name in table.header] or [""] * len(table.lines[0])
+    columns = [[line[index] for line in table.lines] for index in range(len(names))]
+    holds_figures = [all(not cell or cell[0].isdigit() for cell in cells) for cells in columns]
+    natural, least = [], []
+    for index, texts in enumerate([name, *cells] for name, cells in zip(names, columns, strict=True)):
+        natural.append(_longest(line for text in texts for line in text.splitlines()))
+        words = [word for text in texts for word in text.split()]
+        if not holds_figures[index]:
+            words = [word for word in words if len(word) < _LONG_WORD]
+        least.append(natural[-1] if index < table.keys else _longest(words))
+    widths = _fitted(natural, least, console.width - 2 * len(names) + 1)  # less spaces after and between columns
+    for name, has_figures, width in zip(names, holds_figures, widths, strict=True):
+        # Rich makes columns of a "width" narrower where it thinks that they do not fit.
+        justify: Literal["left", "right"] = "right" if has_figures else "left"
+        made.add_column(escape(name), justify=justify, overflow="fold", min_width=width, max_width=width)
     for line in table.lines:
         made.add_row(*map(escape, line))
     if table.title:
@@ -88,12 +89,19 @@ def say(text: str, console: Console) -> None:
     console.print(text, markup=False, highlight=False)
 
 
-def _lines(texts: Iterable[str]) -> list[str]:
-    return [line for text in texts for line in text.splitlines()]
+def _fitted(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """The widths of columns, narrowed from the widest on until they fit, but to no less than ``least``."""
+    widths = [*natural]
+    while sum(widths) > room:
+        wide = [index for index, width in enumerate(widths) if width > least[index]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
 
 
-def _words(texts: Iterable[str]) -> list[str]:
-    return [word for text in texts for word in text.split()]
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)
 
 
 def _folded(name: str) -> str:
