@@ -317,8 +317,10 @@ def bench(
 ) -> None:
     """Time mtagen, its peers and plain attention at the same sizes on this machine, each checked first.
 
-    On a CPU the suites are smaller, in fp32. Exit status 1 if a contender is wrong or breaks, or if --against finds a
-    case that is more than 7 % slower; 130 if Ctrl-C ended it, which keeps what was measured.
+    On a CPU the suites are smaller, in fp32, and of lengths at which eager PyTorch is faster.
+
+    Exit status 1 if a contender is wrong or breaks, or if --against finds a case that is more than 7 % slower; 130 if
+    Ctrl-C ended it, which keeps what was measured.
     """
     import torch
 
