@@ -133,7 +133,7 @@ def slowest(times: list[tuple[float, float]], device: torch.device) -> dict[str,
 
 
 def measure(
-    op: mtagen.MultiTokenAttention,
+    op: mtagen.AttentionOp,
     heads: int,
     kv_heads: int,
     length: int,

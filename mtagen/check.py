@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +48,11 @@ class Row(NamedTuple):
     sizes: Sizes
     result: str
     comparison: Comparison
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict. Errors that are not finite are None, which JSON can say."""
+        errors = {name: x if math.isfinite(x) else None for name, x in asdict(self.comparison).items()}
+        return {**self.sizes._asdict(), "result": self.result, **errors, "ok": self.comparison.ok}
 
 
 def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> Iterator[Row]:

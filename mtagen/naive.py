@@ -13,7 +13,7 @@ from .arguments import check_batch, check_dense, resolve_scale, shaped_weight
 from .dropout import check_dropout_p
 from .dtypes import TORCH_DTYPES
 from .errors import InputError, explain
-from .spec import HEAD_DIMS, Spec
+from .spec import HEAD_DIMS, KeyPadding, Mask, Spec
 
 
 def reference(
@@ -27,8 +27,8 @@ def reference(
     post_head_weight: Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
-    key_padding: str = "both",
-    mask: str = "source",
+    key_padding: KeyPadding = "both",
+    mask: Mask = "source",
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,

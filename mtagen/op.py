@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from .config import Config
-from .dtypes import TORCH_DTYPES
+from .dtypes import DTypeLike, dtype_name
 from .errors import BackendError, SpecError, check_choice, explain
-from .ops.attention import MultiTokenAttention, assemble
-from .planner import BACKENDS, TARGETS, plan
+from .ops.attention import AttentionOp, assemble
+from .planner import BACKENDS, TARGETS, Backend, plan
 from .planner.choice import GENERATED
 from .planner.tables import shipped
 from .runtime.devices import local_target
 from .runtime.load import available_backends
 from .runtime.tuned import remembered
-from .spec import Spec
+from .spec import DType, KeyPadding, Mask, Spec
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
 
@@ -31,16 +29,16 @@ def build(
     window: tuple[int, int] = (-1, -1),
     value_head_dim: int | None = None,
     causal: bool = True,
-    key_padding: str = "both",
-    mask: str = "source",
-    backend: str = "auto",
+    key_padding: KeyPadding = "both",
+    mask: Mask = "source",
+    backend: Backend = "auto",
     target: str | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: DTypeLike | None = None,
     deterministic: bool | None = None,
     packed: bool = False,
     dropout: bool = False,
     tune: bool = False,
-) -> MultiTokenAttention:
+) -> AttentionOp:
     """Plan, render, compile and cache the op of some stages and a head dim. Everything is built here, not in calls.
 
     Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's; on the current GPU alone if
@@ -93,8 +91,8 @@ def build(
     torch_on_cpu = backend == "torch" or (backend == "auto" and target in (None, "cpu"))
     if target is None:
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
-    named = None if dtype is None else _dtype_name(dtype)
-    default = "fp32" if interpreted or target == "cpu" else "bf16"
+    named = None if dtype is None else dtype_name("dtype", dtype)
+    default: DType = "fp32" if interpreted or target == "cpu" else "bf16"
     spec = Spec(
         kernel=kernel,
         head_dim=head_dim,
@@ -133,13 +131,3 @@ def build(
         plan_like=plan_like,
         build_again=partial(build, **arguments | {"tune": False}),  # builds follow what tuning has kept
     )
-
-
-def _dtype_name(dtype: torch.dtype | str) -> str:
-    """The spec's name of a dtype that is given as such, by that name, or by torch's."""
-    names: dict[object, str] = {}
-    for name, torch_dtype in TORCH_DTYPES.items():
-        names |= dict.fromkeys((name, str(torch_dtype).removeprefix("torch."), torch_dtype), name)
-    if not isinstance(dtype, (str, torch.dtype)) or dtype not in names:
-        raise SpecError(explain("dtype", dtype, "is not supported", [*names]))
-    return names[dtype]

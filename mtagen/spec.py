@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import SpecError, check_choice, explain
 
 MAX_KERNEL = 64  # per axis; the lifted kernels have their own, tighter limit on min(cq, ck)
 HEAD_DIMS = range(16, 257, 8)
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
-KEY_PADDINGS = ("both", "left", "right")
-MASKS = ("source", "output")
+DType: TypeAlias = Literal["bf16", "fp16", "fp32", "fp64"]
+DTYPES: dict[DType, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
+KeyPadding: TypeAlias = Literal["both", "left", "right"]
+KEY_PADDINGS: tuple[KeyPadding, ...] = get_args(KeyPadding)
+Mask: TypeAlias = Literal["source", "output"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
 MAX_NEW_TOKENS = 8  # queries of one decode step
 MAX_MIXED_HEADS = 64  # of a group
 DROPOUT_GROUP = 16  # keys for which dropout draws at a time
-WEIGHTS = ("weight", "head_weight", "post_weight", "post_head_weight")  # of stages, in the order they are applied
+# Weights of stages, in the order that these are applied, and what builds a stage.
+STAGES = {
+    "weight": "kernel",
+    "head_weight": "mixed_heads",
+    "post_weight": "post_kernel",
+    "post_head_weight": "post_mixed_heads",
+}
+WEIGHTS = tuple(STAGES)
 
 
 @dataclass(frozen=True)
@@ -59,9 +70,9 @@ class Spec:
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # filled in from head_dim
     causal: bool = True
-    key_padding: str = "both"
-    mask: str = "source"
-    dtype: str = "bf16"
+    key_padding: KeyPadding = "both"
+    mask: Mask = "source"
+    dtype: DType = "bf16"
     mixed_heads: int | None = None
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
@@ -73,15 +84,19 @@ class Spec:
         for name in ("kernel", "post_kernel"):
             object.__setattr__(self, name, _extents(name, getattr(self, name)))
         for name in ("mixed_heads", "post_mixed_heads"):
-            heads = getattr(self, name)
-            if heads is not None and not (_is_int(heads) and 1 <= heads <= MAX_MIXED_HEADS):
-                raise SpecError(explain(name, heads, "must be a number of heads", f"1..{MAX_MIXED_HEADS}, or None"))
+            given = getattr(self, name)
+            heads = as_int(given)
+            if given is not None and not (heads is not None and 1 <= heads <= MAX_MIXED_HEADS):
+                raise SpecError(explain(name, given, "must be a number of heads", f"1..{MAX_MIXED_HEADS}, or None"))
+            object.__setattr__(self, name, heads)
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("head_dim", "value_head_dim"):
-            value = getattr(self, name)
-            if not _is_int(value) or value not in HEAD_DIMS:
-                raise SpecError(explain(name, value, "is not supported", "multiples of 8 from 16 to 256"))
+            value = as_int(getattr(self, name))
+            if value is None or value not in HEAD_DIMS:
+                rule = "is not supported"
+                raise SpecError(explain(name, getattr(self, name), rule, "multiples of 8 from 16 to 256"))
+            object.__setattr__(self, name, value)
         for name in ("causal", "packed", "dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(explain(name, getattr(self, name), "must be a bool", (True, False)))
@@ -187,23 +202,32 @@ def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
     """A kernel's extents, checked."""
     if kernel is None:
         return None
-    if not (isinstance(kernel, (tuple, list)) and len(kernel) == 2 and all(_is_int(c) for c in kernel)):
+    extents = _pair(kernel)
+    if extents is None:
         rule, legal = "must be a pair of ints (cq, ck)", f"1..{MAX_KERNEL} each, or None for no convolution"
         raise SpecError(explain(name, kernel, rule, legal))
-    if not all(1 <= c <= MAX_KERNEL for c in kernel):
+    if not all(1 <= c <= MAX_KERNEL for c in extents):
         raise SpecError(explain(name, kernel, "cq and ck are out of range", f"1..{MAX_KERNEL} each"))
-    return kernel[0], kernel[1]
+    return extents
 
 
 def _window(window: Any) -> tuple[int, int]:
     """A window, checked."""
-    if not (
-        isinstance(window, (tuple, list)) and len(window) == 2 and all(_is_int(n) and -1 <= n < 2**30 for n in window)
-    ):
+    keys = _pair(window)
+    if keys is None or not all(-1 <= n < 2**30 for n in keys):
         legal = "keys before and after a query's own, 0..2**30-1 each, or -1 for all"
         raise SpecError(explain("window", window, "must be a pair of ints (left, right)", legal))
-    return window[0], window[1]
+    return keys
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _pair(value: Any) -> tuple[int, int] | None:
+    """Two ints, or None if the value is no pair of integers."""
+    if not (isinstance(value, (tuple, list)) and len(value) == 2):
+        return None
+    first, second = map(as_int, value)
+    return None if first is None or second is None else (first, second)
+
+
+def as_int(value: object) -> int | None:
+    """An integer of any type, such as NumPy's, as an int; None if the value is no integer. A bool is none."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

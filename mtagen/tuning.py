@@ -27,7 +27,7 @@ from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
 from .ops.executor import single_tap
-from .planner import Plan, plan
+from .planner import Backend, Plan, plan
 from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
 from .planner.lift.passes import LiftPass
@@ -135,14 +135,8 @@ def tune(
         BackendError: there is no GPU; a backend is not installed.
         PlanError: no backend has a plan for a spec.
     """
-    if not torch.cuda.is_available():
-        raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
-    installed = available_backends()
-    for backend in backends or ():
-        if backend not in installed:
-            raise BackendError(explain("backend", backend, "its packages are not installed", installed))
-    backends = [backend for backend in GENERATED if backend in (backends or installed)]
-    plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
+    timed = check_backends(backends)
+    plans = [made for spec in specs for made in _plans(spec, target, timed, ())]
     every = [one for base in plans for one in candidates_of(base, limit)]
     candidates = {(one.key, describe(one.fields)): one for one in every}.values()
     precompile([(base, name) for base in plans for name in base.triton], jobs)
@@ -157,8 +151,26 @@ def tune(
     progress(len(candidates), len(candidates))
     table = Table(TUNED, {key: _winner(group).fields for key, group in _by_key(timings).items()})
     for spec in specs:
-        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, backends, (table,)))))
+        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, timed, (table,)))))
     return Tuning(tuple(timings), tuple(failed), table)
+
+
+def check_backends(backends: Sequence[str] | None = None) -> list[Backend]:
+    """The backends whose candidates can be timed here.
+
+    Args:
+        backends: those that were asked for; default: those that are installed.
+
+    Raises:
+        BackendError: there is no GPU; a backend is not installed.
+    """
+    if not torch.cuda.is_available():
+        raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
+    installed = available_backends()
+    for backend in backends or ():
+        if backend not in installed:
+            raise BackendError(explain("backend", backend, "its packages are not installed", installed))
+    return [backend for backend in GENERATED if backend in (backends or installed)]
 
 
 def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
@@ -175,7 +187,7 @@ def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
         remember(spec, target, table)
 
 
-def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Table]) -> list[Plan]:
+def _plans(spec: Spec, target: str, backends: Sequence[Backend], tables: Sequence[Table]) -> list[Plan]:
     """The plan of each backend that can do the spec; ``auto``'s as well where one can do some of its passes only.
 
     Raises:

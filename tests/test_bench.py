@@ -120,6 +120,14 @@ def test_suites_have_no_case_twice_and_problems_together(name: str, device: str)
     assert {case.spec.dtype for case in cases} == ({"fp32"} if device == "cpu" else half)
 
 
+def test_quick_suite_on_a_cpu() -> None:
+    """Small enough for two cores and two minutes."""
+    cases = suite("quick", "cpu")
+    assert {case.spec.head_dim for case in cases} == {64}
+    assert len(cases) == 2 * len(TRAINING_PASSES) + 1
+    assert {case.spec.head_dim for case in suite("quick", "cpu", head_dims=[16, 32])} == {16, 32}
+
+
 def test_quick_suite() -> None:
     cases = suite("quick", "cuda")
     assert {case.spec.kernel for case in cases} == {PAPER}

@@ -193,6 +193,24 @@ def test_contender_of_few_cases_counts_its_own() -> None:
     assert "skipped: mtagen cuda sm_80: no room\n" in printed(run)
 
 
+def test_contenders_that_are_skipped_alike_share_a_line() -> None:
+    run = make_run([ONE, altered(ONE, kernel=(1, 1))])
+    for name, case in (("mtagen cuda", ONE), ("mtagen triton", ONE), ("eager", altered(ONE, kernel=(1, 1)))):
+        run["results"] = [row for row in run["results"] if row["contender"] != name]
+        run["results"].append({**case.to_dict(), "contender": name, "skipped": "no room"})
+    text = printed(run)
+    assert "skipped: mtagen cuda, mtagen triton, eager: no room\n" in text
+    assert text.count("no room") == 1
+
+
+def test_cases_that_are_lost_to_eager_are_counted() -> None:
+    run = make_run([ONE, altered(ONE, kernel=(1, 1))])
+    assert "longer than eager" not in printed(run)
+    eager = next(row for row in run["results"] if row["contender"] == "eager")
+    eager |= {"ms": 1e-6, "low_ms": 1e-6, "high_ms": 1e-6}
+    assert "mtagen takes longer than eager in 1 of 2 cases: whole scores of short sequences are cheap" in printed(run)
+
+
 def test_interrupted_run_says_so() -> None:
     run = make_run([ONE]) | {"interrupted": True}
     assert "commit 1afe34d0abcd, interrupted" in printed(run)
@@ -261,7 +279,7 @@ def test_panels_show_what_data_costs() -> None:
     assert [*packed.lines["mtagen cuda"].values()] == [pytest.approx(0.8)] * 5
 
 
-@pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("layers", 14), ("cpu", 8)])
+@pytest.mark.parametrize(("name", "panels"), [("full", 14), ("quick", 8), ("decode", 2), ("layers", 14), ("cpu", 4)])
 def test_plot_draws_what_has_several_points(name: str, panels: int, tmp_path: Path, monkeypatch: Any) -> None:
     drawn = []
     monkeypatch.setattr(plots, "_draw", lambda panel, ax: drawn.append(panel))

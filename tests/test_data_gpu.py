@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mtagen
 from mtagen.check import failures
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.spec import Spec
 
 pytestmark = [
@@ -47,11 +47,11 @@ backends = pytest.mark.parametrize("backend", ["auto", "triton"])  # auto: CUDA'
 every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
 
 
-def built(stages: dict[str, Any], backend: str, **options: Any) -> MultiTokenAttention:
+def built(stages: dict[str, Any], backend: str, **options: Any) -> AttentionOp:
     return mtagen.build(**{"dtype": "bf16", "backend": backend} | stages | options)
 
 
-def documents(op: MultiTokenAttention, lengths: list[int]) -> dict[str, Any]:
+def documents(op: AttentionOp, lengths: list[int]) -> dict[str, Any]:
     """What ``varlen`` takes, of documents of these lengths."""
     spec, total = op.plan.spec, sum(lengths)
     generator = torch.Generator(CUDA).manual_seed(0)

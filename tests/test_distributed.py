@@ -112,7 +112,7 @@ def over_ranks(cp: ContextParallel, dim: int, **options: Any) -> Callable[..., T
     return run
 
 
-def built(stages: dict[str, Any], dtype: str | None = "fp64") -> mtagen.MultiTokenAttention:
+def built(stages: dict[str, Any], dtype: str | None = "fp64") -> mtagen.AttentionOp:
     return mtagen.build(**stages, head_dim=WIDTH, value_head_dim=24, backend="torch", dtype=dtype)
 
 

@@ -69,7 +69,14 @@ def check_distributed(names: dict[str, Any]) -> None:
     assert names["block"]["attention"].mta_kernel.grad.full_tensor().any()
 
 
+def check_existing_code(names: dict[str, Any]) -> None:
+    assert names["packed"].shape == (50, 4, 64)
+    assert names["generated"].shape == (2, 50, 256)
+    assert names["model"].stages["weight"].grad.full_tensor().any()
+
+
 CHECKS = {
+    "docs/existing-code.md": check_existing_code,
     "docs/distributed.md": check_distributed,
     "docs/index.md": check_index,
     "docs/tutorial.md": check_tutorial,

@@ -28,7 +28,7 @@ from ..measure.cases import DROPOUT_P, LENGTH, PAPER, Case, Sizes
 from ..measure.inputs import Inputs, Sampler
 from ..measure.judge import documents_op, eager_op, judge
 from ..op import build
-from ..ops.attention import MultiTokenAttention
+from ..ops.attention import AttentionOp
 from ..planner import Plan
 from ..spec import Spec
 from .authors import authors_attention
@@ -104,7 +104,7 @@ class Built(Contender):
     ) -> None:
         super().__init__(name, device, only)
         self._options = options
-        self._ops: dict[Hashable, MultiTokenAttention] = {}
+        self._ops: dict[Hashable, AttentionOp] = {}
 
     def refusal(self, case: Case) -> str | None:
         try:
@@ -139,7 +139,7 @@ class Built(Contender):
     def warm(self, case: Case) -> None:
         self._op(case)
 
-    def _op(self, case: Case) -> MultiTokenAttention:
+    def _op(self, case: Case) -> AttentionOp:
         """Built once: lengths are run-time arguments."""
         if case.spec not in self._ops:
             self._ops[case.spec] = build(**case.spec.to_dict(), **self._options)
@@ -201,7 +201,7 @@ class Unpacked(Built):
     def warm_key(self, case: Case) -> Hashable | None:
         return None  # who takes them packed builds these kernels, too
 
-    def _op(self, case: Case) -> MultiTokenAttention:
+    def _op(self, case: Case) -> AttentionOp:
         return super()._op(case.base)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from . import columns
 from .columns import Column, number, table_of_cases
 from .compare import Pair
-from .names import SDPA, is_ours, name_group, name_size, ordered
+from .names import OURS, SDPA, is_ours, name_group, name_size, ordered
 from .runs import Cases, Row, Rows, Run, fastest, groups, measurements, skipped, source
 from .tables import Table, open_console, print_table, say
 
@@ -37,8 +37,20 @@ def print_run(run: Run, console: Console | None = None) -> None:
         for table in filter(None, tables):
             print_table(table, console)
     console.print()
+    if lost := _lost(measurements(run)):
+        say(lost, console)
     for line in skipped(run["results"]):
         say(f"skipped: {line}", console)
+
+
+def _lost(cases: Cases) -> str:
+    """Say in how many cases mtagen took longer than eager; empty where in none."""
+    both = [(ours, rows["eager"]) for rows in cases.values() if "eager" in rows and (ours := fastest(rows, OURS))]
+    slower = sum(ours["ms"] > eager["ms"] for ours, eager in both)
+    if not slower:
+        return ""
+    why = "whole scores of short sequences are cheap; on a CPU mtagen's tiled PyTorch ops save memory rather than time"
+    return f"mtagen takes longer than eager in {slower} of {len(both)} cases: {why}"
 
 
 def print_comparison(slower: Sequence[Pair], compared: int, console: Console | None = None) -> None:

@@ -156,18 +156,18 @@ def measurements(run: Run) -> Cases:
 
 
 def skipped(rows: Iterable[Row]) -> list[str]:
-    """One line for each contender and reason among rows, with the cases where these are not all of its own."""
+    """One line for each reason among rows: its contenders, and the cases where these are not all of their own."""
     rows = list(rows)
     totals = Counter(row["contender"] for row in rows)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "skipped" in row:
             reasons.setdefault((row["contender"], row["skipped"]), []).append(name_size(Case.from_dict(row)))
-    return [
-        f"{name}: {reason}"
-        + ("" if len(sizes) == totals[name] else f" ({len(sizes)} of {totals[name]} cases: {_abridged(sizes)})")
-        for (name, reason), sizes in reasons.items()
-    ]
+    contenders: dict[str, list[str]] = {}
+    for (name, reason), sizes in reasons.items():
+        of = "" if len(sizes) == totals[name] else f" ({len(sizes)} of {totals[name]} cases: {_abridged(sizes)})"
+        contenders.setdefault(reason + of, []).append(name)
+    return [f"{', '.join(names)}: {text}" for text, names in contenders.items()]
 
 
 def _abridged(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from itertools import product
 
 from ..errors import InputError, explain
 from ..measure.cases import CACHE_LENGTH, DOCUMENTS, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
-from ..spec import Spec
+from ..spec import DType, Spec
 
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
@@ -73,7 +73,10 @@ def suite(
             raise InputError(explain("length", length, "must be positive", ">= 1"))
     caches = lengths or (_QUICK_CACHES[device],)
     others = () if head_dims else _OTHER_MODELS
-    scale, head_dims, lengths = SCALES[device], head_dims or HEAD_DIMS, lengths or _LENGTHS[device][name]
+    own = (
+        HEAD_DIMS[:1] if (name, device) == ("quick", "cpu") else HEAD_DIMS
+    )  # which two cores measure in a minute or two
+    scale, head_dims, lengths = SCALES[device], head_dims or own, lengths or _LENGTHS[device][name]
     paper = kernels or (PAPER,)
     if name == "quick":
         found = [
@@ -145,11 +148,11 @@ def _layers(
     for head_dim in head_dims:
         for spec in _layer_specs(heads, head_dim, scale.dtype):
             yield Case(spec, scale.decode(CACHE_LENGTH), "decode")
-    dtype = "fp16" if scale.dtype == "bf16" else scale.dtype
+    dtype: DType = "fp16" if scale.dtype == "bf16" else scale.dtype
     yield from _passes([Spec(None, max(head_dims), dtype=dtype, mixed_heads=heads)], scale.training(first, batch=1))
 
 
-def _layer_specs(heads: int, head_dim: int, dtype: str) -> Iterator[Spec]:
+def _layer_specs(heads: int, head_dim: int, dtype: DType) -> Iterator[Spec]:
     """What the layers of the paper's models compute.
 
     The first two are a model's layers: all mix all heads before and after the softmax, and some convolve besides; those

@@ -14,11 +14,10 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_worl
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import resolve_scale
-from ..documents import Documents
 from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
-from ..ops.attention import MultiTokenAttention, autocast
-from ..ops.inputs import check_call, check_documents, check_packed
+from ..ops.attention import AttentionOp, autocast
+from ..ops.inputs import check_boundaries, check_call, check_packed
 from ..spec import WEIGHTS, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import Call, Rows, Sharding, fresh, regions
@@ -66,10 +65,8 @@ class ContextParallel:
         InputError: an argument does not fit.
     """
 
-    def __init__(
-        self, op: MultiTokenAttention, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True
-    ) -> None:
-        if not isinstance(op, MultiTokenAttention):
+    def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
+        if not isinstance(op, AttentionOp):
             raise InputError(explain("op", type(op).__name__, "must be a built op", "what mtagen.build returns"))
         if not isinstance(balanced, bool):
             raise InputError(explain("balanced", balanced, "must be a bool", (True, False)))
@@ -222,8 +219,7 @@ class ContextParallel:
         weights = check_packed(spec, self.op.dtypes, q, k, v, (weight, head_weight, post_weight, post_head_weight))
         sharding = self._sharding_of(q, k, 0, length)
         longest = sharding.length if max_seqlen is None else max_seqlen
-        documents = Documents(cu_seqlens, cu_seqlens, longest, longest)
-        check_documents(documents, sharding.length, sharding.length, q.device)
+        check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), sharding.length, q.device)
         return self._attend(q, k, v, weights, scale, sharding, cu_seqlens, longest)
 
     def _attend(

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from ..spec import Spec
+from ..spec import DType, Spec
 
 PAPER = (6, 11)  # the kernel of the paper
 TRAINING_PASSES = ("forward", "backward", "forward+backward")
@@ -49,7 +49,7 @@ class Scale:
         decode_batch: sequences of a decode step while their caches have at most ``CACHE_LENGTH`` tokens each, else 1.
     """
 
-    dtype: str
+    dtype: DType
     heads: int
     tokens: int
     decode_batch: int

@@ -125,7 +125,7 @@ def judge_decode(
     """The results of a decode step on caches of different lengths, against ``eager`` of each sequence alone.
 
     Args:
-        decode: as :meth:`mtagen.MultiTokenAttention.decode`.
+        decode: as :meth:`mtagen.AttentionOp.decode`.
         eager: as the op, in plain PyTorch; returns (out, lse).
         inputs: of a decode step.
         new_tokens: the last rows of its q, no more than there are keys.

@@ -80,7 +80,9 @@ class Cache:
         """
         sizes = {cache.max_len for cache in caches}
         if len(sizes) != 1:
-            raise InputError(explain("caches", sizes, "must have one max_len in common", "caches of one layer"))
+            raise InputError(
+                explain("caches", sizes, "must have one max_len in common", "caches of layer.new_cache(batch, max_len)")
+            )
         keys, values, queries, lengths = (
             torch.cat([getattr(cache, name) for cache in caches]) for name in ("keys", "values", "queries", "lengths")
         )

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import DTypeLike, dtype_name
 from ..errors import InputError, SpecError, explain
 from ..op import build
-from ..ops.attention import MultiTokenAttention as BuiltOp
-from ..ops.attention import autocast_dtype
-from ..spec import MAX_NEW_TOKENS
+from ..ops.attention import AttentionOp, autocast_dtype
+from ..ops.inputs import check_boundaries
+from ..planner import Backend
+from ..spec import MAX_NEW_TOKENS, KeyPadding, Mask
 from .cache import Cache
-from .inputs import check_count, check_divisor, check_input, check_options, is_count
-from .parts import Gate, HeadMixer, HeadNorm, local, set_identity, set_parameter
+from .inputs import GateKind, as_count, check_count, check_divisor, check_input, check_options
+from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 
 if TYPE_CHECKING:
@@ -112,24 +114,25 @@ class MultiTokenAttention(nn.Module):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
-        key_padding: str = "both",
+        key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: int | None = None,
-        gate: str | None = None,
+        gate: GateKind | None = None,
         rope_theta: float | None = 100000.0,
         frequency_scaling: FrequencyScaling | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
-        mask: str = "source",
+        mask: Mask = "source",
         context_parallel: ProcessGroup | DeviceMesh | None = None,
-        backend: str = "auto",
-        compute_dtype: torch.dtype | str | None = None,
+        backend: Backend = "auto",
+        compute_dtype: DTypeLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        dim, n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        self.dim, self.n_heads = dim, n_heads
         self.n_kv_heads = n_heads if n_kv_heads is None else check_divisor("n_kv_heads", n_kv_heads, n_heads)
         self.n_local_heads, self.n_local_kv_heads = self.n_heads, self.n_kv_heads
         if head_dim is None and dim % n_heads:
@@ -137,9 +140,10 @@ class MultiTokenAttention(nn.Module):
                 explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "a multiple, or head_dim=...")
             )
         self.head_dim = dim // n_heads if head_dim is None else head_dim
-        for name, group in (("mixed_heads", mixed_heads), ("post_mixed_heads", post_mixed_heads)):
-            if group is not None:
-                check_divisor(name, group, n_heads)
+        if mixed_heads is not None:
+            mixed_heads = check_divisor("mixed_heads", mixed_heads, n_heads)
+        if post_mixed_heads is not None:
+            post_mixed_heads = check_divisor("post_mixed_heads", post_mixed_heads, n_heads)
         check_options(group_norm, depth_rescale, gate, rope_theta, frequency_scaling, dropout)
         self.rope_theta, self.frequency_scaling, self.dropout = rope_theta, frequency_scaling, dropout
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -154,7 +158,7 @@ class MultiTokenAttention(nn.Module):
             "key_padding": key_padding,
             "mask": mask,
             "backend": backend,
-            "dtype": compute_dtype,
+            "dtype": None if compute_dtype is None else dtype_name("compute_dtype", compute_dtype),
             "dropout": dropout > 0,
         }
         self.op = self._build(dtype)
@@ -186,7 +190,7 @@ class MultiTokenAttention(nn.Module):
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
-    def _build(self, dtype: torch.dtype) -> BuiltOp:
+    def _build(self, dtype: torch.dtype) -> AttentionOp:
         """The op of a layer whose projections have this dtype.
 
         Where nothing is compiled, it takes every dtype, so that the layer can be cast.
@@ -208,14 +212,15 @@ class MultiTokenAttention(nn.Module):
 
     def reset_stages(self) -> None:
         """Give the parameters that are the layer's own the values of the identity."""
-        spec = self.op.plan.spec
-        for taps in (self.mta_kernel, self.mta_kernel_after_sm):
-            if taps is not None:
-                own = torch.zeros(taps.shape, device=taps.device, dtype=taps.dtype)
-                own[..., -1, spec.padding(taps.shape[-1])[0]] = 1
-                set_parameter(taps, own)
-        if self.head_kernel is not None:
-            set_identity(self.head_kernel)
+        own = {
+            "weight": self.mta_kernel,
+            "post_weight": self.mta_kernel_after_sm,
+            "post_head_weight": self.head_kernel,
+        }
+        for name, parameter in own.items():
+            if parameter is not None:
+                weights = self.op.identity_weights(self.n_heads, device=parameter.device, dtype=parameter.dtype)
+                set_parameter(parameter, weights[name].view(parameter.shape))
 
     def forward(
         self,
@@ -255,6 +260,11 @@ class MultiTokenAttention(nn.Module):
         if length is not None and self.context_parallel is None:
             rule = "this layer has all tokens of a sequence"
             raise InputError(explain("length", length, rule, "None, or a layer with context_parallel=..."))
+        if cu_seqlens is not None:
+            spread = self.context_parallel
+            total = x.shape[-2] if spread is None else spread.length(x.shape[-2], length)
+            longest = total if max_seqlen is None else max_seqlen
+            check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), total, x.device)
         if cache is not None:
             self._check_cache(x, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
@@ -401,7 +411,7 @@ class MultiTokenAttention(nn.Module):
         """
         self._check_has_all_tokens()
         for name, count in (("batch", batch), ("max_len", max_len)):
-            if not is_count(count):
+            if as_count(count) is None:
                 raise InputError(explain(name, count, "must be a positive int", "1, 2, ..."))
         spec = self.op.plan.spec
         if spec.right != 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,13 +21,42 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, InputError, explain
 from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
-from ..spec import Spec
+from ..spec import DType, Spec
 from . import library
 from .executor import Executor
-from .inputs import check_call, check_decode, check_varlen
+from .inputs import check_call, check_decode, check_heads, check_varlen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing itself from Python 3.11 on
 
 
-class MultiTokenAttention:
+class _Options(TypedDict, total=False):
+    """What calls, varlen and decode take by name, for their overloads."""
+
+    head_weight: Tensor | None
+    post_weight: Tensor | None
+    post_head_weight: Tensor | None
+    scale: float | None
+
+
+class _CallOptions(_Options, total=False):
+    dropout_p: float
+    dropout_seed: Tensor | None
+
+
+class _VarlenOptions(_CallOptions):
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class _DecodeOptions(_Options, total=False):
+    cache_seqlens: Tensor | None
+    num_splits: int | None
+
+
+class AttentionOp:
     """A built op. Made by :func:`mtagen.build`; holds no parameters and never changes.
 
     Copies are the op itself. Pickled, it is what was asked of :func:`mtagen.build`, and is built again for the machine
@@ -44,7 +73,7 @@ class MultiTokenAttention:
         key: str,
         dtypes: tuple[torch.dtype, ...],
         drops: bool = False,
-        build_again: Callable[[], MultiTokenAttention] | None = None,
+        build_again: Callable[[], AttentionOp] | None = None,
     ) -> None:
         self.plan = plan
         self._spec = plan.spec
@@ -57,13 +86,13 @@ class MultiTokenAttention:
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
 
-    def __copy__(self) -> MultiTokenAttention:
+    def __copy__(self) -> AttentionOp:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MultiTokenAttention:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionOp:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], MultiTokenAttention], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], AttentionOp], tuple[()]]:
         """The call that builds the op again: its kernels, and its key among registered ops, are of this process.
 
         Raises:
@@ -74,6 +103,39 @@ class MultiTokenAttention:
             raise BackendError(explain("op", self, rule, "what mtagen.build returns"))
         return self._build_again, ()
 
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_CallOptions],
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_CallOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_CallOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def __call__(
         self,
         q: Tensor,
@@ -130,6 +192,39 @@ class MultiTokenAttention:
             out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *dropout)
         return (out, lse) if return_lse else out
 
+    @overload
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_VarlenOptions],
+    ) -> Tensor: ...
+    @overload
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_VarlenOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_VarlenOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def varlen(
         self,
         q: Tensor,
@@ -187,6 +282,35 @@ class MultiTokenAttention:
         out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p))
         return (out, lse) if return_lse else out
 
+    def identity_weights(
+        self, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """Return weights with which each stage passes on what it gets, as training starts from.
+
+        ``op(q, k, v, **op.identity_weights(heads))`` is plain attention. ``torch.nn.ParameterDict`` of the result holds
+        the weights as parameters of a module, and takes the same stars.
+
+        Args:
+            heads: H, heads of queries.
+            device: of the weights, default PyTorch's.
+            dtype: of the weights: fp32, in which they are best trained, or that of q.
+
+        Returns:
+            The weights of the op's stages by the names of its arguments: convolutions ``(H, cq, ck)``, 1 at a score's
+            own place and 0 elsewhere; mixtures ``(H/m, m, m)``, each matrix the identity.
+
+        Raises:
+            InputError: ``heads`` is not a positive int, or cannot be divided into groups that are mixed.
+        """
+        weights = {}
+        for name, shape in self._spec.weights(check_heads(self._spec, heads)).items():
+            if name in self._spec.mixed:
+                weights[name] = torch.eye(shape[-1], device=device, dtype=dtype).repeat(shape[0], 1, 1)
+            else:
+                weights[name] = torch.zeros(shape, device=device, dtype=dtype)
+                weights[name][:, -1, self._spec.padding(shape[-1])[0]] = 1
+        return weights
+
     def _seed(self, q: Tensor, p: float, seed: Tensor | None) -> Tensor:
         """What decides what a call drops.
 
@@ -202,6 +326,39 @@ class MultiTokenAttention:
         check_seed(seed, q.device)
         return seed
 
+    @overload
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_DecodeOptions],
+    ) -> Tensor: ...
+    @overload
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_DecodeOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_DecodeOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def decode(
         self,
         q_tail: Tensor,
@@ -260,13 +417,13 @@ def assemble(
     planned: Plan,
     *,
     torch_on_cpu: bool = True,
-    dtype: str | None = None,
+    dtype: DType | None = None,
     deterministic: bool | None = None,
     packed: bool = False,
     dropout: bool = False,
     plan_like: Callable[[Spec], Plan] | None = None,
-    build_again: Callable[[], MultiTokenAttention] | None = None,
-) -> MultiTokenAttention:
+    build_again: Callable[[], AttentionOp] | None = None,
+) -> AttentionOp:
     """Compile what a plan needs and make its op.
 
     Args:
@@ -305,7 +462,7 @@ def assemble(
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
     dtypes = (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values())
-    return MultiTokenAttention(planned, key, dtypes, dropout, build_again)
+    return AttentionOp(planned, key, dtypes, dropout, build_again)
 
 
 class _Variants:

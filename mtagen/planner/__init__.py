@@ -3,8 +3,8 @@
 Pure: no torch, no GPU, no files written.
 """
 
-from .choice import BACKENDS
+from .choice import BACKENDS, Backend
 from .plan import Plan, plan
 from .targets import TARGETS, Target, get_target, target_for_capability
 
-__all__ = ["BACKENDS", "TARGETS", "Plan", "Target", "get_target", "plan", "target_for_capability"]
+__all__ = ["BACKENDS", "TARGETS", "Backend", "Plan", "Target", "get_target", "plan", "target_for_capability"]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from ..errors import PlanError, explain
 from ..spec import Spec
@@ -29,8 +29,9 @@ from .tables import Shape, Table
 from .targets import Target
 from .tile import candidates as tile
 
-BACKENDS = ("auto", "cuda", "triton", "torch")
-GENERATED = ("cuda", "triton")
+Backend: TypeAlias = Literal["auto", "cuda", "triton", "torch"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+GENERATED: tuple[Backend, ...] = ("cuda", "triton")
 COST_MODEL, ONLY_ONE = "cost model", "the only one"
 # CUDA's time over Triton's up to which auto takes fused kernels of CUDA: their calls take less than half of the CPU's
 # time (benchmarks/notes/planning.md, "Backends"), which a busy GPU hides and short sequences do not.

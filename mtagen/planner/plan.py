@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from . import torch_ops
-from .choice import BACKENDS, GENERATED, Choice, PlannedPass, choose_backends, lowerings, plan_pass
+from .choice import BACKENDS, GENERATED, Backend, Choice, PlannedPass, choose_backends, lowerings, plan_pass
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
@@ -202,7 +202,7 @@ def _stages(spec: Spec) -> Iterator[tuple[str, str]]:
 def plan(
     spec: Spec,
     target: str | Target = "sm_90a",
-    backend: str = "auto",
+    backend: Backend = "auto",
     available: Collection[str] = GENERATED,
     tables: Sequence[Table] | None = None,
 ) -> Plan:
@@ -242,6 +242,10 @@ def _check_arguments(spec: object, target: object, backend: object, available: o
         raise SpecError(explain("spec", spec, "must be a Spec", "such as mtagen.Spec(kernel=(6, 11), head_dim=64)"))
     if not isinstance(target, (str, Target)):
         raise SpecError(explain("target", target, "must be a target or its name", ("cpu", *TARGETS)))
+    if isinstance(target, str):
+        names = ("cpu", *TARGETS)
+        rule = f"is not known; backend={target!r} says how to compute" if target in BACKENDS else "is not known"
+        check_choice("target", target, names, rule)
     check_choice("backend", backend, BACKENDS, "is not built")
     if not isinstance(available, (tuple, list, set, frozenset)) or not all(
         isinstance(one, str) and one in GENERATED for one in available

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..codegen import Sources
 from ..errors import BackendError, explain
-from ..planner.choice import GENERATED
+from ..planner.choice import GENERATED, Backend
 from ..planner.plan import Plan
 from ..planner.targets import get_target
 from .cache import Cache, cache_key
@@ -43,7 +43,7 @@ class Passes:
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
-def available_backends() -> tuple[str, ...]:
+def available_backends() -> tuple[Backend, ...]:
     """The backends of generated kernels whose packages are installed."""
     installed = {"cuda": cuda_is_installed(), "triton": triton_is_installed()}
     return tuple(backend for backend in GENERATED if installed[backend])

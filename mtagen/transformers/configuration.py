@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
 
+from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
 from ..nn import FrequencyScaling
+from ..nn.inputs import GateKind
+from ..planner import Backend
+from ..spec import KeyPadding, Mask
 
 # What a cache is called in calls and outputs of transformers, from 5.24 on and before.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -41,6 +47,20 @@ _ELSEWHERE = {
     "rope_scaling": "frequency_scaling={'factor': ...}",
     "sliding_window": "window=(keys before its own, -1)",
 }
+# Names that the layer, the op or other code has for sizes.
+_SIZES = {
+    "dim": "hidden_size",
+    "heads": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+}
+_LIKENESS = 0.8  # of a name that is refused to one of ours: "kernal" is, "attention_dropout" is not
 
 
 class MtaConfig(PreTrainedConfig):
@@ -89,8 +109,9 @@ class MtaConfig(PreTrainedConfig):
         **kwargs: as of ``PreTrainedConfig``.
 
     Raises:
-        SpecError: ``layer_overrides`` names a layer or an option that there is not, or an option is given by the name
-            that it has in other models.
+        SpecError: ``layer_overrides`` names a layer or an option that there is not; an option is given by the name that
+            it has in other models, or by one that looks like a misspelling of ours; heads do not divide what they
+            should. Other names are kept as they are given, as transformers does.
     """
 
     model_type: ClassVar[str] = "mtagen"
@@ -116,18 +137,18 @@ class MtaConfig(PreTrainedConfig):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
-        key_padding: str = "both",
+        key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: bool = False,
-        gate: str | None = None,
+        gate: GateKind | None = None,
         rope_theta: float | None = 100000.0,
         frequency_scaling: Mapping[str, float] | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
-        mask: str = "source",
-        backend: str = "auto",
-        compute_dtype: torch.dtype | str | None = None,
+        mask: Mask = "source",
+        backend: Backend = "auto",
+        compute_dtype: DTypeLike | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -137,6 +158,13 @@ class MtaConfig(PreTrainedConfig):
         for name, legal in _ELSEWHERE.items():
             if kwargs.get(name):
                 raise SpecError(explain(name, kwargs[name], "this model has no option of that name", legal))
+        _check_names(kwargs)
+        if head_dim is None and hidden_size % num_attention_heads:
+            rule = f"is no multiple of num_attention_heads = {num_attention_heads}"
+            raise SpecError(explain("hidden_size", hidden_size, rule, "a multiple, or head_dim=..."))
+        if num_key_value_heads is not None and num_attention_heads % num_key_value_heads:
+            rule, got = f"must divide num_attention_heads = {num_attention_heads}", num_key_value_heads
+            raise SpecError(explain("num_key_value_heads", got, rule, "a divisor, or None for as many"))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -193,6 +221,20 @@ class MtaConfig(PreTrainedConfig):
             "backend": self.backend,
             "compute_dtype": self.compute_dtype,
         }
+
+
+def _check_names(others: Mapping[str, Any]) -> None:
+    """Check names that are not ours, most of which transformers gives a meaning, or another version of mtagen.
+
+    Raises:
+        SpecError: one looks like a misspelling of ours, and would be kept without any effect.
+    """
+    ours = inspect.signature(MtaConfig.__init__).parameters
+    theirs = inspect.signature(PreTrainedConfig.__init__).parameters
+    for name, value in others.items():
+        alike = [_SIZES[name]] if name in _SIZES else difflib.get_close_matches(name, ours, 1, _LIKENESS)
+        if alike and name not in theirs and not name.endswith("_token_id"):  # of which transformers has many
+            raise SpecError(explain(name, value, "this model has no option of that name", f"{alike[0]}=..."))
 
 
 def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling | None:

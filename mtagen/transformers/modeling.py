@@ -71,6 +71,19 @@ class MtaPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["MtaDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = [*CACHE_NAMES]
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """Refuse attention that is not mtagen's, before transformers advises to ask its authors for it.
+
+        Raises:
+            SpecError: another implementation than ``eager``, which is transformers' word for the model's own.
+        """
+        if attn_implementation not in (None, "eager"):
+            rule = "mtagen's kernels compute this model's attention, and no other can"
+            legal = "no attn_implementation; backend=... of the configuration says which kernels"
+            raise SpecError(explain("attn_implementation", attn_implementation, rule, legal))
+        adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        return adjusted
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Matrices as of transformers' models, stages as the identity, and what a checkpoint gave as it is."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..nn import MultiTokenAttention
+from ..ops.inputs import check_boundaries
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,11 +120,13 @@ def given_documents(
         total: tokens of the batch.
 
     Raises:
-        InputError: keys have other documents than queries.
+        InputError: keys have other documents than queries, or boundaries or the longest length do not fit the batch.
     """
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and not cu_seq_lens_k.equal(cu_seq_lens_q):
         raise InputError(explain("cu_seq_lens_k", cu_seq_lens_k, "keys are of the queries' documents", cu_seq_lens_q))
-    return Packing(None, cu_seq_lens_q, total if max_length_q is None else int(max_length_q))
+    longest = total if max_length_q is None else int(max_length_q)
+    check_boundaries(("cu_seq_lens_q", cu_seq_lens_q), ("max_length_q", longest), total, cu_seq_lens_q.device)
+    return Packing(None, cu_seq_lens_q, longest)
 
 
 def count_padding(

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
+from ..planner import Backend
+from ..spec import KeyPadding, Mask
 from .configuration import MtaConfig
 from .modeling import MtaForCausalLM
 
@@ -31,10 +34,10 @@ def retrofit(
     mixed_heads: int | None = None,
     post_kernel: tuple[int, int] | None = None,
     post_mixed_heads: int | None = None,
-    key_padding: str = "both",
-    mask: str = "source",
-    backend: str = "auto",
-    compute_dtype: torch.dtype | str | None = None,
+    key_padding: KeyPadding = "both",
+    mask: Mask = "source",
+    backend: Backend = "auto",
+    compute_dtype: DTypeLike | None = None,
     layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> MtaForCausalLM:
     """A copy of a trained Llama with stages over its scores that pass on, at first, what they get.
