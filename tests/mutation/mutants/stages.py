@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "weights-without-a-stage",
         "mtagen/ops/inputs.py",
-        "if (weight is not None) != (name in spec.weight_names):",
-        "if weight is None and name in spec.weight_names:",
+        'raise InputError(explain(told, got, rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))',
+        "return None",
         "A weight that the op has no stage for is ignored.",
         ("tests/test_inputs.py::test_a_weight_that_the_op_does_not_have",),
     ),
