@@ -19,10 +19,10 @@ IMPORTED = " (imported)"
 _touched: set[str] = set()
 
 
-def _profile(frame: FrameType, event: str, argument: object) -> None:
-    if event == "call":
-        code = frame.f_code
-        _touched.add(code.co_filename + IMPORTED if code.co_name == "<module>" else code.co_filename)
+def _trace(frame: FrameType, event: str, argument: object) -> None:
+    """Record a call. Its lines are not traced, because None is returned."""
+    code = frame.f_code
+    _touched.add(code.co_filename + IMPORTED if code.co_name == "<module>" else code.co_filename)
 
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
@@ -40,12 +40,12 @@ def _is_rendering() -> bool:
 
 def pytest_configure() -> None:
     sys.addaudithook(_audit)
-    threading.setprofile(_profile)
-    sys.setprofile(_profile)
+    threading.settrace(_trace)
+    sys.settrace(_trace)
 
 
 def pytest_sessionfinish() -> None:
-    sys.setprofile(None)
-    threading.setprofile(None)
+    sys.settrace(None)
+    threading.settrace(None)
     names = [path.removeprefix(f"{PACKAGE}/") for path in sorted(_touched) if path.startswith(f"{PACKAGE}/")]
     Path(os.environ["TOUCHED"], f"{os.getpid()}.txt").write_text("\n".join(names))
