@@ -1,4 +1,4 @@
-"""Checks of the layer's options and of its calls' arguments: what was got, the rule, what is legal."""
+"""Checks of the layer's options and of its calls' arguments."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ GATES = ("scalar", "channel")
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a positive int."""
+    """Return whether ``value`` is a positive int."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_count(name: str, value: int) -> int:
-    """``value``, if it is a positive int.
+    """Return ``value`` after checking that it is a positive int.
 
     Raises:
-        SpecError: it is not.
+        SpecError: it is not a positive int.
     """
     if not is_count(value):
         raise SpecError(explain(name, value, "must be a positive int", "1, 2, ..."))
@@ -28,10 +28,10 @@ def check_count(name: str, value: int) -> int:
 
 
 def check_divisor(name: str, value: int, n_heads: int) -> int:
-    """``value``, if it divides the number of heads.
+    """Return ``value`` after checking that it divides the number of heads.
 
     Raises:
-        SpecError: it does not.
+        SpecError: it does not divide ``n_heads``.
     """
     if not is_count(value) or n_heads % value:
         legal = [heads for heads in range(1, n_heads + 1) if n_heads % heads == 0]
@@ -47,7 +47,7 @@ def check_options(
     frequency_scaling: FrequencyScaling | None,
     dropout: float,
 ) -> None:
-    """Check what the op does not.
+    """Check the options of the layer that ``mtagen.build`` does not check.
 
     Raises:
         SpecError: an option is not legal.
@@ -82,10 +82,10 @@ def _is_number(value: object) -> bool:
 def check_input(
     x: Tensor, dim: int, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
-    """Check the tensors of a call.
+    """Check the arguments of a call.
 
     Raises:
-        InputError: one does not fit.
+        InputError: an argument does not fit.
     """
     if not isinstance(x, Tensor):
         raise InputError(explain("x", type(x).__name__, "must be a tensor", "torch.Tensor"))
