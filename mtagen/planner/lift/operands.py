@@ -55,7 +55,7 @@ class Lift:
         taps: kernel entries summed into one lifted vector, max(cq, ck).
         pad: lifted vector x reads source vectors x + s - pad, 0 <= s < taps.
         row_shift, key_shift: term t pairs row i + row_shift with key j + key_shift.
-        kept_rows: rows of g that a strip of rows needs from the strip before it.
+        carried_rows: rows of g that a chunk of rows needs from the chunk before it.
         mask: which keys a query sees.
         bands: where the lifted score is not used.
         forward, scores: loops of the kernels of these names.
@@ -68,7 +68,7 @@ class Lift:
     pad: int
     row_shift: Expr
     key_shift: Expr
-    kept_rows: int
+    carried_rows: int
     mask: Mask
     bands: tuple[Band, ...]
     forward: Loop
@@ -108,7 +108,7 @@ def lift(spec: Spec) -> Lift:
         pad=left if lifts_keys else above,
         row_shift=row_shift,
         key_shift=key_shift,
-        kept_rows=above if lifts_keys else 0,
+        carried_rows=above if lifts_keys else 0,
         mask=mask,
         bands=bands(spec),
         forward=key_loop(mask, band=width),
