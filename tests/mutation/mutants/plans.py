@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         "plans-cuda-however-slow",
         "mtagen/planner/choice.py",
-        'ratio <= (1.0 if made["cuda"].lowering == "strip" else CUDA_UP_TO)',
+        'ratio <= (1.0 if plans["cuda"].lowering == "strip" else CUDA_UP_TO)',
         "ratio <= CUDA_UP_TO",
         "Strips, whose calls take no less of the CPU's time than Triton's, are chosen where they are slower.",
         ("tests/test_golden_plans.py", "tests/test_choice.py"),
