@@ -983,7 +983,7 @@ def mta_lift_decode_cq6_ck11_d128_bf16_causal_sm90a(
         inside = ((key >= 0) & (key < length))[:, None]
         k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
-        if j0 + BLOCK_N > visible_to:  # a key that some query must not see is in the tile: sum u by u
+        if j0 + BLOCK_N > visible_to:  # some query must not see a key of the tile: sum u by u
             by_all = key < visible_to
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
@@ -1094,7 +1094,7 @@ def mta_lift_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
         inside = ((key >= 0) & (key < length))[:, None]
         k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
-        if j0 + BLOCK_N > visible_to:  # a key that some query must not see is in the tile: sum u by u
+        if j0 + BLOCK_N > visible_to:  # some query must not see a key of the tile: sum u by u
             by_all = key < visible_to
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):

@@ -75,8 +75,8 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
 }
 
 // Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
-// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and lane_pair
-// = lane % 4.
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -91,9 +91,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -167,9 +167,9 @@ constexpr int CQ = 6, CK = 11;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
 constexpr int ROWS = WARPS * ROW_TILE, KEYS = 128;
 // A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
-// first column LEAD keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then odd
-// ones, in SLAB_ROW bytes each.
-constexpr int ROWS_ABOVE = 5, LEAD = 8, SPARE = 3;
+// first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then
+// odd ones, in SLAB_ROW bytes each.
+constexpr int ROWS_ABOVE = 5, KEYS_LEFT = 8, SPARE = 3;
 constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 18, SLAB_ROW = 304;
 // Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
 constexpr int SHARED_SLAB = 0;
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_c
   auto load = [&](int key, int buffer) {
     const u32 slab = base + buffer * BUFFER + SHARED_SLAB;
     const int row = r0 - ROWS_ABOVE;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(slab, x, pitch, row, key - LEAD, count, keys);
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(slab, x, pitch, row, key - KEYS_LEFT, count, keys);
     copy_commit();
   };
 

@@ -3,7 +3,7 @@
 // The convolution after the softmax of multi-token attention in a decode step, kernel 6 x 11.
 // In every plane [slot, r, j], where rows 0 <= r < count exist, and the keys j of its sequence:
 // out[r, j] = sum over u, v of W[u, v] x[r - 5 + u, j - 5 + v],
-// for rows from 10 on; the last one is at the end of its sequence. Hidden ones are zeros.
+// for rows from 10 on; the last row is the end of its sequence. Hidden results are zeros.
 //
 // mta_strip_decode_post_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 2048) * (-(-count // 2) - 5) * slots), 128, 25344>>>
 
@@ -43,8 +43,8 @@ DEVICE void copy_wait() {
 }
 
 // Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
-// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and lane_pair
-// = lane % 4.
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -59,9 +59,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -113,8 +113,8 @@ constexpr int FIRST_ROW = 10, ROWS = 2;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, WALK = 4;
 constexpr int WARP_KEYS = 128, KEYS = WARPS * WARP_KEYS;
 // A slab holds the tile and what the kernel reaches besides. Its first row is CQ - 1 rows before the tile's, its first
-// column LEAD keys before; of a window of columns, the first SPARE meet no tap. There is a ring of DEPTH slabs.
-constexpr int LEAD = 8, SPARE = 3, WINDOW_CHUNKS = 3;
+// column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. There is a ring of DEPTH slabs.
+constexpr int KEYS_LEFT = 8, SPARE = 3, WINDOW_CHUNKS = 3;
 constexpr int SLAB_ROWS = 8, SLAB_CHUNKS = 66;
 constexpr int SLAB_ROW = SLAB_CHUNKS * CHUNK_BYTES, SLAB = SLAB_ROWS * SLAB_ROW, DEPTH = 3;
 
@@ -198,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_post_c
   out += (static_cast<long long>(slot) * count + r0) * pitch;
   auto load = [&](int key, u32 slab) {
     if (key < end) {
-      copy_chunks<0, KEYS / CHUNK>(slab, x, pitch, count - r0 + CQ - 1, key - LEAD, limit);
-      copy_chunks<KEYS / CHUNK, WINDOW_CHUNKS - 1>(slab, x, pitch, count - r0 + CQ - 1, key - LEAD, limit);
+      copy_chunks<0, KEYS / CHUNK>(slab, x, pitch, count - r0 + CQ - 1, key - KEYS_LEFT, limit);
+      copy_chunks<KEYS / CHUNK, WINDOW_CHUNKS - 1>(slab, x, pitch, count - r0 + CQ - 1, key - KEYS_LEFT, limit);
     }
     copy_commit();
   };

@@ -3,8 +3,8 @@
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = N x.
 // Planes of fp16 hold probabilities times 256.0.
-// Rows before row 10 are not made. Query r sits at position r + off; each sequence has
-// a length of its own, and its last row is at its end.
+// Rows before row 10 are not computed. Query r sits at position r + off. A sequence has
+// its own length, and its last row is at its end.
 //
 // mta_strip_decode_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 2048) * (-(-n_heads // 16)) * (b1 - b0) * (count - 10)), 256, 66560>>>
 
@@ -109,9 +109,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -336,7 +336,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -432,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_post_m
         load_operand(shares, slot, i, lane);
         if (key + BLOCK_KEYS > end) clear_unseen(shares, i, end - key, lane);
         mix(y, shares);
-        scale_tile(y, 1.f / SHARE_SCALE);
+        scale_tile(y, 1.f / PROBABILITY_SCALE);
         store_tile<Element>(slot, i, y, lane);
       }
       write_block(to, key, slot, place.heads, lane);

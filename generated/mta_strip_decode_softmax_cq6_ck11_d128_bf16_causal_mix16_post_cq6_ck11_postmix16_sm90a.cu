@@ -3,8 +3,8 @@
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = softmax(M x), over keys; and lse of rows from `skip` on.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
-// Rows before row 5 are not made. Query r sits at position r + off; each sequence has
-// a length of its own, and its last row is at its end.
+// Rows before row 5 are not computed. Query r sits at position r + off. A sequence has
+// its own length, and its last row is at its end.
 //
 // mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * (count - 5)), 512, 231424>>>
 
@@ -109,9 +109,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -333,7 +333,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float LOG2_SHARE_SCALE = 8.0f;
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -523,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
       if (place.has(n, lane)) lse[place.query(n, first + r, n_q, lane)] = LN_2 * log_sums[n];
 
 #pragma unroll
-  for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_SHARE_SCALE;  // probabilities come out scaled
+  for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_PROBABILITY_SCALE;  // probabilities come out scaled
   for_blocks<true>(end, ring, warp, copy, [&](int key, u32 slot) {
     with_edge(key + BLOCK_KEYS > end, [&](bool edge) {
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 // Outputs of a decode step, each a sum over the keys of one part:
 // partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],
-// where a part has `split` of the keys that the sequence has, or as many as are left.
+// where a part has `split` keys of the sequence, and the last part has the rest.
 //
 // mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-(group * n_new) // 16) * (b1 - b0) * kv_heads * splits), 128, 73728>>>
 
@@ -47,8 +47,8 @@ DEVICE void copy_wait() {
 }
 
 // Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
-// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and lane_pair
-// = lane % 4.
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -78,9 +78,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -104,8 +104,9 @@ DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a panel's
-// row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different banks.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL_ROW = 128;  // bytes
 
@@ -116,15 +117,15 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
 }
 
 // The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
-// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple
-// of 8.
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not exist
-// are zeros.
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
+// exist are zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
@@ -157,10 +158,10 @@ static_assert(WARPS * ROWS * SUM_ROW * 4 <= WARPS * DEPTH * BLOCK, "sums take th
 
 // ---- Products of tiles in shared memory --------------------------------------------------------------------------
 
-// The addresses that a lane passes to ldmatrix, for a tile of TILE_ROWS rows in blocks of 16 rows by 16 columns. The four
-// 8x8 matrices of a block are ordered down first, then right. EXCHANGED: right first, for operands that memory holds in
-// another order than the instruction takes. Blocks are counted from the first block, whose column is below a power of two
-// that divides the other columns.
+// The addresses that a lane passes to ldmatrix, for a tile of TILE_ROWS rows in blocks of 16 rows by 16 columns. The
+// four 8x8 matrices of a block are ordered down first, then right. EXCHANGED: right first, for operands that memory
+// holds in another order than the instruction takes. Blocks are counted from the first block, whose column is below a
+// power of two that divides the other columns.
 template <int TILE_ROWS, bool EXCHANGED>
 struct Blocks {
   u32 at;
@@ -182,8 +183,8 @@ DEVICE void load_block(u32 (&x)[4], u32 row) {
     load_matrices(x, row);
 }
 
-// c[16 M x 16 N] += a[16 M x 16 K] b[16 K x 16 N]. a(m, k) and b(k, n) return the addresses of blocks. A and B say whether
-// the blocks of a and b are loaded transposed.
+// c[16 M x 16 N] += a[16 M x 16 K] b[16 K x 16 N]. a(m, k) and b(k, n) return the addresses of blocks. A and B say
+// whether the blocks of a and b are loaded transposed.
 template <bool A, bool B, int K, int M, int N, class Left, class Right>
 DEVICE void multiply(float (&c)[M][N][8], Left a, Right b) {
 #pragma unroll

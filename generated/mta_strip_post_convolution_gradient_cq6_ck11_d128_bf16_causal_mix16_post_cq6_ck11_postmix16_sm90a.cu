@@ -3,7 +3,7 @@
 // The convolution after the softmax of multi-token attention, kernel 6 x 11 over (queries, keys).
 // In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:
 // the gradient of W: partial[u, v] += 0.00390625 * sum over r, j of dy[r, j] x[r - 5 + u, j - 5 + v],
-// in a sum of its own for each slot and tile of keys.
+// one sum per slot and tile of keys.
 //
 // mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 64) * slots), 128, 43072>>>
 
@@ -57,9 +57,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -137,9 +137,9 @@ constexpr int CQ = 6, CK = 11;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
 constexpr int ROWS = WARPS * ROW_TILE, KEYS = 64;
 // A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
-// first column LEAD keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then odd
-// ones, in SLAB_ROW bytes each.
-constexpr int ROWS_ABOVE = 5, LEAD = 8, SPARE = 3;
+// first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then
+// odd ones, in SLAB_ROW bytes each.
+constexpr int ROWS_ABOVE = 5, KEYS_LEFT = 8, SPARE = 3;
 constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 10, SLAB_ROW = 176;
 // Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
 constexpr int SHARED_SLAB = 0;
@@ -199,8 +199,8 @@ DEVICE u32 slab_row<Gradients>(u32 base, int row_tile, int r, int s) {
 //
 // W[u, v] gets the sum over i and j of G[i, j] S[i - ROW_HALO + u, j - PAD_LEFT + v]. An mma multiplies two 8x8 blocks
 // (u, d) of transposed scores, 8 columns each, of chunk d of a window in row shift u, by 8 columns of G, over a row
-// tile. The diagonals of the products, summed over all rows, are the gradients. Warps divide the row shifts, a set each,
-// and then the row tiles.
+// tile. The diagonals of the products, summed over all rows, are the gradients. Warps divide the row shifts, a set
+// each, and then the row tiles.
 
 // A set has WEIGHT_SHIFTS row shifts.
 constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3;
@@ -216,8 +216,8 @@ constexpr int GRADIENT_FIRST = GRADIENT_BEGIN / CHUNK;
 constexpr int GRADIENT_CHUNKS = (GRADIENT_END + CHUNK - 1) / CHUNK - GRADIENT_FIRST;
 constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
 
-// An operand has the blocks (u, d) and (u2, d + apart), with u counted from the set's first row shift; u2 = -1 if it has
-// the first block only.
+// An operand has the blocks (u, d) and (u2, d + apart), with u counted from the set's first row shift; u2 = -1 if it
+// has the first block only.
 struct WeightOperand {
   int u, u2, apart;
 };
@@ -252,9 +252,9 @@ DEVICE constexpr WeightSum weight_sum(int i) {
   return sums[i];
 }
 
-// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are fp16 and are
-// converted to Elements here. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column -
-// r, counted from the lane's first column and row.
+// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are fp16 and
+// are converted to Elements here. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead =
+// column - r, counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
   const int begin = max(0, key - SEEN_AHEAD - off - first) / ROWS * ROWS;  // some row from here on sees a key
   auto load = [&](int row, int buffer) {
     const u32 to = base + buffer * BUFFER;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x, pitch, row - ROWS_ABOVE, key - LEAD, count, keys);
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x, pitch, row - ROWS_ABOVE, key - KEYS_LEFT, count, keys);
     copy_tile<ROWS, KEYS / CHUNK, TILE_ROW>(to + SHARED_TILE, dy, pitch, row, key, count, keys);
     copy_commit();
   };

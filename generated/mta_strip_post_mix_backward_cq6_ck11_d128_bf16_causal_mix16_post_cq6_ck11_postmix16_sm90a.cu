@@ -2,7 +2,7 @@
 //
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N.
-// Each CTA has sums of its own of a matrix's gradient.
+// Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
@@ -109,9 +109,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -364,7 +364,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -454,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
         load_operand(shares, slot, i, lane);
         if (key + BLOCK_KEYS > end) clear_unseen(shares, i, end - key, lane);
         mix(y, shares);
-        scale_tile(y, 1.f / SHARE_SCALE);
+        scale_tile(y, 1.f / PROBABILITY_SCALE);
         store_tile<Element>(slot, i, y, lane);
         Operand gradients;
         load_operand(gradients, slot + BLOCK_BYTES, i, lane);
@@ -473,5 +473,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
   }
   const int bundles = (n_heads + HEADS - 1) / HEADS;
   const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * 512 + place.number;
-  products.add_to<WARPS>(partial + sums * 256, 1.f / SHARE_SCALE, shared, threadIdx.x);
+  products.add_to<WARPS>(partial + sums * 256, 1.f / PROBABILITY_SCALE, shared, threadIdx.x);
 }

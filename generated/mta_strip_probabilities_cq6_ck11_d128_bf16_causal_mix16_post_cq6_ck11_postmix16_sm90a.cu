@@ -108,9 +108,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -332,7 +332,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float LOG2_SHARE_SCALE = 8.0f;
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
@@ -500,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_probabilities
     log_sums[n] = place.has(n, lane) ? LOG2_E * lse[place.query(n, first + r, n_q, lane)] : 0.f;
 
 #pragma unroll
-  for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_SHARE_SCALE;  // probabilities come out scaled
+  for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_PROBABILITY_SCALE;  // probabilities come out scaled
   for_blocks<false>(end, ring, warp, copy, [&](int key, u32 slot) {
     with_edge(key + BLOCK_KEYS > end, [&](bool edge) {
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // dx, the gradient of x, from g, that of softmax(M x); and gradients of matrices.
-// Each CTA has sums of its own of a matrix's gradient.
+// Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
@@ -109,9 +109,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -395,8 +395,8 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 12, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
-constexpr float LOG2_SHARE_SCALE = 8.0f;
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
@@ -569,9 +569,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       // Probabilities come out scaled.
-      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, first + r, n_q, lane)] : 0.f) - LOG2_SHARE_SCALE;
+      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, first + r, n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
 
-    // Of tile i, scores, probabilities times SHARE_SCALE, and what they and their gradients are made of.
+    // Of tile i, scores, probabilities times PROBABILITY_SCALE, and what they and their gradients are made of.
     auto load_tile = [&](Operand& x, Operand& dy, Tile& p, Tile& dp, u32 slot, int i, bool edge, int seen) {
       load_operand(x, slot, i, lane);
       load_operand(dy, slot + BLOCK_BYTES, i, lane);
@@ -601,9 +601,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
     sum_over_keys<WARPS>(dots, shared, warp, lane);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      dots[n] /= SHARE_SCALE;
+      dots[n] /= PROBABILITY_SCALE;
       if (place.has(n, lane) && r >= skip) dots[n] -= grad_lse[place.query(n, first + r, n_q, lane)];
-      dots[n] /= SHARE_SCALE;  // as the probabilities are too large by it
+      dots[n] /= PROBABILITY_SCALE;  // as the probabilities are too large by it
     }
 
     for_blocks<true>(end, ring, warp, copy, [&](int key, u32 slot) {
@@ -615,7 +615,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
           load_tile(x, dy, p, dp, slot, i, edge, end - key);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            dp[e] = p[e] * (dp[e] * (1.f / SHARE_SCALE) - dots[head_of_element(e)]);
+            dp[e] = p[e] * (dp[e] * (1.f / PROBABILITY_SCALE) - dots[head_of_element(e)]);
             if (edge && key + key_of(e, i, lane) >= end) dp[e] = 0.f;  // even if the row's dot is not finite
           }
           operand_of<Element>(dy, dp);

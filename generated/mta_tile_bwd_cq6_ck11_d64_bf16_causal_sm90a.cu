@@ -82,8 +82,8 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
 }
 
 // Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
-// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and lane_pair
-// = lane % 4.
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -113,9 +113,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -198,8 +198,8 @@ DEVICE void add_to_global(float* to, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
 
-// Sets a counter with release semantics: for a CTA that reads it, writes to global memory of this thread, and of threads
-// that it met at a barrier, are visible.
+// Sets a counter with release semantics: for a CTA that reads it, writes to global memory of this thread, and of
+// threads that it met at a barrier, are visible.
 DEVICE void store_release(int* to, int x) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
@@ -251,8 +251,9 @@ DEVICE void pin(float (&x)[N]) {
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a panel's
-// row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different banks.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL = 64;       // columns
 constexpr int PANEL_ROW = 128;  // bytes
@@ -264,8 +265,8 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
 }
 
 // The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
-// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple
-// of 8.
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
@@ -552,9 +553,9 @@ DEVICE float sum_of_lanes(float x, int lanes) {
   return x;
 }
 
-// Writes for every row dot = grad_out . out - grad_lse, which the softmax's gradient subtracts, and lse in units of log2;
-// and zeroes the sums of dQ. Rows that see no key, and rows past the last up to `row_pitch`, get an infinite lse, so that
-// their probabilities are zeros.
+// Writes for every row dot = grad_out . out - grad_lse, which the softmax's gradient subtracts, and lse in units of
+// log2; and zeroes the sums of dQ. Rows that see no key, and rows past the last up to `row_pitch`, get an infinite lse,
+// so that their probabilities are zeros.
 extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* __restrict__ out, const Element* __restrict__ grad_out, const float* __restrict__ lse,
     const float* __restrict__ grad_lse, float* __restrict__ row_lse, float* __restrict__ row_dot,
@@ -610,11 +611,12 @@ DEVICE void store_piece(Element* to, const float4 (&from)[4], float scale) {
   halves[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
-// Finishes the gradient of W, a tap per warp, and dQ, 16 columns per thread, from their fp32 sums. The sums of 16 columns
-// are in the order of two mma tiles: for each lane_pair, columns 2 lane_pair and the next, then those 8 further.
+// Finishes the gradient of W, a tap per warp, and dQ, 16 columns per thread, from their fp32 sums. The sums of 16
+// columns are in the order of two mma tiles: for each lane_pair, columns 2 lane_pair and the next, then those 8
+// further.
 // Then it adds the parts of dK that each CTA of the main kernel has written for its first and its last HALO columns. A
-// thread has 16 columns of a key. The key is one of a CTA's first, whose other part the CTA before has written, or, at the
-// end of the sequence, one of the last.
+// thread has 16 columns of a key. The key is one of a CTA's first, whose other part the CTA before has written, or, at
+// the end of the sequence, one of the last.
 extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d64_bf16_causal_sm90a(
     const float* __restrict__ dq_sum, Element* __restrict__ dq, const float* __restrict__ dw_sums,
     float* __restrict__ dweight, long long dq_pieces, int dw_terms, int heads, float scale,
@@ -664,8 +666,8 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
 //
 // A slab is a score tile in shared memory, a ring of row tiles. Even and odd rows are stored apart, because the
-// convolution's fragments take every other row of a row tile together. TABLE is the table of taps that convolves the slab,
-// HALO_ABOVE the number of rows that the convolution reads above.
+// convolution's fragments take every other row of a row tile together. TABLE is the table of taps that convolves the
+// slab, HALO_ABOVE the number of rows that the convolution reads above.
 struct Scores {
   using Type = fp16;
   static constexpr int SHARED = SHARED_S, RING = SCORE_RING, TABLE = 0, HALO_ABOVE = ROW_HALO;
@@ -710,11 +712,12 @@ DEVICE float2 load_pair(u32 from) {
   return make_float2(__uint_as_float(x[0]), __uint_as_float(x[1]));
 }
 
-// The row at a place of a tile of Q or dO. In each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as in
-// fragments.
+// The row at a place of a tile of Q or dO. In each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
+// in fragments.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are zeros.
+// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are
+// zeros.
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;
@@ -766,8 +769,8 @@ DEVICE u32 load_taps(u32 base, int table, int u, int v) {
 //
 // W[u, v] gets the sum over i and j of G[i, j] S[i - ROW_HALO + u, j - PAD_LEFT + v]. An mma multiplies two 8x8 blocks
 // (u, d) of transposed scores, 8 columns each, of chunk d of a window in row shift u, by 8 columns of G, over a row
-// tile. The diagonals of the products, summed over all rows, are the gradients. Warps divide the row shifts, a set each,
-// and then the row tiles.
+// tile. The diagonals of the products, summed over all rows, are the gradients. Warps divide the row shifts, a set
+// each, and then the row tiles.
 
 // A set has WEIGHT_SHIFTS row shifts.
 constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3;
@@ -783,8 +786,8 @@ constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
 // Operands are loaded this many chunks before their products.
 constexpr int WEIGHT_AHEAD = 1;
 
-// An operand has the blocks (u, d) and (u2, d + apart), with u counted from the set's first row shift; u2 = -1 if it has
-// the first block only.
+// An operand has the blocks (u, d) and (u2, d + apart), with u counted from the set's first row shift; u2 = -1 if it
+// has the first block only.
 struct WeightOperand {
   int u, u2, apart;
 };
@@ -825,8 +828,8 @@ DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift 
 
 // Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are Elements.
 // Operands are loaded as they are multiplied, except an operand whose blocks are chunks apart, which is derived from
-// operand 0's words. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column - r, counted
-// from the lane's first column and row.
+// operand 0's words. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column - r,
+// counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
@@ -928,7 +931,8 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   return sum;
 }
 
-// COUNT warps add their sums of the taps of head h, and store a term: that of entry b of `batch`, the `tile`-th of `tiles`.
+// COUNT warps add their sums of the taps of head h, and store a term: that of entry b of `batch`, the `tile`-th of
+// `tiles`.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
                                   int thread) {
@@ -960,8 +964,8 @@ struct Cta {
     exponent = scale * (LOG2_E / SCORE_SCALE);
   }
 
-  // Whether the mask hides any key from any row of a step, or (with mask="output") from a later row that reads it. `row`
-  // is the step's first row, counted from `first`.
+  // Whether the mask hides any key from any row of a step, or (with mask="output") from a later row that reads it.
+  // `row` is the step's first row, counted from `first`.
   DEVICE bool hides(int row) const {
     return ahead + KEYS - 1 > row;
   }
@@ -976,8 +980,8 @@ DEVICE bool is_hidden(int ahead) { return ahead > 0; }
 DEVICE unsigned warp_index() { return static_cast<unsigned>(thread_index()) / 32; }
 DEVICE int lane_index() { return thread_index() & 31; }
 
-// A thread's place in a step's scores, which are fragments of 16 rows by 8 columns. The thread has rows `row` and `row` +
-// 1, and two columns in each chunk of its part; `column` is the first.
+// A thread's place in a step's scores, which are fragments of 16 rows by 8 columns. The thread has rows `row` and `row`
+// + 1, and two columns in each chunk of its part; `column` is the first.
 struct Place {
   int part, lane = lane_index(), row_tile = warp_index() % ROW_TILES;
   int lane_row = lane >> 2, lane_pair = lane & 3;
@@ -1138,9 +1142,9 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 //   dV += P^T dO    dK += dS^T Q     dQ += dS K                dW += diagonals of S^T G
 //
 // Columns. A convolution reads HALO = 10 columns to the right of its own: C reads S, and dS reads G, which is
-// stored HALO columns further right in its slab, between zeros. So dS has the columns of S. It holds the contribution of
-// the CTA's own G. In the first and the last HALO columns, drawn as dots, a neighbouring CTA contributes, too. dQ is a
-// sum over CTAs anyway; dK of these columns is written in fp32, and the last kernel adds both parts.
+// stored HALO columns further right in its slab, between zeros. So dS has the columns of S. It holds the contribution
+// of the CTA's own G. In the first and the last HALO columns, drawn as dots, a neighbouring CTA contributes, too. dQ is
+// a sum over CTAs anyway; dK of these columns is written in fp32, and the last kernel adds both parts.
 //
 //            key of column 0     columns
 //   S        c0 + 0              192  ====================================
@@ -1171,7 +1175,8 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 //   wait for `taken` of the step before
 //   G = P (dP - dot), to its slab
 //   arrive at `written`, meet at GRADIENTS                       wait for `written`
-//                                                                convert S to Elements, except this step's last row tile
+//                                                                convert S to Elements, except this step's last row
+//                                                                tile
 //   dS = adjoint conv(G), to shared memory                       dW
 //   meet at SCORE_GRADIENTS
 //   start dQ = dS K                                              arrive at `taken`
@@ -1234,9 +1239,9 @@ DEVICE void issue_keys(float (&dk)[D / 2], u32 gradients, u32 above, u32 queries
 // Adds the warpgroup's columns of dQ to the head's sums. The thread's first row is row `first`.
 DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long head, int first, int n_q, int part,
                            const Place& at) {
-  // A reduction takes four neighbouring registers, but the four columns that a thread has of a row are not neighbours. All
-  // columns are moved before the first reduction. If each reduction moved its columns to the same registers, it would wait
-  // until the reduction before has read them.
+  // A reduction takes four neighbouring registers, but the four columns that a thread has of a row are not neighbours.
+  // All columns are moved before the first reduction. If each reduction moved its columns to the same registers, it
+  // would wait until the reduction before has read them.
 #pragma unroll
   for (int m = 0; m < DQ_COLUMNS / 16; ++m)
 #pragma unroll
@@ -1259,8 +1264,8 @@ DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long
   }
 }
 
-// Writes dK or dV; column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`. dV has no
-// such columns, and `parts` is null.
+// Writes dK or dV; column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`. dV has
+// no such columns, and `parts` is null.
 DEVICE void store_keys(Element* to, float* parts, const float (&sums)[D / 2], const Cta& cta, const Place& at,
                        float factor, int lag) {
 #pragma unroll

@@ -388,8 +388,8 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     return dq, dk, dv, dweight
 
 
-# For each decode kernel: upper limits of a block's heads, query rows, and pairs of a head and a new token; then the last
-# arguments of _splits.
+# For each decode kernel: upper limits of a block's heads, query rows, and pairs of a head and a new token; then the
+# last arguments of _splits.
 DECODE_TILES = {
     "decode_1": (1, 16, 8, 264, 512, 4),
     "decode_4": (4, 24, 8, 264, 512, 4),

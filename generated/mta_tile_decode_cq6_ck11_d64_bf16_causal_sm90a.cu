@@ -88,8 +88,8 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
 }
 
 // Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
-// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and lane_pair
-// = lane % 4.
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -119,9 +119,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -189,7 +189,7 @@ DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //
-// A CTA takes one split of the keys and some query heads that work them. It streams tiles t of KEYS keys and values:
+// A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
 //
 //   ring    | K(t) | V(t) | K(t + 1) | ..     STAGES tiles, which all warps copy ahead of their use
 //   slab    | CK - 1 columns of tile t - 1 | KEYS columns of tile t |     the score tile: fp16, a row per query row
@@ -408,8 +408,8 @@ DEVICE void load_queries(u32 shared, const Problem& x, const Work<Tile>& work) {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// Writes the scores of a warp's keys and ROWS rows, at most 24, to the slab as fp16. `k_tile` is the address of the warp's
-// keys, `q` that of the first row's query, and `slab` that of the warp's first key in the first row.
+// Writes the scores of a warp's keys and ROWS rows, at most 24, to the slab as fp16. `k_tile` is the address of the
+// warp's keys, `q` that of the first row's query, and `slab` that of the warp's first key in the first row.
 template <class Tile, int ROWS>
 DEVICE void write_scores(u32 k_tile, u32 q, u32 slab, const int* positions, int key, bool edge, int lane) {
   constexpr int KEYS = Tile::WARP_KEYS;
@@ -500,7 +500,8 @@ DEVICE void make_toeplitz(u32 shared, const float* weight, int heads) {
   }
 }
 
-// Bytes from a window's first row and chunk to those of tap i. The tap after the last has no weights and reads the last.
+// Bytes from a window's first row and chunk to those of tap i. The tap after the last has no weights and reads the
+// last.
 template <class Tile>
 DEVICE constexpr int tap_offset(int i) {
   const int tap = i < CQ * WINDOW_CHUNKS ? i : i - 1;
@@ -514,8 +515,8 @@ DEVICE int token_of_row(const Work<Tile>& work, int token, int m) {
   return min(token + m / Tile::CHUNKS, work.n_new - 1);
 }
 
-// Convolves tokens from `token` on of head h; c[2 r] and c[2 r + 1] belong to row lane_row + 8 r. The slab's first key is
-// `key`.
+// Convolves tokens from `token` on of head h; c[2 r] and c[2 r + 1] belong to row lane_row + 8 r. The slab's first key
+// is `key`.
 template <class Tile>
 DEVICE void convolve(float (&c)[4], u32 shared, const Work<Tile>& work, int h, int token, int key, int lane) {
   constexpr int CHUNKS = Tile::CHUNKS;
@@ -536,8 +537,8 @@ DEVICE void convolve(float (&c)[4], u32 shared, const Work<Tile>& work, int h, i
 
 // ---- Softmax --------------------------------------------------------------------------------------------------------
 //
-// Several lanes hold a pair of a convolved tile: 4 per row, and a token has CHUNKS rows. PEAK holds the largest score of
-// each pair so far, in units of log2; SUM holds the sum of exp2(score - peak) of each lane's two rows.
+// Several lanes hold a pair of a convolved tile: 4 per row, and a token has CHUNKS rows. PEAK holds the largest score
+// of each pair so far, in units of log2; SUM holds the sum of exp2(score - peak) of each lane's two rows.
 
 // Combines values over the lanes that hold a token's rows. The two values belong to rows lane_row and lane_row + 8.
 template <class Tile, class Combine>
@@ -550,7 +551,8 @@ DEVICE void combine_lanes(float (&x)[2], Combine combine) {
   if (Tile::CHUNKS == 16) x[0] = x[1] = combine(x[0], x[1]);  // both rows belong to the same token
 }
 
-// Computes the convolution and softmax of a tile: P = exp2(score - peak), in the order of pairs and of the tile's outputs.
+// Computes the convolution and softmax of a tile: P = exp2(score - peak), in the order of pairs and of the tile's
+// outputs.
 template <class Tile>
 DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exponent, int warp, int lane) {
   constexpr int CHUNKS = Tile::CHUNKS;
@@ -788,8 +790,8 @@ mta_tile_decode_8_cq6_ck11_d64_bf16_causal_sm90a(
                   n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
-// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key are
-// ignored.
+// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key
+// are ignored.
 constexpr int COMBINE_WARPS = 4, COLUMNS = (DV + 31) / 32;  // columns of a lane
 
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)

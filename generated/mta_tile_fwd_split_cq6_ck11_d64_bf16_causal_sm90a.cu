@@ -81,8 +81,8 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
 }
 
 // Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
-// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and lane_pair
-// = lane % 4.
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -97,9 +97,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at (row,
-// column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of floats,
-// the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -309,11 +309,11 @@ constexpr int SHARED_BARRIERS = 127960;
 
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
-// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So they
-// need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a row, the
-// tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their references. The
-// rows of a warp see different keys, so if a row changed its reference because of another row, the last bits of its
-// results would depend on keys that are hidden from it.
+// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So
+// they need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a
+// row, the tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their
+// references. The rows of a warp see different keys, so if a row changed its reference because of another row, the last
+// bits of its results would depend on keys that are hidden from it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -323,8 +323,8 @@ constexpr float LIMIT = 16384.f;
 // Minus the reference of a row that has seen no key. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
-// The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0, so
-// that -inf stays -inf.
+// The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
+// so that -inf stays -inf.
 DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
@@ -357,8 +357,8 @@ struct Softmax {
   // Begins the first tile, in which every row exceeds its reference, because it has none.
   DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
 
-  // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then end
-  // the tile. Until then the sign of `sum` marks the rows that have, because a flag would take a register.
+  // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then
+  // end the tile. Until then the sign of `sum` marks the rows that have, because a flag would take a register.
   DEVICE bool end() {
     if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
       sum[0] += added[0], sum[1] += added[1];
@@ -374,8 +374,8 @@ struct Softmax {
   }
 
   // Does a tile again. If a row has exceeded its reference, its maximum becomes the reference, and outputs that were
-  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums of
-  // rounded probabilities, unlike the sums computed here.
+  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums
+  // of rounded probabilities, unlike the sums computed here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
     bool exceeds[2];
@@ -552,7 +552,8 @@ constexpr int PAD = 6, CARRY = 16;
 constexpr int TILES = KEYS / CHUNK, CARRY_CHUNKS = CARRY / CHUNK;
 constexpr int SLAB_CHUNKS = 9;  // per row; later columns are gathered
 
-// Bytes of a row, an odd number of chunks so that a matrix's rows are in different banks, and of all rows of one parity.
+// Bytes of a row, an odd number of chunks so that a matrix's rows are in different banks, and of all rows of one
+// parity.
 constexpr int SLAB_ROW = 144, SLAB_PARITY = 14256;
 constexpr int SLAB = 2 * SLAB_PARITY, SLABS = 2;
 
@@ -638,8 +639,8 @@ struct WarpSlab {
     }
   }
 
-  // Convolves a slab that holds scores of the keys from `key` on; the warp's first row is at `position`. See convolve for
-  // finish(n).
+  // Convolves a slab that holds scores of the keys from `key` on; the warp's first row is at `position`. See convolve
+  // for finish(n).
   template <class Finish>
   DEVICE void convolved(float (&c)[KEYS / 2], int slab, int position, int key, const Weights& weights, int lane,
                         Finish finish) const {
@@ -655,8 +656,9 @@ struct WarpSlab {
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a panel's
-// row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different banks.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL_ROW = 128;  // bytes
 
@@ -667,15 +669,15 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
 }
 
 // The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
-// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple
-// of 8.
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not exist
-// are zeros.
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
+// exist are zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
@@ -695,9 +697,9 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 
 // ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
-// COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a tensor
-// of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are
-// neighbours.
+// COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a
+// tensor of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two
+// rows are neighbours.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4
@@ -811,8 +813,9 @@ struct OutputTile {
   DEVICE long long row_of(int i) const { return (static_cast<long long>(head) * n_q + i) * gridDim.z + blockIdx.z; }
 };
 
-// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they belong to the output tile. A row that
-// sees no key gets zeros and a log-sum-exp of -inf. In each 8 columns of o the thread holds two, 2 lane_pair and the next.
+// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they belong to the output tile. A row
+// that sees no key gets zeros and a log-sum-exp of -inf. In each 8 columns of o the thread holds two, 2 lane_pair and
+// the next.
 template <int N, class Element>
 DEVICE void store_output(float* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax,
                          const OutputTile& work, int row, int lane) {
@@ -1014,8 +1017,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
   };
 
-  // A warpgroup leaves after the last keys that its rows see; the first warpgroup leaves first. Until then all warps take
-  // the same steps, so that the compiler counts them in uniform registers.
+  // A warpgroup leaves after the last keys that its rows see; the first warpgroup leaves first. Until then all warps
+  // take the same steps, so that the compiler counts them in uniform registers.
   const int joint_steps = work.steps_of(64);
   if (work.steps > 0) begin();
   for (int t = 0; t + 1 < joint_steps; ++t) step(t, true);
@@ -1023,8 +1026,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   const int steps = work.steps_of(rows_above + 64);
   for (int t = max(joint_steps - 1, 0); t < steps; ++t) step(t, t + 1 < steps);
 
-  // The warpgroup below goes on, and reads zeros as the hidden scores of this warpgroup's last rows. Tile 0 is written in
-  // any case.
+  // The warpgroup below goes on, and reads zeros as the hidden scores of this warpgroup's last rows. Tile 0 is written
+  // in any case.
   if (gives_rows && (warp & 3) == 3) {
     const int steps_below = work.steps_of(rows_above + 128);
     for (int t = max(steps, 1); t < steps_below; ++t) {
@@ -1037,8 +1040,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), lane);
 }
 
-// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key are
-// ignored.
+// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key
+// are ignored.
 constexpr int COMBINE_WARPS = 1, COLUMNS = (DV + 31) / 32;  // columns of a lane
 
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)

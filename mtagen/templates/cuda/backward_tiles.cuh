@@ -5,8 +5,8 @@
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
 //
 // A slab is a score tile in shared memory, a ring of row tiles. Even and odd rows are stored apart, because the
-// convolution's fragments take every other row of a row tile together. TABLE is the table of taps that convolves the slab,
-// HALO_ABOVE the number of rows that the convolution reads above.
+// convolution's fragments take every other row of a row tile together. TABLE is the table of taps that convolves the
+// slab, HALO_ABOVE the number of rows that the convolution reads above.
 struct Scores {
   using Type = fp16;
   static constexpr int SHARED = SHARED_S, RING = SCORE_RING, TABLE = 0, HALO_ABOVE = ROW_HALO;
@@ -51,11 +51,12 @@ DEVICE float2 load_pair(u32 from) {
   return make_float2(__uint_as_float(x[0]), __uint_as_float(x[1]));
 }
 
-// The row at a place of a tile of Q or dO. In each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as in
-// fragments.
+// The row at a place of a tile of Q or dO. In each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
+// in fragments.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are zeros.
+// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are
+// zeros.
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;

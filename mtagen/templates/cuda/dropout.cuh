@@ -70,8 +70,8 @@ struct Dropout {
   static constexpr u32 SIGNS = 0x80808080u;
 };
 
-// Four bytes, each all ones if the upper bit of a selected byte is set, else zeros. Digits of `bytes` select bytes 0 to 3
-// of x and bytes 4 to 7 of y.
+// Four bytes, each all ones if the upper bit of a selected byte is set, else zeros. Digits of `bytes` select bytes 0 to
+// 3 of x and bytes 4 to 7 of y.
 DEVICE u32 signs_of_bytes(u32 x, u32 y, u32 bytes) {
   u32 signs;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(x), "r"(y), "r"(bytes | 0x8888u));

@@ -7,7 +7,8 @@
 // A row of the tile has DROPOUT_ROW bytes. Bit x is set if key x, counted from the row's first group, is kept.
 
 // DRAWERS threads draw the bits of ROWS rows of a slot from row `row` on, and of GROUPS groups from group `group` on.
-// Two threads share a row. The compiler computes rounds of the generator that the row has not reached once for all rows.
+// Two threads share a row. The compiler computes rounds of the generator that the row has not reached once for all
+// rows.
 template <int ROWS, int GROUPS, int DRAWERS>
 DEVICE void draw_dropout_bits(u32 to, const Dropout& dropout, u32 slot, int row, int group, int thread) {
 #pragma unroll 2

@@ -5,11 +5,11 @@
 
 // ---- Dropout of blocks of a row ------------------------------------------------------------------------------------
 //
-// A lane's line has 8 keys of a head, for which one draw gives the mask. So lanes draw for the lines that they copy, and
-// no number is drawn twice. Bits 15 - i and 31 - i are those of word i of a lane's 16 words, 4 per line.
+// A lane's line has 8 keys of a head, for which one draw gives the mask. So lanes draw for the lines that they copy,
+// and no number is drawn twice. Bits 15 - i and 31 - i are those of word i of a lane's 16 words, 4 per line.
 
-// The mask of a lane's lines of the block from key `key` of the sequence on, in the row of query `query`. The row's first
-// head has slot `first_slot`.
+// The mask of a lane's lines of the block from key `key` of the sequence on, in the row of query `query`. The row's
+// first head has slot `first_slot`.
 DEVICE u32 kept_of_block(const Dropout& dropout, u32 first_slot, u32 query, u32 key, int lane) {
   u32 bits = 0;
 #pragma unroll

@@ -4,11 +4,11 @@
 
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
-// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So they
-// need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a row, the
-// tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their references. The
-// rows of a warp see different keys, so if a row changed its reference because of another row, the last bits of its
-// results would depend on keys that are hidden from it.
+// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So
+// they need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a
+// row, the tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their
+// references. The rows of a warp see different keys, so if a row changed its reference because of another row, the last
+// bits of its results would depend on keys that are hidden from it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -18,8 +18,8 @@ constexpr float LIMIT = 16384.f;
 // Minus the reference of a row that has seen no key. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
-// The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0, so
-// that -inf stays -inf.
+// The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
+// so that -inf stays -inf.
 DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
@@ -52,8 +52,8 @@ struct Softmax {
   // Begins the first tile, in which every row exceeds its reference, because it has none.
   DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
 
-  // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then end
-  // the tile. Until then the sign of `sum` marks the rows that have, because a flag would take a register.
+  // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then
+  // end the tile. Until then the sign of `sum` marks the rows that have, because a flag would take a register.
   DEVICE bool end() {
     if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
       sum[0] += added[0], sum[1] += added[1];
@@ -69,8 +69,8 @@ struct Softmax {
   }
 
   // Does a tile again. If a row has exceeded its reference, its maximum becomes the reference, and outputs that were
-  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums of
-  // rounded probabilities, unlike the sums computed here.
+  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums
+  // of rounded probabilities, unlike the sums computed here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
     bool exceeds[2];

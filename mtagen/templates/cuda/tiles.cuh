@@ -5,9 +5,9 @@
 
 // ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
-// COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a tensor
-// of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are
-// neighbours.
+// COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a
+// tensor of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two
+// rows are neighbours.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4

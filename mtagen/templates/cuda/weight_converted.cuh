@@ -2,9 +2,9 @@
 
 #include "ptx.cuh"
 
-// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are fp16 and are
-// converted to Elements here. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column -
-// r, counted from the lane's first column and row.
+// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are fp16 and
+// are converted to Elements here. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead =
+// column - r, counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {

@@ -31,7 +31,8 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   return sum;
 }
 
-// COUNT warps add their sums of the taps of head h, and store a term: that of entry b of `batch`, the `tile`-th of `tiles`.
+// COUNT warps add their sums of the taps of head h, and store a term: that of entry b of `batch`, the `tile`-th of
+// `tiles`.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
                                   int thread) {

@@ -8,8 +8,8 @@ DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift 
 
 // Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are Elements.
 // Operands are loaded as they are multiplied, except an operand whose blocks are chunks apart, which is derived from
-// operand 0's words. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column - r, counted
-// from the lane's first column and row.
+// operand 0's words. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column - r,
+// counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
