@@ -1,4 +1,4 @@
-"""Tables as values, written in Markdown or printed on a console."""
+"""Tables as values, and their output as Markdown or on a console."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Table(NamedTuple):
     """Texts in lines and columns.
 
     Attributes:
-        title: what stands above.
+        title: the text above the table.
         header: the names of the columns.
-        lines: a text for each column; empty where there is nothing to say.
-        keys: how many of the first columns say what a line is of, and are never folded.
-        notes: what stands below, line by line.
+        lines: the lines, each with a text for each column, maybe empty.
+        keys: number of the first columns that describe a line; they are never folded.
+        notes: the lines of text below the table.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
 
 def to_markdown(table: Table) -> str:
-    """The table in Markdown."""
+    """Return a table as Markdown."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (table.header, *table.lines)]
     first, *rest = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([f"{table.title}:", "", first, "|" + "---|" * len(table.header), *rest, "", *table.notes])
@@ -58,17 +58,17 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def open_console() -> Console:
-    """The standard output; as wide as paper where it is no terminal."""
+    """Return a console on the standard output, with a fixed width if that is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 
 
 def say(text: str, console: Console) -> None:
-    """Print a text as it is."""
+    """Print a text without markup."""
     console.print(text, markup=False, highlight=False)
 
 
 def _folded(name: str) -> str:
-    """The name of a column on short lines."""
+    """Return the name of a column, folded to short lines."""
     for mark in ".-":
         name = name.replace(mark, f"{mark} ")
     return name.replace(" ", "\n")

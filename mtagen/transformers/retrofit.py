@@ -54,7 +54,7 @@ def retrofit(
         mask: as in the configuration.
         backend: as in the configuration.
         compute_dtype: as in the configuration.
-        layer_overrides: as in the configuration, but for stages and dropout only. With a norm, a
+        layer_overrides: as in the configuration, for stages and dropout only. With a norm, a
             gate, a window or another rotary embedding the copy would not compute what the model
             does.
 

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "plans-costs-of-the-whole-pass",
         "mtagen/tuning.py",
-        "Timed(one.key, one.fields, one.cost, _time(one))",
-        "Timed(one.key, one.fields, one.pass_plan.cost, _time(one))",
+        "Timed(key, fields, candidate.cost, _time(candidate))",
+        "Timed(key, fields, candidate.pass_plan.cost, _time(candidate))",
         "The cost model is judged by sums over decisions that are not varied.",
         ("tests/test_tuning.py::test_costs_are_those_of_the_decision",),
     ),
