@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})  # names that nobody has used yet, too
+    return sorted({*globals(), *__all__})  # lists names that have not been imported yet, too
 
 
 def __getattr__(name: str) -> object:

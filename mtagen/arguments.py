@@ -1,4 +1,4 @@
-"""Checks of arguments that built ops and the specification share: what was got, the rule, what is legal."""
+"""Checks of arguments that built ops and :func:`mtagen.reference` share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """``scale``, by default head_dim ** -0.5.
+    """Return ``scale`` as a float, by default head_dim ** -0.5.
 
     Raises:
-        InputError: not a finite number.
+        InputError: ``scale`` is not a finite number.
     """
     if scale is None:
         return float(head_dim**-0.5)
-    # torch.compile traces no math.isfinite of a symbol.
+    # Compared with the largest float, because torch.compile cannot trace math.isfinite of a symbol.
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -_LARGEST <= scale <= _LARGEST:
         raise InputError(
             explain("scale", scale, "must be a finite Python number", "e.g. head_dim ** -0.5 (the default)")
@@ -32,10 +32,10 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_dense(tensors: Sequence[tuple[str, object]]) -> None:
-    """Check that what is called so is a tensor with strides.
+    """Check that each named value is a dense tensor.
 
     Raises:
-        InputError: it is none.
+        InputError: a value is no tensor, or a nested or sparse one.
     """
     for name, x in tensors:
         if not isinstance(x, Tensor):
@@ -50,12 +50,12 @@ def check_batch(tensors: Named, head_dims: tuple[int, int], *, packed: bool = Fa
     """Check that queries (B, H, Nq, D), keys (B, Hkv, Nk, D) and values (B, Hkv, Nk, DV) fit each other.
 
     Args:
-        tensors: these three, by their names.
+        tensors: queries, keys and values, each with its name.
         head_dims: D and DV.
         packed: whether they are packed documents: (total_q, H, D), (total_k, Hkv, D) and (total_k, Hkv, DV).
 
     Raises:
-        InputError: one has another rank, dtype, device or shape.
+        InputError: a tensor has another rank, dtype, device or shape.
     """
     (q_name, q), (k_name, k), (_, v) = tensors
     dtype, device = q.dtype, q.device
@@ -133,20 +133,20 @@ def check_groups(name: str, heads: int, mixed: int) -> None:
 def shaped_weight(
     queries: tuple[str, Tensor], name: str, weight: Tensor, mixed: int | None, shape: tuple[int, ...]
 ) -> Tensor:
-    """A weight in its shape.
+    """Check a weight and return it in the shape ``shape``.
 
-    It may come without the axis of groups, if there is one group, and kernels with an axis of input channels, as the
-    weights of torch's convolutions.
+    A matrix for one group of heads may come without the axis of groups. A convolution's weight may
+    come with an axis of input channels, like the weights of torch's convolutions.
 
     Args:
         queries: the tensor of queries, of a batch or of packed documents, and its name.
-        name: of the weight.
-        weight: as it was given.
+        name: the weight's name.
+        weight: the weight as it was passed.
         mixed: heads of a group that the weight mixes, or None if it is a convolution's.
         shape: (H, cq, ck), or (H / m, m, m).
 
     Raises:
-        InputError: it does not fit the queries, or has another shape.
+        InputError: the weight does not fit the queries, or has another shape.
     """
     q_name, q = queries
     check_dense(((name, weight),))

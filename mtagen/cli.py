@@ -373,7 +373,7 @@ def bench(
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """What is to be written after minutes of work can be."""
+    """Check that files can be written, before minutes of work."""
     for path in filter(None, paths):
         if not path.parent.is_dir():
             raise InputError(explain("file", str(path), "its folder does not exist", f"mkdir -p {path.parent} first"))

@@ -1,4 +1,4 @@
-"""Tables as values, written in Markdown or printed on a console."""
+"""Tables as values, and their output as Markdown or on a console."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Table(NamedTuple):
     """Texts in lines and columns.
 
     Attributes:
-        title: what stands above, if anything.
+        title: the text above the table, if any.
         header: the names of the columns; empty if they have none.
-        lines: a text for each column; empty where there is nothing to say.
-        keys: how many of the first columns say what a line is of, and are never folded.
-        notes: what stands below, line by line.
+        lines: the lines, each with a text for each column, maybe empty.
+        keys: number of the first columns that describe a line; they are never folded.
+        notes: the lines of text below the table.
     """
 
     title: str
@@ -35,7 +35,7 @@ class Table(NamedTuple):
 
 
 def to_markdown(table: Table) -> str:
-    """The table in Markdown."""
+    """Return a table as Markdown."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (table.header, *table.lines)]
     first, *rest = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([f"{table.title}:", "", first, "|" + "---|" * len(table.header), *rest, "", *table.notes])
@@ -80,12 +80,14 @@ class _Console(Console):
 
 
 def open_console() -> Console:
-    """The standard output; as wide as paper where it is no terminal and nothing says how wide it is."""
+    """Return a console on the standard output, with a fixed width if that is no terminal and no
+    environment variable says how wide it is.
+    """
     return _Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
 
 
 def say(text: str, console: Console) -> None:
-    """Print a text as it is."""
+    """Print a text without markup."""
     console.print(text, markup=False, highlight=False)
 
 
@@ -105,7 +107,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _folded(name: str) -> str:
-    """The name of a column on short lines."""
+    """Return the name of a column, folded to short lines."""
     for mark in ".-":
         name = name.replace(mark, f"{mark} ")
     return name.replace(" ", "\n")

@@ -1,4 +1,4 @@
-"""Checks of the layer's options and of its calls' arguments: what was got, the rule, what is legal."""
+"""Checks of the layer's options and of its calls' arguments."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ GATES: tuple[GateKind, ...] = get_args(GateKind)
 
 
 def as_count(value: object) -> int | None:
-    """A positive integer of any type as an int; None if the value is none."""
+    """Return a positive integer of any type as an int, and None for anything else."""
     count = as_int(value)
     return None if count is None or count < 1 else count
 
 
 def check_count(name: str, value: int) -> int:
-    """``value``, if it is a positive integer.
+    """Return ``value`` as an int after checking that it is a positive integer.
 
     Raises:
-        SpecError: it is not.
+        SpecError: it is not a positive int.
     """
     count = as_count(value)
     if count is None:
@@ -34,10 +34,10 @@ def check_count(name: str, value: int) -> int:
 
 
 def check_divisor(name: str, value: int, n_heads: int) -> int:
-    """``value``, if it divides the number of heads.
+    """Return ``value`` after checking that it divides the number of heads.
 
     Raises:
-        SpecError: it does not.
+        SpecError: it does not divide ``n_heads``.
     """
     divisor = as_count(value)
     if divisor is None or n_heads % divisor:
@@ -54,7 +54,7 @@ def check_options(
     frequency_scaling: FrequencyScaling | None,
     dropout: float,
 ) -> None:
-    """Check what the op does not.
+    """Check the options of the layer that ``mtagen.build`` does not check.
 
     Raises:
         SpecError: an option is not legal.
@@ -90,10 +90,10 @@ def _is_number(value: object) -> bool:
 def check_input(
     x: Tensor, dim: int, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
-    """Check the tensors of a call.
+    """Check the arguments of a call.
 
     Raises:
-        InputError: one does not fit.
+        InputError: an argument does not fit.
     """
     if not isinstance(x, Tensor):
         raise InputError(explain("x", type(x).__name__, "must be a tensor", "torch.Tensor"))

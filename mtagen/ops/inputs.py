@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, before any launch: what was got, the rule, what is legal."""
+"""Checks of a call's arguments, made before any launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import InputError, explain
 from ..planner.targets import GRID_X
 from ..spec import MAX_NEW_TOKENS, STAGES, WEIGHTS, Spec, as_int
 
-MAX_SPLITS = 2**16 - 1  # each takes a partial result
+MAX_SPLITS = 2**16 - 1  # upper limit, because each split writes a partial result
 
 
 def check_call(
@@ -23,7 +23,8 @@ def check_call(
     """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and the weights before a call.
 
     Args:
-        weights: those called ``spec.WEIGHTS``, in that order; None where the spec has none.
+        weights: a weight for each name in ``spec.WEIGHTS``, in that order; None for stages that the
+            spec lacks.
 
     Returns:
         The weights in the same order, in the shapes of :meth:`Spec.weights`.
@@ -44,7 +45,7 @@ def check_decode(
     cache_seqlens: Tensor | None,
     num_splits: int | None,
 ) -> list[Tensor | None]:
-    """As :func:`check_call` for a decode step: q_tail (B, H, n_new + context, D) and caches (B, Hkv, N, ...).
+    """Check a decode step: q_tail (B, H, n_new + context, D), caches (B, Hkv, N, ...).
 
     Raises:
         InputError: some argument does not fit.
@@ -104,11 +105,13 @@ def check_varlen(
     weights: Sequence[Tensor | None],
     documents: Documents,
 ) -> list[Tensor | None]:
-    """As :func:`check_call` for packed documents: q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
+    """Check a call on packed documents like :func:`check_call`.
+
+    The shapes are q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
 
     Raises:
-        InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold, and whether a document is longer than
-            max_q or max_k, is looked at on the CPU only.
+        InputError: some argument does not fit. The values in cu_seq_q and cu_seq_k are checked on
+            the CPU only, and with them whether a document is longer than max_q or max_k.
     """
     checked = check_packed(spec, dtypes, q, k, v, weights)
     check_documents(documents, len(q), len(k), q.device)
@@ -118,7 +121,7 @@ def check_varlen(
 def check_packed(
     spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """As :func:`check_call` for rows of packed documents: q (n_q, H, D), k (n_k, Hkv, D) and v (n_k, Hkv, DV).
+    """Check rows of packed documents: q (n_q, H, D), k (n_k, Hkv, D) and v (n_k, Hkv, DV).
 
     Raises:
         InputError: some argument does not fit.
@@ -127,11 +130,11 @@ def check_packed(
 
 
 def check_documents(documents: Documents, total_q: int, total_k: int, device: torch.device) -> None:
-    """Check where packed documents of so many queries and keys are.
+    """Check the boundaries of packed documents that have ``total_q`` queries and ``total_k`` keys.
 
     Raises:
-        InputError: some value does not fit. What cu_seq_q and cu_seq_k hold, and whether a document is longer than
-            max_q or max_k, is looked at on the CPU only.
+        InputError: some value does not fit. The values in cu_seq_q and cu_seq_k are checked on the
+            CPU only, and with them whether a document is longer than max_q or max_k.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = documents
     check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), total_q, device)
@@ -206,7 +209,7 @@ def _checked(
 
 
 def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor | None:
-    """A weight in its shape, or None where there is no such stage."""
+    """Check a weight and return it in its shape, or None if the spec has no such stage."""
     if name not in spec.weight_names:
         if weight is None:
             return None

@@ -1,6 +1,6 @@
-"""From a spec and a target to a plan: stencils, tile geometry, resources, cost.
+"""Make a plan from a spec and a target: stencils, geometry of blocks, resources, cost.
 
-Pure: no torch, no GPU, no files written.
+The planner is pure: it needs neither torch nor a GPU, and writes no files.
 """
 
 from .choice import BACKENDS, Backend

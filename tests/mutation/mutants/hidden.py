@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "decode-keys-past-those-in-use",
         f"{CUDA}/decode.cu.j2",
-        "share.first_key(item / 2), 0, share.length)",
-        "share.first_key(item / 2), 0, x.n_max)",
+        "work.first_key(item / 2), 0, work.length)",
+        "work.first_key(item / 2), 0, x.n_max)",
         "The scores of keys past the length of a sequence are convolved.",
         (f"{TEST}::test_decode",),
     ),

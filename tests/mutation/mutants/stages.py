@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "gradient-of-hidden-probabilities",
         PIPELINE,
-        ".view_as(p).masked_fill(forbidden, 0), kept)",
-        ".view_as(p), kept)",
+        ".view_as(p).masked_fill(forbidden, 0), factors)",
+        ".view_as(p), factors)",
         "Probabilities that the mask removes after their convolution have a gradient.",
         ("tests/test_pipeline.py::test_equals_reference",),
     ),
