@@ -44,6 +44,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 4, 4),
     "small": Size(256, 8, 4),
+    "30M": Size(512, 8, 8),
     "300M": Size(1024, 20, 16),
     "550M": Size(1280, 24, 10),
     "830M": Size(1536, 24, 16),
