@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 NAME = "comparison"  # of the picture and of both tables
 LABELS = {
-    "mta": "multi-token attention",
     "plain": "plain attention",
     "talking-heads": "talking-heads attention",
+    "mta": "multi-token attention",
     "authors": "multi-token attention, authors' order",
 }
 SETTLED = 0.15  # of the steps: what was validated before does not set the picture's scale
