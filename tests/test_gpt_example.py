@@ -16,8 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from examples.decoder import Decoder
-from examples.gpt import generate as generation
 from examples.gpt import compare, corpus, longest, plot, throughput, train, train_distributed
+from examples.gpt import generate as generation
 from examples.gpt.model import (
     ATTENTION,
     LLAMA3_VOCABULARY,
