@@ -22,7 +22,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from examples.gpt import compare, corpus, data, generate, plot, train
-from examples.gpt.model import ATTENTION, SIZES, make_decoder, next_token_loss
+from examples.gpt.model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_loss
 from examples.runs import Stopwatch
 from mtagen.errors import InputError
 
@@ -312,6 +312,14 @@ def test_a_seed_starts_all_variants_alike() -> None:
     assert len(shared) == 4 * 9 + 2
     for other in started[1:]:
         assert all(torch.equal(started[0][name], other[name]) for name in shared)
+
+
+def test_parameters_on_the_page() -> None:
+    page = (Path(train.__file__).with_name("README.md")).read_text(encoding="utf-8")
+    with torch.device("meta"):
+        plain, mta = (count_parameters(make_decoder(SIZES["30M"], variant, 8192)) for variant in ("plain", "mta"))
+    assert f"`plain` has {plain:,} parameters, `mta` {mta:,}" in page
+    assert f"{mta - plain:,}, or {(mta - plain) / plain:.3%}".replace("%", " %") in page
 
 
 def test_generation_by_the_tokenizer(text: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ def train_all(
 ) -> bool:
     """Train each variant with each seed in a folder of its own, and go on with runs that are there.
 
-    Runs of one seed have the same batches in the same order.
+    Runs of one seed have the same batches in the same order. Runs of one variant share compiled code.
 
     Args:
         folder: for the folders of the runs, such as ``mta-0``.
@@ -71,8 +70,6 @@ def train_all(
         for variant in variants:
             if perf_counter() >= deadline:
                 return False
-            torch.compiler.reset()  # compiled code of the runs before counts against Dynamo's limit
-            gc.collect()
             run = Run(
                 replace(settings, variant=variant, seed=seed),
                 folder / f"{variant}-{seed}",
@@ -99,11 +96,11 @@ def main(
         typer.Option(help="Repeatable.", metavar="|".join(ATTENTION), show_default=" and ".join(VARIANTS)),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each attention.")] = 2,
-    steps: StepsOption = 600,
+    steps: StepsOption = 500,
     batch: BatchOption = 16,
     length: LengthOption = 1024,
     lr: LrOption = 1e-3,
-    warmup: WarmupOption = 60,
+    warmup: WarmupOption = 50,
     device: DeviceOption = DEVICE,
     compiled: CompileOption = False,
     seconds: Annotated[
