@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
+import subprocess
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TypeAlias
@@ -20,6 +25,7 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 import typer
 
+import mtagen
 from mtagen.errors import InputError, MtagenError, explain
 
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
@@ -48,9 +54,14 @@ def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
     sync_folder(path.parent)
 
 
+def publish_bytes(path: Path, content: bytes) -> None:
+    """Publish a file of this content."""
+    publish(path, lambda file: file.write(content))
+
+
 def publish_json(path: Path, value: Any) -> None:
     """Publish a report as indented JSON."""
-    publish(path, lambda file: file.write(f"{json.dumps(value, indent=1)}\n".encode()))
+    publish_bytes(path, f"{json.dumps(value, indent=1)}\n".encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -62,6 +73,67 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def environment(device: torch.device) -> dict[str, str | None]:
+    """Return what a log says of the machine and the versions that its figures depend on."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "triton": version("triton") if find_spec("triton") else None,
+        "mtagen": mtagen.__version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout, or None where git does not know it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Stopwatch:
+    """Seconds in which a device worked on steps.
+
+    Each reading waits until the device has done what it was given.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        seconds: when the watch last stood still.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """Go on from :attr:`seconds`."""
+        self._started = self._now()
+
+    def stop(self) -> float:
+        """Stand still, and return :attr:`seconds`."""
+        if self._started is not None:
+            self.seconds += self._now() - self._started
+            self._started = None
+        return self.seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[float]:
+        """Stand still in a ``with`` block, whose target is :attr:`seconds`; a watch that was going goes on after it."""
+        was_going = self._started is not None
+        yield self.stop()
+        if was_going:
+            self.start()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 def default_interval(steps: int) -> int:

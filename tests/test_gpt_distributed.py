@@ -62,7 +62,7 @@ def trained(folder: Path, ranks: int, *arguments: Any) -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines()[1:])
     return {line["step"]: line["loss"] for line in lines}
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from examples.decoder import Decoder
+from examples.gpt import compare, corpus, longest, plot, throughput, train, train_distributed
 from examples.gpt import generate as generation
-from examples.gpt import longest, throughput, train, train_distributed
 from examples.gpt.model import (
     ATTENTION,
     LLAMA3_VOCABULARY,
@@ -147,7 +147,9 @@ def test_training_reduces_the_loss(tmp_path: Path) -> None:
     """From that of guessing to much less, in a few steps; the log has what happened."""
     settings = train.Settings(steps=30, batch=4, length=64, lr=5e-3, warmup=5)
     train.Run(settings, tmp_path).train(log_every=1)
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    header, *lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert header["settings"]["steps"] == 30
+    assert header["environment"]["torch"] == torch.__version__
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert lines[0]["loss"] > 5
     assert lines[-1]["loss"] < 3
@@ -170,7 +172,7 @@ def test_resumed_training_is_the_same(tmp_path: Path) -> None:
     parts.train(log_every=1)
     for (name, parameter), other in zip(parts.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(parameter, other), name
-    logs = [(tmp_path / folder / "log.jsonl").read_text().splitlines() for folder in ("whole", "parts")]
+    logs = [(tmp_path / folder / "log.jsonl").read_text().splitlines()[1:] for folder in ("whole", "parts")]
     first, second = ([(line["step"], line["loss"], line["lr"]) for line in map(json.loads, log)] for log in logs)
     assert first == second
 
@@ -212,6 +214,9 @@ PROGRAMS = {
     "longest": longest,
     "generate": generation,
     "throughput": throughput,
+    "corpus": corpus,
+    "compare": compare,
+    "plot": plot,
 }
 LAUNCHED = r"^(?:python|torchrun --nproc-per-node \d) -m examples\.gpt\.(\w+) (.*)$"
 COMMANDS = re.findall(LAUNCHED, README, flags=re.MULTILINE)
@@ -228,7 +233,7 @@ def test_readme_commands_are_legal(
     """Their options exist and take these values."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").touch()
-    for folder in ("runs/tiny", "runs/300M", "runs/spread"):
+    for folder in ("runs/tiny", "runs/300M", "runs/spread", "runs/text", "runs/comparison", "corpus"):
         Path(folder).mkdir(parents=True)
     app = typer.Typer()
     app.command()(PROGRAMS[program].main)

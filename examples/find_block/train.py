@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import mtagen
 from mtagen.errors import InputError, explain
 
 from ..decoder import generate
@@ -32,6 +30,7 @@ from ..runs import (
     Log,
     check_settings,
     default_interval,
+    environment,
     ignore_interrupts,
     publish,
     read_checkpoint,
@@ -264,7 +263,7 @@ def train(
     else:
         folder.mkdir(parents=True, exist_ok=True)
         trainer.save(checkpoint)  # before the log, which could not be resumed without a checkpoint
-    entries = log.continue_at(trainer.steps, [{"settings": asdict(settings), "environment": _environment(device)}])
+    entries = log.continue_at(trainer.steps, [{"settings": asdict(settings), "environment": environment(device)}])
     error: float = entries[-1].get("error", 1.0)
     name = describe(settings.kernel)
     if trainer.steps >= steps:
@@ -310,11 +309,3 @@ def train(
 def describe(kernel: tuple[int, int] | None) -> str:
     """The name of a model."""
     return "plain attention" if kernel is None else f"multi-token attention {kernel[0]} x {kernel[1]}"
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "mtagen": mtagen.__version__,
-    }

@@ -11,9 +11,12 @@ import torch
 import typer
 from torch import Tensor
 
+from mtagen.errors import InputError, explain
+
 from ..decoder import Decoder, generate, likeliest
 from ..device import DEVICE, DeviceOption
 from ..runs import CHECKPOINT, one_line, read_checkpoint
+from .data import TOKENIZER
 from .model import SIZES, make_decoder
 
 
@@ -33,7 +36,8 @@ def load(checkpoint: Path, device: torch.device) -> Decoder:
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     state = read_checkpoint(checkpoint, "settings", "model")
-    model = make_decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"])
+    vocabulary = len(state["model"]["tok_embeddings.weight"])
+    model = make_decoder(SIZES[state["settings"]["size"]], state["settings"]["variant"], vocabulary)
     model.load_state_dict(state["model"])
     return model.to(device, dtype).eval()
 
@@ -69,6 +73,24 @@ def continued(
     return Continuation(tokens, prompted - start, _now(device) - prompted)
 
 
+def read_codec(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    """Return how the tokens of a run encode text and how they are decoded: by its tokenizer, or as bytes.
+
+    Raises:
+        InputError: the run has a tokenizer, and the package ``tokenizers`` is absent.
+    """
+    path = folder / TOKENIZER
+    if not path.exists():
+        return lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
+    try:
+        from tokenizers import Tokenizer  # of an extra of the package
+    except ImportError as error:
+        remedy = "pip install tokenizers"
+        raise InputError(explain("tokenizer", str(path), "needs the package tokenizers", remedy)) from error
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda text: tokenizer.encode(text).ids, lambda tokens: tokenizer.decode(tokens)
+
+
 def _now(device: torch.device) -> float:
     """Seconds, once the device has done what it was given."""
     if device.type == "cuda":
@@ -79,8 +101,8 @@ def _now(device: torch.device) -> float:
 def main(
     folder: Annotated[Path, typer.Argument(help="Of a training run.", exists=True, file_okay=False)],
     prompt: Annotated[str, typer.Option(help="To be continued.")] = "LORD POLONIUS\n",
-    count: Annotated[int, typer.Option(min=1, help="Bytes to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the choice; 0: the likeliest byte.")] = 0.0,
+    count: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the choice; 0: the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the choice, if the temperature is not 0.")] = 0,
     device: DeviceOption = DEVICE,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step from token to token.")] = False,
@@ -93,11 +115,12 @@ def main(
         raise typer.BadParameter("there is nothing to continue", param_hint="--prompt")
     with one_line("generate"):
         model = load(checkpoint, device)
-    tokens = torch.tensor([list(prompt.encode())], device=device)
+        encode, decode = read_codec(folder)
+    tokens = torch.tensor([encode(prompt)], device=device)
     step = torch.compile(model) if compiled else None
     continued(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed
     made = continued(model, tokens, count, temperature, torch.Generator(device).manual_seed(seed), step)
-    typer.echo(prompt + bytes(made.tokens[0].tolist()).decode(errors="replace"))
+    typer.echo(prompt + decode(made.tokens[0].tolist()))
     after = f", then {(count - 1) / made.tokens_s:,.0f} tokens/s" if count > 1 else ""
     typer.echo(f"prompt of {tokens.shape[1]} tokens: {1e3 * made.prompt_s:.1f} ms{after}", err=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 4, 4),
     "small": Size(256, 8, 4),
+    "30M": Size(512, 8, 8),
     "300M": Size(1024, 20, 16),
     "550M": Size(1280, 24, 10),
     "830M": Size(1536, 24, 16),
@@ -118,7 +120,8 @@ def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES, **ot
     """A model.
 
     Matrices start as normal with a deviation of dim^-1/2, those that add to the residual path with one that is smaller
-    by the square root of the number of additions; all else starts as PyTorch and the layer start it.
+    by the square root of the number of additions; all else starts as PyTorch and the layer start it. On the CPU a
+    seed gives the same matrices to all variants.
 
     Args:
         size: a value of :data:`SIZES`, or another.
@@ -126,8 +129,10 @@ def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES, **ot
         vocabulary: number of tokens.
         others: as of :func:`make_attention`.
     """
+    state = torch.get_rng_state()
     attentions = [make_attention(size, variant, layer, **others) for layer in range(size.layers)]
     model = Decoder(vocabulary, attentions, size.hidden)
+    torch.set_rng_state(state)  # so that a seed gives the same matrices to all variants, whatever else they draw
     deviation = size.dim**-0.5
     nn.init.normal_(model.tok_embeddings.weight, std=deviation)
     for name, matrix in model.named_parameters():

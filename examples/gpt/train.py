@@ -1,8 +1,8 @@
-"""Train the decoder on a text, whose bytes are its tokens: ``python -m examples.gpt.train --help``."""
+"""Train the decoder on the bytes of a text or on a tokenized corpus: ``python -m examples.gpt.train --help``."""
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from mtagen.errors import InputError
+from mtagen.errors import InputError, explain
 
 from ..decoder import Decoder
 from ..device import DEVICE, DeviceOption
@@ -26,16 +26,21 @@ from ..runs import (
     Interrupt,
     Interrupted,
     Log,
+    Stopwatch,
     check_settings,
     default_interval,
+    environment,
     one_line,
     publish,
+    publish_bytes,
     read_checkpoint,
 )
+from .data import TOKENIZER, load_data, validation_windows
 from .model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_loss
 
 TEXT = Path(__file__).with_name("hamlet.txt")
 MAX_GRADIENT_NORM = 1.0
+WINDOWS = 128  # of validation, by default
 
 
 @dataclass(frozen=True)
@@ -88,17 +93,19 @@ def sample(text: Tensor, settings: Settings, generator: torch.Generator) -> Tens
 
 
 class Run:
-    """A training run in a folder, which holds a checkpoint and ``log.jsonl``, a line for every logged step.
+    """A training run in a folder, which holds a checkpoint and ``log.jsonl``, and the tokenizer of a corpus.
 
-    Nothing is written before :meth:`train`, except that a resumed run drops what was logged after its checkpoint.
+    The log begins with a line of settings, parameters and environment. A line for every logged step follows. Nothing is
+    written before :meth:`train`, except that a resumed run drops what was logged after its checkpoint.
 
     Args:
         settings: what to train.
         folder: made if need be.
-        text: the file.
+        text: a file, whose bytes are tokens; or a folder of :mod:`.corpus`, which has a tokenizer and a validation set.
         device: where.
         resume: go on from the folder's checkpoint, if there is one; on the CPU exactly as if it had not stopped.
         compiled: whether ``torch.compile`` compiles the model and its loss.
+        windows: sequences that a validation takes, a multiple of the batch. They are the same in all runs on a corpus.
 
     Raises:
         InputError: the folder has a run that is not to be resumed, or that had other settings or another text; or one
@@ -116,14 +123,22 @@ class Run:
         *,
         resume: bool = False,
         compiled: bool = False,
+        windows: int = WINDOWS,
     ) -> None:
         self.settings, self.folder, self.device = settings, folder, torch.device(device)
-        data = text.read_bytes()
+        self.data = load_data(text)
         # The same text may lie elsewhere when a run is resumed.
-        self.identity = asdict(settings) | {"text": hashlib.sha256(data).hexdigest()}
-        self.text = torch.tensor(list(data))
+        self.identity = asdict(settings) | {"text": self.data.identity}
+        self.text, self.windows = self.data.train, None
         if len(self.text) <= settings.length:
-            raise InputError(f"the text has {len(self.text)} bytes, and a sequence needs {settings.length + 1}")
+            unit = "tokens" if self.data.tokenizer else "bytes"
+            raise InputError(f"the text has {len(self.text)} {unit}, and a sequence needs {settings.length + 1}")
+        if self.data.validation is not None:
+            if windows % settings.batch:
+                rule, legal = "must be a multiple of the batch", f"a multiple of {settings.batch}"
+                raise InputError(explain("validation windows", windows, rule, legal))
+            self.windows = validation_windows(self.data.validation, settings.length, windows)
+            self.identity["windows"] = windows
         self.log = Log(folder / LOG, "step", writes=not self.quiet)
         checkpoint = self._checkpoint()
         self.log.check_start(checkpoint, resume)
@@ -132,6 +147,7 @@ class Run:
         self.optimizer = make_optimizer(self.model, settings.lr)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step = 0
+        self.watch = Stopwatch(self.device)
         self.loss = next_token_loss
         if compiled:
             self._compile()
@@ -141,7 +157,8 @@ class Run:
             self.log.continue_at(self.step)
 
     def _make_model(self) -> Decoder:
-        return make_decoder(SIZES[self.settings.size], self.settings.variant).to(self.device)
+        settings = self.settings
+        return make_decoder(SIZES[settings.size], settings.variant, self.data.vocabulary).to(self.device)
 
     def _compile(self) -> None:
         """Have steps go through ``torch.compile``."""
@@ -159,6 +176,7 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.step = state["step"]
+        self.watch.seconds = state.get("seconds", 0.0)  # earlier versions did not save it
 
     def save(self) -> Path:
         """Write a checkpoint unless one holds this step. The one before stays until the new one is whole.
@@ -167,8 +185,9 @@ class Run:
             Its path.
         """
         if self.saved is None:
-            self.log.sync()
-            self.saved = self._write()
+            with self.watch.paused():
+                self.log.sync()
+                self.saved = self._write()
         return self.saved
 
     def _write(self) -> Path:
@@ -181,7 +200,8 @@ class Run:
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint holds besides the model and the optimizer."""
         settings = dict(self.identity)  # a copy, because torch.distributed.checkpoint reads into what it is given
-        return {"settings": settings, "step": self.step, "generator": self.generator.get_state()}
+        generator = self.generator.get_state()
+        return {"settings": settings, "step": self.step, "generator": generator, "seconds": self.watch.seconds}
 
     def take_step(self) -> Tensor:
         """One step of the optimizer; its loss, which the CPU has not waited for."""
@@ -203,6 +223,29 @@ class Run:
         loss: Tensor = self.loss(self.model, tokens.to(self.device, non_blocking=True))
         return loss
 
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Return the mean loss of the validation windows, in nats a token and in bits a byte of text.
+
+        The watch stands still meanwhile.
+        """
+        assert self.windows is not None
+        with self.watch.paused(), precision(self.device):
+            parts = torch.split(self.windows, self.settings.batch)
+            loss = self.reported(torch.stack([self._loss_of(part).detach() for part in parts]).double().mean())
+            bytes_per_token = self.data.token_bytes[self.windows[:, 1:]].double().mean().item()
+        return {"validation_loss": loss, "bits_per_byte": loss / bytes_per_token / math.log(2)}
+
+    def _warm_up(self) -> None:
+        """Compile what steps and validations need, so that no later step takes the time of compiling."""
+        assert self.windows is not None
+        tokens = self.windows[: self.settings.batch]
+        with precision(self.device):
+            self._loss_of(tokens).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+        with torch.no_grad(), precision(self.device):
+            self._loss_of(tokens)
+
     def reported(self, loss: Tensor) -> float:
         """A step's loss for the log; waits for the step."""
         return loss.item()
@@ -211,15 +254,27 @@ class Run:
         """Whether Ctrl-C ends the run after this step."""
         return interrupt.asked
 
-    def train(self, until: int | None = None, log_every: int = 10, save_every: int | None = None) -> None:
+    def train(
+        self,
+        until: int | None = None,
+        log_every: int = 10,
+        save_every: int | None = None,
+        validate_every: int | None = None,
+        deadline: float = math.inf,
+    ) -> None:
         """Train to a step, by default the last, and save.
 
         A run that is killed goes on from the last checkpoint, the first of which is written before the first step.
+        The seconds of the log are those of all steps until then. Validations and checkpoints are no part of them, nor
+        is compiling where there is a validation set.
 
         Args:
             until: that step; a resumed run goes on from it.
             log_every: steps from line to line of the log.
             save_every: steps from checkpoint to checkpoint; None: a tenth of the run's, 1000 at most.
+            validate_every: steps from validation to validation, the last of which follows the last step; None: a
+                twentieth of the run's, 1000 at most.
+            deadline: of ``time.perf_counter``. The run saves and returns after the first step that ends later.
 
         Raises:
             Interrupted: Ctrl-C was pressed; the steps until then are saved.
@@ -232,34 +287,64 @@ class Run:
             return
         if not self.step:
             self.save()  # before the log, which could not be resumed without a checkpoint
-            self.log.continue_at(0)
+            self.log.continue_at(0, [self._header()])
+            if self.data.tokenizer and not self.quiet:
+                publish_bytes(self.folder / TOKENIZER, self.data.tokenizer.read_bytes())
+        if self.windows is not None:
+            self._warm_up()
         columns = TextColumn("loss {task.fields[loss]:.3f}"), TextColumn("{task.fields[rate]:,.0f} tokens/s")
         console = Console(stderr=True, quiet=self.quiet)
         bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *columns, console=console)
         with bar, Interrupt(self.quiet) as interrupt:
             task = bar.add_task("training", total=until, completed=self.step, loss=float("nan"), rate=0)
-            logged, start, stops = self.step, perf_counter(), False
-            while self.step < until and not stops:
+            logged, before, stops = self.step, self.watch.seconds, False
+            self.watch.start()
+            while self.step < until and not stops and perf_counter() < deadline:
                 loss = self.take_step()
-                if self.step % log_every == 0 or self.step == until:
+                validates = self._validates(validate_every)
+                if self.step % log_every == 0 or self.step == until or validates:
                     value = self.reported(loss)
-                    now = perf_counter()
-                    rate = (self.step - logged) * self.settings.batch * self.settings.length / (now - start)
-                    lr = learning_rate(self.step, self.settings)
-                    self.log.append({"step": self.step, "loss": value, "lr": lr, "tokens_per_s": rate})
+                    with self.watch.paused() as seconds:
+                        rate = (self.step - logged) * self.settings.batch * self.settings.length / (seconds - before)
+                        lr = learning_rate(self.step, self.settings)
+                        entry = {"step": self.step, "loss": value, "lr": lr, "tokens_per_s": rate, "seconds": seconds}
+                        self.log.append(entry | (self.validate() if validates else {}))
                     bar.update(task, completed=self.step, loss=value, rate=rate)
-                    logged, start = self.step, now
+                    logged, before = self.step, seconds
                 stops = self.stops(interrupt)
                 if self.step % save_every == 0:
                     self.save()
+        self.watch.stop()
         saved = self.save()
         if stops:
             raise Interrupted(self.step, saved)
+
+    def _header(self) -> dict[str, Any]:
+        """Return the first line of the log."""
+        return {
+            "settings": self.identity,
+            "parameters": count_parameters(self.model),
+            "environment": environment(self.device),
+        }
+
+    def _validates(self, every: int | None) -> bool:
+        """Whether a validation follows this step."""
+        if self.windows is None:
+            return False
+        every = every or max(1, min(1000, self.settings.steps // 20))
+        return self.step % every == 0 or self.step == self.settings.steps
 
 
 # Options of every program that trains.
 SizeOption = Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))]
 TextOption = Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)]
+WindowsOption = Annotated[int, typer.Option("--windows", min=1, help="Sequences that a validation takes.")]
+ValidateEveryOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Steps from validation to validation.", show_default="a twentieth of --steps, 1000 at most"
+    ),
+]
 StepsOption = Annotated[int, typer.Option(min=1, help="Of the optimizer.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Sequences a step, of all processes.")]
 LengthOption = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
@@ -292,6 +377,12 @@ def main(
     size: SizeOption = Settings.size,
     variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(ATTENTION))] = Settings.variant,
     text: TextOption = TEXT,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of examples.gpt.corpus to train on, instead of --text.", exists=True, file_okay=False
+        ),
+    ] = None,
     steps: StepsOption = Settings.steps,
     batch: BatchOption = Settings.batch,
     length: LengthOption = Settings.length,
@@ -304,14 +395,19 @@ def main(
     until: UntilOption = None,
     log_every: LogEveryOption = 10,
     save_every: SaveEveryOption = None,
+    validate_every: ValidateEveryOption = None,
+    windows: WindowsOption = WINDOWS,
 ) -> None:
-    """Train a decoder on the bytes of a text. The loss, in nats a byte, is that of the text it is trained on."""
+    """Train a decoder on the bytes of a text, or on the tokens of a corpus, which has a validation set.
+
+    The loss is in nats a token.
+    """
     check_choices(size, variant, ATTENTION)
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
     with one_line("train"):
-        run = Run(settings, folder, text, device, resume=resume, compiled=compiled)
+        run = Run(settings, folder, corpus or text, device, resume=resume, compiled=compiled, windows=windows)
         typer.echo(f"{count_parameters(run.model):,} parameters, from step {run.step}")
-        run.train(until, log_every, save_every)
+        run.train(until, log_every, save_every, validate_every)
 
 
 if __name__ == "__main__":

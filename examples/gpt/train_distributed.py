@@ -103,7 +103,8 @@ class DistributedRun(Run):
     def _make_model(self) -> Decoder:
         """The same on all ranks, then sharded."""
         settings = self.settings
-        model = make_decoder(SIZES[settings.size], settings.variant, context_parallel=self.mesh["context"])
+        vocabulary, context = self.data.vocabulary, self.mesh["context"]
+        model = make_decoder(SIZES[settings.size], settings.variant, vocabulary, context_parallel=context)
         spread = next(part.context_parallel for part in model.modules() if isinstance(part, MultiTokenAttention))
         assert spread is not None
         self.spread = spread  # any layer's: all cut sequences alike
@@ -130,6 +131,7 @@ class DistributedRun(Run):
         self._read(checkpoint, state)  # before tensors, whose sizes follow from the settings
         check_settings(checkpoint, state["settings"], self.identity)
         self.generator.set_state(state["generator"])
+        self.watch.seconds = state["seconds"]
         if self.step:
             state = self._tensors()
             self._read(checkpoint, state)
