@@ -19,7 +19,7 @@ from rich.table import Table
 from mtagen import Spec, plan
 from mtagen.codegen import render
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import load, load_host
 
@@ -34,7 +34,7 @@ class NoKernel:
         """Launch nothing."""
 
 
-def op_without_kernels() -> MultiTokenAttention:
+def op_without_kernels() -> AttentionOp:
     """The op of an H200's plan, whose launches do nothing."""
     planned = plan(SPEC, "sm_90a", "cuda")
     sources = render(planned)
@@ -43,7 +43,7 @@ def op_without_kernels() -> MultiTokenAttention:
         host.LOADED[name][None] = dict.fromkeys(kernels, NoKernel())  # None: the index of a CPU
     executor = Executor(SPEC, load(planned, sources), kernels_on_cpu=True, torch_on_cpu=False)
     library.register("without kernels", executor)
-    return MultiTokenAttention(planned, "without kernels", (torch.bfloat16,))
+    return AttentionOp(planned, "without kernels", (torch.bfloat16,))
 
 
 def least_us(call: Callable[[], object], bursts: int) -> float:

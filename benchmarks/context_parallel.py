@@ -35,7 +35,7 @@ import mtagen
 from mtagen.distributed import ContextParallel, Rates, predict
 from mtagen.distributed.sharding import Call, Sharding
 from mtagen.environment import collect
-from mtagen.measure.cases import seen_pairs
+from mtagen.measure.cases import visible_pairs
 from mtagen.spec import Spec
 
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def slowest(times: list[tuple[float, float]], device: torch.device) -> dict[str,
 
 
 def measure(
-    op: mtagen.MultiTokenAttention,
+    op: mtagen.AttentionOp,
     heads: int,
     kv_heads: int,
     length: int,
@@ -173,7 +173,7 @@ def measure(
     result |= {f"{name}_ms": slowest(each, device) for name, each in times.items()}
     result["profile_ms"] = profiled
     result["speedup"] = result["alone_ms"]["both"] / result["spread_ms"]["both"]
-    scores = heads * seen_pairs(length, length, spec.left, spec.right)
+    scores = heads * visible_pairs(length, length, spec.left, spec.right)
     rates = Rates(*(1e3 * scores / result["alone_ms"][name] for name in TIMES[:2]), link)
     predicted = predict(spec, rates, length=length, ranks=ranks, heads=heads, kv_heads=kv_heads)
     result["predicted_ms"] = {"forward": 1e3 * predicted.forward_s, "backward": 1e3 * predicted.backward_s}

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from mtagen.bench import summary
@@ -44,8 +45,9 @@ MAX_CPU_US = 60  # of a forward call
 RESULTS_HEAD = f"""\
 # Results
 
-What `mtagen bench` measured, as [`render.py`](render.py) writes it from the runs in [`results/`](results). Each table
-takes a case, with all of its contenders, from one run; "{NOTHING}" is not measured.\
+`mtagen bench` measured these figures. [`render.py`](render.py) writes this page from the runs in
+[`results/`](results). Each table takes a case, with all of its contenders, from one run; "{NOTHING}" is not
+measured.\
 """
 
 MIXING: dict[str, Any] = {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}
@@ -158,13 +160,15 @@ def headlines(runs: dict[Path, Run]) -> str:
 def pictures(runs: dict[Path, Run]) -> dict[str, Picture]:
     """Those on pages by the names of their files, of the first device, where it has runs of their suite.
 
-    The contenders of a picture may come from several runs.
+    The contenders of a picture may come from several runs. Contenders of the first figures come from one run, as in
+    tables, where a run has them all.
     """
     made = {}
     for where, by_path in list(by_device(runs).items())[:1]:
         for name, (suite, picture) in PICTURES.items():
             if chosen := [run for run in by_path.values() if suite_of(run) == suite]:
-                made[name] = picture(union(chosen), f"{where}; runs {', '.join(run['name'] for run in chosen)}")
+                caption = f"{where}; runs {', '.join(run['name'] for run in chosen)}"
+                made[name] = picture(union(chosen, TOGETHER), caption)
     return made
 
 
@@ -187,7 +191,7 @@ def training_steps(reports: Sequence[Report]) -> str:
     steps = [(report, best) for report in reports for name in ATTENTIONS if (best := fastest_step(report, name))]
     if not steps:
         return ""
-    title = "A training step of [whole models](examples/gpt/README.md#throughput-of-a-training-step) on one "
+    title = "A training step of [whole models](../examples/gpt/README.md#throughput-of-a-training-step) on one "
     title += f"{device(reports[0])}, each attention eager or compiled, whichever is faster; {AUTHORS}"
     return f"### Training step\n\n{steps_table(title, steps)}"
 
@@ -246,6 +250,17 @@ def relative(path: Path, page: Path) -> str:
     return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
+def wrapped(text: str) -> str:
+    """Break long lines of text and of lists, but no tables and headings, and never around an equals sign."""
+    lines = [
+        line
+        if line.startswith(("|", "#"))
+        else fill(line.replace(" = ", "\0=\0"), 100, subsequent_indent="  " if line.startswith("- ") else "")
+        for line in text.splitlines()
+    ]
+    return "\n".join(lines).replace("\0", " ")
+
+
 def filled(text: str, parts: Mapping[str, str], page: Path) -> str:
     """The text of a page with other parts between its marks.
 
@@ -270,8 +285,11 @@ def main(arguments: list[str] | None = None) -> int:
     runs = load_folder(args.root / "benchmarks/results")
     reports = load_reports(args.root / "examples/gpt/results")
     parts = {
-        "README.md": {"figures": figures(runs), "training-step": training_steps(reports)},
-        "docs/performance.md": {"speed": headlines(runs)},
+        "README.md": {"figures": wrapped(figures(runs))},
+        "docs/performance.md": {
+            "training-step": wrapped(training_steps(reports)),
+            "speed": wrapped(headlines(runs)),
+        },
         "examples/gpt/README.md": {"throughput": throughput(reports)},
     }
     page = args.root / "benchmarks/RESULTS.md"

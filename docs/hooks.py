@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
 PREFIX = "source/"
@@ -31,7 +33,15 @@ LANGUAGES = {
     ".txt": "text",
 }
 _FENCE = re.compile(r"^(```+)[^\n]*\n.*?^\1[ \t]*$", flags=re.MULTILINE | re.DOTALL)
+_IMAGE = re.compile(r'(<img [^>]*src="([^"]*)"[^>]*>)')
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the package's version beside its name."""
+    version = runpy.run_path(str(ROOT / "mtagen" / "version.py"))["__version__"]
+    config.site_name = f"{config.site_name} {version}"
+    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -60,6 +70,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return posixpath.relpath(to, posixpath.dirname(at) or ".") + (link[2] or "")
 
     return _outside_fences(markdown, lambda text: _LINK.sub(turn, text))
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make each picture a link to itself, and load MathJax on pages with formulas."""
+    html = _IMAGE.sub(r'<a class="picture" href="\2">\1</a>', html)
+    if 'class="arithmatex"' in html:
+        sources = (get_relative_url(name, page.url) for name in ("mathjax.js", "mathjax/startup.js"))
+        html += "".join(f'<script defer src="{source}"></script>' for source in sources)
+    return html
 
 
 def _cited_by_navigation(nav: Any) -> Iterator[str]:
@@ -134,8 +153,11 @@ def _file(path: str, config: MkDocsConfig) -> File:
     if source.is_dir():
         return File.generated(config, uri, content=_list(path))
     if source.suffix in LANGUAGES:
-        return File.generated(config, uri, content=_show(path))
-    return File.generated(config, uri, abs_src_path=str(source))
+        made = File.generated(config, uri, content=_show(path))
+    else:
+        made = File.generated(config, uri, abs_src_path=str(source))
+    made.edit_uri = f"../{path}"  # from docs/
+    return made
 
 
 def _show(path: str) -> str:

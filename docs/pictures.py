@@ -1,8 +1,8 @@
-"""Draws the pictures of the mathematics from values of the planner: ``python docs/pictures.py`` writes docs/pictures.
+"""Draw the pictures of the mathematics from values of the planner: ``python docs/pictures.py`` writes docs/pictures.
 
-What is hidden, corrected, skipped, loaded and owned is asked of the values that kernels are printed from, so that a
-picture shows what a kernel does. Pictures are SVG, written here rectangle by rectangle: equal on every machine, so that
-a test can hold the files to be current.
+The script asks the values that kernels are printed from: which scores are hidden, corrected, skipped, loaded and owned.
+So a picture shows what a kernel does. Pictures are SVG, written here rectangle by rectangle, equal on every machine.
+A test compares the files with a new drawing.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def tiles() -> Drawing:
     forward, backward = made["forward"], made["backward"]
     assert isinstance(forward, TileForward)
     assert isinstance(backward, TileBackward)
-    drawing = Drawing(860, 374)
+    drawing = Drawing(860, 390)
     _draw_forward(drawing, forward, 40, 60)
     _draw_backward(drawing, backward, 460, 60)
     return drawing
@@ -275,13 +275,9 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
         if row < count:
             drawing.box(left + 170, y, 150, side, EDGE, INK, 0.5)
             drawing.text(left + 245, y + 16, "dS of these rows", size=10, at="middle")
-    drawing.text(
-        left,
-        below + 26 + (count + 1) * side,
-        f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile;"
-        f" neighbours share {tile.halo} columns of it.",
-        size=11,
-    )
+    end = below + 26 + (count + 1) * side
+    drawing.text(left, end, f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile.", size=11)
+    drawing.text(left, end + 16, f"Neighbouring CTAs share {tile.halo} columns of dS.", size=11)
 
 
 def pictures() -> Iterator[tuple[str, Drawing]]:

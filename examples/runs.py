@@ -215,10 +215,12 @@ class Interrupted(KeyboardInterrupt):
     Args:
         step: that step.
         checkpoint: where it was saved.
+        resumed_by: what goes on from there.
     """
 
-    def __init__(self, step: int, checkpoint: Path) -> None:
-        super().__init__(f"stopped after step {step}, saved to {checkpoint}: the same command with --resume goes on")
+    def __init__(self, step: int, checkpoint: Path, resumed_by: str = "the same command with --resume goes on") -> None:
+        super().__init__(f"stopped after step {step}, saved to {checkpoint}: {resumed_by}")
+        self.step, self.checkpoint = step, checkpoint
 
 
 class Interrupt:

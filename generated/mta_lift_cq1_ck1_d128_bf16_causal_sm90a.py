@@ -270,7 +270,7 @@ def mta_lift_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
     BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 128, GRID_TERMS: tl.constexpr = 1,
     LOOP_TERMS: tl.constexpr = 1,
 ):
-    """grad[t, j] += sum_i g[i, j] * q[i + t], over the rows of a strip.
+    """grad[t, j] += sum_i g[i, j] * q[i + t], over the rows of a chunk.
 
     Writes grad (slots, n_k, 128) fp32. A program owns a block of keys of one term.
     """
@@ -336,7 +336,7 @@ def mta_lift_bwd_dq_shifted_cq1_ck1_d128_bf16_causal_sm90a(
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, D: tl.constexpr = 128, GRID_TERMS: tl.constexpr = 1,
     LOOP_TERMS: tl.constexpr = 1,
 ):
-    """grad[i] = sum_(t, j) g[i - t, j] * K_t[j], for rows of a strip.
+    """grad[i] = sum_(t, j) g[i - t, j] * K_t[j], for rows of a chunk.
 
     Writes grad (slots, n_q, 128) fp32. A program owns a block of queries.
     """

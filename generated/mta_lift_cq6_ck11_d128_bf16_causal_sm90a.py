@@ -378,7 +378,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d128_bf16_causal_sm90a(
     BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 128, GRID_TERMS: tl.constexpr = 6,
     LOOP_TERMS: tl.constexpr = 1,
 ):
-    """grad[t, j] += sum_i g[i, j] * q[i + t - 5], over the rows of a strip.
+    """grad[t, j] += sum_i g[i, j] * q[i + t - 5], over the rows of a chunk.
 
     Writes grad (slots, 6, n_k, 128) fp32. A program owns a block of keys of one term.
     """
@@ -444,7 +444,7 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d128_bf16_causal_sm90a(
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 64, D: tl.constexpr = 128, GRID_TERMS: tl.constexpr = 1,
     LOOP_TERMS: tl.constexpr = 6,
 ):
-    """grad[i] = sum_(t, j) g[i + 5 - t, j] * K_t[j], for rows of a strip.
+    """grad[i] = sum_(t, j) g[i + 5 - t, j] * K_t[j], for rows of a chunk.
 
     Writes grad (slots, n_q, 128) fp32. A program owns a block of queries.
     """
@@ -936,7 +936,7 @@ def mta_lift_decode_cq6_ck11_d128_bf16_causal_sm90a(
     begin = split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    seen_to = length - n_new - 4  # the first key after it that some query must not see
+    visible_to = length - n_new - 4  # the first key after it that is hidden from some query
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -983,8 +983,8 @@ def mta_lift_decode_cq6_ck11_d128_bf16_causal_sm90a(
         inside = ((key >= 0) & (key < length))[:, None]
         k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
-        if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
-            by_all = key < seen_to
+        if j0 + BLOCK_N > visible_to:  # some query must not see a key of the tile: sum u by u
+            by_all = key < visible_to
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
@@ -1047,7 +1047,7 @@ def mta_lift_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
     begin = split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    seen_to = length - n_new - 4  # the first key after it that some query must not see
+    visible_to = length - n_new - 4  # the first key after it that is hidden from some query
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -1094,8 +1094,8 @@ def mta_lift_decode_wide_cq6_ck11_d128_bf16_causal_sm90a(
         inside = ((key >= 0) & (key < length))[:, None]
         k = tl.load(keys + (key * k_n)[:, None] + d, mask=inside, other=0.0)
         product = tl.dot(folded, k.trans())
-        if j0 + BLOCK_N > seen_to:  # a key that some query must not see is in the tile: sum u by u
-            by_all = key < seen_to
+        if j0 + BLOCK_N > visible_to:  # some query must not see a key of the tile: sum u by u
+            by_all = key < visible_to
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)

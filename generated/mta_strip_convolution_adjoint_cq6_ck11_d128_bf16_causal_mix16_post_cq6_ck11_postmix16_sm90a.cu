@@ -28,15 +28,15 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies `bytes` of 16, and zeros in place of the others.
+// Copies the first `bytes` of 16 bytes, and zeros instead of the others.
 DEVICE void copy_part_async(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -58,7 +58,7 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once; L2 need not keep them.
+// Stores 16 bytes to global memory with a hint that L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -74,9 +74,9 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -91,9 +91,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -133,7 +133,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
-// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
+// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 template <int N>
@@ -167,9 +167,9 @@ constexpr int CQ = 6, CK = 11;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
 constexpr int ROWS = WARPS * ROW_TILE, KEYS = 128;
 // A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
-// first column LEAD keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then odd
-// ones, in SLAB_ROW bytes each.
-constexpr int ROWS_ABOVE = 0, LEAD = 8, SPARE = 3;
+// first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then
+// odd ones, in SLAB_ROW bytes each.
+constexpr int ROWS_ABOVE = 0, KEYS_LEFT = 8, SPARE = 3;
 constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 18, SLAB_ROW = 304;
 // Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
 constexpr int SHARED_SLAB = 0;
@@ -202,8 +202,8 @@ DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, in
 
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A slab holds rows of scores in shared memory, even rows apart from odd ones, as chunks of CHUNK = 8 columns. A tile
-// is 16 rows and 8 columns of outputs.
+// A slab holds rows of scores in shared memory, even rows apart from odd rows, as chunks of CHUNK = 8 columns. A tile
+// here is 16 rows and 8 columns of outputs.
 // Column n of the outputs reads columns n .. n + 13 of the slab,
 // so that a tile reads a window of 3 chunks.
 //
@@ -213,14 +213,14 @@ DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, in
 
 constexpr int WINDOW_CHUNKS = 3;
 
-// Quads of a chunk, and those of them that are loaded; the others are made of matrices that these have.
+// Number of quads of a chunk, and number of quads that are loaded. The others are copied from their matrices.
 constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
 // The B operands.
 constexpr int TOEPLITZ_FRAGMENTS = 9;
 using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
 
-// Which matrix s a lane addresses for a load: that of its place lane / 8 in the quad.
+// The matrix s that a lane addresses for a load: the one at place lane / 8 in the quad.
 DEVICE int matrix_of(int load, int lane) {
   constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
   return MATRICES[load] >> (lane & 24) & 255;
@@ -231,8 +231,8 @@ struct Taps {
   int u, d;
 };
 
-// Makes the B operands. Half of one is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
-// taps(u, v) gives the taps (u, v) and (u, v + 1) of W, packed, and zeros beyond W.
+// Makes the B operands. Half of an operand is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// taps(u, v) returns the taps (u, v) and (u, v + 1) of W, packed, with zeros outside W.
 template <class GetTaps>
 DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
   const int lane_row = lane >> 2, lane_pair = lane & 3;
@@ -250,25 +250,25 @@ DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
     }
 }
 
-// Makes a quad of matrices that are in registers.
+// Makes a quad from matrices in registers.
 DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
   quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
   pin(quad);
 }
 
-// One mma of those that chunks m and m + 1 bring: tile m + tile += A operand of chunk m + chunk times B operand.
+// One of the mma's for chunks m and m + 1: tile m + tile += A operand of chunk m + chunk times B operand.
 struct Step {
   int tile, operand, chunk, fragment;
 };
 
 // c[16 x 8 TILES] = the slab's rows convolved. rows[i] is the address of this lane's row for load i, at chunk 0.
-// finish(n) is called when tile n is complete, and while others are under way.
+// finish(n) is called when tile n is complete, while other tiles are still computed.
 template <class Element, int TILES, class Finish>
 DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
                      const Toeplitz& toeplitz, int lane,
                      Finish finish) {
   constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
-  constexpr Step STEPS[] = {  // those into one tile are far apart
+  constexpr Step STEPS[] = {  // steps of one tile are far apart
       {0, 0, 0, 0}, {-1, 0, 0, 1}, {-2, 0, 0, 2}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 0, 1, 2}, {-2, 1, 0, 5},
       {1, 1, 1, 3}, {0, 1, 0, 3}, {-1, 1, 0, 4}, {-2, 2, 0, 8}, {1, 2, 1, 6}, {0, 1, 1, 4}, {-1, 1, 1, 5},
       {0, 2, 0, 6}, {-1, 2, 0, 7}, {0, 2, 1, 7}, {-1, 2, 1, 8}
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_a
   auto load = [&](int key, int buffer) {
     const u32 slab = base + buffer * BUFFER + SHARED_SLAB;
     const int row = r0 - ROWS_ABOVE;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(slab, dy, pitch, row, key - LEAD, count, keys);
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(slab, dy, pitch, row, key - KEYS_LEFT, count, keys);
     copy_commit();
   };
 

@@ -3,7 +3,7 @@
 // The convolution before the softmax of multi-token attention in a decode step, kernel 6 x 11.
 // In every plane [slot, r, j], where rows 0 <= r < count exist, and the keys j of its sequence:
 // out[r, j] = sum over u, v of W[u, v] x[r - 5 + u, j - 5 + v],
-// for rows from 5 on; the last one is at the end of its sequence. Hidden ones are zeros.
+// for rows from 5 on; the last row is the end of its sequence. Hidden results are zeros.
 //
 // mta_strip_decode_convolution_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-(count - 5) // 6) * (-(-keys // 2048)) * slots), 128, 38016>>>
 
@@ -28,23 +28,23 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies `bytes` of 16, and zeros in place of the others.
+// Copies the first `bytes` of 16 bytes, and zeros instead of the others.
 DEVICE void copy_part_async(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -59,9 +59,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -113,8 +113,8 @@ constexpr int FIRST_ROW = 5, ROWS = 6;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, WALK = 4;
 constexpr int WARP_KEYS = 128, KEYS = WARPS * WARP_KEYS;
 // A slab holds the tile and what the kernel reaches besides. Its first row is CQ - 1 rows before the tile's, its first
-// column LEAD keys before; of a window of columns, the first SPARE meet no tap. There is a ring of DEPTH slabs.
-constexpr int LEAD = 8, SPARE = 3, WINDOW_CHUNKS = 3;
+// column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. There is a ring of DEPTH slabs.
+constexpr int KEYS_LEFT = 8, SPARE = 3, WINDOW_CHUNKS = 3;
 constexpr int SLAB_ROWS = 12, SLAB_CHUNKS = 66;
 constexpr int SLAB_ROW = SLAB_CHUNKS * CHUNK_BYTES, SLAB = SLAB_ROWS * SLAB_ROW, DEPTH = 3;
 
@@ -198,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_convol
   out += (static_cast<long long>(slot) * count + r0) * pitch;
   auto load = [&](int key, u32 slab) {
     if (key < end) {
-      copy_chunks<0, KEYS / CHUNK>(slab, x, pitch, count - r0 + CQ - 1, key - LEAD, limit);
-      copy_chunks<KEYS / CHUNK, WINDOW_CHUNKS - 1>(slab, x, pitch, count - r0 + CQ - 1, key - LEAD, limit);
+      copy_chunks<0, KEYS / CHUNK>(slab, x, pitch, count - r0 + CQ - 1, key - KEYS_LEFT, limit);
+      copy_chunks<KEYS / CHUNK, WINDOW_CHUNKS - 1>(slab, x, pitch, count - r0 + CQ - 1, key - KEYS_LEFT, limit);
     }
     copy_commit();
   };

@@ -27,15 +27,15 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -57,7 +57,7 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once; L2 need not keep them.
+// Stores 16 bytes to global memory with a hint that L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -73,9 +73,9 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -90,9 +90,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -145,8 +145,9 @@ DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
-// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL_ROW = 128;  // bytes
 
@@ -156,15 +157,16 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
-// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
-// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+// The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
-// zeros.
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
+// exist are zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
@@ -203,12 +205,12 @@ constexpr int ROW_WARPS = 1, KEY_WARPS = WARPS / ROW_WARPS;
 constexpr int ROW_BLOCKS = ROWS / (16 * ROW_WARPS), KEY_BLOCKS = KEYS / (16 * KEY_WARPS);
 constexpr int RESULT_ROW = 272;
 
-// ---- Products out of shared memory -------------------------------------------------------------------------------
+// ---- Products of tiles in shared memory --------------------------------------------------------------------------
 
-// The addresses that a lane gives ldmatrix, of a tile of TILE_ROWS in blocks of 16 rows by 16 columns. The four 8x8
-// matrices of a block go down first and then right; or, EXCHANGED, right first, for operands that memory does not hold
-// as the instruction takes them. Blocks are counted from the first one, whose column is below a power of two that
-// divides those of the others.
+// The addresses that a lane passes to ldmatrix, for a tile of TILE_ROWS rows in blocks of 16 rows by 16 columns. The
+// four 8x8 matrices of a block are ordered down first, then right. EXCHANGED: right first, for operands that memory
+// holds in another order than the instruction takes. Blocks are counted from the first block, whose column is below a
+// power of two that divides the other columns.
 template <int TILE_ROWS, bool EXCHANGED>
 struct Blocks {
   u32 at;

@@ -25,15 +25,15 @@ constexpr int CHUNK = 8;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -45,7 +45,7 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once; L2 need not keep them.
+// Stores 16 bytes to global memory with a hint that L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -82,7 +82,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
+// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 template <int N>
@@ -103,15 +103,15 @@ DEVICE void pin(float (&x)[N]) {
 
 constexpr int BARRIER = 8;  // bytes of an mbarrier in shared memory
 
-// Makes a barrier whose phases end after so many arrivals.
+// Initialises a barrier whose phases end after `arrivals` arrivals.
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the other threads, once they have met.
+// Makes initialised barriers visible to the other threads after the next synchronisation.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives, after what this thread did to memory before.
+// Arrives with release semantics: earlier writes of this thread are visible to threads that wait.
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -138,30 +138,30 @@ DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
 // Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products since the last commit are waited for together.
+// Commits the products since the last commit as a group, for wgmma_wait.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits are done.
+// Waits until the products of all but the last PENDING groups are complete.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
-// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
+// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
+// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
-// along.
+// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
-// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL = 64;       // columns
 constexpr int PANEL_ROW = 128;  // bytes
@@ -172,15 +172,16 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
-// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
-// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+// The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
-// zeros.
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
+// exist are zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row

@@ -3,7 +3,7 @@
 // The convolution after the softmax of multi-token attention, kernel 6 x 11 over (queries, keys).
 // In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:
 // the gradient of W: partial[u, v] += 0.00390625 * sum over r, j of dy[r, j] x[r - 5 + u, j - 5 + v],
-// in a sum of its own for each slot and tile of keys.
+// one sum per slot and tile of keys.
 //
 // mta_strip_post_convolution_gradient_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-keys // 64) * slots), 128, 43072>>>
 
@@ -28,21 +28,21 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies `bytes` of 16, and zeros in place of the others.
+// Copies the first `bytes` of 16 bytes, and zeros instead of the others.
 DEVICE void copy_part_async(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// The same of the transposed matrices.
+// The same for transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -57,9 +57,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -137,9 +137,9 @@ constexpr int CQ = 6, CK = 11;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
 constexpr int ROWS = WARPS * ROW_TILE, KEYS = 64;
 // A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
-// first column LEAD keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then odd
-// ones, in SLAB_ROW bytes each.
-constexpr int ROWS_ABOVE = 5, LEAD = 8, SPARE = 3;
+// first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then
+// odd ones, in SLAB_ROW bytes each.
+constexpr int ROWS_ABOVE = 5, KEYS_LEFT = 8, SPARE = 3;
 constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 10, SLAB_ROW = 176;
 // Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
 constexpr int SHARED_SLAB = 0;
@@ -199,25 +199,25 @@ DEVICE u32 slab_row<Gradients>(u32 base, int row_tile, int r, int s) {
 //
 // W[u, v] gets the sum over i and j of G[i, j] S[i - ROW_HALO + u, j - PAD_LEFT + v]. An mma multiplies two 8x8 blocks
 // (u, d) of transposed scores, 8 columns each, of chunk d of a window in row shift u, by 8 columns of G, over a row
-// tile. The diagonals of the products, summed over all rows, are the gradients. Warps share the row shifts, a set each,
-// and then the row tiles.
+// tile. The diagonals of the products, summed over all rows, are the gradients. Warps divide the row shifts, a set
+// each, and then the row tiles.
 
 // A set has WEIGHT_SHIFTS row shifts.
 constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3;
-// A chunk of S takes WEIGHT_LOADS ldmatrix for them.
+// Number of ldmatrix for the row shifts of a chunk of S.
 constexpr int WEIGHT_LOADS = 1;
 // The windows of chunk n of G touch chunks n + WEIGHT_FIRST and on of S, WEIGHT_CHUNKS in all.
 constexpr int WEIGHT_FIRST = 0, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
-// The columns of G that are owned, in its slab.
+// The owned columns of G, in its slab.
 constexpr int GRADIENT_BEGIN = 0, GRADIENT_END = 64;
-// The first chunk with some of them, how many chunks there are, and the first chunk of S that their windows touch.
+// The first chunk with owned columns, the number of such chunks, and the first chunk of S that their windows touch.
 constexpr int GRADIENT_FIRST = GRADIENT_BEGIN / CHUNK;
 constexpr int GRADIENT_CHUNKS = (GRADIENT_END + CHUNK - 1) / CHUNK - GRADIENT_FIRST;
 constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
 
-// An operand has the blocks (u, d) and (u2, d + apart), u counted from the set's first row shift; or the first only,
-// u2 = -1.
+// An operand has the blocks (u, d) and (u2, d + apart), with u counted from the set's first row shift; u2 = -1 if it
+// has the first block only.
 struct WeightOperand {
   int u, u2, apart;
 };
@@ -240,7 +240,7 @@ DEVICE constexpr WeightProduct weight_product(int i) {
   return products[i];
 }
 
-// Where the sums of block (u, d) are: in the first or the second 8 rows of a product.
+// The place of the sums of block (u, d): the first or the second 8 rows of a product.
 struct WeightSum {
   int u, d, product, half;
 };
@@ -252,21 +252,21 @@ DEVICE constexpr WeightSum weight_sum(int i) {
   return sums[i];
 }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are fp16, and become
-// Elements here. seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead =
-// column - r, counted from the lane's first such.
+// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are fp16 and
+// are converted to Elements here. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead =
+// column - r, counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
   u32 score_rows[WEIGHT_LOADS];
 #pragma unroll
   for (int l = 0; l < WEIGHT_LOADS; ++l) {
-    // Shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next row tile may be being written.
+    // Shifts past the filter, which sum_diagonals ignores, stop at CQ, because the next row tile may be being written.
     const int shift = min(set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS), CQ);
     score_rows[l] = slab_row<Scores>(base, in_s, lane & 7, shift - ROW_HALO);
   }
   const u32 gradient_rows = slab_row<Gradients>(base, in_g, lane & 7, lane >> 3 & 1);
-  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
+  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // chunks of S from FIRST_WINDOW on
   u32 loaded[SCORE_CHUNKS][WEIGHT_LOADS][4], scores[SCORE_CHUNKS][WEIGHT_SHIFTS + 1];
   u32 gradients[GRADIENT_CHUNKS + 1][2];
   auto load = [&](int chunk) {
@@ -309,7 +309,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
   }
 }
 
-// Adds the diagonals of a warp's sums up, to one sum for each tap, in `tap_sums`. `block` is room for 64 words.
+// Sums the diagonals of a warp's sums, one sum per tap, to `tap_sums`. `block` has room for 64 words.
 DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block, float* tap_sums, int set, int lane) {
   for (int i = lane; i < CQ * CK; i += 32) tap_sums[i] = 0.f;
 #pragma unroll
@@ -330,7 +330,7 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
   }
 }
 
-// The sum of a tap over those of COUNT warps that have its row shift.
+// The sum of a tap over those of COUNT warps that have the tap's row shift.
 template <int COUNT>
 DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   float sum = 0.f;
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
   const int begin = max(0, key - SEEN_AHEAD - off - first) / ROWS * ROWS;  // some row from here on sees a key
   auto load = [&](int row, int buffer) {
     const u32 to = base + buffer * BUFFER;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x, pitch, row - ROWS_ABOVE, key - LEAD, count, keys);
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x, pitch, row - ROWS_ABOVE, key - KEYS_LEFT, count, keys);
     copy_tile<ROWS, KEYS / CHUNK, TILE_ROW>(to + SHARED_TILE, dy, pitch, row, key, count, keys);
     copy_commit();
   };

@@ -2,7 +2,7 @@
 //
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N.
-// Each CTA has sums of its own of a matrix's gradient.
+// Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
@@ -25,15 +25,15 @@ using fp16 = __half;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -55,7 +55,7 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once; L2 need not keep them.
+// Stores 16 bytes to global memory with a hint that L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -71,7 +71,7 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// The same of the transposed matrices.
+// The same for transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -86,14 +86,14 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, held as load_matrices gives it, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements in the layout of load_matrices.
 DEVICE u32 transposed(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// Stores four 8 x 8 matrices transposed, held and addressed as load_matrices_transposed gives them.
+// Stores four 8 x 8 matrices transposed, in the layout and with the addresses of load_matrices_transposed.
 DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]),
@@ -109,9 +109,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -364,7 +364,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -454,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
         load_operand(shares, slot, i, lane);
         if (key + BLOCK_KEYS > end) clear_unseen(shares, i, end - key, lane);
         mix(y, shares);
-        scale_tile(y, 1.f / SHARE_SCALE);
+        scale_tile(y, 1.f / PROBABILITY_SCALE);
         store_tile<Element>(slot, i, y, lane);
         Operand gradients;
         load_operand(gradients, slot + BLOCK_BYTES, i, lane);
@@ -473,5 +473,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
   }
   const int bundles = (n_heads + HEADS - 1) / HEADS;
   const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * 512 + place.number;
-  products.add_to<WARPS>(partial + sums * 256, 1.f / SHARE_SCALE, shared, threadIdx.x);
+  products.add_to<WARPS>(partial + sums * 256, 1.f / PROBABILITY_SCALE, shared, threadIdx.x);
 }

@@ -2,7 +2,7 @@
 //
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // dx, the gradient of x, from g, that of softmax(M x); and gradients of matrices.
-// Each CTA has sums of its own of a matrix's gradient.
+// Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
 // Query first + r sits at position first + r + off; rows before `valid` count as unseen.
 //
@@ -25,15 +25,15 @@ using fp16 = __half;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -55,7 +55,7 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once; L2 need not keep them.
+// Stores 16 bytes to global memory with a hint that L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -71,7 +71,7 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// The same of the transposed matrices.
+// The same for transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -86,14 +86,14 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, held as load_matrices gives it, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements in the layout of load_matrices.
 DEVICE u32 transposed(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// Stores four 8 x 8 matrices transposed, held and addressed as load_matrices_transposed gives them.
+// Stores four 8 x 8 matrices transposed, in the layout and with the addresses of load_matrices_transposed.
 DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]),
@@ -109,9 +109,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -395,8 +395,8 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 12, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
-constexpr float SHARE_SCALE = 256.0f;  // planes hold probabilities times this
-constexpr float LOG2_SHARE_SCALE = 8.0f;
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
@@ -569,9 +569,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       // Probabilities come out scaled.
-      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, first + r, n_q, lane)] : 0.f) - LOG2_SHARE_SCALE;
+      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, first + r, n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
 
-    // Of tile i, scores, probabilities times SHARE_SCALE, and what they and their gradients are made of.
+    // Of tile i, scores, probabilities times PROBABILITY_SCALE, and what they and their gradients are made of.
     auto load_tile = [&](Operand& x, Operand& dy, Tile& p, Tile& dp, u32 slot, int i, bool edge, int seen) {
       load_operand(x, slot, i, lane);
       load_operand(dy, slot + BLOCK_BYTES, i, lane);
@@ -601,9 +601,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
     sum_over_keys<WARPS>(dots, shared, warp, lane);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      dots[n] /= SHARE_SCALE;
+      dots[n] /= PROBABILITY_SCALE;
       if (place.has(n, lane) && r >= skip) dots[n] -= grad_lse[place.query(n, first + r, n_q, lane)];
-      dots[n] /= SHARE_SCALE;  // as the probabilities are too large by it
+      dots[n] /= PROBABILITY_SCALE;  // as the probabilities are too large by it
     }
 
     for_blocks<true>(end, ring, warp, copy, [&](int key, u32 slot) {
@@ -615,7 +615,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
           load_tile(x, dy, p, dp, slot, i, edge, end - key);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            dp[e] = p[e] * (dp[e] * (1.f / SHARE_SCALE) - dots[head_of_element(e)]);
+            dp[e] = p[e] * (dp[e] * (1.f / PROBABILITY_SCALE) - dots[head_of_element(e)]);
             if (edge && key + key_of(e, i, lane) >= end) dp[e] = 0.f;  // even if the row's dot is not finite
           }
           operand_of<Element>(dy, dp);

@@ -5,7 +5,7 @@
 // key axis padded by 5 left and 5 right,
 // head dims 128 and 128 (values), bf16, mask causal.
 //
-// The CTAs of `together` heads run beside each other, then those of as many others, and so on.
+// The CTAs of `together` heads run side by side, then those of the next `together` heads, and so on.
 // Its three kernels run one after the other on one stream. They hand on, in fp32:
 //   row_lse, row_dot  of every row, (batch * heads, row_pitch);
 //   dq_sum            sums of dq, as large as q, contiguous, in dq_pieces of 16 elements;
@@ -42,7 +42,7 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -81,9 +81,9 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -98,7 +98,7 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// The same of the transposed matrices.
+// The same for transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -113,9 +113,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -198,34 +198,36 @@ DEVICE void add_to_global(float* to, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
 
-// Sets a counter, which tells other CTAs what this thread and those it has met at a barrier have done to global memory.
+// Sets a counter with release semantics: for a CTA that reads it, writes to global memory of this thread, and of
+// threads that it met at a barrier, are visible.
 DEVICE void store_release(int* to, int x) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// Reads a counter that another CTA sets with store_release; what that CTA did before is visible then.
+// Reads a counter that another CTA sets with store_release. Earlier writes of that CTA are then visible.
 DEVICE int load_acquire(const int* from) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
 
-// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+// Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+// Reads threadIdx.x again, so that values derived from it take no register before or after their use.
 DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Past here the compiler moves no load: for all that it knows, the thread may end. x is not negative.
+// Keeps the compiler from moving loads across this point, where, as far as it knows, the thread may exit. x is not
+// negative.
 DEVICE void schedule_fence(int x) {
   asm volatile("{ .reg .pred ends; setp.lt.s32 ends, %0, 0; @ends exit; }" ::"r"(x) : "memory");
 }
 
-// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
+// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 template <int N>
@@ -242,8 +244,9 @@ DEVICE void pin(float (&x)[N]) {
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
-// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL = 64;       // columns
 constexpr int PANEL_ROW = 128;  // bytes
@@ -254,8 +257,9 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
-// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
-// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+// The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
@@ -263,20 +267,20 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
 
 // ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
 
-// Makes a barrier whose phases end after so many arrivals.
+// Initialises a barrier whose phases end after `arrivals` arrivals.
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the other threads, once they have met.
+// Makes initialised barriers visible to the other threads after the next synchronisation.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives, after what this thread did to memory before.
+// Arrives with release semantics: earlier writes of this thread are visible to threads that wait.
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives when this thread's asynchronous copies have landed.
+// Arrives when this thread's asynchronous copies are complete.
 DEVICE void barrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -293,7 +297,7 @@ DEVICE void barrier_wait(u32 barrier, int parity) {
 // Makes ordinary writes to shared memory visible to wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Changes how many registers each thread of the warpgroup has.
+// Changes the number of registers of each thread of the warpgroup.
 template <int REGISTERS>
 DEVICE void registers_up_to() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -307,10 +311,10 @@ DEVICE void registers_down_to() {
 // Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products since the last commit are waited for together.
+// Commits the products since the last commit as a group, for wgmma_wait.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits are done.
+// Waits until the products of all but the last PENDING groups are complete.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -321,18 +325,17 @@ DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
-// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
+// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
+// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
-// along.
+// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// What to add to get at rows 16 k and on, where columns are summed along.
+// The offset of rows 16 k and on in the descriptor of an operand that is summed along columns.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
@@ -392,8 +395,8 @@ DEVICE void wgmma_queries(float (&d)[32], u64 a, u64 b, bool accumulate) {
 
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A slab holds rows of scores in shared memory, even rows apart from odd ones, as chunks of CHUNK = 8 columns. A tile
-// is 16 rows and 8 columns of outputs.
+// A slab holds rows of scores in shared memory, even rows apart from odd rows, as chunks of CHUNK = 8 columns. A tile
+// here is 16 rows and 8 columns of outputs.
 // Column n of the outputs reads columns n .. n + 10 of the slab,
 // so that a tile reads a window of 3 chunks.
 //
@@ -403,14 +406,14 @@ DEVICE void wgmma_queries(float (&d)[32], u64 a, u64 b, bool accumulate) {
 
 constexpr int WINDOW_CHUNKS = 3;
 
-// Quads of a chunk, and those of them that are loaded; the others are made of matrices that these have.
+// Number of quads of a chunk, and number of quads that are loaded. The others are copied from their matrices.
 constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
 // The B operands.
 constexpr int TOEPLITZ_FRAGMENTS = 9;
 using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
 
-// Which matrix s a lane addresses for a load: that of its place lane / 8 in the quad.
+// The matrix s that a lane addresses for a load: the one at place lane / 8 in the quad.
 DEVICE int matrix_of(int load, int lane) {
   constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
   return MATRICES[load] >> (lane & 24) & 255;
@@ -421,8 +424,8 @@ struct Taps {
   int u, d;
 };
 
-// Makes the B operands. Half of one is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
-// taps(u, v) gives the taps (u, v) and (u, v + 1) of W, packed, and zeros beyond W.
+// Makes the B operands. Half of an operand is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// taps(u, v) returns the taps (u, v) and (u, v + 1) of W, packed, with zeros outside W.
 template <class GetTaps>
 DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
   const int lane_row = lane >> 2, lane_pair = lane & 3;
@@ -440,25 +443,25 @@ DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
     }
 }
 
-// Makes a quad of matrices that are in registers.
+// Makes a quad from matrices in registers.
 DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
   quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
   pin(quad);
 }
 
-// One mma of those that chunks m and m + 1 bring: tile m + tile += A operand of chunk m + chunk times B operand.
+// One of the mma's for chunks m and m + 1: tile m + tile += A operand of chunk m + chunk times B operand.
 struct Step {
   int tile, operand, chunk, fragment;
 };
 
 // c[16 x 8 TILES] = the slab's rows convolved. rows[i] is the address of this lane's row for load i, at chunk 0.
-// finish(n) is called when tile n is complete, and while others are under way.
+// finish(n) is called when tile n is complete, while other tiles are still computed.
 template <class Element, int TILES, class Finish>
 DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
                      const Toeplitz& toeplitz, int lane,
                      Finish finish) {
   constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
-  constexpr Step STEPS[] = {  // those into one tile are far apart
+  constexpr Step STEPS[] = {  // steps of one tile are far apart
       {0, 0, 0, 0}, {-1, 0, 0, 1}, {-2, 0, 0, 2}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 0, 1, 2}, {-2, 1, 0, 5},
       {1, 1, 1, 3}, {0, 1, 0, 3}, {-1, 1, 0, 4}, {-2, 2, 0, 8}, {1, 2, 1, 6}, {0, 1, 1, 4}, {-1, 1, 1, 5},
       {0, 2, 0, 6}, {-1, 2, 0, 7}, {0, 2, 1, 7}, {-1, 2, 1, 8}
@@ -507,24 +510,24 @@ using Element = bf16;
 constexpr int D = 128, CQ = 6, CK = 11;
 constexpr int THREADS = 384;
 constexpr int WARPGROUP = 128;
-// A step has ROWS rows, a warp works on a row tile of them.
+// A step has ROWS rows; a warp works on one row tile.
 constexpr int ROWS = 64, ROW_TILE = 16, ROW_TILES = ROWS / ROW_TILE;
-// S and dS have KEYS columns, in parts of ROW_TILES warps each; C, P and G the first OWNED of them.
+// S and dS have KEYS columns, in PARTS parts of ROW_TILES warps each; C, P and G have the first OWNED columns.
 constexpr int KEYS = 128, PARTS = 2, PART = KEYS / PARTS, OWNED = 118;
-// A convolution reads ROW_HALO rows and HALO columns besides its own.
+// A convolution reads ROW_HALO more rows and HALO more columns than it writes.
 constexpr int ROW_HALO = CQ - 1, HALO = 10;
-// Column 0 of C, P and G is PAD_LEFT keys after that of S and dS. In its slab, G is SHIFT columns further right.
+// Column 0 of C, P and G is PAD_LEFT keys after column 0 of S and dS. In its slab, G is SHIFT columns further right.
 constexpr int PAD_LEFT = 5, SHIFT = HALO;
-// A warp makes DQ_COLUMNS columns of dQ.
+// A warp computes DQ_COLUMNS columns of dQ.
 constexpr int DQ_COLUMNS = 64;
-// The slabs of S and of G keep so many row tiles, in rows of SLAB_ROW bytes.
+// Row tiles in the slabs (score tiles in shared memory) of S and of G, and bytes of a row.
 constexpr int SCORE_RING = 9, GRADIENT_RING = 5;
 constexpr int SLAB_ROW = 272;
-// A row of W has a table of TAP_WORDS words, taps v and v + 1 for each v from 1 - CHUNK on.
+// Each row of W has a table of TAP_WORDS words: taps v and v + 1 for each v from 1 - CHUNK on.
 constexpr int TAP_WORDS = 30;
 // ROW_LANES threads share a vector, 8 elements each.
 constexpr int ROW_LANES = 16;
-// The slab of S holds q . k times SCORE_SCALE, such that fp16 has the range for it.
+// The slab of S holds q . k times SCORE_SCALE, so that it fits fp16.
 constexpr float SCORE_SCALE = 0.00390625f;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -551,16 +554,16 @@ DEVICE float sum_of_lanes(float x, int lanes) {
   return x;
 }
 
-// Writes for every row its dot = grad_out . out - grad_lse, which the softmax's gradient subtracts, its lse in powers
-// of two, and zeros where dQ is summed. Rows that see no key, and those past the last up to `row_pitch`, get an
-// infinite lse, so that their probabilities are zeros.
+// Writes for every row dot = grad_out . out - grad_lse, which the softmax's gradient subtracts, and lse in units of
+// log2; and zeroes the sums of dQ. Rows that see no key, and rows past the last up to `row_pitch`, get an infinite lse,
+// so that their probabilities are zeros.
 extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d128_bf16_causal_sm90a(
     const Element* __restrict__ out, const Element* __restrict__ grad_out, const float* __restrict__ lse,
     const float* __restrict__ grad_lse, float* __restrict__ row_lse, float* __restrict__ row_dot,
     float* __restrict__ dq_sum, long long grad_out_stride_b, long long grad_out_stride_h, long long grad_out_stride_n,
     int heads, int n_q, int row_pitch) {
   constexpr int BLOCK_ROWS = 256 / ROW_LANES;
-  const int blocks = (row_pitch + BLOCK_ROWS - 1) / BLOCK_ROWS;  // of a head; x counts all, for y ends at 65535
+  const int blocks = (row_pitch + BLOCK_ROWS - 1) / BLOCK_ROWS;  // per head; x counts the blocks of all heads, because y ends at 65535
   const int head = blockIdx.x / blocks, b = head / heads, h = head % heads;
   const int i = blockIdx.x % blocks * BLOCK_ROWS + threadIdx.x / ROW_LANES, column = threadIdx.x % ROW_LANES;
   const long long row = static_cast<long long>(head) * n_q + i;
@@ -594,8 +597,8 @@ DEVICE void load_piece(float4 (&sums)[4], const float* from) {
   for (int i = 0; i < 4; ++i) sums[i] = reinterpret_cast<const float4*>(from)[i];
 }
 
-// 16 elements of a row, times `scale`: of each four of `from`, two to the first half and two to the second, if the sums
-// are INTERLEAVED as those of two mma tiles are, else as they lie.
+// Stores 16 elements of a row, times `scale`. INTERLEAVED: sums are in the order of two mma tiles, so of each four of
+// `from` two go to the first half and two to the second.
 template <bool INTERLEAVED>
 DEVICE void store_piece(Element* to, const float4 (&from)[4], float scale) {
   u32 pairs[8];
@@ -609,11 +612,12 @@ DEVICE void store_piece(Element* to, const float4 (&from)[4], float scale) {
   halves[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
-// Makes the gradient of W, a warp a tap, and then dQ, a thread 16 columns, out of their fp32 sums. The sums of 16
-// columns are in the order of two mma tiles: for each lane_pair, columns 2 lane_pair and the next, then 8 further.
-// Then it adds up the parts of dK, of which each CTA of the main kernel has left those of its first HALO columns and of
-// its last ones. A thread has 16 columns of a key: one of the first, whose last part the CTA before has, or, where the
-// sequence ends, one of the last.
+// Finishes the gradient of W, a tap per warp, and dQ, 16 columns per thread, from their fp32 sums. The sums of 16
+// columns are in the order of two mma tiles: for each lane_pair, columns 2 lane_pair and the next, then those 8
+// further.
+// Then it adds the parts of dK that each CTA of the main kernel has written for its first and its last HALO columns. A
+// thread has 16 columns of a key. The key is one of a CTA's first, whose other part the CTA before has written, or, at
+// the end of the sequence, one of the last.
 extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d128_bf16_causal_sm90a(
     const float* __restrict__ dq_sum, Element* __restrict__ dq, const float* __restrict__ dw_sums,
     float* __restrict__ dweight, long long dq_pieces, int dw_terms, int heads, float scale,
@@ -662,8 +666,9 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d
 
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
 //
-// A slab is a ring of row tiles. It keeps even and odd rows apart, because the convolution's fragments take every other
-// row of a row tile together. TABLE is the table of taps that convolves it, HALO_ABOVE the rows that this reads above.
+// A slab is a score tile in shared memory, a ring of row tiles. Even and odd rows are stored apart, because the
+// convolution's fragments take every other row of a row tile together. TABLE is the table of taps that convolves the
+// slab, HALO_ABOVE the number of rows that the convolution reads above.
 struct Scores {
   using Type = fp16;
   static constexpr int SHARED = SHARED_S, RING = SCORE_RING, TABLE = 0, HALO_ABOVE = ROW_HALO;
@@ -708,11 +713,12 @@ DEVICE float2 load_pair(u32 from) {
   return make_float2(__uint_as_float(x[0]), __uint_as_float(x[1]));
 }
 
-// The row at a place of a tile of Q or dO: of each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
-// fragments have them.
+// The row at a place of a tile of Q or dO. In each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
+// in fragments.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
+// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are
+// zeros.
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;
@@ -731,7 +737,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
   }
 }
 
-// Whether a CTA before or behind adds to a column of dS, too, and the column's row among the parts of dK.
+// Whether a neighbouring CTA contributes to a column of dS, too, and the column's row among the parts of dK.
 DEVICE constexpr bool is_shared(int column) { return column < HALO || column >= OWNED; }
 
 DEVICE constexpr int part_row(int column) { return column < HALO ? column : column - OWNED + HALO; }
@@ -741,7 +747,7 @@ DEVICE void fill_zeros(u32 base, int begin, int end, int thread) {
   for (int at = begin + thread * 16; at < end; at += THREADS * 16) store_shared(base + at, 0, 0, 0, 0);
 }
 
-// The threads of the CTA make two tables of pairs of neighbouring taps of head h, the convolution's and its adjoint's.
+// The threads of the CTA fill two tables of pairs of neighbouring taps of head h: the convolution's and its adjoint's.
 DEVICE void fill_taps(u32 base, const float* weight, int h, int thread) {
   for (int i = thread; i < 2 * CQ * TAP_WORDS; i += THREADS) {
     const bool adjoint = i >= CQ * TAP_WORDS;
@@ -755,7 +761,7 @@ DEVICE void fill_taps(u32 base, const float* weight, int h, int thread) {
   }
 }
 
-// Taps (u, v) and (u, v + 1) of the convolution, table 0, or of its adjoint, table 1.
+// Taps (u, v) and (u, v + 1) of the convolution (table 0) or of its adjoint (table 1).
 DEVICE u32 load_taps(u32 base, int table, int u, int v) {
   return load_shared(base + SHARED_TAPS + (table * CQ * TAP_WORDS + u * TAP_WORDS + v + (CHUNK - 1)) * 4);
 }
@@ -764,25 +770,25 @@ DEVICE u32 load_taps(u32 base, int table, int u, int v) {
 //
 // W[u, v] gets the sum over i and j of G[i, j] S[i - ROW_HALO + u, j - PAD_LEFT + v]. An mma multiplies two 8x8 blocks
 // (u, d) of transposed scores, 8 columns each, of chunk d of a window in row shift u, by 8 columns of G, over a row
-// tile. The diagonals of the products, summed over all rows, are the gradients. Warps share the row shifts, a set each,
-// and then the row tiles.
+// tile. The diagonals of the products, summed over all rows, are the gradients. Warps divide the row shifts, a set
+// each, and then the row tiles.
 
 // A set has WEIGHT_SHIFTS row shifts.
 constexpr int WEIGHT_SETS = 2, WEIGHT_SHIFTS = 3;
 // The windows of chunk n of G touch chunks n + WEIGHT_FIRST and on of S, WEIGHT_CHUNKS in all.
 constexpr int WEIGHT_FIRST = -2, WEIGHT_CHUNKS = 3;
 constexpr int WEIGHT_PRODUCTS = 5, WEIGHT_SUMS = 9;
-// The columns of G that are owned, in its slab.
+// The owned columns of G, in its slab.
 constexpr int GRADIENT_BEGIN = 10, GRADIENT_END = 128;
-// The first chunk with some of them, how many chunks there are, and the first chunk of S that their windows touch.
+// The first chunk with owned columns, the number of such chunks, and the first chunk of S that their windows touch.
 constexpr int GRADIENT_FIRST = GRADIENT_BEGIN / CHUNK;
 constexpr int GRADIENT_CHUNKS = (GRADIENT_END + CHUNK - 1) / CHUNK - GRADIENT_FIRST;
 constexpr int FIRST_WINDOW = GRADIENT_FIRST + WEIGHT_FIRST;
-// Operands are loaded so many chunks ahead of the products that take them.
+// Operands are loaded this many chunks before their products.
 constexpr int WEIGHT_AHEAD = 1;
 
-// An operand has the blocks (u, d) and (u2, d + apart), u counted from the set's first row shift; or the first only,
-// u2 = -1.
+// An operand has the blocks (u, d) and (u2, d + apart), with u counted from the set's first row shift; u2 = -1 if it
+// has the first block only.
 struct WeightOperand {
   int u, u2, apart;
 };
@@ -805,7 +811,7 @@ DEVICE constexpr WeightProduct weight_product(int i) {
   return products[i];
 }
 
-// Where the sums of block (u, d) are: in the first or the second 8 rows of a product.
+// The place of the sums of block (u, d): the first or the second 8 rows of a product.
 struct WeightSum {
   int u, d, product, half;
 };
@@ -817,32 +823,32 @@ DEVICE constexpr WeightSum weight_sum(int i) {
   return sums[i];
 }
 
-// Of three row shifts, operand 0 is that of 0 and 2. Its words are the scores of row shifts 0 and 2, which outputs in
-// even rows see, and of 1 and 3, which outputs in odd rows see. This is where those of a row shift are.
+// With three row shifts, operand 0 is that of row shifts 0 and 2. Its words are the scores of row shifts 0 and 2 for
+// outputs in even rows, and of 1 and 3 for outputs in odd rows. This is the number of a row shift's word.
 DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift >> 1); }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. Operands
-// are loaded as they are multiplied, but for one whose blocks are chunks apart, which is made of operand 0's words.
-// seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r,
-// counted from the lane's first such.
+// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are Elements.
+// Operands are loaded as they are multiplied, except an operand whose blocks are chunks apart, which is derived from
+// operand 0's words. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column - r,
+// counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
-  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
-  const bool second = lane >> 3 & 1, odd = lane >> 4;                // which matrix the lane has a row's address of
+  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // chunks of S from FIRST_WINDOW on
+  const bool second = lane >> 3 & 1, odd = lane >> 4;                // the matrix whose row the lane addresses
   u32 score_rows[WEIGHT_OPERANDS];
 #pragma unroll
   for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
     const WeightOperand x = weight_operand(i);
     const int shift = set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd;
-    // Shifts past the kernel, which sum_diagonals leaves out, may end past the row tile, and begin with it again.
+    // Shifts past the filter, which sum_diagonals ignores, may end past the row tile and wrap to its beginning.
     const int row = 2 * (lane & 7) + shift - ROW_HALO, above = in_s ? in_s - 1 : SCORE_RING - 1;
     score_rows[i] = row_of_first_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * SLAB_TILE;
   }
   const u32 gradient_rows = row_of_first_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * SLAB_TILE;
 
-  // The compiler would copy the words of an operand that is made for each product that takes it. An exclusive or with a
-  // zero that it cannot see, another for each block, avoids that.
+  // The compiler would copy the words of a derived operand for each product that takes it. An exclusive or with a zero
+  // that the compiler cannot see, another one for each block, avoids that.
   u32 zeros[2] = {static_cast<u32>(in_s), static_cast<u32>(in_g)};
 #pragma unroll
   for (u32& zero : zeros) {
@@ -873,7 +879,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
 #pragma unroll
   for (int chunk = 0; chunk < SCORE_CHUNKS; ++chunk) {
     load(chunk + WEIGHT_AHEAD);
-    if (WEIGHT_AHEAD) schedule_fence(in_g);  // else the compiler moves loads to where their words are used
+    if (WEIGHT_AHEAD) schedule_fence(in_g);  // otherwise the compiler would move loads to the use of their words
 #pragma unroll
     for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
       const WeightOperand x = weight_operand(i);
@@ -897,7 +903,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
   }
 }
 
-// Adds the diagonals of a warp's sums up, to one sum for each tap, in `tap_sums`. `block` is room for 64 words.
+// Sums the diagonals of a warp's sums, one sum per tap, to `tap_sums`. `block` has room for 64 words.
 DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block, float* tap_sums, int set, int lane) {
   for (int i = lane; i < CQ * CK; i += 32) tap_sums[i] = 0.f;
 #pragma unroll
@@ -918,7 +924,7 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
   }
 }
 
-// The sum of a tap over those of COUNT warps that have its row shift.
+// The sum of a tap over those of COUNT warps that have the tap's row shift.
 template <int COUNT>
 DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   float sum = 0.f;
@@ -926,7 +932,8 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   return sum;
 }
 
-// COUNT warps add up their sums of the taps of head h: a term of entry b of `batch`, the `tile`-th of `tiles`.
+// COUNT warps add their sums of the taps of head h, and store a term: that of entry b of `batch`, the `tile`-th of
+// `tiles`.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
                                   int thread) {
@@ -938,14 +945,14 @@ DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, 
 
 // ---- Scores, probabilities and their gradients, in registers -----------------------------------------------------
 
-// What a CTA works on: the keys from c0 on, that of column 0, and the rows from `first` on.
-// The rows before have no scores with the keys.
+// The work of a CTA: the keys from c0, the key of column 0, on, and the rows from `first` on.
+// Earlier rows see none of the keys.
 struct Cta {
-  u32 base;  // of shared memory
+  u32 base;  // address of shared memory
   int n_k, kv_heads, b, kv_head, c0, first;
-  int steps;  // include one in which what is a row tile late gets to the last row
-  int ahead;  // of row `first`: key c0 less the position of the row
-  float exponent;  // 2^(exponent x - lse) is the probability that a convolved x of the slab means
+  int steps;  // enough for the products that lag by a row tile to reach the last row
+  int ahead;  // key c0 minus the position of row `first`
+  float exponent;  // the probability of a convolved value x of the slab is 2^(exponent x - lse)
 
   DEVICE Cta(u32 base, int n_q, int n_k, int heads, int group, float scale) : base(base), n_k(n_k) {
     const int offset = n_k - n_q;  // row i is the query at position i + offset
@@ -958,7 +965,8 @@ struct Cta {
     exponent = scale * (LOG2_E / SCORE_SCALE);
   }
 
-  // Whether the mask hides some key from some row of a step, of which this is the first, counted from `first`.
+  // Whether the mask hides any key from any row of a step, or (with mask="output") from a later row that reads it.
+  // `row` is the step's first row, counted from `first`.
   DEVICE bool hides(int row) const {
     return ahead + KEYS - 1 > row;
   }
@@ -967,14 +975,14 @@ struct Cta {
   DEVICE long long key_row(int j) const { return (static_cast<long long>(b) * kv_heads + kv_head) * n_k + j; }
 };
 
-// Whether a row does not see the key that is so many keys ahead of its position.
+// Whether the key that is `ahead` keys after a row's position is hidden from the row.
 DEVICE bool is_hidden(int ahead) { return ahead > 0; }
 
 DEVICE unsigned warp_index() { return static_cast<unsigned>(thread_index()) / 32; }
 DEVICE int lane_index() { return thread_index() & 31; }
 
-// A thread's place in a step's tiles of scores, which are fragments of 16 rows by 8 columns. The thread has rows `row`
-// and `row` + 1, and in each chunk of its part, the first of which has `column`, two columns.
+// A thread's place in a step's scores, which are fragments of 16 rows by 8 columns. The thread has rows `row` and `row`
+// + 1, and two columns in each chunk of its part; `column` is the first.
 struct Place {
   int part, lane = lane_index(), row_tile = warp_index() % ROW_TILES;
   int lane_row = lane >> 2, lane_pair = lane & 3;
@@ -1021,17 +1029,17 @@ DEVICE void convolve_slab(float (&c)[4 * CHUNKS], const Cta& cta, const Place& a
               CHUNKS * CHUNK_BYTES * at.part;
   auto finish_edge = [&](int n) { finish(n, true); };
   auto finish_inside = [&](int n) { finish(n, false); };
-  // Of two copies, neither branches on its way.
+  // The code is compiled twice, so that neither copy has a branch inside.
   if (edge)
     convolve<typename Slab::Type, CHUNKS>(c, rows, toeplitz, at.lane, finish_edge);
   else
     convolve<typename Slab::Type, CHUNKS>(c, rows, toeplitz, at.lane, finish_inside);
 }
 
-// Whether a column of P in chunk n of its part is past those whose windows lie in the slab of S.
+// Whether a column of P in chunk n of its part is past the columns whose windows lie in the slab of S.
 DEVICE bool is_spare(int n, int column) { return CHUNK * (n + 1) > OWNED - PART * (PARTS - 1) && column >= OWNED; }
 
-// Makes P: in p, and as Elements in shared memory. `lse` is that of the thread's two rows.
+// Computes P, in p and as Elements in shared memory. `lse` is that of the thread's two rows.
 DEVICE void make_probabilities(float (&p)[PART / 2],
                                const float (&lse)[2], const Cta& cta, const Place& at, int row_tile, int step) {
   const int key = cta.c0 + PAD_LEFT + at.column;  // of the thread's first column
@@ -1053,7 +1061,7 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
   convolve_slab<Scores, PART / CHUNK>(p, cta, at, row_tile, edge, finish);
 }
 
-// Stores G = P (dP - dot) into its slab, where zeros stay on both sides of it.
+// Stores G = P (dP - dot) into its slab, between zeros on both sides.
 DEVICE void store_gradients(const float (&p)[PART / 2], const float (&dp)[PART / 2], const float (&dot)[2],
                             const Cta& cta, const Place& at, int row_tile) {
   const u32 even = slab_row<Gradients>(cta.base, row_tile, at.lane_row, 0) + 2 * (at.column + SHIFT);
@@ -1066,8 +1074,8 @@ DEVICE void store_gradients(const float (&p)[PART / 2], const float (&dp)[PART /
   }
 }
 
-// Makes what the CTA's G adds to dS, as Elements in shared memory, of the row tile above the step and of all but the
-// step's last.
+// Computes the contribution of the CTA's G to dS, as Elements in shared memory, for the row tile above the step and all
+// but the step's last.
 DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, int step) {
   const int ahead = cta.ahead + at.column - (step * ROWS - ROW_TILE + at.row);
   float ds[PART / 2];
@@ -1075,8 +1083,8 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& x = ds[4 * n + e];
-      const int column = CHUNK * n + (e & 1), row = e >> 1, own_ahead = ahead + column - row;
-      if (edge && is_hidden(own_ahead)) x = 0.f;
+      const int column = CHUNK * n + (e & 1), row = e >> 1, key_ahead = ahead + column - row;
+      if (edge && is_hidden(key_ahead)) x = 0.f;
     }
     at.store(cta.base + SHARED_DS, PART / CHUNK * at.part + n, ds + 4 * n);
   };
@@ -1084,7 +1092,7 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
   convolve_slab<Gradients, PART / CHUNK>(ds, cta, at, row_tile, edge, finish);
 }
 
-// Waits until the CTA before has added `rows` rows to dQ, so that its sums take their addends in the order of the CTAs.
+// Waits until the CTA before has added `rows` rows to dQ, so that sums are added in the order of the CTAs.
 DEVICE void await_turn(const int* added, int rows, int lane) {
   if (lane == 0)
     while (load_acquire(added - 1) < rows) {
@@ -1092,7 +1100,7 @@ DEVICE void await_turn(const int* added, int rows, int lane) {
   __syncwarp();
 }
 
-// The threads of a warpgroup make Elements of the scores of a step's row tiles, of which this is the first, in place.
+// The threads of a warpgroup convert the scores of a step's row tiles, from `row_tile` on, to Elements, in place.
 DEVICE void convert_scores(u32 base, int row_tile, int thread) {
   constexpr int LANES = WARPGROUP / ROW_TILE, LOADS = KEYS / CHUNK / LANES;  // threads that share a row, and its loads
   constexpr int BATCH = 2;                                                   // row tiles
@@ -1106,7 +1114,7 @@ DEVICE void convert_scores(u32 base, int row_tile, int thread) {
 #pragma unroll
       for (int l = 0; l < LOADS; ++l) load_shared(x[t][l], at[t] + l * LANES * CHUNK_BYTES);
     }
-    schedule_fence(at[0]);  // else the compiler moves loads to where their words are used
+    schedule_fence(at[0]);  // otherwise the compiler would move loads to the use of their words
 #pragma unroll
     for (int t = 0; t < BATCH; ++t)
 #pragma unroll
@@ -1128,16 +1136,16 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 
 // ---- Main kernel -------------------------------------------------------------------------------------------------
 //
-// A CTA owns 118 keys, of which it makes P and G. For each query head of its key head in turn, it streams
-// the rows past them, 64 in a step:
+// A CTA owns 118 keys, for which it computes P and G. For each query head of its key head, it loops over
+// steps of 64 rows:
 //
 //   S = Q K^T       C = conv(S)      P = exp(scale C - lse)    G = P (dO V^T - dot)    dS = adjoint conv(G)
 //   dV += P^T dO    dK += dS^T Q     dQ += dS K                dW += diagonals of S^T G
 //
-// Columns. A convolution reads HALO = 10 columns to the right of its own: C those of S, dS those of G, which
-// is HALO columns further right in its slab, between zeros. So dS has the columns of S, and holds what the CTA's own G
-// adds to it. In the first and the last HALO columns, drawn as dots, the CTA before or behind adds to it, too. dQ is a
-// sum over CTAs anyway; of dK these columns are handed on in fp32.
+// Columns. A convolution reads HALO = 10 columns to the right of its own: C reads S, and dS reads G, which is
+// stored HALO columns further right in its slab, between zeros. So dS has the columns of S. It holds the contribution
+// of the CTA's own G. In the first and the last HALO columns, drawn as dots, a neighbouring CTA contributes, too. dQ is
+// a sum over CTAs anyway; dK of these columns is written in fp32, and the last kernel adds both parts.
 //
 //            key of column 0     columns
 //   S        c0 + 0              128  ====================================
@@ -1145,21 +1153,21 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 //   dS       c0 + 0              128  .....====================================.....
 //
 // Rows. A warp works on a row tile, 16 rows. Row i of C reads rows i - ROW_HALO to i of S, row i of dS rows i to
-// i + ROW_HALO of G, ROW_HALO = 5, so that dS, dK and dQ are a row tile late. The slabs of S and G are
-// rings of row tiles in shared memory. Once C has been made of scores, they become Elements, for dW; the next step's C
-// still reads the last row tile, so that dW is late, too. If the first step has row tiles 0 to 3, the second one has:
+// i + ROW_HALO of G, ROW_HALO = 5, so dS, dK and dQ lag by a row tile. The slabs of S and G are rings of
+// row tiles in shared memory. After C has been computed, scores are converted to Elements, for dW. The next step's C
+// still reads the last row tile, so dW lags, too. If the first step has row tiles 0 to 3, the second step has:
 //
 //   of S, C, P, G, dV                  4  5  6  7
 //   of dS, dK, dQ, dW               3  4  5  6
 //   in the slab of S   -1  0  1  2  3  4  5  6  7
 //   in the slab of G                3  4  5  6  7
 //
-// Lane 4 lane_row + lane_pair has, in a fragment, rows 2 lane_row and 2 lane_row + 1 of a row tile, and columns
+// In a fragment, lane 4 lane_row + lane_pair has rows 2 lane_row and 2 lane_row + 1 of a row tile, and columns
 // 2 lane_pair and 2 lane_pair + 1 of a chunk of 8 columns.
 //
-// A step of 8 main warps, each with a row tile of a part of the columns, and of a warpgroup, the helper:
+// A step of 8 main warps, each with a row tile of a part of the columns, and of the producer warpgroup:
 //
-//   main warps                                                   helper
+//   main warps                                                   producer warps
 //
 //                                                                wait for `used` of the step before
 //   meet at SCORES: S is in its slab                             copy Q above this step; Q, dO, lse, dot of the next:
@@ -1168,24 +1176,25 @@ DEVICE void add_row_tile(float (&sums)[WEIGHT_PRODUCTS][4], const Cta& cta, int 
 //   wait for `taken` of the step before
 //   G = P (dP - dot), to its slab
 //   arrive at `written`, meet at GRADIENTS                       wait for `written`
-//                                                                make Elements of S, all but this step's last row tile
-//   dS = adjoint conv(G), to shared memory                       dW of the first row tiles; arrive at `above_taken`
+//                                                                convert S to Elements, except this step's last row
+//                                                                tile
+//   dS = adjoint conv(G), to shared memory                       dW of the first row tiles; arrive at `above_read`
 //   meet at SCORE_GRADIENTS                                      dW of the last row tiles
 //   start dQ = dS K                                              arrive at `taken`
 //   wait for `loaded`
 //   start S = Q K^T of the next step, dV += P^T dO, dK += dS^T Q
 //   add dQ to its sums in global memory
-//   wait for `above_taken`: the rows of S whose place the next step's take have been read
+//   wait for `above_read`: the rows of S that the next step overwrites have been read
 //   S of the next step, to its slab
-//   dV and dK are made: arrive at `used`
+//   dV and dK are complete: arrive at `used`
 
-// Each main warpgroup has a part of the columns. The first DQ_PARTS make dQ, each some of its columns.
+// Each main warpgroup has a part of the columns. The first DQ_PARTS warpgroups compute dQ, each some of its columns.
 constexpr int MAIN_THREADS = WARPGROUP * PARTS, DQ_PARTS = 2;
 // Bytes of a part's P or dS, of a part's keys in a panel of K or V, of a step's Q or dO, and of a step's lse and dot.
 constexpr int SCORES_TILE = ROWS * PANEL_ROW, KEYS_TILE = PART * PANEL_ROW;
 constexpr int VECTORS_TILE = ROWS * 2 * PANEL_ROW, STATISTICS = 2 * 4 * ROWS;
 
-enum NamedBarrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, HELPER };
+enum NamedBarrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, PRODUCER };
 
 DEVICE int thread_of_warpgroup() { return static_cast<unsigned>(thread_index()) % WARPGROUP; }
 
@@ -1232,9 +1241,9 @@ DEVICE void issue_keys(float (&dk)[D / 2], u32 gradients, u32 above, u32 queries
 // Adds the warpgroup's columns of dQ to the head's sums. The thread's first row is row `first`.
 DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long head, int first, int n_q, int part,
                            const Place& at) {
-  // A reduction takes four neighbouring registers, and the four columns that a thread has of a row are not neighbours.
-  // They become so before the first reduction. If each moved its own to the same registers, it would have to wait until
-  // the one before has read them.
+  // A reduction takes four neighbouring registers, but the four columns that a thread has of a row are not neighbours.
+  // All columns are moved before the first reduction. If each reduction moved its columns to the same registers, it
+  // would wait until the reduction before has read them.
 #pragma unroll
   for (int m = 0; m < DQ_COLUMNS / 16; ++m)
 #pragma unroll
@@ -1257,8 +1266,8 @@ DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long
   }
 }
 
-// Writes dK or dV, of which column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`;
-// dV has none, and no `parts`.
+// Writes dK or dV; column 0 is key c0 + lag. Columns of dK that the CTA shares with a neighbour go to `parts`. dV has
+// no such columns, and `parts` is null.
 DEVICE void store_keys(Element* to, float* parts, const float (&sums)[D / 2], const Cta& cta, const Place& at,
                        float factor, int lag) {
 #pragma unroll
@@ -1292,20 +1301,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
   const Cta cta(base, n_q, n_k, heads, group, scale);
 
-  const u32 used = base + SHARED_BARRIERS, loaded = used + 8, written = used + 16, taken = used + 24, above_taken = used + 32;
+  const u32 used = base + SHARED_BARRIERS, loaded = used + 8, written = used + 16, taken = used + 24, above_read = used + 32;
   if (threadIdx.x == 0) {
     barrier_init(used, MAIN_THREADS);
     barrier_init(loaded, WARPGROUP);
     barrier_init(written, MAIN_THREADS);
     barrier_init(taken, WARPGROUP);
-    barrier_init(above_taken, WARPGROUP);
+    barrier_init(above_read, WARPGROUP);
     barrier_init_fence();
   }
 
   auto load_rows = [&](u32 tile, const Element* from, long long stride, int row) {
     copy_rows<ROWS, ROWS, true, WARPGROUP>(tile, from, stride, row, n_q, thread_of_warpgroup());
   };
-  // The helper copies the Q, dO and statistics of a step, each of which has two buffers.
+  // Producer warps copy the Q, dO and statistics of a step, each of which has two buffers.
   auto load_step = [&](int h, int step) {
     const int row = cta.first + step * ROWS, buffer = step & 1, thread = thread_of_warpgroup();
     load_rows(base + SHARED_DO + buffer * VECTORS_TILE, grad_out + cta.b * grad_out_stride_b + h * grad_out_stride_h,
@@ -1321,7 +1330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     copy_rows<ROW_TILE, ROW_TILE, true, WARPGROUP>(base + SHARED_Q_ABOVE, from, q_stride_n, row, n_q,
                                                    thread_of_warpgroup());
   };
-  // All threads make ready for head h: zeros in the slabs, tables of taps, the vectors of step 0.
+  // All threads prepare head h: zeros in the slabs, tables of taps, the vectors of step 0.
   auto begin_head = [&](int h) {
     named_barrier(ALL, THREADS);
     fill_zeros(base, SHARED_S, SHARED_TAPS, threadIdx.x);
@@ -1332,14 +1341,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     named_barrier(ALL, THREADS);
   };
 
-  if (warpgroup == PARTS) {  // This is the helper.
+  if (warpgroup == PARTS) {  // the producer warpgroup
     registers_down_to<56>();
     int done = 0;  // counts steps, of this head and those before
 #pragma unroll 1
     for (int h = cta.kv_head * group; h < (cta.kv_head + 1) * group; ++h) {
       begin_head(h);
       float dw_sums_of_warp[WEIGHT_PRODUCTS][4] = {};
-      // Of the row tiles that the warp has of a step, those from `begin` to `end`.
+      // Adds the warp's row tiles of a step from `begin` to `end`, counted among its own.
       auto add_row_tiles = [&](int first_row_tile, int begin, int end) {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
@@ -1357,28 +1366,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         barrier_wait(written, done++ & 1);
         const int first_row_tile = ROW_TILES * step - 1;
         convert_scores(base, first_row_tile, thread_of_warpgroup());
-        named_barrier(HELPER, WARPGROUP);
+        named_barrier(PRODUCER, WARPGROUP);
         add_row_tiles(first_row_tile, 0, 1);
-        barrier_arrive(above_taken);
+        barrier_arrive(above_read);
         add_row_tiles(first_row_tile, 1, WEIGHT_SETS);
         barrier_arrive(taken);
       }
 
-      named_barrier(ALL, THREADS);  // after it, nobody needs the slabs
+      named_barrier(ALL, THREADS);  // after it, the slabs are free
       const int thread = thread_of_warpgroup(), warp = thread >> 5;
       float* const tap_sums = reinterpret_cast<float*>(shared + SHARED_S);
       float* const block = reinterpret_cast<float*>(shared + SHARED_G);
       sum_diagonals(dw_sums_of_warp, block + warp * 64, tap_sums + warp * (CQ * CK), warp % WEIGHT_SETS, thread & 31);
-      named_barrier(HELPER, WARPGROUP);
+      named_barrier(PRODUCER, WARPGROUP);
       store_weight_gradient<4>(dw_sums, tap_sums, h, gridDim.x * gridDim.z / cta.kv_heads, cta.b, gridDim.y, blockIdx.y, thread);
     }
     return;
   }
 
   registers_up_to<224>();
-  const u32 own_keys = warpgroup * KEYS_TILE;
+  const u32 part_keys = warpgroup * KEYS_TILE;
   auto load_keys = [&](u32 tile, const Element* from, long long stride, int key) {
-    copy_rows<PART, KEYS, false, WARPGROUP>(tile + own_keys, from, stride, key + PART * warpgroup, n_k,
+    copy_rows<PART, KEYS, false, WARPGROUP>(tile + part_keys, from, stride, key + PART * warpgroup, n_k,
                                             threadIdx.x % WARPGROUP);
   };
   load_keys(base + SHARED_K, k + cta.b * k_stride_b + cta.kv_head * k_stride_h, k_stride_n, cta.c0);
@@ -1397,7 +1406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       const Place at(warpgroup);
       store_scores(s, cta, at, in_score_ring(step, at), step);
     };
-    issue_scores(s, base + SHARED_Q, base + SHARED_K + own_keys);
+    issue_scores(s, base + SHARED_Q, base + SHARED_K + part_keys);
     wgmma_wait<0>();
     pin(s);
     store_scores_of(0);
@@ -1415,7 +1424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         make_probabilities(p, {lse.x, lse.y}, cta, at,
                            in_score_ring(step, at), step);
       }
-      issue_scores(dp, do_tile, base + SHARED_V + own_keys);
+      issue_scores(dp, do_tile, base + SHARED_V + part_keys);
       {
         const Place at(warpgroup);
         const float2 dot = load_pair(statistics + (ROWS + at.row) * 4);
@@ -1442,7 +1451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       if (DQ_PARTS == PARTS || warpgroup < DQ_PARTS) issue_queries(dq, base, part);
       barrier_wait(loaded, done++ & 1);
       fence_async();
-      issue_scores(s, base + SHARED_Q + (buffer ^ 1) * VECTORS_TILE, base + SHARED_K + own_keys);
+      issue_scores(s, base + SHARED_Q + (buffer ^ 1) * VECTORS_TILE, base + SHARED_K + part_keys);
       issue_values(dv_sums, base + SHARED_P + warpgroup * SCORES_TILE, do_tile);
       issue_keys(dk_sums, base + SHARED_DS + warpgroup * SCORES_TILE, base + SHARED_Q_ABOVE, q_tile);
 
@@ -1456,7 +1465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
 
       wgmma_wait<2>();
       pin(s);
-      barrier_wait(above_taken, ~done & 1);
+      barrier_wait(above_read, ~done & 1);
       store_scores_of(step + 1);
       wgmma_wait<0>();
       pin(dv_sums);

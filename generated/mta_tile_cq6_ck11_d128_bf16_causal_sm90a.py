@@ -226,7 +226,7 @@ def load(name, device, cubin=None):
     return LOADED[name].setdefault(index, load_kernels(cubin, KERNELS[name], index))
 
 
-@functools.lru_cache  # layers of a model, and steps over a cache of one length, ask the same
+@functools.lru_cache  # layers of a model, and steps over a cache of one length, pass the same arguments
 def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
     """How many parts to split the keys into, so that the GPU is busy.
 
@@ -328,7 +328,7 @@ def forward(q, k, v, weight, scale):
 def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, deterministic=False):
     """Gradients of forward.
 
-    dk, dv and dweight are always bit-reproducible. dq is a sum of fp32 atomics, in a fixed order if that is asked for.
+    dk, dv and dweight are always bit-reproducible. dq is a sum of fp32 atomics, in a fixed order if `deterministic`.
 
     Args:
         grad_out: (B, H, Nq, 128) in the dtype of q; rows as those of q.
@@ -388,8 +388,8 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     return dq, dk, dv, dweight
 
 
-# Of each decode kernel: how many heads, query rows and pairs of a head and a new token a block takes at most; then what
-# _splits wants to know.
+# For each decode kernel: upper limits of a block's heads, query rows, and pairs of a head and a new token; then the
+# last arguments of _splits.
 DECODE_TILES = {
     "decode_1": (1, 16, 8, 264, 512, 4),
     "decode_4": (4, 24, 8, 264, 512, 4),
@@ -419,8 +419,8 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     _, kv_heads, n_max, _ = k_cache.shape
     group, n_new = heads // kv_heads, tail - 5
 
-    # The first kernel, of ever larger ones, whose block takes all heads of a group. If there is none it is the last,
-    # and blocks share the heads evenly.
+    # Take the smallest kernel whose block takes all heads of a group. If there is none, take the largest kernel, and
+    # divide the heads evenly among blocks.
     for role, (most_heads, rows, pairs, *rule) in DECODE_TILES.items():
         fitting = min(most_heads, rows // tail, pairs // n_new)
         cta_heads = -(-group // -(-group // fitting))
@@ -429,7 +429,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     splits = num_splits or _splits(batch * kv_heads * -(-group // cta_heads), n_max, *rule)
     out = q_tail.new_empty(batch, heads, n_new, 128)
     lse = q_tail.new_empty(batch, heads, n_new, dtype=torch.float32)
-    partial = partial_lse = lse  # with one split nothing is written there
+    partial = partial_lse = lse  # not written if there is one split
     if splits > 1:
         partial = q_tail.new_empty(batch, heads, n_new, splits, 128, dtype=torch.float32)
         partial_lse = q_tail.new_empty(batch, heads, n_new, splits, dtype=torch.float32)

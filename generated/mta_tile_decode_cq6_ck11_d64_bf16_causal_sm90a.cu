@@ -36,16 +36,16 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// copy_async for data that is read in order: the rest of the 128 bytes comes to L2 with it.
+// copy_async for data that is read in order: the rest of its 128 bytes is prefetched to L2.
 DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -87,9 +87,9 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -104,7 +104,7 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// The same of the transposed matrices.
+// The same for transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -119,9 +119,9 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -181,10 +181,10 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// Below every score, yet finite: exp2_fast(-inf - NO_PEAK) is 0.
+// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
 constexpr float NO_PEAK = -1e30f;
 
-// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+// Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // ---- Decode ---------------------------------------------------------------------------------------------------------
@@ -192,30 +192,30 @@ DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
 //
 //   ring    | K(t) | V(t) | K(t + 1) | ..     STAGES tiles, which all warps copy ahead of their use
-//   slab    | CK - 1 columns of tile t - 1 | KEYS columns of tile t |     fp16, a row for each query row
+//   slab    | CK - 1 columns of tile t - 1 | KEYS columns of tile t |     the score tile: fp16, a row per query row
 //   window  the output of key j reads columns of keys j - PAD_LEFT .. j + PAD_RIGHT: outputs lag by PAD_RIGHT keys
 //
-// All warps wait for each other three times a tile, once each item of the ring is there and once the slab is written:
+// All warps synchronise three times per tile:
 //
-//   K(t) is there:     scores = K(t) Q^T, into the slab       a warp takes some keys, for all rows
+//   K(t) has arrived:  scores = K(t) Q^T, into the slab       a warp takes some keys, for all rows
 //   slab is written:   convolution, softmax, P                a warp takes some pairs of a head and a new token
-//   V(t) is there:     out^T += V(t)^T P^T                    a warp takes some keys; the slab's last columns move
+//   V(t) has arrived:  out^T += V(t)^T P^T                    a warp takes some keys; the slab's last columns move
 //
 // One split writes the results; several write partial results, which the last kernel merges.
 
 using Element = bf16;
 constexpr int D = 64, DV = 64, CQ = 6, CK = 11;
 constexpr int PAD_LEFT = 5, PAD_RIGHT = 5;
-constexpr int K_ROW = 2 * D + 16, V_ROW = 2 * DV + 16;  // bytes from row to row in shared memory: no bank conflicts
+constexpr int K_ROW = 2 * D + 16, V_ROW = 2 * DV + 16;  // bytes per row in shared memory, without bank conflicts
 constexpr int WINDOW_CHUNKS = 3;  // chunks that 8 neighbouring outputs read
 constexpr int STEPS = 9;  // mma's that convolve 16 x 8 scores
-constexpr int FRAGMENT = 8, STEP = 32 * FRAGMENT;  // bytes of a step's B operand: a lane's and the warp's
+constexpr int FRAGMENT = 8, STEP = 32 * FRAGMENT;  // bytes of a step's B operand, per lane and per warp
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr float SCORE_SCALE = 0.00390625f;  // what slabs hold of q . k
+constexpr float SCORE_SCALE = 0.00390625f;  // slabs hold q . k times this
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-struct Heads1 {  // a kernel for up to so many heads of a group
+struct Heads1 {  // the kernel for up to this many heads of a group
   static constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16, PAIRS = 8;
   static constexpr int KEYS = 128, STAGES = 3;
   static constexpr int WARP_KEYS = KEYS / WARPS;  // keys of a warp in the products
@@ -234,7 +234,7 @@ struct Heads1 {  // a kernel for up to so many heads of a group
   static constexpr int POSITION = 69056;
 };
 
-struct Heads4 {  // a kernel for up to so many heads of a group
+struct Heads4 {  // the kernel for up to this many heads of a group
   static constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 24, PAIRS = 8;
   static constexpr int KEYS = 128, STAGES = 3;
   static constexpr int WARP_KEYS = KEYS / WARPS;  // keys of a warp in the products
@@ -253,7 +253,7 @@ struct Heads4 {  // a kernel for up to so many heads of a group
   static constexpr int POSITION = 79552;
 };
 
-struct Heads8 {  // a kernel for up to so many heads of a group
+struct Heads8 {  // the kernel for up to this many heads of a group
   static constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 48, PAIRS = 16;
   static constexpr int KEYS = 128, STAGES = 3;
   static constexpr int WARP_KEYS = KEYS / WARPS;  // keys of a warp in the products
@@ -291,16 +291,16 @@ DEVICE T* region(int offset) {
   return reinterpret_cast<T*>(dynamic + offset);
 }
 
-// The share of a CTA: a split of the keys and some query heads. CTAs that share their keys are neighbours in the grid.
+// The work of a CTA: a split of the keys and some query heads. CTAs with the same keys are neighbours in the grid.
 template <class Tile>
-struct Share {
+struct Work {
   int split, b, kv_head, head, heads;  // `heads` query heads, from `head` on
   int n_new, head_rows, rows;          // new tokens; query rows of a head and of all heads
   int pairs, token_tiles;              // pairs of a head and a new token; convolved tiles of a head
   int length, first_position;          // keys in use; the position of the first new token
-  int begin, end, tiles;               // the split makes outputs [begin, end), in so many tiles
+  int begin, end, tiles;               // the split's outputs [begin, end), and its number of tiles
 
-  DEVICE explicit Share(const Problem& x) {
+  DEVICE explicit Work(const Problem& x) {
     const int blocks = ceil_div(x.group, x.cta_heads);
     const int block = blockIdx.x % blocks, owner = blockIdx.x / blocks / x.num_splits;
     split = blockIdx.x / blocks % x.num_splits;
@@ -310,7 +310,7 @@ struct Share {
     pairs = heads * n_new, token_tiles = ceil_div(n_new, Tile::TOKENS);
     length = x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max;
     first_position = length - n_new;
-    // A tile's first output is CK - 1 keys before its first key, so that a split reads CK - 1 keys more than it makes.
+    // A tile's first output is CK - 1 keys before its first key, so a split reads CK - 1 keys more than it has outputs.
     const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, Tile::KEYS) * Tile::KEYS - (CK - 1);
     begin = split * span, end = min(begin + span, length);
     tiles = begin < end ? ceil_div(end - begin + CK - 1, Tile::KEYS) : 0;
@@ -323,19 +323,19 @@ struct Share {
 
 // ---- Loads ----------------------------------------------------------------------------------------------------------
 
-// A CTA copies rows key, key + 1, ... of K or V; those outside [first, last) become zeros.
+// A CTA copies rows key, key + 1, ... of K or V; rows outside [first, last) are zeros.
 template <int COLUMNS, int KEYS, int THREADS>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, int first, int last) {
   constexpr int ROW = 2 * COLUMNS + 16, CHUNKS = COLUMNS / 8, POWER = CHUNKS & -CHUNKS;
   constexpr int LANES = POWER < 32 ? POWER : 32, ROWS = THREADS / LANES;  // LANES take a row, ROWS rows at a time
-  const int own = threadIdx.x / LANES, column = threadIdx.x % LANES;
-  if (ROWS > KEYS && own >= KEYS) return;
-  tile += own * ROW + column * 16;
-  from += (key + own) * stride + column * 8;
+  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES;
+  if (ROWS > KEYS && row >= KEYS) return;
+  tile += row * ROW + column * 16;
+  from += (key + row) * stride + column * 8;
   auto copy = [&](bool whole) {
 #pragma unroll
     for (int r = 0; r < KEYS; r += ROWS, from += ROWS * stride) {
-      const bool inside = whole || (first <= key + own + r && key + own + r < last);
+      const bool inside = whole || (first <= key + row + r && key + row + r < last);
 #pragma unroll
       for (int c = 0; c < CHUNKS; c += LANES) copy_async_stream(tile + r * ROW + c * 16, from + c * 8, inside);
     }
@@ -351,30 +351,30 @@ template <class Tile>
 struct Ring {
   static constexpr int LAST = (Tile::STAGES - 1) * Tile::RING_TILE;
   const Problem& x;
-  const Share<Tile>& share;
+  const Work<Tile>& work;
   const Element *k, *v;
-  u32 first, slot;  // the first slot, and the one that was filled last or is filled next
+  u32 first, slot;  // the first slot, and the slot that was filled last or is filled next
 
-  DEVICE Ring(const Problem& x, const Share<Tile>& share) : x(x), share(share) {
-    k = x.k + share.b * x.k_stride_b + share.kv_head * x.k_stride_h;
-    v = x.v + share.b * x.v_stride_b + share.kv_head * x.v_stride_h;
+  DEVICE Ring(const Problem& x, const Work<Tile>& work) : x(x), work(work) {
+    k = x.k + work.b * x.k_stride_b + work.kv_head * x.k_stride_h;
+    v = x.v + work.b * x.v_stride_b + work.kv_head * x.v_stride_h;
     first = shared_address(dynamic) + Tile::RING, slot = first + LAST;
 #pragma unroll
     for (int item = 0; item < Tile::STAGES - 1; ++item) load(item, first + item * Tile::RING_TILE);
   }
 
   DEVICE void load(int item, u32 to) {
-    if (item / 2 < share.tiles) {
+    if (item / 2 < work.tiles) {
       if (item % 2 == 0)
-        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, x.k_stride_n, share.first_key(item / 2), 0, share.length);
+        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, x.k_stride_n, work.first_key(item / 2), 0, work.length);
       else
-        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, x.v_stride_n, share.first_output(item / 2), share.begin,
-                                                 share.end);
+        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, x.v_stride_n, work.first_output(item / 2), work.begin,
+                                                 work.end);
     }
     copy_commit();
   }
 
-  // Waits for an item, refills the slot of the one before, which every warp has done with, and returns the item's slot.
+  // Waits for an item, refills the slot of the item before, which all warps have read, and returns the item's slot.
   DEVICE u32 await(int item) {
     copy_wait<Tile::STAGES - 2>();
     __syncthreads();
@@ -384,16 +384,16 @@ struct Ring {
   }
 };
 
-// The queries, head by head, `head_rows` each; rows before the sequence's start and rows of no head are zeros.
+// Loads the queries, head by head, `head_rows` each. Rows before the sequence's start, and rows of no head, are zeros.
 template <class Tile>
-DEVICE void load_queries(u32 shared, const Problem& x, const Share<Tile>& share) {
-  const Element* q = x.q + share.b * x.q_stride_b + share.head * x.q_stride_h;
+DEVICE void load_queries(u32 shared, const Problem& x, const Work<Tile>& work) {
+  const Element* q = x.q + work.b * x.q_stride_b + work.head * x.q_stride_h;
 #pragma unroll 3
   for (int i = threadIdx.x; i < Tile::ROWS * (D / CHUNK); i += Tile::THREADS) {
-    const int row = i / (D / CHUNK), column = i % (D / CHUNK), h = row / share.head_rows, n = row % share.head_rows;
-    const int position = share.length - share.head_rows + n;
+    const int row = i / (D / CHUNK), column = i % (D / CHUNK), h = row / work.head_rows, n = row % work.head_rows;
+    const int position = work.length - work.head_rows + n;
     uint4 chunk = make_uint4(0, 0, 0, 0);
-    if (h < share.heads && position >= 0)
+    if (h < work.heads && position >= 0)
       chunk = *reinterpret_cast<const uint4*>(q + h * x.q_stride_h + n * x.q_stride_n + column * CHUNK);
     u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
@@ -408,8 +408,8 @@ DEVICE void load_queries(u32 shared, const Problem& x, const Share<Tile>& share)
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// The scores of a warp's keys and ROWS rows, at most 24, go to the slab as fp16. `k_tile` is where the warp's keys are,
-// `q` where the first row's query is, and `slab` where the column of the warp's first key is in the first row.
+// Writes the scores of a warp's keys and ROWS rows, at most 24, to the slab as fp16. `k_tile` is the address of the
+// warp's keys, `q` that of the first row's query, and `slab` that of the warp's first key in the first row.
 template <class Tile, int ROWS>
 DEVICE void write_scores(u32 k_tile, u32 q, u32 slab, const int* positions, int key, bool edge, int lane) {
   constexpr int KEYS = Tile::WARP_KEYS;
@@ -448,25 +448,25 @@ DEVICE void write_scores(u32 k_tile, u32 q, u32 slab, const int* positions, int 
   }
 }
 
-// The scores of a tile. The tile's first key is `key`.
+// Writes the scores of a tile, whose first key is `key`.
 template <class Tile>
-DEVICE void write_tile_scores(u32 shared, u32 k_tile, const Share<Tile>& share, int key, int warp, int lane) {
-  const int warp_key = warp * Tile::WARP_KEYS;  // the warp's first, in the tile
+DEVICE void write_tile_scores(u32 shared, u32 k_tile, const Work<Tile>& work, int key, int warp, int lane) {
+  const int warp_key = warp * Tile::WARP_KEYS;  // the warp's first key, in the tile
   const int* const positions = region<const int>(Tile::POSITION);
-  const bool edge = key + Tile::KEYS - 1 > share.length - share.head_rows;
-  for (int row = 0; row < share.rows; row += 24) {
+  const bool edge = key + Tile::KEYS - 1 > work.length - work.head_rows;
+  for (int row = 0; row < work.rows; row += 24) {
     const u32 q = shared + Tile::Q + row * K_ROW;
     const u32 slab = shared + Tile::SLAB + row * Tile::SLAB_ROW + (CK - 1 + warp_key) * 2;
-    if (Tile::ROWS > 16 && share.rows - row > 16)
+    if (Tile::ROWS > 16 && work.rows - row > 16)
       write_scores<Tile, 24>(k_tile + warp_key * K_ROW, q, slab, positions + row, key + warp_key, edge, lane);
-    else if (Tile::ROWS > 8 && share.rows - row > 8)
+    else if (Tile::ROWS > 8 && work.rows - row > 8)
       write_scores<Tile, 16>(k_tile + warp_key * K_ROW, q, slab, positions + row, key + warp_key, edge, lane);
     else
       write_scores<Tile, 8>(k_tile + warp_key * K_ROW, q, slab, positions + row, key + warp_key, edge, lane);
   }
 }
 
-// The last columns of a tile's slab become the first of the next one's.
+// Moves the last columns of the slab to its beginning, for the next tile.
 template <class Tile>
 DEVICE void carry_columns(u32 slab, int rows) {
   constexpr int CARRY_CHUNKS = WINDOW_CHUNKS - 1;  // they hold CK - 1 columns
@@ -480,11 +480,11 @@ DEVICE void carry_columns(u32 slab, int rows) {
 
 // ---- Convolution ----------------------------------------------------------------------------------------------------
 //
-// A convolved tile is TOKENS new tokens of one head. Row m of its 16 is chunk m % CHUNKS of the keys, of token
+// A convolved tile is TOKENS new tokens of one head. Row m of its 16 rows is chunk m % CHUNKS of the keys, for token
 // m / CHUNKS. Tap i of the convolution is row shift u = i / WINDOW_CHUNKS in chunk d = i % WINDOW_CHUNKS of the window;
-// a step sums two.
+// a step sums two taps.
 
-// Makes the B operands of all heads: of tap i, T[k, n] = W[u, 8 d + k - n].
+// Makes the B operands of all heads: for tap i, T[k, n] = W[u, 8 d + k - n].
 template <class Tile>
 DEVICE void make_toeplitz(u32 shared, const float* weight, int heads) {
   const int lane = threadIdx.x & 31, lane_row = lane >> 2, lane_pair = lane & 3;
@@ -500,29 +500,30 @@ DEVICE void make_toeplitz(u32 shared, const float* weight, int heads) {
   }
 }
 
-// Bytes from a window's first row and chunk to tap i's; the tap after the last, which has no weights, is the last.
+// Bytes from a window's first row and chunk to those of tap i. The tap after the last has no weights and reads the
+// last.
 template <class Tile>
 DEVICE constexpr int tap_offset(int i) {
   const int tap = i < CQ * WINDOW_CHUNKS ? i : i - 1;
   return tap / WINDOW_CHUNKS * Tile::SLAB_ROW + tap % WINDOW_CHUNKS * CHUNK_BYTES;
 }
 
-// The new token of row m of a convolved tile whose first is `token`. Rows past the last token repeat it, with its scores
-// and its mask, because they write the same P.
+// The new token of row m of a convolved tile whose first token is `token`. Rows past the last token repeat it, with its
+// scores and its mask, because they write to the same P.
 template <class Tile>
-DEVICE int token_of_row(const Share<Tile>& share, int token, int m) {
-  return min(token + m / Tile::CHUNKS, share.n_new - 1);
+DEVICE int token_of_row(const Work<Tile>& work, int token, int m) {
+  return min(token + m / Tile::CHUNKS, work.n_new - 1);
 }
 
-// Convolves tokens `token` and on of head h; c[2 r] and c[2 r + 1] are of row lane_row + 8 r. The slab's first key is
-// `key`.
+// Convolves tokens from `token` on of head h; c[2 r] and c[2 r + 1] belong to row lane_row + 8 r. The slab's first key
+// is `key`.
 template <class Tile>
-DEVICE void convolve(float (&c)[4], u32 shared, const Share<Tile>& share, int h, int token, int key, int lane) {
+DEVICE void convolve(float (&c)[4], u32 shared, const Work<Tile>& work, int h, int token, int key, int lane) {
   constexpr int CHUNKS = Tile::CHUNKS;
-  const int row = h * share.head_rows + token_of_row(share, token, lane & 15);
+  const int row = h * work.head_rows + token_of_row(work, token, lane & 15);
   const u32 from = shared + Tile::SLAB + row * Tile::SLAB_ROW + (lane & 15) % CHUNKS * CHUNK_BYTES;
   const u32 toeplitz = shared + Tile::TOEPLITZ + h * (STEPS * STEP) + lane * FRAGMENT;
-  float sums[2][4] = {};  // of even and odd steps, so that an mma need not wait for the one before
+  float sums[2][4] = {};  // sums of even and of odd steps, so that an mma need not wait for the one before
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     u32 a[4], weights[2];
@@ -536,10 +537,10 @@ DEVICE void convolve(float (&c)[4], u32 shared, const Share<Tile>& share, int h,
 
 // ---- Softmax --------------------------------------------------------------------------------------------------------
 //
-// The lanes of a convolved tile hold parts of a pair: 4 to a row, and a token has CHUNKS rows. PEAK has the largest
-// score of each pair so far, in units of log2; SUM the sum of exp2(score - peak) of each lane's two rows.
+// Several lanes hold a pair of a convolved tile: 4 per row, and a token has CHUNKS rows. PEAK holds the largest score
+// of each pair so far, in units of log2; SUM holds the sum of exp2(score - peak) of each lane's two rows.
 
-// Over the lanes that hold a token's rows. The two values are of rows lane_row and lane_row + 8.
+// Combines values over the lanes that hold a token's rows. The two values belong to rows lane_row and lane_row + 8.
 template <class Tile, class Combine>
 DEVICE void combine_lanes(float (&x)[2], Combine combine) {
 #pragma unroll
@@ -547,28 +548,29 @@ DEVICE void combine_lanes(float (&x)[2], Combine combine) {
 #pragma unroll
     for (int other = 1; other < 4 * Tile::CHUNKS && other < 32; other *= 2)
       x[r] = combine(x[r], __shfl_xor_sync(~0u, x[r], other));
-  if (Tile::CHUNKS == 16) x[0] = x[1] = combine(x[0], x[1]);  // both rows are the same token's
+  if (Tile::CHUNKS == 16) x[0] = x[1] = combine(x[0], x[1]);  // both rows belong to the same token
 }
 
-// The convolution and softmax of a tile: P gets exp2(score - peak), in the order of pairs and of the tile's outputs.
+// Computes the convolution and softmax of a tile: P = exp2(score - peak), in the order of pairs and of the tile's
+// outputs.
 template <class Tile>
-DEVICE void softmax_tile(u32 shared, const Share<Tile>& share, int tile, float exponent, int warp, int lane) {
+DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exponent, int warp, int lane) {
   constexpr int CHUNKS = Tile::CHUNKS;
   const int lane_row = lane >> 2, lane_pair = lane & 3;
   float* const peaks = region<float>(Tile::PEAK);
   float2* const sums = region<float2>(Tile::SUM);
-  const int column = share.first_output(tile), first_position = share.first_position;
-  const bool edge = column < share.begin || column + Tile::KEYS > share.end || column + Tile::KEYS - 1 > first_position;
-  for (int index = warp; index < share.heads * share.token_tiles; index += Tile::WARPS) {
-    const int h = index / share.token_tiles, token = index % share.token_tiles * Tile::TOKENS;
+  const int column = work.first_output(tile), first_position = work.first_position;
+  const bool edge = column < work.begin || column + Tile::KEYS > work.end || column + Tile::KEYS - 1 > first_position;
+  for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
+    const int h = index / work.token_tiles, token = index % work.token_tiles * Tile::TOKENS;
     float c[4];
-    convolve(c, shared, share, h, token, share.first_key(tile) - (CK - 1), lane);
+    convolve(c, shared, work, h, token, work.first_key(tile) - (CK - 1), lane);
     int pair[2];
     float score[2][2], peak[2], top[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int m = lane_row + 8 * r, n = token_of_row(share, token, m);
-      pair[r] = h * share.n_new + n;
+      const int m = lane_row + 8 * r, n = token_of_row(work, token, m);
+      pair[r] = h * work.n_new + n;
       peak[r] = peaks[pair[r]];
       score[r][0] = c[2 * r] * exponent;
       score[r][1] = c[2 * r + 1] * exponent;
@@ -577,7 +579,7 @@ DEVICE void softmax_tile(u32 shared, const Share<Tile>& share, int tile, float e
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = column + m % CHUNKS * CHUNK + 2 * lane_pair + e;
-          if (j < share.begin || j >= share.end || j > position) score[r][e] = -INFINITY;
+          if (j < work.begin || j >= work.end || j > position) score[r][e] = -INFINITY;
         }
       }
       top[r] = fmaxf(score[r][0], score[r][1]);
@@ -604,26 +606,26 @@ DEVICE void softmax_tile(u32 shared, const Share<Tile>& share, int tile, float e
   }
 }
 
-// The sums of pairs, from those of lanes.
+// Computes the sums of pairs from those of lanes.
 template <class Tile>
-DEVICE void total_sums(const Share<Tile>& share, int warp, int lane) {
+DEVICE void total_sums(const Work<Tile>& work, int warp, int lane) {
   const float2* const sums = region<const float2>(Tile::SUM);
   float* const totals = region<float>(Tile::TOTAL);
-  for (int index = warp; index < share.heads * share.token_tiles; index += Tile::WARPS) {
+  for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
     const float2 sum = sums[index * 32 + lane];
     float total[2] = {sum.x, sum.y};
     combine_lanes<Tile>(total, [](float x, float y) { return x + y; });
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int n = index % share.token_tiles * Tile::TOKENS + ((lane >> 2) + 8 * r) / Tile::CHUNKS;
-      if (n < share.n_new) totals[index / share.token_tiles * share.n_new + n] = total[r];
+      const int n = index % work.token_tiles * Tile::TOKENS + ((lane >> 2) + 8 * r) / Tile::CHUNKS;
+      if (n < work.n_new) totals[index / work.token_tiles * work.n_new + n] = total[r];
     }
   }
 }
 
 // ---- Outputs --------------------------------------------------------------------------------------------------------
 
-// A warp's part of out^T, of its keys: [DV, PAIRS], relative to the peaks that each pair had when it was last added to.
+// A warp's part of out^T, from its keys: [DV, PAIRS], relative to the peak of each pair at the last addition.
 template <class Tile>
 struct WarpOutputs {
   static constexpr int PAIR_TILES = Tile::PAIRS / 8;
@@ -634,7 +636,7 @@ struct WarpOutputs {
     for (int p = 0; p < PAIR_TILES; ++p) o_peak[p][0] = o_peak[p][1] = NO_PEAK;
   }
 
-  // Makes them relative to the peaks of now.
+  // Makes the outputs relative to the current peaks.
   DEVICE void rescale(int lane) {
     const float* const peaks = region<const float>(Tile::PEAK);
     bool risen = false;
@@ -676,7 +678,7 @@ struct WarpOutputs {
     }
   }
 
-  // Writes them where the ring was, as [WARPS][PAIRS][DV].
+  // Writes the outputs over the ring, as [WARPS][PAIRS][DV].
   DEVICE void write(int warp, int lane) const {
     float* const outputs = region<float>(Tile::RING) + warp * Tile::PAIRS * DV;
 #pragma unroll
@@ -691,12 +693,12 @@ struct WarpOutputs {
 
 // Sums the warps' outputs and stores the results of the split.
 template <class Tile>
-DEVICE void store_results(const Problem& x, const Share<Tile>& share) {
+DEVICE void store_results(const Problem& x, const Work<Tile>& work) {
   const float* const outputs = region<const float>(Tile::RING);
   const float* const peaks = region<const float>(Tile::PEAK);
   const float* const totals = region<const float>(Tile::TOTAL);
-  const long long first = static_cast<long long>(share.b * x.kv_heads * x.group + share.head) * x.n_new;
-  for (int i = threadIdx.x; i < share.pairs * DV; i += Tile::THREADS) {
+  const long long first = static_cast<long long>(work.b * x.kv_heads * x.group + work.head) * x.n_new;
+  for (int i = threadIdx.x; i < work.pairs * DV; i += Tile::THREADS) {
     const int pair = i / DV, d = i % DV;
     const float total = totals[pair];
     float sum = 0.f;
@@ -704,7 +706,7 @@ DEVICE void store_results(const Problem& x, const Share<Tile>& share) {
     for (int w = 0; w < Tile::WARPS; ++w) sum += outputs[w * Tile::PAIRS * DV + i];
     if (total != 0.f) sum /= total;
     const float log_sum = total == 0.f ? -INFINITY : peaks[pair] + log2f(total);
-    const long long place = (first + pair) * x.num_splits + share.split;  // where there is one split: first + pair
+    const long long place = (first + pair) * x.num_splits + work.split;  // first + pair if there is one split
     if (x.num_splits == 1) {
       x.out[place * DV + d] = static_cast<Element>(sum);
       if (d == 0) x.lse[place] = log_sum * LN_2;
@@ -721,35 +723,35 @@ template <class Tile>
 DEVICE void decode(const Problem& x) {
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
   const u32 shared = shared_address(dynamic), slab = shared + Tile::SLAB;
-  const Share<Tile> share(x);
-  Ring<Tile> ring(x, share);
+  const Work<Tile> work(x);
+  Ring<Tile> ring(x, work);
 
-  load_queries(shared, x, share);
-  make_toeplitz<Tile>(shared, x.weight + share.head * CQ * CK, share.heads);
+  load_queries(shared, x, work);
+  make_toeplitz<Tile>(shared, x.weight + work.head * CQ * CK, work.heads);
   for (int i = threadIdx.x; i < Tile::ROWS * (Tile::SLAB_ROW / CHUNK_BYTES); i += Tile::THREADS)
     store_shared(slab + i * CHUNK_BYTES, 0u, 0u, 0u, 0u);
-  for (int i = threadIdx.x; i < share.heads * share.token_tiles * 32; i += Tile::THREADS)
+  for (int i = threadIdx.x; i < work.heads * work.token_tiles * 32; i += Tile::THREADS)
     region<float2>(Tile::SUM)[i] = make_float2(0.f, 0.f);
   if (threadIdx.x < Tile::PAIRS) region<float>(Tile::PEAK)[threadIdx.x] = NO_PEAK;
 
   const float exponent = x.scale * (LOG2_E / SCORE_SCALE);
   WarpOutputs<Tile> outputs;
-  for (int tile = 0; tile < share.tiles; ++tile) {
+  for (int tile = 0; tile < work.tiles; ++tile) {
     const u32 k_tile = ring.await(2 * tile);
-    write_tile_scores(shared, k_tile, share, share.first_key(tile), warp, lane);
+    write_tile_scores(shared, k_tile, work, work.first_key(tile), warp, lane);
     __syncthreads();
-    softmax_tile(shared, share, tile, exponent, warp, lane);
+    softmax_tile(shared, work, tile, exponent, warp, lane);
     const u32 v_tile = ring.await(2 * tile + 1);
-    carry_columns<Tile>(slab, share.rows);
+    carry_columns<Tile>(slab, work.rows);
     outputs.rescale(lane);
-    outputs.add(shared, v_tile, share.pairs, warp, lane);
+    outputs.add(shared, v_tile, work.pairs, warp, lane);
   }
 
-  total_sums(share, warp, lane);
+  total_sums(work, warp, lane);
   __syncthreads();  // the ring has been read
   outputs.write(warp, lane);
   __syncthreads();
-  store_results(x, share);
+  store_results(x, work);
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3)
@@ -788,8 +790,8 @@ mta_tile_decode_8_cq6_ck11_d64_bf16_causal_sm90a(
                   n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
 }
 
-// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. What a split has that saw no key is
-// not looked at.
+// out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key
+// are ignored.
 constexpr int COMBINE_WARPS = 4, COLUMNS = (DV + 31) / 32;  // columns of a lane
 
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
@@ -802,7 +804,7 @@ mta_tile_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
   partial += row * num_splits * DV;
   partial_lse += row * num_splits;
 
-  float peak = NO_PEAK, total = 0.f;  // every warp finds them
+  float peak = NO_PEAK, total = 0.f;  // every warp computes them
   for (int split = lane; split < num_splits; split += 32) peak = fmaxf(peak, partial_lse[split]);
 #pragma unroll
   for (int other = 1; other < 32; other *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, other));
@@ -813,10 +815,10 @@ mta_tile_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
   float acc[COLUMNS] = {};
 #pragma unroll 4
   for (int split = warp; split < num_splits; split += COMBINE_WARPS) {
-    const float share = exp2_fast(partial_lse[split] - peak);
+    const float factor = exp2_fast(partial_lse[split] - peak);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i)
-      if (lane + 32 * i < DV) acc[i] += share == 0.f ? 0.f : share * partial[split * DV + lane + 32 * i];
+      if (lane + 32 * i < DV) acc[i] += factor == 0.f ? 0.f : factor * partial[split * DV + lane + 32 * i];
   }
 #pragma unroll
   for (int i = 0; i < COLUMNS; ++i)

@@ -6,9 +6,9 @@
 // head dims 64 and 64 (values), bf16, mask causal.
 //
 // A CTA computes 192 rows of scores, yields 187, and streams tiles of 64 keys.
-// Output columns lag the keys by 11; a slab starts with 16 columns of the tile before.
+// Output columns lag the keys by 11; a score tile starts with 16 columns of the tile before.
 // Convolution: 7 mma.m16n8k16 for 16 x 8 scores.
-// The CTAs of `together` heads run beside each other, then those of as many others, and so on.
+// The CTAs of `together` heads run side by side, then those of the next `together` heads, and so on.
 //
 // mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a<<<(together, -(-n_q // 187), batch * heads // together), 512, 128408>>>
 
@@ -33,7 +33,7 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -43,10 +43,10 @@ DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -79,9 +79,9 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -96,9 +96,9 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -161,17 +161,17 @@ DEVICE float exp2_fast(float x) {
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+// Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+// Reads threadIdx.x again, so that values derived from it take no register before or after their use.
 DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
+// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 template <int N>
@@ -190,15 +190,15 @@ DEVICE void pin(float (&x)[N]) {
 
 constexpr int BARRIER = 8;  // bytes of an mbarrier in shared memory
 
-// Makes a barrier whose phases end after so many arrivals.
+// Initialises a barrier whose phases end after `arrivals` arrivals.
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the other threads, once they have met.
+// Makes initialised barriers visible to the other threads after the next synchronisation.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives, after what this thread did to memory before.
+// Arrives with release semantics: earlier writes of this thread are visible to threads that wait.
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -215,7 +215,7 @@ DEVICE void barrier_wait(u32 barrier, int parity) {
 // Makes ordinary writes to shared memory visible to wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Changes how many registers each thread of the warpgroup has.
+// Changes the number of registers of each thread of the warpgroup.
 template <int REGISTERS>
 DEVICE void registers_up_to() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -229,27 +229,26 @@ DEVICE void registers_down_to() {
 // Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products since the last commit are waited for together.
+// Commits the products since the last commit as a group, for wgmma_wait.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits are done.
+// Waits until the products of all but the last PENDING groups are complete.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
-// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
+// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
+// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
-// along.
+// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// What to add to get at rows 16 k and on, where columns are summed along.
+// The offset of rows 16 k and on in the descriptor of an operand that is summed along columns.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
@@ -295,7 +294,7 @@ using Element = bf16;
 constexpr int D = 64, DV = 64, CQ = 6, CK = 11;
 constexpr int ROWS = 192, HALO = 5, OWNED = 187;
 constexpr int KEYS = 64, LAG = 11;
-constexpr float SCORE_SCALE = 0.00390625f;  // scores are held times this
+constexpr float SCORE_SCALE = 0.00390625f;  // factor of stored scores
 constexpr int SHARED_Q = 0;
 constexpr int SHARED_K = 24576;
 constexpr int SHARED_V = 40960;
@@ -304,24 +303,24 @@ constexpr int SHARED_GATHER = 114368;
 constexpr int SHARED_TAPS = 127168;
 constexpr int SHARED_BARRIERS = 127960;
 
-// ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
+// ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
-// Probabilities are taken relative to a reference that is at least the row's maximum less log2(LIMIT), as it was some
-// tiles ago. So they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds the
-// reference of some row is done again. That row's own maximum becomes its reference; the other rows of the warp keep
-// theirs. The rows of a warp see different keys, so if a row changed its reference with another row, the last bits of
-// its results would show keys that are hidden from it.
+// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So
+// they need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a
+// row, the tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their
+// references. The rows of a warp see different keys, so if a row changed its reference because of another row, the last
+// bits of its results would depend on keys that are hidden from it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// The most that a thread's probabilities of a row and tile may add up to: fp16 holds each of them, with its precision.
+// Upper limit of the sum of a thread's probabilities of a row and tile, so that fp16 can hold each of them precisely.
 constexpr float LIMIT = 16384.f;
 
-// Minus the reference of a row that has seen nothing. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
+// Minus the reference of a row that has seen no key. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
-// What a convolved score, held times `score_scale`, is multiplied by to be an exponent of 2. It is never 0: -inf stays
-// -inf.
+// The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
+// so that -inf stays -inf.
 DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
@@ -331,13 +330,13 @@ template <class Element>
 struct Softmax {
   float exponent;                                 // a convolved score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
-  float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
-  float added[2];                                 // to `sum` by the tile that has begun
+  float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
+  float added[2];                                 // sum of the probabilities of the current tile
 
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Makes the probabilities of 8 columns of both rows, one half of an A operand.
+  // Computes the probabilities of 8 columns of both rows, one half of an A operand.
   DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -351,11 +350,9 @@ struct Softmax {
   // Adds two probabilities of row r.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
-  // Begins the first tile, in which every row exceeds its reference, because it has none.
-  DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
-
-  // Ends the tile. Returns false if some thread of the warp has exceeded a reference by too much: restart() then ends
-  // the tile. Until then the sign of `sum` says which rows have, because a flag would take a register.
+  // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then
+  // end the tile. Until then the sign of `sum` marks the rows that have, because a flag would take a register. It is
+  // negative from the start, because no row has a reference before the first tile.
   DEVICE bool end() {
     if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
       sum[0] += added[0], sum[1] += added[1];
@@ -365,14 +362,14 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];
+      sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r] + added[r];
     }
     return false;
   }
 
-  // Does a tile again. The maximum of a row that has exceeded its reference becomes the reference. Outputs that were
-  // summed before must be multiplied by `rescale`. Other rows have the sums that end() made: on a masked tile those are
-  // of rounded probabilities, unlike the sums that are made here.
+  // Does a tile again. If a row has exceeded its reference, its maximum becomes the reference, and outputs that were
+  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums
+  // of rounded probabilities, unlike the sums computed here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
     bool exceeds[2];
@@ -397,7 +394,7 @@ struct Softmax {
       if (exceeds[r]) sum[r] += added[r];
   }
 
-  // The whole row's sum, in every thread that has a part of the row.
+  // The sum of the whole row, in every thread that has a part of the row.
   DEVICE float total(int r) const {
     float x = sum[r];
     x += __shfl_xor_sync(~0u, x, 1);
@@ -407,8 +404,8 @@ struct Softmax {
 
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A slab holds rows of scores in shared memory, even rows apart from odd ones, as chunks of CHUNK = 8 columns. A tile
-// is 16 rows and 8 columns of outputs.
+// A slab holds rows of scores in shared memory, even rows apart from odd rows, as chunks of CHUNK = 8 columns. A tile
+// here is 16 rows and 8 columns of outputs.
 // Column n of the outputs reads columns n .. n + 10 of the slab,
 // so that a tile reads a window of 2 chunks and two columns.
 //
@@ -418,7 +415,7 @@ struct Softmax {
 
 constexpr int WINDOW_CHUNKS = 2;
 
-// Quads of a chunk, and those of them that are loaded; the others are made of matrices that these have.
+// Number of quads of a chunk, and number of quads that are loaded. The others are copied from their matrices.
 constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
 // A operands of the two columns, each for 8 row shifts.
@@ -428,7 +425,7 @@ constexpr int GATHERS = 1;
 constexpr int TOEPLITZ_FRAGMENTS = 7;
 using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
 
-// Which matrix s a lane addresses for a load: that of its place lane / 8 in the quad.
+// The matrix s that a lane addresses for a load: the one at place lane / 8 in the quad.
 DEVICE int matrix_of(int load, int lane) {
   constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
   return MATRICES[load] >> (lane & 24) & 255;
@@ -439,8 +436,8 @@ struct Taps {
   int u, d;
 };
 
-// Makes the B operands. Half of one is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
-// taps(u, v) gives the taps (u, v) and (u, v + 1) of W, packed, and zeros beyond W.
+// Makes the B operands. Half of an operand is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// taps(u, v) returns the taps (u, v) and (u, v + 1) of W, packed, with zeros outside W.
 template <class GetTaps>
 DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
   const int lane_row = lane >> 2, lane_pair = lane & 3;
@@ -464,7 +461,7 @@ DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
     }
 }
 
-// Where a lane finds the two columns, a word a row: those of row shifts 8 i + 2 lane_pair and on, for tile 0.
+// Addresses of a lane's two gathered columns for tile 0, one word per row: for row shifts 8 i + 2 lane_pair and on.
 struct Gathered {
   u32 words[GATHERS];
 };
@@ -476,26 +473,26 @@ DEVICE void load_triple(u32 (&a)[4], u32 word) {
   a[0] = load_shared(word), a[1] = two[0], a[2] = two[0], a[3] = two[1];
 }
 
-// Makes a quad of matrices that are in registers.
+// Makes a quad from matrices in registers.
 DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
   quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
   pin(quad);
 }
 
-// One mma of those that chunks m and m + 1 bring: tile m + tile += A operand of chunk m + chunk times B operand.
+// One of the mma's for chunks m and m + 1: tile m + tile += A operand of chunk m + chunk times B operand.
 struct Step {
   int tile, operand, chunk, fragment;
 };
 
 // c[16 x 8 TILES] = the slab's rows convolved. rows[i] is the address of this lane's row for load i, at chunk 0.
 // The two columns lie GATHER_STRIDE bytes from tile to tile.
-// finish(n) is called when tile n is complete, and while others are under way.
+// finish(n) is called when tile n is complete, while other tiles are still computed.
 template <class Element, int TILES, int GATHER_STRIDE, class Finish>
 DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
                      const Gathered& gathered, const Toeplitz& toeplitz, int lane,
                      Finish finish) {
   constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
-  constexpr Step STEPS[] = {  // those into one tile are far apart
+  constexpr Step STEPS[] = {  // steps of one tile are far apart
       {0, 0, 0, 0}, {-1, 0, 0, 1}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 1, 0, 3}, {1, 1, 1, 2}, {0, 1, 0, 2},
       {-1, 2, 0, 5}, {1, 2, 1, 4}, {0, 1, 1, 3}, {1, 3, 1, 6}, {0, 2, 0, 4}, {0, 2, 1, 5}, {0, 3, 0, 6}
   };
@@ -540,26 +537,27 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
   complete((CHUNKS - 1) / 2 * 2);
 }
 
-// ---- Slabs of scores in shared memory -------------------------------------------------------------------------------
+// ---- Score tiles ("slabs") in shared memory -------------------------------------------------------------------------
 //
-// Row r of the CTA is row r + PAD of a slab, and the PAD rows before are zeros. Even rows lie first, then odd ones.
+// Row r of the CTA is row r + PAD of a slab; the first PAD rows are zeros. Even rows are stored first, then odd rows.
 // There are two slabs: a warp may write scores of the next tile to one while the warp below reads those of this tile.
 
 constexpr int PAD = 6, CARRY = 16;
 constexpr int TILES = KEYS / CHUNK, CARRY_CHUNKS = CARRY / CHUNK;
-constexpr int SLAB_CHUNKS = 9;  // of a row; the columns past them are gathered
+constexpr int SLAB_CHUNKS = 9;  // per row; later columns are gathered
 
-// Bytes of a row, an odd number of chunks, so that a matrix's rows lie in different banks, and of rows of one parity.
+// Bytes of a row, an odd number of chunks so that a matrix's rows are in different banks, and of all rows of one
+// parity.
 constexpr int SLAB_ROW = 144, SLAB_PARITY = 14256;
 constexpr int SLAB = 2 * SLAB_PARITY, SLABS = 2;
 
-// Bytes of a tile's gathered columns, a word a row, and of all.
+// Bytes of a tile's gathered columns, one word per row, and of those of all tiles.
 constexpr int GATHER_TILE = 800, GATHER = TILES * GATHER_TILE;
 
 using Weights = Toeplitz;
 
-// Loads the weights of a head, of which read(i) gives tap i. Those of a negative scale change sign, so that the largest
-// sum is the largest score.
+// Loads the weights of a head; read(i) returns tap i. With a negative scale their signs change, so that the largest sum
+// is the largest score.
 template <class Read>
 DEVICE void load_weights(Weights& weights, Read read, float scale, int lane) {
   auto tap = [&](int u, int v) {
@@ -569,13 +567,13 @@ DEVICE void load_weights(Weights& weights, Read read, float scale, int lane) {
   make_toeplitz(weights, lane, [&](int u, int v) { return pack<fp16>(tap(u, v), tap(u, v + 1)); });
 }
 
-// Address of row `row` of the CTA, from -PAD on.
+// Address of row `row` of the CTA; rows begin at -PAD.
 DEVICE u32 slab_row(u32 slab, int row) {
   const int padded = row + PAD;
   return slab + (padded & 1) * SLAB_PARITY + (padded >> 1) * SLAB_ROW;
 }
 
-// All threads write zeros to the rows that no warp writes.
+// All threads write zeros to the PAD rows, which no warp writes.
 DEVICE void clear_pads(u32 base, int thread, int threads) {
   constexpr int WORDS = PAD / 2 * (SLAB_ROW / 4);  // of one parity
   for (int i = thread; i < 2 * SLABS * WORDS; i += threads)
@@ -584,15 +582,15 @@ DEVICE void clear_pads(u32 base, int thread, int threads) {
     store_shared(base + SHARED_GATHER + i / PAD * GATHER_TILE + i % PAD * 4, 0u);
 }
 
-// One warp's view of the slabs: 16 rows, of which this thread holds row 2 lane_row and the next.
+// One warp's view of the slabs: 16 rows, of which this thread holds rows 2 lane_row and 2 lane_row + 1.
 struct WarpSlab {
-  u32 store;                 // where this thread's columns of the first chunk are
-  u32 rows[TOEPLITZ_LOADS];  // where this lane's rows are for each load of the convolution
-  u32 store_pair;            // where this thread's gathered columns are
-  Gathered gathered;         // where this lane's are for the convolution
+  u32 store;                 // address of this thread's columns of the first chunk
+  u32 rows[TOEPLITZ_LOADS];  // addresses of this lane's rows for each load of the convolution
+  u32 store_pair;            // address of this thread's gathered columns
+  Gathered gathered;         // addresses of this lane's gathered columns for the convolution
   u32 carried[CARRY_CHUNKS][2] = {};  // this thread's last columns of the tile before
 
-  // The 16 rows are those from row `row` + `below` of the CTA on; `below` is even.
+  // Sets the addresses of the 16 rows from row `row` + `below` of the CTA on; `below` is even.
   DEVICE void locate(u32 base, int row, int below, int lane) {
     const int lane_row = lane >> 2, lane_pair = lane & 3;
     const u32 slab = base + SHARED_SLAB + below / 2 * SLAB_ROW;
@@ -602,8 +600,8 @@ struct WarpSlab {
     store_pair = base + SHARED_GATHER + below * 4 + (row + 2 * lane_row + PAD) * 4;
     const u32 above = store_pair - HALO * 4;
 #pragma unroll
-    // Row shifts past the kernel meet weights of 0. They read the output's own row, whose hidden scores are 0: the row
-    // below may see an infinite score or NaN, which times 0 is NaN.
+    // Row shifts past the filter have weights of 0. They read the output's own row, whose hidden scores are 0. The row
+    // below may have a score of infinity or NaN, and 0 times that is NaN.
     for (int i = 0; i < GATHERS; ++i)
       gathered.words[i] = above + 4 * (8 * i + min(2 * lane_pair, HALO / 2 * 2 - 8 * i));
     pin(store_pair);
@@ -612,7 +610,7 @@ struct WarpSlab {
     pin(rows);
   }
 
-  // Writes the scores of a tile, as fp16, behind the last columns of the one before.
+  // Writes the scores of a tile, as fp16, after the last columns of the tile before.
   DEVICE void write(const float (&s)[KEYS / 2], int slab, int lane) {
     const u32 even = store + slab * SLAB, odd = even + SLAB_PARITY;
 #pragma unroll
@@ -635,8 +633,8 @@ struct WarpSlab {
     }
   }
 
-  // Convolves a slab into which scores of the keys from `key` on were written; the warp's first row is at `position`.
-  // finish(n) is called as by convolve.
+  // Convolves a slab that holds scores of the keys from `key` on; the warp's first row is at `position`. See convolve
+  // for finish(n).
   template <class Finish>
   DEVICE void convolved(float (&c)[KEYS / 2], int slab, int position, int key, const Weights& weights, int lane,
                         Finish finish) const {
@@ -652,8 +650,9 @@ struct WarpSlab {
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
-// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL_ROW = 128;  // bytes
 
@@ -663,15 +662,16 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
-// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
-// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+// The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
-// zeros.
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
+// exist are zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
@@ -691,9 +691,9 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 
 // ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
-// COPIERS threads copy COUNT rows of queries, from row p of the tile on, whose first row is row `first` of a tensor of
-// n_rows. Of each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two rows are
-// neighbours.
+// COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a
+// tensor of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two
+// rows are neighbours.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4
@@ -705,7 +705,7 @@ DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, in
   }
 }
 
-// Each of those threads multiplies what it has copied by a power of two.
+// Each of the threads of load_queries multiplies the elements that it has copied by a power of two.
 template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
 DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 #pragma unroll 4
@@ -724,9 +724,9 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
-// They are of a warp's 16 rows, the first at `position`, and of KEYS keys from `key` on.
+// The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on.
 
-// Hidden scores become zeros.
+// Sets hidden scores to zeros.
 DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, int lane) {
   if (key + KEYS - 1 > position) {
 #pragma unroll
@@ -737,7 +737,7 @@ DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, in
   }
 }
 
-// What the softmax may not see of convolved scores becomes -inf.
+// Sets hidden convolved scores to -inf.
 DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, int lane) {
   if (key < 0 || key + KEYS - 1 > position) {
 #pragma unroll
@@ -748,7 +748,7 @@ DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, i
   }
 }
 
-// Probabilities of what the softmax may not see become zeros, and the softmax adds up the others anew.
+// Sets hidden probabilities to zeros, and sums the others again.
 DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax, int position, int key, int n_k,
                                int lane) {
   if (key < 0 || key + KEYS - 1 > position) {
@@ -764,43 +764,43 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
   }
 }
 
-// ---- Work tiles -----------------------------------------------------------------------------------------------------
+// ---- Output tiles ---------------------------------------------------------------------------------------------------
 //
-// A work tile is what a CTA does: the outputs of OWNED rows of a head.
+// A CTA computes an output tile: the outputs of OWNED rows of a head.
 
-struct WorkTile {
-  int head;      // the number of its head through the batch
-  int b, h;      // its entry of the batch and its head
+struct OutputTile {
+  int head;      // number of the head in the whole batch
+  int b, h;      // entry of the batch, and head
   int n_q, n_k;  // queries and keys of the sequence
-  int first;     // its first row, of which the first HALO have their outputs elsewhere
+  int first;     // first row of scores; the first HALO rows are outputs of another tile
   int offset;    // query i is at position i + offset
-  int steps;     // tiles of keys that some of its rows see
+  int steps;     // number of tiles of keys that any row sees
 
-  DEVICE WorkTile(int head_, int number, int heads, int n_q_, int n_k_) : head(head_), n_q(n_q_), n_k(n_k_) {
+  DEVICE OutputTile(int head_, int number, int heads, int n_q_, int n_k_) : head(head_), n_q(n_q_), n_k(n_k_) {
     b = head / heads, h = head % heads;
-    const int block = gridDim.y - 1 - number;  // those with the most keys first
+    const int block = gridDim.y - 1 - number;  // blocks with the most keys run first
     first = block * OWNED - HALO;
     offset = n_k - n_q;
     steps = tiles_seen(ROWS);
   }
 
-  // Where the keys end that some of its first `rows` rows see, and tiles of the keys that their outputs need.
+  // End of the keys that any of the first `rows` rows sees, and number of tiles of keys that their outputs need.
   DEVICE int keys_seen(int rows) const { return min(n_k, first + offset + rows); }
   DEVICE int tiles_seen(int rows) const { return max(0, (keys_seen(rows) + LAG + KEYS - 1) / KEYS); }
 
-  // Steps that some of its first `rows` rows take part in.
+  // Number of steps in which any of the first `rows` rows takes part.
   DEVICE int steps_of(int rows) const { return min(steps, tiles_seen(rows)); }
 
   // Query i's row, of the outputs and of the log-sum-exps.
   DEVICE long long row_of(int i) const { return static_cast<long long>(head) * n_q + i; }
 };
 
-// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, where they are outputs of the work tile. A row
-// that has seen no key is zeros, and its log-sum-exp is -inf. Of each 8 columns of o the thread holds two, from column 2
-// lane_pair on.
+// Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they belong to the output tile. A row
+// that sees no key gets zeros and a log-sum-exp of -inf. In each 8 columns of o the thread holds two, 2 lane_pair and
+// the next.
 template <int N, class Element>
 DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax,
-                         const WorkTile& work, int row, int lane) {
+                         const OutputTile& work, int row, int lane) {
   constexpr int COLUMNS = 2 * N;
   const int lane_pair = lane & 3;
 #pragma unroll
@@ -821,18 +821,18 @@ DEVICE void store_output(Element* out, float* lse, const float (&o)[N], const So
 
 // ---- Forward --------------------------------------------------------------------------------------------------------
 
-constexpr int WARPGROUPS = 3;  // that compute; one more loads
+constexpr int WARPGROUPS = 3;  // computing warpgroups; the producer warpgroup is one more
 constexpr int THREADS = 512, STAGES = 2;
 constexpr int K_TILE = 1 * KEYS * PANEL_ROW;  // bytes
 constexpr int V_TILE = 1 * KEYS * PANEL_ROW;
 constexpr int TAPS = 264;  // bytes of a head's weights
 
-// Barriers of each stage: its tile of K or V is full, or may be written again.
+// Barriers of each stage: its tile of K or V is full, or empty (may be written again).
 constexpr int K_FULL = 0, K_EMPTY = K_FULL + BARRIER * STAGES;
 constexpr int V_FULL = K_EMPTY + BARRIER * STAGES, V_EMPTY = V_FULL + BARRIER * STAGES;
 
-// Barriers of each warp and slab: the warp's rows are written, or the warp below has read them.
-constexpr int WARP_BARRIERS = 2 * BARRIER;  // bytes of a warp's
+// Barriers of each warp and score tile: the warp's rows are written, or the warp below has read them.
+constexpr int WARP_BARRIERS = 2 * BARRIER;  // bytes per warp
 constexpr int ROWS_WRITTEN = V_EMPTY + BARRIER * STAGES, ROWS_READ = ROWS_WRITTEN + WARP_BARRIERS * 4 * WARPGROUPS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d64_bf16_causal_sm90a(
@@ -845,7 +845,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = uniform(threadIdx.x >> 7);
 
-  const WorkTile work(blockIdx.z * gridDim.x + blockIdx.x, blockIdx.y, heads, n_q, n_k);
+  const OutputTile work(blockIdx.z * gridDim.x + blockIdx.x, blockIdx.y, heads, n_q, n_k);
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -861,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   __syncthreads();
 
   if (warpgroup == WARPGROUPS) {
-    // Loads: two warps K, two warps V, which lags as the outputs do.
+    // The producer warpgroup: two warps load K, two load V, which lags like the outputs.
     registers_down_to<32>();
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
@@ -894,7 +894,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
   copy_commit();
 
-  // The warp below reads this warp's rows as its halo, and this warp those of the warp above.
+  // The warp below reads this warp's rows as its halo, and this warp reads those of the warp above.
   const bool gives_rows = HALO > 0 && warp < 4 * WARPGROUPS - 1, takes_rows = HALO > 0 && warp > 0;
   const u32 given = barriers + WARP_BARRIERS * warp, taken = given - WARP_BARRIERS;
 
@@ -961,15 +961,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     // P: probabilities of the outputs' keys.
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
-    auto fits = [&] {  // relative to the references that there are
+    auto fits = [&] {  // whether the tile's probabilities fit the current references
       softmax.begin();
       scores.convolved(c, slab, position, t * KEYS, weights, lane,
                        [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
       mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
       return softmax.end();
     };
-    if (t == 0) softmax.begin_first();
-    if (t == 0 || !fits()) {
+    if (t == 0 || !fits()) {  // no row has a reference before the first tile
       scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
       mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
       float rescale[2];
@@ -979,8 +978,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     }
     if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
-    // One branch holds the next scores from their issue to where they are read. Of two branches on one condition the
-    // compiler does not know that both are taken or none, and would serialise all products.
+    // The next scores are issued and read within one branch. With two branches on one condition the compiler would not
+    // know that both or none are taken, and would serialise all products.
     if (more) {  // While the tensor cores add P V(t) to o, the next scores are written.
       issue_scores(t + 1);
       issue_values(p, t);
@@ -994,16 +993,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
   };
 
-  // A warpgroup leaves when its rows have seen all their keys, the first one before the others. Until then steps are the
-  // same for all warps, so that the compiler counts them in uniform registers, and what is a warpgroup's own takes none.
+  // A warpgroup leaves after the last keys that its rows see; the first warpgroup leaves first. Until then all warps
+  // take the same steps, so that the compiler counts them in uniform registers.
   const int joint_steps = work.steps_of(64);
   if (work.steps > 0) begin();
   for (int t = 0; t + 1 < joint_steps; ++t) step(t, true);
-  const int rows_above = 64 * uniform(thread_index() >> 7);  // of other warpgroups
+  const int rows_above = 64 * uniform(thread_index() >> 7);  // rows of the warpgroups above
   const int steps = work.steps_of(rows_above + 64);
   for (int t = max(joint_steps - 1, 0); t < steps; ++t) step(t, t + 1 < steps);
 
-  // The warpgroup below goes on with hidden scores of this one's last rows. It has those of tile 0 in any case.
+  // The warpgroup below goes on, and reads zeros as the hidden scores of this warpgroup's last rows. Tile 0 is written
+  // in any case.
   if (gives_rows && (warp & 3) == 3) {
     const int steps_below = work.steps_of(rows_above + 128);
     for (int t = max(steps, 1); t < steps_below; ++t) {

@@ -1,4 +1,4 @@
-"""The accuracy rule: a result errs at most a few times more than eager PyTorch in the same low precision."""
+"""The accuracy rule: errors are at most a few times those of eager PyTorch in the same dtype."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .errors import InputError, explain
 
 OUTPUT_FACTOR = 2.0  # for out and lse
 GRADIENT_FACTOR = 3.0  # for dq, dk, dv and dweight
-SUM_ULPS = 8  # of the accumulator; up to 5 were seen between sound fp32 implementations
+SUM_ULPS = 8  # ulps of the accumulator's dtype; correct fp32 implementations differed by up to 5
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest absolute errors against float64, and the verdict.
+    """Largest absolute errors of a result and of eager PyTorch against float64, and the verdict.
 
     Attributes:
         error: max|ours - ref64|; infinite if ours has a NaN, or an infinity that the reference has not.
@@ -31,7 +31,10 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """The rule is kept. An eager result that overflows proves nothing, so it passes nothing."""
+        """Whether the result passes.
+
+        No result passes where eager PyTorch overflows, because that proves nothing.
+        """
         return self.error <= self.allowed < math.inf
 
 
@@ -40,19 +43,21 @@ def compare(
 ) -> Comparison:
     """Judge a result by max|ours - ref64| <= factor * max(max|eager - ref64|, floor).
 
-    Eager's error can be zero by luck (N = 1, where softmax is 1, or a handful of values), and nothing better
-    than the arithmetic itself can be asked for. So ``floor`` is what a careful implementation may lose: half
-    an ulp of eager's dtype at max|ref64|, from rounding the result, and a few ulps of the dtype it sums in
-    (fp32, or fp64 for fp64) at ``max(max|ref64|, terms)``, from adding hundreds of terms in another order.
-    In bf16 and fp16 the floor is about eager's error at its luckiest; in fp32 it is 1e-6 of the magnitude.
+    Eager's error can be zero by luck (N = 1, where softmax is 1, or a handful of values), and no
+    implementation can be better than its arithmetic. So ``floor`` is the error that a careful
+    implementation may have: half an ulp of eager's dtype at max|ref64|, from rounding the result,
+    plus ``SUM_ULPS`` ulps of the dtype of sums (fp32, or fp64 for fp64) at ``max(max|ref64|,
+    terms)``, from adding hundreds of terms in another order. In bf16 and fp16 the floor is about
+    the smallest error that eager has in practice; in fp32 it is 1e-6 of the magnitude.
 
     Args:
         ours: the result to judge.
-        eager: the same in plain PyTorch, in the low precision.
-        ref64: the same in float64, from the same (low-precision) inputs.
+        eager: plain PyTorch's result in the same dtype.
+        ref64: plain PyTorch's result in float64, from the same (low-precision) inputs.
         factor: ``OUTPUT_FACTOR`` or ``GRADIENT_FACTOR``.
-        terms: size of the terms that were summed, where these may be larger than the reference: out averages
-            values; the gradient through softmax of a row that sees one key is a difference of equal numbers.
+        terms: magnitude of the summed terms, where they may be larger than the reference. Examples:
+            out averages values; the gradient through the softmax of a row that sees one key is a
+            difference of equal numbers.
 
     Raises:
         InputError: the shapes differ, or the reference is not float64.

@@ -1,4 +1,4 @@
-"""Checks of arguments that built ops and the specification share: what was got, the rule, what is legal."""
+"""Checks of arguments that built ops and :func:`mtagen.reference` share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """``scale``, by default head_dim ** -0.5.
+    """Return ``scale`` as a float, by default head_dim ** -0.5.
 
     Raises:
-        InputError: not a finite number.
+        InputError: ``scale`` is not a finite number.
     """
     if scale is None:
         return float(head_dim**-0.5)
-    # torch.compile traces no math.isfinite of a symbol.
+    # Compared with the largest float, because torch.compile cannot trace math.isfinite of a symbol.
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -_LARGEST <= scale <= _LARGEST:
         raise InputError(
             explain("scale", scale, "must be a finite Python number", "e.g. head_dim ** -0.5 (the default)")
@@ -32,49 +32,63 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_dense(tensors: Sequence[tuple[str, object]]) -> None:
-    """Check that what is called so is a tensor with strides.
+    """Check that each named value is a dense tensor.
 
     Raises:
-        InputError: it is none.
+        InputError: a value is no tensor, or a nested or sparse one.
     """
     for name, x in tensors:
         if not isinstance(x, Tensor):
             raise InputError(explain(name, type(x).__name__, "must be a tensor", "torch.Tensor"))
         if x.layout is not torch.strided or x.is_nested:
             got = "a nested tensor" if x.is_nested else x.layout
-            raise InputError(explain(f"{name}.layout", got, "must be dense", torch.strided))
+            legal = f"{torch.strided}; packed documents are for op.varlen"
+            raise InputError(explain(f"{name}.layout", got, "must be dense", legal))
 
 
-def check_batch(tensors: Named, head_dims: tuple[int, int]) -> None:
+def check_batch(tensors: Named, head_dims: tuple[int, int], *, packed: bool = False) -> None:
     """Check that queries (B, H, Nq, D), keys (B, Hkv, Nk, D) and values (B, Hkv, Nk, DV) fit each other.
 
     Args:
-        tensors: these three, by their names.
+        tensors: queries, keys and values, each with its name.
         head_dims: D and DV.
+        packed: whether they are packed documents: (total_q, H, D), (total_k, Hkv, D) and (total_k, Hkv, DV).
 
     Raises:
-        InputError: one has another rank, dtype, device or shape.
+        InputError: a tensor has another rank, dtype, device or shape.
     """
     (q_name, q), (k_name, k), (_, v) = tensors
     dtype, device = q.dtype, q.device
     for name, x in tensors:
-        if x.ndim != 4:
-            legal = "(B, heads, N, head_dim)"
-            raise InputError(explain(f"{name}.shape", tuple(x.shape), "must have 4 dimensions", legal))
+        if x.ndim != (3 if packed else 4):
+            rule = "must have 3 dimensions where documents are packed" if packed else "must have 4 dimensions"
+            legal = "(total, heads, head_dim)" if packed else "(B, heads, N, head_dim)"
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal))
         if x.dtype != dtype:
-            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {q_name}.dtype", dtype))
+            legal = f"{dtype}: {name}.to({q_name}.dtype), or torch.autocast"
+            raise InputError(explain(f"{name}.dtype", x.dtype, f"must equal {q_name}.dtype", legal))
         if x.device != device:
-            raise InputError(explain(f"{name}.device", x.device, f"must be on {q_name}'s device", device))
+            legal = f"{device}: {name}.to({q_name}.device)"
+            raise InputError(explain(f"{name}.device", x.device, f"must be on {q_name}'s device", legal))
     shapes, (head_dim, value_head_dim) = (q.shape, k.shape, v.shape), head_dims
-    (batch, heads, n_q, _), (_, kv_heads, n_k, _), _ = shapes
+    heads, kv_heads, rows = q.shape[1], k.shape[1], 0 if packed else 2
     if kv_heads == 0 or heads % kv_heads:
-        rule = f"{q_name}'s heads must be a multiple of {k_name}'s"
-        raise InputError(explain("heads", (heads, kv_heads), rule, "H = group * Hkv"))
-    legal_shapes = (
-        (batch, heads, n_q, head_dim),
-        (batch, kv_heads, n_k, head_dim),
-        (batch, kv_heads, n_k, value_head_dim),
-    )
+        rule, legal = f"{q_name}'s heads must be a multiple of {k_name}'s", "H = group * Hkv"
+        if k.shape[rows] and q.shape[rows] % k.shape[rows] == 0:
+            legal += f", or if axes are exchanged, {_exchanged(q_name, q)} and the same of the others"
+        raise InputError(explain("heads", (heads, kv_heads), rule, legal))
+    if packed:
+        legal_shapes: tuple[tuple[int, ...], ...] = (
+            (q.shape[0], heads, head_dim),
+            (k.shape[0], kv_heads, head_dim),
+            (k.shape[0], kv_heads, value_head_dim),
+        )
+    else:
+        legal_shapes = (
+            (q.shape[0], heads, q.shape[2], head_dim),
+            (q.shape[0], kv_heads, k.shape[2], head_dim),
+            (q.shape[0], kv_heads, k.shape[2], value_head_dim),
+        )
     if shapes != legal_shapes:
         rule = "does not fit the spec and the other tensors"
         given = zip(tensors, legal_shapes, strict=True)
@@ -82,23 +96,57 @@ def check_batch(tensors: Named, head_dims: tuple[int, int]) -> None:
         raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal_shape))
 
 
+def _exchanged(name: str, x: Tensor) -> str:
+    """The call that brings heads to the axis where they belong, from that of rows."""
+    return f"{name}.transpose(0, 1)" if x.ndim == 3 else f"{name}.transpose(1, 2)"
+
+
+def _check_layout(queries: tuple[str, Tensor], name: str, weight: Tensor, mixed: int | None) -> None:
+    """Check that heads and rows of the queries are not exchanged, where a weight of these heads does not fit.
+
+    Raises:
+        InputError: the weight has another number of heads, and fits the queries' rows as if they were heads.
+    """
+    q_name, q = queries
+    heads, rows = q.shape[1], q.shape[0 if q.ndim == 3 else 2]
+    if weight.ndim < (2 if mixed else 3):
+        return
+    theirs = weight.shape[0] * (mixed if mixed and weight.ndim == 3 else 1)
+    if heads != theirs == rows:
+        layout = "(total, H, D)" if q.ndim == 3 else "(B, H, N, D)"
+        rule = f"the layout is {layout}: these are {heads} heads, and {name} is of {theirs}"
+        legal = f"{_exchanged(q_name, q)}, and the same of keys and values"
+        raise InputError(explain(f"{q_name}.shape", tuple(q.shape), rule, legal))
+
+
+def check_groups(name: str, heads: int, mixed: int) -> None:
+    """Check that heads can be divided into the groups that the weight ``name`` mixes.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if heads % mixed:
+        groups = f"the op mixes groups of {mixed} heads ({name})"
+        raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
+
+
 def shaped_weight(
     queries: tuple[str, Tensor], name: str, weight: Tensor, mixed: int | None, shape: tuple[int, ...]
 ) -> Tensor:
-    """A weight in its shape.
+    """Check a weight and return it in the shape ``shape``.
 
-    It may come without the axis of groups, if there is one group, and kernels with an axis of input channels, as the
-    weights of torch's convolutions.
+    A matrix for one group of heads may come without the axis of groups. A convolution's weight may
+    come with an axis of input channels, like the weights of torch's convolutions.
 
     Args:
-        queries: the tensor of queries and its name.
-        name: of the weight.
-        weight: as it was given.
+        queries: the tensor of queries, of a batch or of packed documents, and its name.
+        name: the weight's name.
+        weight: the weight as it was passed.
         mixed: heads of a group that the weight mixes, or None if it is a convolution's.
         shape: (H, cq, ck), or (H / m, m, m).
 
     Raises:
-        InputError: it does not fit the queries, or has another shape.
+        InputError: the weight does not fit the queries, or has another shape.
     """
     q_name, q = queries
     check_dense(((name, weight),))
@@ -106,17 +154,18 @@ def shaped_weight(
         raise InputError(explain(f"{name}.device", weight.device, f"must be on {q_name}'s device", q.device))
     if weight.dtype not in (torch.float32, q.dtype):
         legal = (torch.float32, q.dtype)
-        raise InputError(explain(f"{name}.dtype", weight.dtype, "must be fp32 or the dtype of q", legal))
+        raise InputError(explain(f"{name}.dtype", weight.dtype, f"must be fp32 or the dtype of {q_name}", legal))
     heads = q.shape[1]
     if mixed and heads % mixed:
-        groups = f"the op mixes groups of {mixed} heads ({name})"
-        raise InputError(explain("heads", heads, groups, f"multiples of {mixed}"))
+        _check_layout(queries, name, weight, mixed)
+        check_groups(name, heads, mixed)
     if weight.shape == shape:
         return weight
     if not mixed and weight.shape == (heads, 1, *shape[1:]):
         return weight.squeeze(1)
     if mixed == heads and weight.shape == shape[1:]:
         return weight.unsqueeze(0)
+    _check_layout(queries, name, weight, mixed)
     rule = f"one (m, m) matrix per group of {mixed} heads" if mixed else "one (cq, ck) kernel per query head"
     others = f" or {shape[1:]}" if mixed == heads else "" if mixed else f" or {(heads, 1, *shape[1:])}"
     raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, f"{shape}{others}"))

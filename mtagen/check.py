@@ -1,10 +1,10 @@
-"""A built op against the specification on this machine, by the rule of :mod:`.accuracy`."""
+"""Check a built op against :func:`mtagen.reference` by the rule of :mod:`.accuracy`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -29,11 +29,11 @@ SIZES = (
 )
 
 DROPOUT_P = 0.2
-_MIN_ENTRIES = 16  # of a weight, whose gradients are compared, or eager's largest error may be small by luck
+_MIN_ENTRIES = 16  # a weight's gradient needs this many entries, or eager's largest error may be small by luck
 
 
 class Op(Protocol):
-    """What is used here of the op that ``mtagen.build`` returns."""
+    """The methods of a built op that the checks call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -49,24 +49,30 @@ class Row(NamedTuple):
     result: str
     comparison: Comparison
 
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict. Errors that are not finite are None, which JSON can say."""
+        errors = {name: x if math.isfinite(x) else None for name, x in asdict(self.comparison).items()}
+        return {**self.sizes._asdict(), "result": self.result, **errors, "ok": self.comparison.ok}
+
 
 def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> Iterator[Row]:
-    """Forward, all gradients and decode of ``op`` on random inputs, size by size; for small kernels with more heads.
+    """Judge the forward pass, all gradients and decode of ``op`` on random inputs, size by size.
 
-    Where the spec is of packed documents, each batch is some of them.
+    Specs with small weights are checked with more heads than ``sizes`` say. If the spec is packed,
+    the sequences of each batch become documents.
 
     Raises:
-        SpecError: the dtype is as wide as that of the float64 reference.
+        SpecError: the dtype is as wide as the float64 reference's.
     """
     if spec.dtype == "fp64":
         legal = [name for name in TORCH_DTYPES if name != "fp64"]
         raise SpecError(explain("dtype", spec.dtype, "must be narrower than the float64 reference", legal))
-    for one in sizes:
-        enough = _with_enough_entries(spec, one)
+    for requested in sizes:
+        enough = _with_enough_entries(spec, requested)
         sampler = Sampler.for_checks(spec, enough, device)
-        inputs, grad_out, new_tokens = sampler.inputs(), sampler.outputs(), min(2, one.nk)
+        inputs, grad_out, new_tokens = sampler.inputs(), sampler.outputs(), min(2, requested.nk)
         to_decode = replace(inputs, q=sampler.queries(new_tokens, decode=True))
-        # Let cuDNN use TF32, and eager convolutions in fp32 would be no yardstick.
+        # With TF32, eager convolutions in fp32 would err too much to judge others by.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             judged = _judge_packed if spec.packed else _judge_batch
             results = judged(op, spec, inputs, grad_out)
@@ -77,14 +83,13 @@ def check(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZ
 
 def _judge_batch(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[str, Comparison]:
     batch, heads, nq, _ = inputs.q.shape
-    options, kept = _dropout(spec, inputs.q.device, Sizes(batch, heads, heads, nq, inputs.k.shape[2]))
-    return judge(
-        partial(op, **options, return_lse=True), partial(eager_op(spec, return_lse=True), **kept), inputs, grad_out
-    )
+    options, eager_options = _dropout(spec, inputs.q.device, Sizes(batch, heads, heads, nq, inputs.k.shape[2]))
+    eager = partial(eager_op(spec, return_lse=True), **eager_options)
+    return judge(partial(op, **options, return_lse=True), eager, inputs, grad_out)
 
 
 def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[str, Comparison]:
-    """The sequences of a batch as documents, ever shorter ones, and after the first an empty one."""
+    """Judge the op on packed documents of decreasing lengths, one of them empty."""
     (batch, heads, nq, _), nk = inputs.q.shape, inputs.k.shape[2]
     all_q = [nq, 0, *(max(1, nq - 2 * b) for b in range(1, batch))]
     all_k = [nk, min(nk, 3), *(max(1, nk - 3 * b) for b in range(1, batch))]
@@ -95,21 +100,21 @@ def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[
     documents = replace(inputs, q=packed(inputs.q, all_q), k=packed(inputs.k, all_k), v=packed(inputs.v, all_k))
     device = inputs.q.device
     cu_seq_q, cu_seq_k = (torch.tensor([0, *n], device=device).cumsum(0).to(torch.int32) for n in (all_q, all_k))
-    options, kept = _dropout(spec, device, Sizes(len(all_q), heads, heads, nq, nk))
+    options, eager_options = _dropout(spec, device, Sizes(len(all_q), heads, heads, nq, nk))
 
     def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
-        own = dict(kept)
-        if kept:
-            mask = kept["dropout_mask"][document : document + 1]
-            own["dropout_mask"] = mask[:, :, : all_q[document], : all_k[document]]
-        return eager_op(spec, return_lse=True)(*tensors, **weights, **own)
+        options_of_document = dict(eager_options)
+        if eager_options:
+            mask = eager_options["dropout_mask"][document : document + 1]
+            options_of_document["dropout_mask"] = mask[:, :, : all_q[document], : all_k[document]]
+        return eager_op(spec, return_lse=True)(*tensors, **weights, **options_of_document)
 
     varlen = partial(op.varlen, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=nq, max_k=nk, **options, return_lse=True)
     return judge(varlen, documents_op(eager, all_q, all_k), documents, packed(grad_out, all_q))
 
 
 def _dropout(spec: Spec, device: torch.device, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the op and eager PyTorch are told of dropout; nothing where there is none."""
+    """Return the dropout options of the op and of eager PyTorch, empty without dropout."""
     if not spec.dropout:
         return {}, {}
     seed = draw_seed(device)
@@ -118,7 +123,7 @@ def _dropout(spec: Spec, device: torch.device, sizes: Sizes) -> tuple[dict[str, 
 
 
 def failures(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = SIZES) -> list[str]:
-    """The results of :func:`check` that break the accuracy rule, a line each."""
+    """Return one line for each result of :func:`check` that breaks the accuracy rule."""
     return [
         f"{row.sizes} {row.result}: {row.comparison.error:.3g} > {row.comparison.allowed:.3g}"
         for row in check(op, spec, device, sizes)
@@ -127,7 +132,7 @@ def failures(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = 
 
 
 def _with_enough_entries(spec: Spec, sizes: Sizes) -> Sizes:
-    """The same with as many times the heads as the smallest weight and the groups that are mixed need."""
+    """Return ``sizes`` with heads enough for the mixed groups and for ``_MIN_ENTRIES``."""
     times = math.lcm(*(mixed // math.gcd(mixed, sizes.heads) for mixed in spec.mixed.values()))
     entries = [math.prod(shape) for shape in spec.weights(times * sizes.heads).values()]
     times *= math.ceil(_MIN_ENTRIES / min(entries, default=_MIN_ENTRIES))

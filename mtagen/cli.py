@@ -6,23 +6,28 @@ import inspect
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
 from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
+from .bench.tables import Table, open_console, print_table
 from .errors import InputError, MtagenError, SpecError, explain
-from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
+from .spec import DTYPES, KEY_PADDINGS, MASKS, DType, KeyPadding, Mask, Spec
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .planner import Backend
+
+
+_BROKEN_PIPE = 141  # as shells say that a signal ended a program that nobody read any longer
 
 
 class _Group(TyperGroup):
@@ -31,6 +36,9 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # the reader has what it wanted, as head does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is lost without a word
+            raise typer.Exit(_BROKEN_PIPE) from None
         except (MtagenError, OSError) as error:
             typer.echo(f"mtagen: {error}", err=True)
             raise typer.Exit(2 if isinstance(error, MtagenError) else 1) from None
@@ -91,9 +99,9 @@ def _spec(
         head_dim,
         head_dim if value_head_dim is None else value_head_dim,
         causal,
-        key_padding,
-        mask,
-        dtype,
+        cast(KeyPadding, key_padding),
+        cast(Mask, mask),
+        cast(DType, dtype),
         mixed_heads,
         _extents("post_kernel", post_kernel),
         post_mixed_heads,
@@ -140,16 +148,17 @@ def emit(
     *,
     spec: Spec,
     target: _Target = "sm_90a",
-    backend: _Backend = "triton",
+    backend: _Backend = "auto",
     out: Annotated[Path, typer.Option(help="Folder to write to; made if absent.", file_okay=False)],
 ) -> None:
-    """Write the kernels: Triton's as a Python module that needs torch and triton only, CUDA's as .cu files.
+    """Write the kernels that a build would take: Triton's as a Python module, CUDA's as .cu files.
 
-    Beside .cu files stands a Python module that launches their kernels, which needs torch and cuda-core only.
+    A module of Triton needs torch and triton only. Beside .cu files stands a Python module that launches their kernels,
+    which needs torch and cuda-core only.
     """
     from . import codegen, planner
 
-    for path in codegen.emit(planner.plan(spec, target, backend), out):
+    for path in codegen.emit(planner.plan(spec, target, cast("Backend", backend)), out):
         typer.echo(path)
 
 
@@ -159,7 +168,7 @@ def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", 
     """Show how an operator would be computed: tiles, stages, resources, cost."""
     from . import planner
 
-    made = planner.plan(spec, target, backend)
+    made = planner.plan(spec, target, cast("Backend", backend))
     if as_json:
         typer.echo(made.to_json())
     else:
@@ -229,6 +238,7 @@ def check(
     ] = None,
     backend: _Backend = "auto",
     device: _Device = None,
+    as_json: _Json = False,
 ) -> None:
     """Build an operator and compare it with float64: forward, gradients and decode.
 
@@ -244,23 +254,28 @@ def check(
     device = _present(device)
     if device == "cpu" and backend != "triton":  # whose kernels the interpreter may run, for any target
         target = target or "cpu"
-    op = build(**spec.to_dict(), backend=backend, target=target)
+    op = build(**spec.to_dict(), backend=cast("Backend", backend), target=target)
     rows = list(run(op, spec, torch.device(device)))
-    typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
-    _print_table(
-        ("B H/Hkv Nq,Nk", "result", "max|op - ref64|", "max|eager - ref64|", "allowed", "verdict"),
-        (
-            (
-                f"{sizes.batch} {sizes.heads}/{sizes.kv_heads} {sizes.nq},{sizes.nk}",
-                result,
-                *(f"{x:.1e}" for x in (judged.error, judged.eager_error, judged.allowed)),
-                "ok" if judged.ok else "FAILED",
-            )
-            for sizes, result, judged in rows
-        ),
-    )
     failed = sum(not row.comparison.ok for row in rows)
-    typer.echo(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} within the rule")
+    if as_json:
+        facts = {"plan": op.plan.name, "backend": op.plan.backend, "device": device, "reason": op.plan.reason}
+        typer.echo(json.dumps({**facts, "failed": failed, "rows": [row.to_dict() for row in rows]}, indent=1))
+    else:
+        typer.echo(f"{op.plan.name}, backend {op.plan.backend}, on {device}: {op.plan.reason}")
+        typer.echo("largest absolute errors against float64:")
+        _print_table(
+            ("B H/Hkv Nq,Nk", "result", "of the op", "of eager", "allowed", "verdict"),
+            (
+                (
+                    f"{sizes.batch} {sizes.heads}/{sizes.kv_heads} {sizes.nq},{sizes.nk}",
+                    result,
+                    *(f"{x:.1e}" for x in (judged.error, judged.eager_error, judged.allowed)),
+                    "ok" if judged.ok else "FAILED",
+                )
+                for sizes, result, judged in rows
+            ),
+        )
+        typer.echo(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} within the rule")
     if failed:
         raise typer.Exit(1)
 
@@ -302,8 +317,10 @@ def bench(
 ) -> None:
     """Time mtagen, its peers and plain attention at the same sizes on this machine, each checked first.
 
-    On a CPU the suites are smaller, in fp32. Exit status 1 if a contender is wrong or breaks, or if --against finds a
-    case that is more than 7 % slower; 130 if Ctrl-C ended it, which keeps what was measured.
+    On a CPU the suites are smaller, in fp32, and of lengths at which eager PyTorch is faster.
+
+    Exit status 1 if a contender is wrong or breaks, or if --against finds a case that is more than 7 % slower; 130 if
+    Ctrl-C ended it, which keeps what was measured.
     """
     import torch
 
@@ -356,10 +373,10 @@ def bench(
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """What is to be written after minutes of work can be."""
+    """Check that files can be written, before minutes of work."""
     for path in filter(None, paths):
         if not path.parent.is_dir():
-            raise InputError(explain("file", str(path), "is in no folder", "a path in a folder that is there"))
+            raise InputError(explain("file", str(path), "its folder does not exist", f"mkdir -p {path.parent} first"))
         is_new = not path.exists()
         with path.open("a"):  # raises if it cannot be written
             pass
@@ -427,6 +444,7 @@ def tune(
     }
     specs = [_spec(one, dim, causal=causal, dtype=dtype, **others) for one in kernel for dim in head_dim]
     target = local_target()
+    tuning.check_backends(backend)  # before a bar is drawn
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("timing candidates", total=None)
         found = tuning.tune(
@@ -450,11 +468,5 @@ def tune(
         tuning.export(found.table, table)
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    rows = list(rows)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=bool(columns))
-    for index, column in enumerate(columns or rows[0]):
-        table.add_column(escape(column), overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    print_table(Table(title, columns, [*rows], keys=1), open_console())

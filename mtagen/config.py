@@ -1,4 +1,4 @@
-"""Every environment variable mtagen looks at, read here and nowhere else."""
+"""The environment variables that mtagen reads. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The settings in force. :meth:`from_env` reads them anew, :meth:`describe` explains them."""
+    """The settings in force, read by :meth:`from_env` and explained by :meth:`describe`."""
 
     cache_dir: Path
     cache_lock_timeout: float
@@ -32,7 +32,7 @@ class Config:
 
     @classmethod
     def from_env(cls) -> Config:
-        """The configuration the environment asks for; an empty variable counts as unset.
+        """Read the configuration from the environment; an empty variable counts as unset.
 
         Raises:
             SpecError: ``MTAGEN_CACHE_LOCK_TIMEOUT`` is not a number of seconds >= 0; no cache directory is set and no
@@ -45,7 +45,7 @@ class Config:
         )
 
     def describe(self) -> list[Setting]:
-        """One row for each variable: its name, the value in force, the default and the meaning."""
+        """Return a row for each variable: name, value in force, default and meaning."""
         return [
             Setting(
                 "MTAGEN_CACHE_DIR",
@@ -81,7 +81,7 @@ def _cache_dir() -> Path:
 
 
 def _home() -> Path:
-    with suppress(RuntimeError):  # HOME is unset, and the user, as in many containers, has no entry in passwd
+    with suppress(RuntimeError):  # raised if HOME is unset and passwd has no such user, as in many containers
         if (home := Path.home()).is_absolute():
             return home
     rule = "is not set, and no home directory is known that could hold the cache"

@@ -1,4 +1,4 @@
-"""Packed documents: sequences one after the other in tensors without an axis for the batch."""
+"""Packed documents: sequences that lie one after another in tensors without a batch axis."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """Where documents begin and end.
+    """Where the documents of a call begin and end.
 
     Attributes:
-        cu_seq_q: (documents + 1,) int32, the first query of each, and the end of the last; rows behind it are padding.
-        cu_seq_k: likewise of keys.
-        max_q: queries of a document, at most.
-        max_k: keys of a document, at most.
+        cu_seq_q: (documents + 1,) int32, the first query of each document, and the end of the last
+            document. Rows after that end are padding.
+        cu_seq_k: the same for keys.
+        max_q: upper limit of a document's number of queries.
+        max_k: upper limit of a document's number of keys.
     """
 
     cu_seq_q: Tensor

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the machine: the facts behind ``mtagen collect-env``."""
+"""Facts about the machine for bug reports, printed by ``mtagen collect-env``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from .version import __version__
 
 
 def collect() -> dict[str, Any]:
-    """JSON-ready facts, ``None`` or an empty list where the machine lacks the thing; GPU memory is in bytes.
+    """Collect JSON-ready facts about the machine.
+
+    A value is ``None`` or an empty list where the machine lacks the thing. GPU memory is in bytes.
 
     Raises:
         SpecError: as :meth:`mtagen.config.Config.from_env`.
@@ -46,7 +48,7 @@ def _version(package: str) -> str | None:
 
 
 def _nvrtc_version() -> str | None:
-    """The compiler's own answer: wheels, conda and toolkits all bring it."""
+    """Ask NVRTC itself for its version, because wheels, conda and toolkits all install it."""
     with suppress(BackendError):
         return toolchain().nvrtc
     return None

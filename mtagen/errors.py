@@ -1,11 +1,14 @@
-"""Errors: every message says what was got, the rule it breaks, and what is legal."""
+"""Exceptions of mtagen.
+
+Every message says what was passed, the rule that it breaks, and what is legal.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-_LONGEST = 200  # characters of a value that a message shows
+_LONGEST = 200  # a message shows this many characters of a value
 
 
 class MtagenError(Exception):
@@ -29,14 +32,14 @@ class BackendError(MtagenError, RuntimeError):
 
 
 def explain(name: str, got: object, rule: str, legal: object) -> str:
-    """One line for an error message: the argument, the value got, the rule broken, the legal values."""
+    """Return an error message: the argument, the value passed, the rule, the legal values."""
     text = re.sub(r"\s*\n\s*", " ", repr(got))  # arrays and tensors print several lines
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return f"{name}: got {text}; {rule}; legal: {legal}"
 
 
 def check_choice(name: str, got: object, legal: Sequence[str], rule: str = "is not supported") -> None:
-    """Check that ``got`` is one of the strings ``legal``, whatever its type: an array has no truth value to ask.
+    """Check that ``got``, of any type (arrays too), is one of the strings ``legal``.
 
     Raises:
         SpecError: it is not.

@@ -1,4 +1,7 @@
-"""The specification: convolutional attention in plain PyTorch, materialised, differentiable by autograd."""
+"""Multi-token attention in plain PyTorch, with all scores in memory and autograd's gradients.
+
+It defines the op.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .arguments import check_batch, check_dense, resolve_scale, shaped_weight
 from .dropout import check_dropout_p
 from .dtypes import TORCH_DTYPES
 from .errors import InputError, explain
-from .spec import HEAD_DIMS, Spec
+from .spec import HEAD_DIMS, KeyPadding, Mask, Spec
 
 
 def reference(
@@ -27,48 +30,56 @@ def reference(
     post_head_weight: Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
-    key_padding: str = "both",
-    mask: str = "source",
+    key_padding: KeyPadding = "both",
+    mask: Mask = "source",
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v, all of it in ``q.dtype`` and O(Nq * Nk) memory.
+    """Compute dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v with O(Nq * Nk) memory.
 
-    Multi-Token Attention (Golovneva et al., 2025). A convolution sees cq-1 past queries and the current one, and ck
-    keys around the current one; a mixture is over the heads of a group. Each of the four stages is left out if its
-    weight is not given. Queries are aligned to the end of the keys. An entry is zeroed before a convolution where its
-    own query must not see its key (``mask="source"``, the authors' code) or where the query of the convolution's result
-    must not (``mask="output"``, the formula printed in the paper).
+    Multi-Token Attention (Golovneva et al., 2025). A convolution reads the current query and the
+    cq-1 queries before it, and ck keys around the current key; a mixture sums over the heads of a
+    group. Each of the four stages is left out if its weight is not given. Queries are aligned to
+    the end of the keys. Entries are zeroed before a convolution by one of two rules: where their
+    own query must not see their key (``mask="source"``, the authors' code), or where the query of
+    the convolution's result must not see it (``mask="output"``, the formula printed in the paper).
 
-    It refuses what :func:`mtagen.build` and built ops refuse, with their errors. Head dims and strides, which kernels
-    limit, may be any.
+    It refuses what :func:`mtagen.build` and built ops refuse, with the same errors. Head dims and
+    strides, which kernels limit, are not limited here.
 
     Args:
-        q: queries ``[B, H, Nq, D]`` in fp16, bf16, fp32 or fp64, in which all is computed.
+        q: queries ``[B, H, Nq, D]`` in fp16, bf16, fp32 or fp64; everything is computed in this
+            dtype.
         k: keys ``[B, Hkv, Nk, D]`` with H a multiple of Hkv.
         v: values ``[B, Hkv, Nk, DV]``.
-        weight: kernels ``[H, cq, ck]`` or ``[H, 1, cq, ck]`` of the convolution before the softmax, in fp32 or
-            ``q.dtype``. As the other weights it is cast to ``q.dtype``.
+        weight: filters ``[H, cq, ck]`` or ``[H, 1, cq, ck]`` of the convolution before the softmax,
+            in fp32 or ``q.dtype``. Like the other weights it is cast to ``q.dtype``.
         head_weight: matrices ``[H/m, m, m]`` that mix the heads before the softmax, indexed [group, out head, in head];
-            groups are of m consecutive heads. ``[m, m]`` where m = H.
-        post_weight: kernels of the convolution after the softmax, as ``weight``; its extents may differ.
-        post_head_weight: matrices that mix the heads after the softmax, as ``head_weight``; its m may differ.
+            a group is m consecutive heads. May be ``[m, m]`` if m = H.
+        post_weight: filters of the convolution after the softmax, like ``weight``; its extents may
+            differ.
+        post_head_weight: matrices that mix the heads after the softmax, like ``head_weight``; its m
+            may differ.
         causal: query i sees keys ``j <= i + Nk - Nq`` only.
         window: ``(left, right)``: query i sees keys ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only, as
             FlashAttention defines it; -1 is no limit.
-        key_padding: of both convolutions: ``both``: centred on key j, at tap (ck-1)//2; ``left``: it ends there;
-            ``right``: it begins there.
-        mask: of both convolutions: ``source`` or ``output``; without effect where every query sees every key.
+        key_padding: where both convolutions lie on the key axis: ``both``: centred on key j, which
+            meets tap (ck-1)//2; ``left``: they end at key j; ``right``: they begin at key j.
+        mask: ``source`` or ``output``, for both convolutions; without effect where every query sees
+            every key.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
-        dropout_p: what is kept of the factors of v is divided by 1 - dropout_p. More than 0 takes a mask.
-        dropout_mask: ``[B, H, Nq, Nk]`` bool, which of them are kept (:func:`mtagen.dropout_mask`); default all.
-        return_lse: also return the log-sum-exp of each row of masked scores, as the softmax takes them.
+        dropout_p: factors of v that dropout keeps are divided by 1 - dropout_p. More than 0 needs
+            ``dropout_mask``.
+        dropout_mask: ``[B, H, Nq, Nk]`` bool, True for the factors of v that are kept
+            (:func:`mtagen.dropout_mask`); default all.
+        return_lse: also return the log-sum-exp of each row of the masked scores that the softmax
+            takes.
 
     Returns:
-        ``out [B, H, Nq, DV]``, or ``(out, lse [B, H, Nq])``, in ``q.dtype``. A query that sees no key gets the
-        probabilities 0 and -inf.
+        ``out [B, H, Nq, DV]``, or ``(out, lse [B, H, Nq])``, in ``q.dtype``. A query that sees no
+        key has attention probabilities of 0 and a log-sum-exp of -inf.
 
     Raises:
         SpecError: ``causal``, ``window``, ``key_padding`` or ``mask`` is not legal; a kernel or a group is too large.
@@ -87,21 +98,21 @@ def reference(
     forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
     scores = _mix(_convolve(scores, weight, forbidden, key_padding, mask), head_weight)
     scores = scores.masked_fill(forbidden, -torch.inf)
-    shares = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
+    probabilities = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
     if post_weight is not None:
-        shares = _convolve(shares, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
-    shares = _mix(shares, post_head_weight)
+        probabilities = _convolve(probabilities, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
+    probabilities = _mix(probabilities, post_head_weight)
     if dropout_mask is not None:
-        shares = shares * dropout_mask / (1 - dropout_p)
-    out = shares @ v
+        probabilities = probabilities * dropout_mask / (1 - dropout_p)
+    out = probabilities @ v
     return (out, scores.logsumexp(-1)) if return_lse else out
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None], **rules: Any) -> None:
-    """Check tensors, and the rules of the mask, as the op of these stages does.
+    """Check the tensors and the options of the mask, as a built op of the same stages does.
 
     Raises:
-        SpecError: a rule or a size is not legal.
+        SpecError: an option or a size is not legal.
         InputError: a tensor does not fit.
     """
     tensors = (("q", q), ("k", k), ("v", v))
@@ -115,7 +126,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
     kernels = {name: (x.shape[-2], x.shape[-1]) for name, x in given.items() if name not in groups}
     Spec(
         kernel=kernels.get("weight"),
-        head_dim=HEAD_DIMS[0],  # any legal one: here head dims have no limits
+        head_dim=HEAD_DIMS[0],  # any legal head dim, because the reference does not limit q's
         mixed_heads=groups.get("head_weight"),
         post_kernel=kernels.get("post_weight"),
         post_mixed_heads=groups.get("post_head_weight"),
@@ -130,27 +141,28 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
         shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))
 
 
-def _check_dropout(p: float, kept: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check what is dropped.
+def _check_dropout(p: float, mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check the dropout probability and mask.
 
     Raises:
-        InputError: p is no probability, there is no mask though p is not 0, or the mask does not fit.
+        InputError: p is no probability, the mask is missing although p is not 0, or the mask does
+            not fit.
     """
     check_dropout_p(p)
-    if kept is None:
+    if mask is None:
         if p != 0:
             rule = "what is dropped must be given, because the specification draws nothing"
             raise InputError(explain("dropout_p", p, rule, "0, or dropout_mask=mtagen.dropout_mask(...) besides"))
         return
-    check_dense((("dropout_mask", kept),))
-    got = (tuple(kept.shape), kept.dtype, kept.device)
+    check_dense((("dropout_mask", mask),))
+    got = (tuple(mask.shape), mask.dtype, mask.device)
     if got != (shape, torch.bool, device):
         rule = "one bool for each probability, on q's device"
         raise InputError(explain("dropout_mask", got, rule, f"shape {shape}, torch.bool, {device}"))
 
 
 def _mix(x: Tensor, weight: Tensor | None) -> Tensor:
-    """The heads of each group by its matrix."""
+    """Mix the heads of each group by the group's matrix."""
     if weight is None:
         return x
     weight = weight.to(x.dtype).reshape(-1, *weight.shape[-2:])
@@ -159,7 +171,7 @@ def _mix(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _convolve(x: Tensor, weight: Tensor | None, forbidden: Tensor, key_padding: str, mask: str) -> Tensor:
-    """Each head by its own kernel."""
+    """Convolve each head with its own filter."""
     if weight is None or x.numel() == 0:
         return x
     (heads, nk), (cq, ck) = x.shape[1::2], weight.shape[-2:]
@@ -168,7 +180,7 @@ def _convolve(x: Tensor, weight: Tensor | None, forbidden: Tensor, key_padding: 
     pad = (left, ck - 1 - left, cq - 1, 0)
     if mask == "source":
         return _correlate(F.pad(x.masked_fill(forbidden, 0), pad), weight)
-    # The mask follows the output's row: it commutes with the sum over rows, not with that over columns.
+    # The mask depends on the output row: it may be applied after the sum over rows, but not after that over columns.
     padded, hidden, convolved = F.pad(x, pad), F.pad(forbidden, pad[:2]), torch.zeros_like(x)
     for c in range(ck):
         rows = _correlate(padded[..., c : c + nk], weight[..., c : c + 1])

@@ -1,22 +1,20 @@
-"""``build``: from a kernel shape to a callable, differentiable op."""
+"""``build`` makes a callable, differentiable op from the shapes of a model's stages."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from .config import Config
-from .dtypes import TORCH_DTYPES
+from .dtypes import DTypeLike, dtype_name
 from .errors import BackendError, SpecError, check_choice, explain
-from .ops.attention import MultiTokenAttention, assemble
-from .planner import BACKENDS, TARGETS, plan
+from .ops.attention import AttentionOp, assemble
+from .planner import BACKENDS, TARGETS, Backend, plan
 from .planner.choice import GENERATED
 from .planner.tables import shipped
 from .runtime.devices import local_target
 from .runtime.load import available_backends
 from .runtime.tuned import remembered
-from .spec import Spec
+from .spec import DType, KeyPadding, Mask, Spec
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
 
@@ -31,55 +29,63 @@ def build(
     window: tuple[int, int] = (-1, -1),
     value_head_dim: int | None = None,
     causal: bool = True,
-    key_padding: str = "both",
-    mask: str = "source",
-    backend: str = "auto",
+    key_padding: KeyPadding = "both",
+    mask: Mask = "source",
+    backend: Backend = "auto",
     target: str | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: DTypeLike | None = None,
     deterministic: bool | None = None,
     packed: bool = False,
     dropout: bool = False,
     tune: bool = False,
-) -> MultiTokenAttention:
-    """Plan, render, compile and cache the op of some stages and a head dim. Everything is built here, not in calls.
+) -> AttentionOp:
+    """Plan, render, compile and cache the op of the given stages. Its calls compile nothing.
 
-    Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's; on the current GPU alone if
-    there is none, and in a process of an initialised ``torch.distributed`` job, which leaves other GPUs to other
-    processes. On any other GPU the first call compiles and loads them, or raises a ``BackendError`` if that GPU cannot
-    run the target's instructions.
+    Kernels are compiled for, and loaded on, every visible GPU whose target is the plan's. If no GPU
+    has that target, or if ``torch.distributed`` is initialised (other GPUs then belong to other
+    processes), only the current GPU is used. On any other GPU the first call compiles and loads the
+    kernels, or raises a ``BackendError`` if that GPU cannot run the target's instructions.
 
     Args:
-        kernel: ``(cq, ck)``, extent over queries and over keys of the convolution before the softmax; None: there is
-            none.
+        kernel: ``(cq, ck)``, extent over queries and over keys of the convolution before the
+            softmax; None for no convolution.
         head_dim: D, 16..256 in multiples of 8.
-        mixed_heads: m: scores are mixed in groups of m heads before the softmax, 1..64; default not at all.
-        post_kernel: extent of the convolution after the softmax, default none.
+        mixed_heads: m: scores are mixed in groups of m heads before the softmax, 1..64; default no
+            mixing.
+        post_kernel: extent of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
         window: ``(left, right)``: query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right; -1 is no limit.
         value_head_dim: DV, default D.
-        causal: query i sees keys j <= i + Nk - Nq: ``right`` of the window is 0.
+        causal: query i sees only keys j <= i + Nk - Nq; the same as a window whose ``right`` is 0.
         key_padding: ``both``, ``left`` or ``right``.
         mask: ``source`` or ``output``, see :class:`mtagen.Spec`.
-        backend: ``auto`` (on the GPU generated kernels, of CUDA C++ or Triton pass by pass, whichever is expected to be
-            faster, CUDA where they are close; on the CPU tiled PyTorch ops), ``cuda``, ``triton`` or ``torch``. A
-            backend named here never falls back to another.
-        target: what to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``), default this machine's GPU, else its CPU.
-        dtype: of q, k, v, by its name too (``bf16``, ``bfloat16``); default bf16 on a GPU (fp32 in Triton's
-            interpreter). The torch backend takes any of fp16, bf16, fp32 and fp64 unless one is named.
-        deterministic: whether equal inputs give bit-equal gradients; default: where
-            ``torch.use_deterministic_algorithms`` is on when the backward pass runs. Outputs always are, and every
-            gradient but the dq of CUDA's fused backward kernel.
+        backend: ``auto``, ``cuda``, ``triton`` or ``torch``. ``auto`` uses generated kernels on a
+            GPU: each pass gets CUDA C++ or Triton, whichever is expected to be faster, and CUDA
+            where the two are close. On the CPU ``auto`` uses tiled PyTorch ops. A backend named
+            here never falls back to another.
+        target: the GPU (or ``cpu``) to plan for, e.g. ``sm_90a`` (see ``mtagen.TARGETS``); default
+            this machine's GPU, else its CPU.
+        dtype: the dtype of q, k and v, or its name (``bf16``, ``bfloat16``); default bf16 on a GPU
+            (fp32 in Triton's interpreter). The torch backend takes any of fp16, bf16, fp32 and fp64
+            unless a dtype is named.
+        deterministic: whether equal inputs give bit-equal gradients; default: as
+            ``torch.use_deterministic_algorithms`` says when the backward pass runs. Outputs are
+            always bit-equal, and so is every gradient except the dq of CUDA's fused backward
+            kernel.
         packed: whether kernels for packed documents are built here, too; else the first call of ``varlen`` builds them.
-        dropout: whether calls may drop (``dropout_p``); kernels for it are built besides those without.
-        tune: time the planner's candidates, of both backends, on this GPU first (minutes), unless that was done before.
-            What it or ``mtagen tune`` finds for this spec is kept in the cache, and every build follows it.
+        dropout: whether calls may pass ``dropout_p``; kernels with dropout are built besides those
+            without.
+        tune: time the planner's candidates of both backends on this GPU first (minutes), unless an
+            earlier tuning is stored. The cache stores the results for this spec, those of ``mtagen
+            tune`` too, and every build uses them.
 
     Raises:
         SpecError: the request is not legal, or an argument is of a wrong type.
-        PlanError: it has no plan on this target; the message names the limit.
-        BackendError: the backend cannot be used here; there is no GPU to tune on; what tuning chose is not accurate.
+        PlanError: the request has no plan on this target; the message names the limit.
+        BackendError: the backend cannot be used here; there is no GPU to tune on; the tuned plan is
+            not accurate.
     """
-    arguments = {**locals()}  # nothing else is local yet
+    arguments = {**locals()}  # only the arguments are local so far
     check_choice("backend", backend, BACKENDS, "is not built")
     if not (target is None or isinstance(target, str)):
         raise SpecError(explain("target", target, "must be a target's name, or None", ("cpu", *TARGETS)))
@@ -89,12 +95,12 @@ def build(
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise SpecError(explain("deterministic", deterministic, "must be a bool, or None", (True, False, None)))
     interpreted = Config.from_env().triton_interpret
-    # A GPU that is named is never replaced.
+    # A target that the caller names is never replaced by the CPU.
     torch_on_cpu = backend == "torch" or (backend == "auto" and target in (None, "cpu"))
     if target is None:
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
-    named = None if dtype is None else _dtype_name(dtype)
-    default = "fp32" if interpreted or target == "cpu" else "bf16"
+    named = None if dtype is None else dtype_name("dtype", dtype)
+    default: DType = "fp32" if interpreted or target == "cpu" else "bf16"
     spec = Spec(
         kernel=kernel,
         head_dim=head_dim,
@@ -112,7 +118,7 @@ def build(
         raise BackendError(explain("tune", tune, "there are no candidates of the torch backend", GENERATED))
     table = remembered(spec, target)
     if tune and table is None:
-        from . import tuning  # only here, for few builds need it
+        from . import tuning  # imported only here, because few builds need it
 
         table = tuning.tune([spec], target).table
         tuning.keep([spec], target, table)
@@ -131,15 +137,5 @@ def build(
         packed=packed,
         dropout=dropout,
         plan_like=plan_like,
-        build_again=partial(build, **arguments | {"tune": False}),  # builds follow what tuning has kept
+        build_again=partial(build, **arguments | {"tune": False}),  # a build uses stored tuning results anyway
     )
-
-
-def _dtype_name(dtype: torch.dtype | str) -> str:
-    """The spec's name of a dtype that is given as such, by that name, or by torch's."""
-    names: dict[object, str] = {}
-    for name, torch_dtype in TORCH_DTYPES.items():
-        names |= dict.fromkeys((name, str(torch_dtype).removeprefix("torch."), torch_dtype), name)
-    if not isinstance(dtype, (str, torch.dtype)) or dtype not in names:
-        raise SpecError(explain("dtype", dtype, "is not supported", [*names]))
-    return names[dtype]

@@ -1,55 +1,73 @@
-"""What the user asked for: a frozen, validated value. Knows nothing of torch, planning or devices."""
+"""The specification of an operator: a frozen, validated value.
+
+Knows nothing of torch, planning or devices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import SpecError, check_choice, explain
 
 MAX_KERNEL = 64  # per axis; the lifted kernels have their own, tighter limit on min(cq, ck)
 HEAD_DIMS = range(16, 257, 8)
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
-KEY_PADDINGS = ("both", "left", "right")
-MASKS = ("source", "output")
+DType: TypeAlias = Literal["bf16", "fp16", "fp32", "fp64"]
+DTYPES: dict[DType, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # name -> bytes per element
+KeyPadding: TypeAlias = Literal["both", "left", "right"]
+KEY_PADDINGS: tuple[KeyPadding, ...] = get_args(KeyPadding)
+Mask: TypeAlias = Literal["source", "output"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
 MAX_NEW_TOKENS = 8  # queries of one decode step
-MAX_MIXED_HEADS = 64  # of a group
-DROPOUT_GROUP = 16  # keys for which dropout draws at a time
-WEIGHTS = ("weight", "head_weight", "post_weight", "post_head_weight")  # of stages, in the order they are applied
+MAX_MIXED_HEADS = 64  # heads of one mixed group
+DROPOUT_GROUP = 16  # keys that share one draw of random numbers in dropout
+# The weight of each stage -> the option that builds the stage, in the order in which the stages are applied.
+STAGES = {
+    "weight": "kernel",
+    "head_weight": "mixed_heads",
+    "post_weight": "post_kernel",
+    "post_head_weight": "post_mixed_heads",
+}
+WEIGHTS = tuple(STAGES)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One multi-token attention operator, a pipeline of stages over scores (head, query, key).
+    """One multi-token attention operator: a pipeline of stages over scores (head, query, key).
 
-    Scores are scale * q k^T, convolved (with zeros where masked), mixed over heads, masked, and turned to probabilities
-    by softmax; these are convolved, masked and mixed over heads again, and multiplied with v. Each of the four stages
-    may be left out; without any it is plain attention.
+    The scores are scale * q k^T. They are convolved (with zeros where masked), mixed over heads,
+    masked, and turned into attention probabilities by a softmax. The probabilities are convolved,
+    masked and mixed over heads again, and then multiplied by v. Each of the four stages may be left
+    out; without any the operator is plain attention.
 
     Args:
         kernel: ``(cq, ck)``, extent of the convolution before the softmax over queries and over keys; ``None`` for no
             convolution.
         head_dim: size D of a query or key vector, 16..256 in multiples of 8.
         value_head_dim: size DV of a value vector; ``None`` means ``head_dim``.
-        causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only. It is another spelling
-            of a window that ends at 0, see ``window``.
+        causal: query i (aligned to the end of the keys) sees keys ``j <= i + Nk - Nq`` only. The
+            same as a window that ends at 0, see ``window``.
         key_padding: where the key axis is padded: ``both`` (pL = (ck-1)//2), ``left`` (pL = ck-1), ``right`` (pL = 0).
-        mask: which scores are zeroed before a convolution where not every query sees every key: ``source``, those whose
-            own query i' does not see their key j' (when causal j' > i' + off, as in the MTA authors' code), or
-            ``output``, those whose key the result's query i does not see (j' > i + off, as in the paper's formula).
+        mask: which scores a convolution counts as zero, where not every query sees every key.
+            ``source``: scores (i', j') whose own query i' does not see key j' (when causal j' > i'
+            + off, as in the MTA authors' code). ``output``: scores (i', j') whose key j' is hidden
+            from the query i of the result (j' > i + off, as in the paper's formula).
         dtype: element type of q, k, v and out: ``bf16``, ``fp16``, ``fp32`` (and ``fp64`` for the torch backend).
-        mixed_heads: m: before the softmax, scores are mixed in groups of m consecutive heads, 1..64; ``None``: not at
-            all.
+        mixed_heads: m: before the softmax, scores are mixed in groups of m consecutive heads,
+            1..64; ``None`` for no mixing.
         post_kernel: extent of the convolution after the softmax; ``None`` for no convolution.
         post_mixed_heads: the same as ``mixed_heads``, after the softmax.
-        window: ``(left, right)``, as FlashAttention defines it: query i sees keys
-            ``i + Nk - Nq - left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0.
-            The fields keep one spelling of each mask: where ``right`` is 0, ``causal`` is True and the window's second
-            number is -1. :attr:`left` and :attr:`right` say what is seen.
-        packed: q, k and v hold documents one after the other, each a sequence of its own; batches otherwise.
-        dropout: what multiplies the values is dropped with a probability that a call gives.
+        window: ``(left, right)``, as FlashAttention defines it: query i sees keys ``i + Nk - Nq -
+            left <= j <= i + Nk - Nq + right`` only; -1 is no limit. ``causal`` makes ``right`` 0.
+            Fields are normalised so that equal masks are equal fields: where ``right`` is 0,
+            ``causal`` is True and the window's second number is -1. :attr:`left` and :attr:`right`
+            give the limits in force.
+        packed: whether q, k and v hold packed documents, each a sequence of its own, instead of a
+            batch.
+        dropout: whether the factors of v are dropped, with a probability that each call gives.
 
     Raises:
         SpecError: a field is out of range.
@@ -59,9 +77,9 @@ class Spec:
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # filled in from head_dim
     causal: bool = True
-    key_padding: str = "both"
-    mask: str = "source"
-    dtype: str = "bf16"
+    key_padding: KeyPadding = "both"
+    mask: Mask = "source"
+    dtype: DType = "bf16"
     mixed_heads: int | None = None
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
@@ -73,15 +91,19 @@ class Spec:
         for name in ("kernel", "post_kernel"):
             object.__setattr__(self, name, _extents(name, getattr(self, name)))
         for name in ("mixed_heads", "post_mixed_heads"):
-            heads = getattr(self, name)
-            if heads is not None and not (_is_int(heads) and 1 <= heads <= MAX_MIXED_HEADS):
-                raise SpecError(explain(name, heads, "must be a number of heads", f"1..{MAX_MIXED_HEADS}, or None"))
+            given = getattr(self, name)
+            heads = as_int(given)
+            if given is not None and not (heads is not None and 1 <= heads <= MAX_MIXED_HEADS):
+                raise SpecError(explain(name, given, "must be a number of heads", f"1..{MAX_MIXED_HEADS}, or None"))
+            object.__setattr__(self, name, heads)
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("head_dim", "value_head_dim"):
-            value = getattr(self, name)
-            if not _is_int(value) or value not in HEAD_DIMS:
-                raise SpecError(explain(name, value, "is not supported", "multiples of 8 from 16 to 256"))
+            value = as_int(getattr(self, name))
+            if value is None or value not in HEAD_DIMS:
+                rule = "is not supported"
+                raise SpecError(explain(name, getattr(self, name), rule, "multiples of 8 from 16 to 256"))
+            object.__setattr__(self, name, value)
         for name in ("causal", "packed", "dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(explain(name, getattr(self, name), "must be a bool", (True, False)))
@@ -105,52 +127,52 @@ class Spec:
 
     @property
     def pad_left(self) -> int:
-        """pL: keys to the left of j that enter C[i, j]."""
+        """Number pL of keys to the left of j that enter C[i, j]."""
         return self.padding(self.ck)[0]
 
     @property
     def pad_right(self) -> int:
-        """pR = ck - 1 - pL: keys to the right of j that enter C[i, j]."""
+        """Number pR = ck - 1 - pL of keys to the right of j that enter C[i, j]."""
         return self.padding(self.ck)[1]
 
     def padding(self, ck: int) -> tuple[int, int]:
-        """Keys to the left and to the right of j that a convolution by ``ck`` columns reads."""
+        """Return how many keys left and right of j a convolution of width ``ck`` reads."""
         left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[self.key_padding]
         return left, ck - 1 - left
 
     @property
     def context(self) -> int:
-        """Queries before its own that a row of the output depends on."""
+        """Number of earlier queries that a row of the output depends on."""
         return self.cq - 1 + (self.post_kernel[0] - 1 if self.post_kernel else 0)
 
     @property
     def convolves_only(self) -> bool:
-        """Whether there is no stage but, maybe, a convolution before the softmax."""
+        """Whether the operator has no stage except, maybe, a convolution before the softmax."""
         return self.mixed_heads is None and self.post_kernel is None and self.post_mixed_heads is None
 
     @cached_property
     def mixed(self) -> dict[str, int]:
-        """Heads of a group by the name of the weight that mixes them."""
+        """Heads per mixed group, by the name of the weight that mixes them."""
         groups = {"head_weight": self.mixed_heads, "post_head_weight": self.post_mixed_heads}
         return {name: heads for name, heads in groups.items() if heads}
 
     @cached_property
     def kernels(self) -> dict[str, tuple[int, int]]:
-        """Extents of convolutions by the name of the weight."""
+        """Extents (cq, ck) of each convolution, by the name of its weight."""
         kernels = {"weight": self.kernel, "post_weight": self.post_kernel}
         return {name: kernel for name, kernel in kernels.items() if kernel}
 
     @cached_property
     def weight_names(self) -> tuple[str, ...]:
-        """The weights that the op takes, in the order of ``WEIGHTS``."""
+        """Names of the weights that the op takes, in the order of ``WEIGHTS``."""
         return tuple(name for name in WEIGHTS if name in self.kernels or name in self.mixed)
 
     def weights(self, heads: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight by its name, in the order of ``WEIGHTS``, where q has so many heads."""
+        """Return the weights' shapes by name, in the order of ``WEIGHTS``, for H = ``heads``."""
         return {name: self.weight_shape(name, heads) for name in self.weight_names}
 
     def weight_shape(self, name: str, heads: int) -> tuple[int, ...]:
-        """The shape of one weight."""
+        """Return the shape of the weight ``name`` for q with ``heads`` heads."""
         if name in self.kernels:
             return heads, *self.kernels[name]
         mixed = self.mixed[name]
@@ -158,12 +180,12 @@ class Spec:
 
     @property
     def left(self) -> int | None:
-        """Keys before its own position that a query sees; None: all."""
+        """Number of keys before its own position that a query sees; None for all."""
         return self.window[0] if self.window[0] >= 0 else None
 
     @property
     def right(self) -> int | None:
-        """Keys after its own position that a query sees; None: all."""
+        """Number of keys after its own position that a query sees; None for all."""
         if self.causal:
             return 0
         return self.window[1] if self.window[1] >= 0 else None
@@ -174,36 +196,45 @@ class Spec:
         return DTYPES[self.dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict; ``Spec.from_dict`` inverts it."""
+        """Return the fields as a JSON-ready dict; ``Spec.from_dict`` inverts it."""
         return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Spec:
-        """Inverse of :meth:`to_dict`."""
+        """Return the spec that :meth:`to_dict` made ``fields`` from."""
         return cls(**fields)
 
 
 def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
-    """A kernel's extents, checked."""
+    """Return the extents (cq, ck) of a convolution after checking them."""
     if kernel is None:
         return None
-    if not (isinstance(kernel, (tuple, list)) and len(kernel) == 2 and all(_is_int(c) for c in kernel)):
+    extents = _pair(kernel)
+    if extents is None:
         rule, legal = "must be a pair of ints (cq, ck)", f"1..{MAX_KERNEL} each, or None for no convolution"
         raise SpecError(explain(name, kernel, rule, legal))
-    if not all(1 <= c <= MAX_KERNEL for c in kernel):
+    if not all(1 <= c <= MAX_KERNEL for c in extents):
         raise SpecError(explain(name, kernel, "cq and ck are out of range", f"1..{MAX_KERNEL} each"))
-    return kernel[0], kernel[1]
+    return extents
 
 
 def _window(window: Any) -> tuple[int, int]:
-    """A window, checked."""
-    if not (
-        isinstance(window, (tuple, list)) and len(window) == 2 and all(_is_int(n) and -1 <= n < 2**30 for n in window)
-    ):
+    """Return the window (left, right) after checking it."""
+    keys = _pair(window)
+    if keys is None or not all(-1 <= n < 2**30 for n in keys):
         legal = "keys before and after a query's own, 0..2**30-1 each, or -1 for all"
         raise SpecError(explain("window", window, "must be a pair of ints (left, right)", legal))
-    return window[0], window[1]
+    return keys
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _pair(value: Any) -> tuple[int, int] | None:
+    """Two ints, or None if the value is no pair of integers."""
+    if not (isinstance(value, (tuple, list)) and len(value) == 2):
+        return None
+    first, second = map(as_int, value)
+    return None if first is None or second is None else (first, second)
+
+
+def as_int(value: object) -> int | None:
+    """An integer of any type, such as NumPy's, as an int; None if the value is no integer. A bool is none."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

@@ -1,7 +1,9 @@
-"""Timing the planner's candidates on this machine's GPU, for ``mtagen tune`` and ``build(..., tune=True)``.
+"""Timing of the planner's candidates on this machine's GPU, for ``mtagen tune`` and ``build(...,
+tune=True)``.
 
-The alternatives to each decision of each pass are timed one by one, the others as planned; then the two backends, each
-with its fastest, pass by pass. What is found becomes a table (:mod:`mtagen.planner.tables`), which is kept in the cache
+The alternatives to each decision of each pass are timed one by one, with the other decisions as
+planned. Then the two backends, each with its fastest candidates, are compared pass by pass. The
+results form a table (:mod:`mtagen.planner.tables`), which is stored in the cache
 (:mod:`mtagen.runtime.tuned`).
 """
 
@@ -27,7 +29,7 @@ from .measure.inputs import Sampler
 from .measure.timing import time_call
 from .ops.attention import assemble
 from .ops.executor import single_tap
-from .planner import Plan, plan
+from .planner import Backend, Plan, plan
 from .planner.choice import GENERATED
 from .planner.lift.decode import DECODE_ROLES
 from .planner.lift.passes import LiftPass
@@ -39,25 +41,25 @@ from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
 
-_CALLS = 10  # in which a kernel of strips is timed
-_ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of times that mean nothing
+_CALLS = 10  # calls that time a kernel of a strip
+_ALIKE_COST, _ALIKE_MS = 1e-3, 1e-2  # relative differences of costs and of times that count as ties
 
 _SCALE = SCALES["cuda"]
 _LONG = _SCALE.training(LENGTH)
-_BATCHED = _SCALE.training(1024)  # short sequences, where much of what a call does on the CPU counts
+_BATCHED = _SCALE.training(1024)  # short sequences, where a call's CPU time counts
 _DECODE_STEPS = _SCALE.decode_steps(CACHE_LENGTH)  # a build does not know how decode will be called
-# What the candidates of each pass are timed on, and what the backends are compared on: geometric means.
+# Sizes for the candidates of each pass, and for the comparison of backends: times are geometric means over them.
 CANDIDATE_SIZES = {"forward": (_LONG,), "backward": (_LONG,), "decode": _DECODE_STEPS}
 BACKEND_SIZES = {**CANDIDATE_SIZES, **dict.fromkeys(("forward", "backward"), (_LONG, _BATCHED))}
 
 
 class Candidate(NamedTuple):
-    """One way to take one decision.
+    """One candidate for one decision.
 
     Attributes:
-        key: the decision.
-        plan: a plan with it.
-        pass_name: the pass that it is about, which is timed.
+        key: key of the decision.
+        plan: a plan with the candidate.
+        pass_name: the pass of the decision, which is timed.
     """
 
     key: str
@@ -71,12 +73,12 @@ class Candidate(NamedTuple):
 
     @property
     def fields(self) -> Fields:
-        """What was decided, which tells it from its rivals."""
+        """Fields of the decision, which distinguish the candidates."""
         return self.pass_plan.decisions()[self.key]
 
     @property
     def cost(self) -> float:
-        """The planner's model of it."""
+        """The candidate's cost by the planner's model."""
         return self.pass_plan.decision_cost(self.key)
 
 
@@ -90,7 +92,7 @@ class Timed(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A candidate that did not run, and why."""
+    """A candidate that did not run, and the error."""
 
     key: str
     fields: Fields
@@ -99,11 +101,11 @@ class Failed(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What tuning found.
+    """The results of tuning.
 
     Attributes:
         timings: every candidate that ran.
-        failed: what did not.
+        failed: every candidate that did not run.
         table: the winners.
     """
 
@@ -126,14 +128,45 @@ def tune(
     Args:
         specs: the requests.
         target: the GPU's target.
-        backends: whose candidates; default: of those that are installed.
-        limit: candidates for each decision, the cheapest by the cost model.
-        jobs: processes that compile Triton kernels.
-        progress: called with how many candidates of how many are done.
+        backends: backends of the candidates; default: the installed backends.
+        limit: number of candidates for each decision, the cheapest by the cost model.
+        jobs: number of processes that compile Triton kernels.
+        progress: called with the number of candidates that are done and the number of all
+            candidates.
 
     Raises:
         BackendError: there is no GPU; a backend is not installed.
         PlanError: no backend has a plan for a spec.
+    """
+    timed = check_backends(backends)
+    plans = [base for spec in specs for base in _plans(spec, target, timed, ())]
+    listed = [candidate for base in plans for candidate in candidates_of(base, limit)]
+    candidates = {(candidate.key, describe(candidate.fields)): candidate for candidate in listed}.values()
+    precompile([(base, name) for base in plans for name in base.triton], jobs)
+    precompile([(each.plan, each.pass_name) for each in candidates if each.pass_name in each.plan.triton], jobs)
+    timings, failed = [], []
+    for done, candidate in enumerate(candidates):
+        progress(done, len(candidates))
+        key, fields = candidate.key, candidate.fields
+        try:
+            timings.append(Timed(key, fields, candidate.cost, _time(candidate)))
+        except Exception as error:  # a candidate that the compiler or the driver refuses loses; the report says so
+            failed.append(Failed(key, fields, f"{type(error).__name__}: {str(error)[:200]}"))
+    progress(len(candidates), len(candidates))
+    table = Table(TUNED, {key: _winner(group).fields for key, group in _by_key(timings).items()})
+    for spec in specs:
+        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, timed, (table,)))))
+    return Tuning(tuple(timings), tuple(failed), table)
+
+
+def check_backends(backends: Sequence[str] | None = None) -> list[Backend]:
+    """The backends whose candidates can be timed here.
+
+    Args:
+        backends: those that were asked for; default: those that are installed.
+
+    Raises:
+        BackendError: there is no GPU; a backend is not installed.
     """
     if not torch.cuda.is_available():
         raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
@@ -141,75 +174,64 @@ def tune(
     for backend in backends or ():
         if backend not in installed:
             raise BackendError(explain("backend", backend, "its packages are not installed", installed))
-    backends = [backend for backend in GENERATED if backend in (backends or installed)]
-    plans = [made for spec in specs for made in _plans(spec, target, backends, ())]
-    every = [one for base in plans for one in candidates_of(base, limit)]
-    candidates = {(one.key, describe(one.fields)): one for one in every}.values()
-    precompile([(base, name) for base in plans for name in base.triton], jobs)
-    precompile([(one.plan, one.pass_name) for one in candidates if one.pass_name in one.plan.triton], jobs)
-    timings, failed = [], []
-    for done, one in enumerate(candidates):
-        progress(done, len(candidates))
-        try:
-            timings.append(Timed(one.key, one.fields, one.cost, _time(one)))
-        except Exception as error:  # a candidate that the compiler or the driver refuses loses, which the report says
-            failed.append(Failed(one.key, one.fields, f"{type(error).__name__}: {str(error)[:200]}"))
-    progress(len(candidates), len(candidates))
-    table = Table(TUNED, {key: _winner(group).fields for key, group in _by_key(timings).items()})
-    for spec in specs:
-        table = table.updated(Table(TUNED, cuda_over_triton=_compare(_plans(spec, target, backends, (table,)))))
-    return Tuning(tuple(timings), tuple(failed), table)
+    return [backend for backend in GENERATED if backend in (backends or installed)]
 
 
 def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
-    """Check the plans that ``table`` leads to by the rule of :mod:`mtagen.accuracy`, then keep it for later builds.
+    """Check the plans with ``table`` by the rule of :mod:`mtagen.accuracy`, then store the table
+    for later builds.
 
     Raises:
-        BackendError: a plan breaks the accuracy rule; nothing is kept.
+        BackendError: a plan breaks the accuracy rule; nothing is stored.
     """
     for spec in specs:
-        for made in _plans(spec, target, available_backends(), (table,)):
-            if wrong := failures(assemble(made), spec, torch.device("cuda")):
-                raise BackendError(f"{made.name}, {made.backend}, is not accurate as tuned: {wrong[0]}")
+        for tuned in _plans(spec, target, available_backends(), (table,)):
+            if wrong := failures(assemble(tuned), spec, torch.device("cuda")):
+                raise BackendError(f"{tuned.name}, {tuned.backend}, is not accurate as tuned: {wrong[0]}")
     for spec in specs:
         remember(spec, target, table)
 
 
-def _plans(spec: Spec, target: str, backends: Sequence[str], tables: Sequence[Table]) -> list[Plan]:
-    """The plan of each backend that can do the spec; ``auto``'s as well where one can do some of its passes only.
+def _plans(spec: Spec, target: str, backends: Sequence[Backend], tables: Sequence[Table]) -> list[Plan]:
+    """Plan the spec with each backend that supports it, and with ``auto`` if a backend supports
+    only some passes.
 
     Raises:
-        PlanError: none can; the message is the first one's.
+        PlanError: no backend supports the spec; the message is the first backend's.
     """
-    made, refusals = [], []
+    plans, refusals = [], []
     followed = (*tables, shipped(target))
     for backend in backends:
         try:
-            made.append(plan(spec, target, backend, tables=followed))
+            plans.append(plan(spec, target, backend, tables=followed))
         except PlanError as refusal:  # the other backend's candidates remain
             refusals.append(refusal)
-    if not made:
+    if not plans:
         raise refusals[0]
     if refusals:
-        made.append(plan(spec, target, "auto", backends, followed))
-    return made
+        plans.append(plan(spec, target, "auto", backends, followed))
+    return plans
 
 
 def candidates_of(base: Plan, limit: int) -> Iterator[Candidate]:
-    """Each decision of a plan, and the cheapest alternatives to it, in the first pass that has the decision."""
+    """Yield each decision of a plan and its cheapest alternatives, in the first pass that has the
+    decision.
+    """
     passes: dict[str, PassPlan] = {}
-    for one in base.passes:
-        passes |= {key: one.plan for key in one.plan.decisions() if key not in passes}
+    for planned_pass in base.passes:
+        pass_plan = planned_pass.plan
+        passes |= {key: pass_plan for key in pass_plan.decisions() if key not in passes}
     for key, planned in passes.items():
-        for made in dict.fromkeys([planned, *planned.alternatives(key)[:limit]]):
-            yield Candidate(key, base.decided(key, made.decisions()[key]), made.pass_name)
+        for option in dict.fromkeys([planned, *planned.alternatives(key)[:limit]]):
+            yield Candidate(key, base.decided(key, option.decisions()[key]), option.pass_name)
 
 
 def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:
-    """Spearman's coefficient of modelled cost and measured time, key by key, where at least three candidates ran.
+    """Return Spearman's coefficient of modelled cost and measured time for each key with at least
+    three candidates.
 
     Costs that differ by less than a thousandth count as equal, and so do times that differ by less than a hundredth:
-    neither the model nor a benchmark tells them apart.
+    the model and a benchmark do not resolve smaller differences.
     """
     return {
         key: _correlation(_ranks([x.cost for x in group], _ALIKE_COST), _ranks([x.ms for x in group], _ALIKE_MS))
@@ -219,13 +241,13 @@ def rank_correlation(timings: Iterable[Timed]) -> dict[str, float]:
 
 
 def mean_rank_correlation(timings: Iterable[Timed]) -> float:
-    """Mean of :func:`rank_correlation` over the keys, NaN if there are none."""
+    """Return the mean of :func:`rank_correlation` over the keys, NaN without keys."""
     coefficients = rank_correlation(timings).values()
     return statistics.fmean(coefficients) if coefficients else math.nan
 
 
 def report(found: Tuning) -> list[tuple[str, ...]]:
-    """Rows of (key, fastest candidate, ms, the cost model's first, ms, rank correlation)."""
+    """Return rows of (key, fastest candidate, ms, the cost model's first, ms, rank correlation)."""
     rows: list[tuple[str, ...]] = []
     coefficients = rank_correlation(found.timings)
     for key, group in _by_key(found.timings).items():
@@ -237,7 +259,9 @@ def report(found: Tuning) -> list[tuple[str, ...]]:
 
 
 def to_dict(found: Tuning) -> dict[str, Any]:
-    """A JSON-ready dict: the machine, every candidate's cost and time, the candidates that failed."""
+    """Return a JSON-ready dict: the machine, every candidate's cost and time, the candidates that
+    failed.
+    """
     return {
         **describe_machine(),
         "mean_rank_correlation": mean_rank_correlation(found.timings),
@@ -247,7 +271,8 @@ def to_dict(found: Tuning) -> dict[str, Any]:
 
 
 def export(table: Table, path: Path) -> None:
-    """Write a table in the format of those shipped, over the decisions that ``path`` may already hold.
+    """Write a table in the format of the shipped tables; it replaces decisions that ``path`` may
+    already hold.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -258,7 +283,9 @@ def export(table: Table, path: Path) -> None:
 
 
 def _winner(group: Sequence[Timed]) -> Timed:
-    """The fastest; the first, which is what was planned, where none is faster by what a benchmark tells apart."""
+    """Return the fastest candidate, or the planned (first) candidate if no other is measurably
+    faster.
+    """
     fastest = min(group, key=lambda timed: timed.ms)
     return fastest if fastest.ms * (1 + _ALIKE_MS) < group[0].ms else group[0]
 
@@ -270,40 +297,42 @@ def _by_key(timings: Iterable[Timed]) -> dict[str, list[Timed]]:
     return groups
 
 
-def _time(one: Candidate) -> float:
-    """Median ms of a candidate's kernel, or of its pass; of decode, the geometric mean over how it is called."""
-    made, spec = one.pass_plan, one.plan.spec
-    if isinstance(made, StripPass):
-        module = load_host(one.plan, render(one.plan), one.pass_name)
-        return _kernel_ms(module, made.role(one.key), _call(module, one.pass_name, spec, _LONG))
-    if not isinstance(made, LiftPass):  # all of a fused CUDA pass is one decision
-        return _pass_ms(load(one.plan, render(one.plan)), one.pass_name, spec, CANDIDATE_SIZES)
-    module, role = load_host(one.plan, render(one.plan), one.pass_name), made.role(one.key)
-    if role in DECODE_ROLES:  # whose kernel is all but a sliver of its pass
+def _time(candidate: Candidate) -> float:
+    """Return the median ms of a candidate's kernel or pass; for decode, the geometric mean over its
+    sizes.
+    """
+    pass_plan, spec, pass_name = candidate.pass_plan, candidate.plan.spec, candidate.pass_name
+    if isinstance(pass_plan, StripPass):
+        module = load_host(candidate.plan, render(candidate.plan), pass_name)
+        return _kernel_ms(module, pass_plan.role(candidate.key), _call(module, pass_name, spec, _LONG))
+    if not isinstance(pass_plan, LiftPass):  # a fused CUDA pass is one decision
+        return _pass_ms(load(candidate.plan, render(candidate.plan)), pass_name, spec, CANDIDATE_SIZES)
+    module, role = load_host(candidate.plan, render(candidate.plan), pass_name), pass_plan.role(candidate.key)
+    if role in DECODE_ROLES:  # the kernel takes nearly all the time of its pass
         return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(role)]))
-    from .runtime.launches import recorded  # which needs triton
+    from .runtime.launches import recorded  # needs triton
 
     with recorded(module) as launches:
-        _call(module, one.pass_name, spec, _LONG)()
-    kernel = _kernel_name(made, role)
-    mine = [launch for launch in launches if launch.kernel.__name__ == kernel]
+        _call(module, pass_name, spec, _LONG)()
+    kernel = _kernel_name(pass_plan, role)
+    repeated = [launch for launch in launches if launch.kernel.__name__ == kernel]
 
     def launch_all() -> None:
-        for launch in mine:
+        for launch in repeated:
             launch.run()
 
     return _ms(launch_all)
 
 
-def _kernel_name(made: LiftPass, role: str) -> str:
-    """The kernel of a training pass that has the tile of ``role``."""
-    wanted = "fwd" if role == "forward" else f"bwd_{role}"
-    return next(kernel.name for kernel in made.kernels if kernel.role == wanted)
+def _kernel_name(pass_plan: LiftPass, role: str) -> str:
+    """Return the name of the kernel of a training pass that has the tile of ``role``."""
+    kernel_role = "fwd" if role == "forward" else f"bwd_{role}"
+    return next(kernel.name for kernel in pass_plan.kernels if kernel.role == kernel_role)
 
 
 def _kernel_ms(module: ModuleType, role: str, call: Callable[[], object]) -> float:
-    """Median ms, over some calls, of all launches of one CUDA kernel in strips."""
-    call()  # which loads it
+    """Return the median ms, over some calls, of all launches of one CUDA kernel of a strip pass."""
+    call()  # loads the kernel
     (kernels,) = module.LOADED[role].values()
     kernel, event = kernels[role], partial(torch.cuda.Event, enable_timing=True)
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -333,10 +362,12 @@ def _ms(call: Callable[[], object]) -> float:
 
 
 def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
-    """Time of CUDA's kernels over Triton's in each pass that both backends have a plan for."""
+    """Return the time of CUDA's kernels over Triton's in each pass for which both backends have a
+    plan.
+    """
     ratios, spec = {}, plans[0].spec
     for name in PASSES:
-        serving = {backend: made for made in plans for backend in GENERATED if name in made.served_by(backend)}
+        serving = {backend: planned for planned in plans for backend in GENERATED if name in planned.served_by(backend)}
         if len(serving) == len(GENERATED):
             loaded = (load(serving[backend], render(serving[backend])) for backend in GENERATED)
             cuda, triton = (_pass_ms(passes, name, spec, BACKEND_SIZES) for passes in loaded)
@@ -345,11 +376,14 @@ def _compare(plans: Sequence[Plan]) -> dict[str, dict[Shape, float]]:
 
 
 def _pass_ms(passes: Any, name: str, spec: Spec, sizes: Mapping[str, Sequence[Sizes]]) -> float:
-    return statistics.geometric_mean(_ms(_call(passes, name, spec, one)) for one in sizes[name])
+    return statistics.geometric_mean(_ms(_call(passes, name, spec, each)) for each in sizes[name])
 
 
 def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]:
-    """A pass on random inputs; ``passes`` has the functions of :class:`mtagen.runtime.load.Passes`, or is a module."""
+    """Return a call of a pass on random inputs;
+
+    ``passes`` is a :class:`mtagen.runtime.load.Passes` or a module.
+    """
     sampler = Sampler.for_timing(spec, sizes, torch.device("cuda"))
     inputs, scale = sampler.inputs(decode=name == "decode"), spec.head_dim**-0.5
     arguments = [*inputs.arguments, *([] if spec.weight_names else [single_tap(inputs.q)])]
@@ -362,7 +396,11 @@ def _call(passes: Any, name: str, spec: Spec, sizes: Sizes) -> Callable[[], Any]
 
 
 def _ranks(values: Sequence[float], tolerance: float) -> list[float]:
-    """Ranks from 1; values that differ from the one before by less than ``tolerance`` of it share their mean rank."""
+    """Rank values from 1; a value that exceeds its predecessor by a factor of at most 1 +
+    ``tolerance`` shares its rank.
+
+    Values that share a rank get the mean of their ranks.
+    """
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
     start = 0
@@ -375,5 +413,7 @@ def _ranks(values: Sequence[float], tolerance: float) -> list[float]:
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Pearson's coefficient; 0 if either is constant, for then there is no order to predict."""
+    """Return Pearson's coefficient, or 0 if either sequence is constant, because then there is no
+    order to predict.
+    """
     return statistics.correlation(one, other) if len({*one}) > 1 and len({*other}) > 1 else 0.0

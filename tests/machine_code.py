@@ -1,214 +1,214 @@
-"""What integers are in a kernel's machine code: registers of all threads of a warpgroup, without a GPU.
+"""Compare the machine code of all kinds of kernels with that of another commit, for changes that must not change it.
 
-A compiler errs seldom, and then where registers are few: ptxas of CUDA 13.0 once gave a register away that was still
-needed for the place at which a thread stores. Such integers follow from the thread's index by few instructions. They
-are evaluated here by looking up the instructions that a register comes from, through branches, and through the stack
-where it was spilled. What all threads have alike, uniform registers and the kernel's arguments, counts as 0.
+Run from the repository's root::
+
+    python -m tests.machine_code main            # the working tree against the commit `main`
+    python -m tests.machine_code main --only 'lift*' --folder /tmp/code
+
+Each case is a spec on a target by a backend. The sources of both trees are rendered first. Where they differ in more
+than comments, both are compiled, and the instructions of each kernel are compared. A line for each kernel that differs
+says how registers, stack, shared memory and the number of instructions changed. The folder keeps the listings, for a
+look at a difference. The exit status is 1 if some kernel differs, else 0.
+
+Both trees must have this module, and each is compiled by its own.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
+import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeAlias
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
 
-THREADS = 128
-WORD = 0xFFFFFFFF
-Values: TypeAlias = "tuple[int, ...]"  # of each thread
-Place: TypeAlias = "tuple[str, int]"  # a register, or an offset on the stack
+from mtagen import Spec, plan
+from mtagen.codegen import render
+from mtagen.planner import Plan
+from mtagen.runtime.nvrtc import cached_cubin
+from mtagen.runtime.offline import Usage, compile_offline, usage_of_cubins
 
-_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?PT?\d*)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", re.MULTILINE)
-_REGISTER = re.compile(r"^[-~|!]*R(\d+)(\.reuse)?\|?$")
-_STACK = re.compile(r"^\[R1(?:\+0x([0-9a-f]+))?\]$")
-_WIDTHS = {"64": 2, "128": 4}  # registers of an operand, by a part of the opcode
-_WRITES_NONE = re.compile(r"^(ST|RED|BAR|BRA|EXIT|SYNCS|WARP|MEMBAR|[IF]SETP|PLOP3|R2UR|U|DEPBAR|LDGSTS|BSSY|BSYNC)")
-
-
-class UnknownError(Exception):
-    """A register that does not follow from the thread's index alone, or by an instruction that is not known here."""
+_PAPER = Spec((6, 11), 64)
+_MIXED = Spec(None, 64, mixed_heads=16, post_mixed_heads=16)
+_ALL = Spec((6, 11), 64, mixed_heads=16, post_kernel=(6, 11), post_mixed_heads=16)
+_PAIRS = Spec((6, 11), 128, post_mixed_heads=2)
+_CONVOLVED = {
+    "paper": _PAPER,
+    "d128": replace(_PAPER, head_dim=128, value_head_dim=128),
+    "plain": Spec(None, 64),
+    "odd": Spec((5, 2), 64, dtype="fp16"),
+    "full": replace(_PAPER, causal=False),
+    "window": replace(_PAPER, window=(127, -1)),
+    "both-edges": replace(_PAPER, causal=False, window=(40, 30)),
+    "output": replace(_PAPER, mask="output"),
+    "packed": replace(_PAPER, packed=True),
+    "packed-window": replace(_PAPER, packed=True, window=(127, -1)),
+    "dropout": replace(_PAPER, dropout=True),
+}
+_IN_STRIPS = {
+    "mixed": _MIXED,
+    "mixed-packed-dropout": replace(_MIXED, packed=True, dropout=True),
+    "all": _ALL,
+    "all-window": replace(_ALL, window=(127, -1)),
+    "all-packed": replace(_ALL, packed=True),
+    "all-dropout": replace(_ALL, dropout=True),
+    "pairs": _PAIRS,
+}
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One of a kernel.
+class Case:
+    """Kernels to compare: those of a spec, on a target, by a backend."""
 
-    Attributes:
-        address: of its code.
-        predicate: under which it runs; empty: always.
-        opcode: with its modifiers.
-        operands: as they are printed.
-    """
-
-    address: int
-    predicate: str
-    opcode: str
-    operands: tuple[str, ...]
-
-    @cached_property
-    def written(self) -> frozenset[Place]:
-        """The registers and words of the stack that it writes."""
-        if self.opcode.startswith("STL"):
-            return frozenset(place for place, _ in self.spilled)
-        if _WRITES_NONE.match(self.opcode):
-            return frozenset()
-        found = [m for operand in self.operands[:2] if (m := _REGISTER.match(operand))]
-        if not found or not (_REGISTER.match(self.operands[0]) or self.operands[0].startswith("P")):
-            return frozenset()
-        first = int(found[0][1])
-        return frozenset(("R", first + i) for i in range(self._width))
-
-    @cached_property
-    def spilled(self) -> tuple[tuple[Place, str], ...]:
-        """Of a store to the stack, the words and what they get."""
-        first, operand = stack_offset(self.operands[0]), self.operands[1]
-        register = _REGISTER.match(operand)
-        return tuple(
-            (("stack", first + 4 * i), f"R{int(register[1]) + i}" if register else operand) for i in range(self._width)
-        )
+    spec: Spec
+    target: str
+    backend: str
 
     @property
-    def _width(self) -> int:
-        if self.opcode.startswith("HGMMA"):
-            return int(self.opcode.split("x")[1]) // 2
-        if self.opcode.startswith(("HMMA", "LDSM.16.M88.4", "LDSM.16.MT88.4")):
-            return 4
-        return max((_WIDTHS.get(part, 1) for part in self.opcode.split(".")), default=1) + (".WIDE" in self.opcode)
+    def plan(self) -> Plan:
+        """The plan of all passes."""
+        return plan(self.spec, self.target, self.backend)
 
 
-def stack_offset(operand: str) -> int:
-    """Of a word, as ``[R1+0x20]`` has it."""
-    found = _STACK.match(operand)
-    if not found:
-        raise UnknownError(operand)
-    return int(found[1] or "0", 16)
+def _cases() -> Iterator[tuple[str, Case]]:
+    tables = (
+        ("tile", _CONVOLVED, "cuda", ("sm_90a", "sm_80", "sm_89")),
+        ("lift", _CONVOLVED, "triton", ("sm_90a", "sm_80")),
+        ("strips", _IN_STRIPS, "triton", ("sm_90a", "sm_80")),
+        ("strips", _IN_STRIPS, "cuda", ("sm_90a",)),
+    )
+    for lowering, specs, backend, targets in tables:
+        for target in targets:
+            for name, spec in specs.items():
+                yield f"{lowering}-{name}-{backend}-{target}", Case(spec, target, backend)
 
 
-class MachineCode:
-    """A kernel's instructions.
-
-    Args:
-        assembly: as :class:`mtagen.runtime.offline.Usage` has it.
-    """
-
-    def __init__(self, assembly: str) -> None:
-        self.instructions = [
-            Instruction(int(address, 16), predicate, opcode, tuple(re.split(r",\s*(?![^\[]*\])", operands)))
-            for address, predicate, opcode, operands in _LINE.findall(assembly)
-        ]
-        self._known: dict[tuple[int, Place], Values] = {}
-        places = {one.address: i for i, one in enumerate(self.instructions)}
-        self._before: list[list[int]] = [[] for _ in self.instructions]
-        for i, one in enumerate(self.instructions):
-            target = one.operands[-1]
-            if one.opcode.startswith("BRA") and target.startswith("0x") and int(target, 16) in places:
-                self._before[places[int(target, 16)]].append(i)
-            goes_on = one.predicate or len(one.operands) > 1 or not one.opcode.startswith(("BRA", "EXIT", "RET"))
-            if goes_on and i + 1 < len(self.instructions):
-                self._before[i + 1].append(i)
-
-    def stores(self, displacement: int) -> Iterator[Values]:
-        """The addresses of each unconditional store of a word at a register and a displacement in shared memory.
-
-        Raises:
-            UnknownError: a register does not follow from the thread's index.
-        """
-        for i, one in enumerate(self.instructions):
-            found = re.match(r"^\[(R\d+)\+0x([0-9a-f]+)\]$", one.operands[0])
-            if one.opcode == "STS" and found and int(found[2], 16) == displacement:
-                yield tuple(value + displacement & WORD for value in self._value(i, found[1]))
-
-    def _value(self, i: int, operand: str) -> Values:
-        """Of an operand of instruction ``i``."""
-        name = operand.lstrip("-~").removesuffix(".reuse")
-        if register := _REGISTER.match(name):
-            values = self._at(i, ("R", int(register[1])))
-        elif re.match(r"^(RZ|U?RZ|UR\d+|c\[)", name):
-            values = (0,) * THREADS
-        elif name.startswith("0x"):
-            values = (int(name, 16),) * THREADS
-        else:
-            raise UnknownError(f"{operand} of {self.instructions[i]}")
-        if operand.startswith("-"):
-            return tuple(-value & WORD for value in values)
-        return tuple(~value & WORD for value in values) if operand.startswith("~") else values
-
-    def _at(self, i: int, place: Place) -> Values:
-        """What is at a place before instruction ``i``, whichever way led there."""
-        seen: set[int] = set()
-        todo, found = list(self._before[i]), set()
-        while todo:
-            j = todo.pop()
-            if j in seen:
-                continue
-            seen.add(j)
-            if place in self.instructions[j].written:
-                found.add(self._result(j, place))
-            else:
-                todo += self._before[j]
-        if len(found) != 1:
-            raise UnknownError(f"{place} has {len(found)} values before {self.instructions[i]}")
-        return found.pop()
-
-    def _result(self, j: int, place: Place) -> Values:
-        """What instruction ``j`` leaves at a place."""
-        if (j, place) not in self._known:
-            self._known[j, place] = self._computed(j, place)
-        return self._known[j, place]
-
-    def _computed(self, j: int, place: Place) -> Values:
-        one = self.instructions[j]
-        if one.predicate:
-            raise UnknownError(f"{one} runs under a predicate")
-        if one.opcode.startswith("STL"):
-            return self._value(j, dict(one.spilled)[place])
-        if one.opcode.startswith("LDL"):
-            first = _REGISTER.match(one.operands[0])
-            assert first
-            return self._at(j, ("stack", stack_offset(one.operands[1]) + 4 * (place[1] - int(first[1]))))
-        if one.opcode == "S2R":
-            return tuple(range(THREADS)) if one.operands[1] == "SR_TID.X" else (0,) * THREADS
-        operands = [operand for operand in one.operands[1:] if not operand.lstrip("!").startswith(("P", "UP"))]
-        if one.opcode == "LOP3.LUT":
-            compute: Callable[..., int] = _logic(int(operands.pop(), 16))
-        elif one.opcode in _ARITHMETIC:
-            compute = _ARITHMETIC[one.opcode]
-        else:
-            raise UnknownError(str(one))
-        return tuple(compute(*x) & WORD for x in zip(*(self._value(j, x) for x in operands), strict=True))
+CASES = dict(_cases())
 
 
-def _signed(x: int) -> int:
-    return x - (1 << 32) if x >> 31 & 1 else x
+def sources(names: Iterable[str], folder: Path) -> None:
+    """Write the sources of cases, ``folder/<case>/<file>``, without comments."""
+    for name in names:
+        for file, text in render(CASES[name].plan).files.items():
+            path = folder / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(uncommented(file, text), encoding="utf-8")
 
 
-def _logic(table: int) -> Callable[[int, int, int], int]:
-    """LOP3: the table's bit 4 a + 2 b + c for each bit of three words."""
-
-    def compute(a: int, b: int, c: int) -> int:
-        found = 0
-        for row in range(8):
-            if table >> row & 1:
-                found |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-        return found
-
-    return compute
-
-
-def _multiply_add(x: int, y: int, z: int) -> int:
-    return x * y + z
+def uncommented(file: str, text: str) -> str:
+    """Source text without comments, docstrings and line ends that mean nothing."""
+    if file.endswith(".py"):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            body: list[Any] = getattr(node, "body", [])
+            if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and _is_text(body[0].value):
+                body[0] = ast.Pass()
+        return ast.unparse(tree)
+    lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
 
 
-_ARITHMETIC: dict[str, Callable[..., int]] = {
-    "MOV": lambda x: x,
-    "IADD3": lambda x, y, z: x + y + z,
-    "VIADD": lambda x, y: x + y,
-    **{f"IMAD{kind}": _multiply_add for kind in ("", ".U32", ".MOV", ".MOV.U32", ".SHL", ".SHL.U32", ".IADD")},
-    "SHF.L.U32": lambda low, n, high: low << (n & 31),
-    "SHF.R.U32.HI": lambda low, n, high: high >> (n & 31),
-    "SHF.R.S32.HI": lambda low, n, high: _signed(high) >> (n & 31),
-    "LEA": lambda x, y, n: (x << n) + y,
-    "LEA.HI": lambda x, y, high, n: ((high << 32 | x) << n >> 32) + y,
-    "LEA.HI.SX32": lambda x, y, n: (_signed(x) >> 32 - n) + y,
-}
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def compiled(names: Iterable[str], folder: Path) -> None:
+    """Compile cases, and write the listing of each kernel, ``folder/<case>/<kernel>.sass``, and what it uses."""
+    for name in names:
+        made = CASES[name].plan
+        kernels: dict[str, Usage] = {}
+        for file, text in render(made).files.items():
+            if file.endswith(".cu"):
+                kernels |= usage_of_cubins(cached_cubin(text, made.target, file))
+        if made.triton:
+            kernels |= compile_offline(made)
+        for kernel, usage in kernels.items():
+            path = folder / name / f"{kernel}.sass"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = instructions(usage.assembly)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            used = [usage.registers, usage.stack, usage.shared, len(lines)]
+            path.with_suffix(".json").write_text(json.dumps(used), encoding="utf-8")
+
+
+def instructions(listing: str) -> list[str]:
+    """The instructions of cuobjdump's listing, without their addresses and their encoding."""
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*?;)", listing, re.MULTILINE)
+
+
+def differing(before: Path, now: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Files with these suffixes, as relative paths, that two folders do not have alike."""
+    names = {
+        path.relative_to(folder) for folder in (before, now) for path in folder.rglob("*") if path.suffix in suffixes
+    }
+    return sorted(name for name in names if _text(before / name) != _text(now / name))
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def report(name: Path, before: Path, now: Path) -> str:
+    """Say how the machine code of a kernel changed."""
+    if not (before / name).exists() or not (now / name).exists():
+        return f"{name.with_suffix('')}: only {'now' if (now / name).exists() else 'before'}"
+    used = [json.loads((folder / name).with_suffix(".json").read_text(encoding="utf-8")) for folder in (before, now)]
+    changes = zip(("registers", "stack", "shared", "instructions"), *used, strict=True)
+    said = ", ".join(f"{what} {a} -> {b}" for what, a, b in changes if a != b) or "other instructions"
+    return f"{name.with_suffix('')}: {said}"
+
+
+def compare(commit: str, names: list[str], folder: Path) -> int:
+    """Compare cases with those of a commit; return how many kernels differ."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch) / "tree"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], check=True)
+        try:
+            trees = {"before": tree, "now": Path.cwd()}
+            before, now = (folder / which for which in trees)
+
+            def run(step: str, names: Iterable[str]) -> None:
+                for which, root in trees.items():
+                    command = [sys.executable, "-m", "tests.machine_code", "--step", step, "--folder"]
+                    subprocess.run([*command, folder.resolve() / which / step, *names], cwd=root, check=True)
+
+            run("sources", names)
+            changed = differing(before / "sources", now / "sources", (".py", ".cu"))
+            cases = sorted({path.parts[0] for path in changed})
+            print(f"{len(names)} cases: {len(names) - len(cases)} have the same sources", flush=True)
+            if cases:
+                run("compiled", cases)
+            found = differing(before / "compiled", now / "compiled", (".sass",))
+            total = len({*(now / "compiled").rglob("*.sass")})
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
+    for name in found:
+        print(report(name, before / "compiled", now / "compiled"))
+    if cases:
+        print(f"{total} kernels of the others were compiled: {len(found)} differ. Listings: {folder}")
+    return len(found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tests.machine_code", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="names of cases; default all")
+    parser.add_argument("--folder", type=Path, help="keep sources and listings here; default a new temporary folder")
+    parser.add_argument("--step", choices=("sources", "compiled"), help=argparse.SUPPRESS)
+    parser.add_argument("names", nargs="+", metavar="COMMIT", help="the commit to compare with")
+    options = parser.parse_args(arguments)
+    if options.step:
+        {"sources": sources, "compiled": compiled}[options.step](options.names, options.folder)
+        return 0
+    chosen = [name for name in CASES if fnmatch(name, options.only)]
+    (commit,) = options.names
+    return int(compare(commit, chosen, options.folder or Path(tempfile.mkdtemp())) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -120,6 +120,14 @@ def test_suites_have_no_case_twice_and_problems_together(name: str, device: str)
     assert {case.spec.dtype for case in cases} == ({"fp32"} if device == "cpu" else half)
 
 
+def test_quick_suite_on_a_cpu() -> None:
+    """Small enough for two cores and two minutes."""
+    cases = suite("quick", "cpu")
+    assert {case.spec.head_dim for case in cases} == {64}
+    assert len(cases) == 2 * len(TRAINING_PASSES) + 1
+    assert {case.spec.head_dim for case in suite("quick", "cpu", head_dims=[16, 32])} == {16, 32}
+
+
 def test_quick_suite() -> None:
     cases = suite("quick", "cuda")
     assert {case.spec.kernel for case in cases} == {PAPER}
@@ -240,7 +248,7 @@ def test_documents() -> None:
     packed = Case(Spec(PAPER, 128, packed=True), Sizes(16, 16, 4, 8192, 8192), "forward")
     assert tuple(packed.documents) == DOCUMENTS
     assert sum(packed.documents) == 32768
-    assert packed.seen_scores == 16 * sum(n * (n + 1) // 2 for n in DOCUMENTS)
+    assert packed.visible_scores == 16 * sum(n * (n + 1) // 2 for n in DOCUMENTS)
     assert packed.row_bytes == 4 * packed.cache_bytes == 32768 * 16 * 256 * 2
     few = replace(packed, sizes=Sizes(18, 1, 1, 64, 64))
     assert few.documents == [64, 48, 32, 24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1, 1, 64, 48]
@@ -255,18 +263,18 @@ def test_axes_replace_those_of_the_suite() -> None:
 
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (5, 5), (3, 9), (9, 3), (1, 7)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_seen_scores(nq: int, nk: int, causal: bool) -> None:
+def test_visible_scores(nq: int, nk: int, causal: bool) -> None:
     seen = sum(not causal or j <= i + nk - nq for i in range(nq) for j in range(nk))
-    assert case(causal=causal, nq=nq, nk=nk, batch=3, heads=4).seen_scores == 12 * seen
+    assert case(causal=causal, nq=nq, nk=nk, batch=3, heads=4).visible_scores == 12 * seen
 
 
 @pytest.mark.parametrize("window", [(0, -1), (2, -1), (-1, 1), (3, 2)])
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (5, 5), (3, 9), (9, 3)])
-def test_seen_scores_of_windows(nq: int, nk: int, window: tuple[int, int]) -> None:
+def test_visible_scores_of_windows(nq: int, nk: int, window: tuple[int, int]) -> None:
     left, right = (n if n >= 0 else 100 for n in window)
     seen = sum(-left <= j - (i + nk - nq) <= right for i in range(nq) for j in range(nk))
     spec, sizes = Spec((2, 3), 16, causal=False, window=window), Sizes(1, 4, 2, nq, nk)
-    assert Case(spec, sizes, "forward").seen_scores == 4 * seen
+    assert Case(spec, sizes, "forward").visible_scores == 4 * seen
 
 
 # Rates and timing

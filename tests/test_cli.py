@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import subprocess
 import sys
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
+from rich.console import Console
 from test_accuracy import Sound
 from typer.testing import CliRunner, Result
 
 import mtagen
+from mtagen.accuracy import Comparison
+from mtagen.bench.tables import Table, print_table
 from mtagen.cli import app
 from mtagen.codegen import render
 from mtagen.codegen.host import codes
@@ -161,7 +167,7 @@ def emitted(folder: Path, *options: str) -> dict[str, Path]:
 
 
 def test_emit_writes_a_module_of_triton_kernels(tmp_path: Path) -> None:
-    ((name, path),) = emitted(tmp_path / "new" / "out").items()
+    ((name, path),) = emitted(tmp_path / "new" / "out", "--backend", "triton").items()
     assert name == f"mta_lift_{plan(Spec((6, 11), 64)).suffix}.py"
     assert imported(path) == {"torch", "triton"}
 
@@ -310,3 +316,86 @@ def test_check_refuses_what_it_cannot_judge() -> None:
     result = run("check", *SMALL, "--device", "tpu")
     assert result.exit_code == 2
     assert result.stderr.startswith("mtagen: device: got 'tpu'")
+
+
+def test_check_json() -> None:
+    facts = json.loads(output("check", *SMALL, "--dtype", "fp32", "--backend", "torch", "--json"))
+    assert (facts["backend"], facts["device"], facts["failed"], len(facts["rows"])) == ("torch", "cpu", 0, 40)
+    first = facts["rows"][0]
+    assert {"batch", "heads", "kv_heads", "nq", "nk", "result", "error", "eager_error", "allowed", "ok"} == first.keys()
+    assert all(row["error"] <= row["allowed"] and row["ok"] for row in facts["rows"])
+
+
+def test_check_json_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that JSON has no number for is null."""
+    op = Sound(Spec((2, 3), 16), fault="dk")
+    op.plan = SimpleNamespace(name="spoiled", backend="none", reason="a test")  # type: ignore[attr-defined]
+    monkeypatch.setattr(mtagen, "build", lambda **_: op, raising=False)
+    monkeypatch.setattr("mtagen.check.judge_decode", lambda *_: {"decode": Comparison(math.inf, 0.0, 1.0)})
+    result = run("check", *SMALL, "--json")
+    assert result.exit_code == 1
+    rows = json.loads(result.stdout)["rows"]
+    assert {(row["error"], row["ok"]) for row in rows if row["result"] == "decode"} == {(None, False)}
+
+
+@pytest.mark.parametrize("columns", ["30", "60"])
+@pytest.mark.parametrize(
+    "command", [("check", "--backend", "torch"), ("plan", "--target", "sm_90a")], ids=lambda x: x[0]
+)
+def test_narrow_terminals_break_no_figures(monkeypatch: pytest.MonkeyPatch, columns: str, command: tuple[str]) -> None:
+    name, *options = command
+    selection = SMALL if name == "check" else SMALL[:4]
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = output(name, *selection, *options)
+    monkeypatch.setenv("COLUMNS", columns)
+    narrow = output(name, *selection, *options)
+    figures = re.findall(r"[-+.\w]*\d[-+.\w]*", wide)
+    assert len(figures) > 20
+    assert {word for word in figures if len(word) < 16} <= {*re.findall(r"[-+.\w]+", narrow)}
+
+
+@pytest.mark.parametrize("command", [("plan",), ("plan", "--json"), ("check", "--backend", "torch", "--device", "cpu")])
+def test_a_reader_that_stops_early_gets_no_traceback(command: tuple[str, ...]) -> None:
+    """As ``| head`` does. Output is unbuffered, so that what is written after the reader left fails at once."""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "mtagen", command[0], *SMALL[:4], *command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        process.stdout.close()
+        assert process.stderr
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_tune_refuses_before_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("tune", *SELECTION)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("mtagen: device: got 'cpu'; candidates are timed on a GPU")
+
+
+def test_commands_have_one_default_backend_and_target() -> None:
+    commands = typer.main.get_group(app).commands
+    defaults = {
+        (name, option.name): option.default
+        for name in ("emit", "plan", "check")
+        for option in commands[name].params
+        if option.name in ("backend", "target")
+    }
+    assert {default for (_, option), default in defaults.items() if option == "backend"} == {"auto"}
+    assert defaults["emit", "target"] == defaults["plan", "target"] == "sm_90a"
+
+
+def test_markup_of_texts_is_printed_as_it_is() -> None:
+    console = Console(file=StringIO(), width=60)
+    remedy = "pip install 'mtagen[bench]'"
+    print_table(
+        Table(f"title [bold] {remedy}", ["the [what]", "why"], [["[a]", remedy]], keys=1, notes=[remedy]), console
+    )
+    text = console.file.getvalue()
+    assert text.count(remedy) == 3
+    assert "[what]" in text
+    assert "[a]" in text

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mtagen
 from mtagen.check import failures
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.spec import Spec
 
 pytestmark = [
@@ -47,11 +47,11 @@ backends = pytest.mark.parametrize("backend", ["auto", "triton"])  # auto: CUDA'
 every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
 
 
-def built(stages: dict[str, Any], backend: str, **options: Any) -> MultiTokenAttention:
+def built(stages: dict[str, Any], backend: str, **options: Any) -> AttentionOp:
     return mtagen.build(**{"dtype": "bf16", "backend": backend} | stages | options)
 
 
-def documents(op: MultiTokenAttention, lengths: list[int]) -> dict[str, Any]:
+def documents(op: AttentionOp, lengths: list[int]) -> dict[str, Any]:
     """What ``varlen`` takes, of documents of these lengths."""
     spec, total = op.plan.spec, sum(lengths)
     generator = torch.Generator(CUDA).manual_seed(0)
@@ -122,7 +122,7 @@ def test_rows_behind_the_last_document(stages: dict[str, Any], backend: str, dro
     seed = mtagen.draw_seed(CUDA) if dropout_p else None
     options = {"dropout_p": dropout_p, "dropout_seed": seed}
     given = documents(op, [130, 257, 1, 64])
-    total = len(given["q"])
+    total, terms = len(given["q"]), 130**2 + 257**2 + 64**2  # at most, of the gradient of a weight
     rest = {name: x.new_full((300, *x.shape[1:]), torch.nan) for name, x in given.items() if name in "qkv"}
     padded = given | {name: torch.cat([given[name].detach(), x]).requires_grad_() for name, x in rest.items()}
 
@@ -138,8 +138,9 @@ def test_rows_behind_the_last_document(stages: dict[str, Any], backend: str, dro
             assert torch.equal(made[:total], expected)
             assert (made[total:] == (-torch.inf if n == 1 else 0)).all()
         else:  # the gradient of a weight: terms of other tiles, which are zeros, may be summed in another order
-            assert made.isfinite().all()
-            torch.testing.assert_close(made, expected)
+            # Roundings of the partial sums of so many terms add up like a random walk.
+            allowed = torch.finfo(torch.float32).eps * terms**0.5 * expected.abs().max()
+            assert (made - expected).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("name", ["convolution", "everything"])

@@ -112,7 +112,7 @@ def over_ranks(cp: ContextParallel, dim: int, **options: Any) -> Callable[..., T
     return run
 
 
-def built(stages: dict[str, Any], dtype: str | None = "fp64") -> mtagen.MultiTokenAttention:
+def built(stages: dict[str, Any], dtype: str | None = "fp64") -> mtagen.AttentionOp:
     return mtagen.build(**stages, head_dim=WIDTH, value_head_dim=24, backend="torch", dtype=dtype)
 
 
@@ -560,7 +560,7 @@ def test_calls_take_what_their_rows_see(stages: dict[str, Any], mask: str) -> No
             for key, row in itertools.product(range(length), queries)
             if (spec.left is None or key >= row - spec.left) and (spec.right is None or key <= row + spec.right)
         }
-        assert {*call.context, *call.own} == queries
+        assert {*call.context, *call.chunk} == queries
         assert set(call.keys) == seen
         assert call.queries.stop == call.keys.stop or (spec.left, spec.right) == (None, None)
 

@@ -43,7 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     processes.stop()
 
 
-def built(stages: dict[str, Any]) -> mtagen.MultiTokenAttention:
+def built(stages: dict[str, Any]) -> mtagen.AttentionOp:
     return mtagen.build(**stages, head_dim=64, dtype="bf16", packed=True)
 
 

@@ -16,7 +16,7 @@ from mtagen import InputError
 from mtagen.check import failures
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 
 PIPELINES: dict[str, dict[str, Any]] = {
     "everything": {"kernel": (3, 4), "mixed_heads": 4, "post_kernel": (2, 3), "post_mixed_heads": 2},
@@ -40,11 +40,11 @@ EVERY_PIPELINE = {
 }
 
 
-def built(dropout: bool = True, **stages: Any) -> MultiTokenAttention:
+def built(dropout: bool = True, **stages: Any) -> AttentionOp:
     return mtagen.build(head_dim=16, backend="torch", dropout=dropout, **stages)
 
 
-def tensors(op: MultiTokenAttention, nq: int = 21, nk: int = 23) -> dict[str, Tensor]:
+def tensors(op: AttentionOp, nq: int = 21, nk: int = 23) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"q": (2, 4, nq, 16), "k": (2, 2, nk, 16), "v": (2, 2, nk, 16), **op.plan.spec.weights(4)}
     return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
@@ -52,7 +52,7 @@ def tensors(op: MultiTokenAttention, nq: int = 21, nk: int = 23) -> dict[str, Te
 
 def train(op: Any, **options: Any) -> list[Tensor]:
     """Out and all gradients."""
-    leaves = tensors(op) if isinstance(op, MultiTokenAttention) else options.pop("leaves")
+    leaves = tensors(op) if isinstance(op, AttentionOp) else options.pop("leaves")
     out = op(**leaves, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves.values()])]
 

@@ -9,7 +9,7 @@ import pytest
 
 import mtagen
 from mtagen.ops import attention, library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.planner import Plan
 from mtagen.runtime.load import Passes
 
@@ -32,7 +32,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return plans
 
 
-def build(**options: Any) -> MultiTokenAttention:
+def build(**options: Any) -> AttentionOp:
     return mtagen.build(**{"kernel": (2, 3), "head_dim": 32, "target": "sm_80", "dtype": "fp16"} | options)
 
 

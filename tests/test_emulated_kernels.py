@@ -23,7 +23,7 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.cases import Sizes
 from mtagen.measure.judge import eager_op
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.planner import get_target
 from mtagen.planner.passes import PASSES, passes_of
@@ -121,13 +121,13 @@ def passes(spec: Spec, target: str, folder: Path, seed: int, *, checked: bool = 
     return {name: host_function(planned.tile[name], folder, seed, checked=checked) for name in passes_of(spec)}
 
 
-def op_of(spec: Spec, target: str, folder: Path, seed: int) -> MultiTokenAttention:
+def op_of(spec: Spec, target: str, folder: Path, seed: int) -> AttentionOp:
     """What ``build`` makes of a spec, with emulated kernels on CPU tensors."""
     planned = plan(spec, target, "cuda")
     key = f"{plan_key(planned, render(planned))}-emulated{seed}"
     kernels = Passes(**passes(spec, target, folder, seed))
     library.register(key, Executor(spec, kernels, kernels_on_cpu=True, torch_on_cpu=False, variants=lambda *_: kernels))
-    return MultiTokenAttention(planned, key, (TORCH_DTYPES[spec.dtype],), drops=spec.dropout)
+    return AttentionOp(planned, key, (TORCH_DTYPES[spec.dtype],), drops=spec.dropout)
 
 
 def dropout_of(spec: Spec) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from mtagen.planner.strip.planes import PlaneKernel
 from mtagen.planner.strip.products import ROLES, ProductKernel, WarpgroupProduct
 from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.source import Form, StripSource
-from mtagen.planner.strip.stages import SCORE_SCALE, SHARE_SCALE, Convolution, Stages
+from mtagen.planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, Convolution, Stages
 from mtagen.planner.strip.steps import StepKernel
 from mtagen.planner.strip.values import ValuesKernel
 from mtagen.spec import HEAD_DIMS, Spec
@@ -454,7 +454,9 @@ every_product = pytest.mark.parametrize(
         pytest.param(role, spec, target, id=f"{name}-{target}")
         for name, (role, spec) in PRODUCTS.items()
         for target in PRODUCT_TARGETS
-        if target == "sm_90a" or role != "grad_shares" or Stages(spec).masks_grad_shares  # else cuBLAS makes it
+        if target == "sm_90a"
+        or role != "grad_shares"
+        or Stages(spec).masks_probability_gradients  # else cuBLAS makes it
     ],
 )
 
@@ -776,7 +778,7 @@ def assert_softmax(rows: Rows, folder: Path, seed: int = 0) -> None:
     """Shares or probabilities, and the log-sum-exp of the strip's own rows, where nothing else is written."""
     strip, separate = rows.strip, rows.stages.post_is_separate
     out, lse = rows.softmax(folder, seed)
-    p, name = rows.probabilities * (SHARE_SCALE if separate else 1), "" if separate else "post_head_weight"
+    p, name = rows.probabilities * (PROBABILITY_SCALE if separate else 1), "" if separate else "post_head_weight"
     expected, terms = rows.mix(name, p), rows.mix(name, p, absolute=True)
     needed = strip.valid if strip.lengths else 0  # the first row that is
     kept, dtype = out[:, needed:, : strip.keys], "fp16" if separate else rows.spec.dtype
@@ -859,7 +861,7 @@ def test_probabilities(heads: int, spec: Spec, folder: Path) -> None:
         rows = Rows(spec, strip)
         out = empty(torch.float16, spec, strip)
         rows.run("probabilities", folder, seed, x=rows.score_plane(), lse=rows.statistics(rows.lse), out=out)
-        expected = SHARE_SCALE * rows.probabilities
+        expected = PROBABILITY_SCALE * rows.probabilities
         assert_close(out[:, :, : strip.keys], expected, expected, "fp16")
 
 
@@ -894,7 +896,7 @@ def test_post_mix(heads: int, spec: Spec, folder: Path) -> None:
     walks = steps(spec, heads, [(2, 2500)])  # several CTAs share a row
     for seed, strip in enumerate((*row_strips(heads), *steps(spec, heads), *walks)):
         rows = Mixed(spec, strip)
-        expected = rows.mix("post_head_weight", rows.x) / SHARE_SCALE
+        expected = rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE
         needed = not strip.lengths or (torch.arange(strip.count)[:, None] >= strip.skip) & strip.used
         assert_planes(rows.post_mix(folder, seed), expected, strip, needed)
 
@@ -904,10 +906,10 @@ def test_post_mix_backward(heads: int, spec: Spec, folder: Path) -> None:
     for seed, strip in enumerate(row_strips(heads)):
         rows = Mixed(spec, strip)
         out, dx, partial = rows.post_mix_backward(folder, seed)
-        assert_planes(out, rows.mix("post_head_weight", rows.x) / SHARE_SCALE, strip)
+        assert_planes(out, rows.mix("post_head_weight", rows.x) / PROBABILITY_SCALE, strip)
         assert_planes(dx, rows.mix("post_head_weight", rows.dy, transposed=True), strip)
         nothing = torch.zeros_like(rows.dy)  # sums are exact
-        rows.assert_sums(partial, rows.dy, rows.x / SHARE_SCALE, nothing, rows.stages.post_heads)
+        rows.assert_sums(partial, rows.dy, rows.x / PROBABILITY_SCALE, nothing, rows.stages.post_heads)
 
 
 def everything(heads: int, spec: Spec, folder: Path, seed: int, *, checked: bool = False) -> list[Tensor]:

@@ -17,7 +17,7 @@ from mtagen import Spec, cpu, plan
 from mtagen.documents import Documents
 from mtagen.dropout import Dropout
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 
@@ -99,11 +99,11 @@ def plain(x: Any) -> Any:
     return tuple(x.tolist()) if isinstance(x, Tensor) else x
 
 
-def with_kernels(spec: Spec) -> Iterator[tuple[MultiTokenAttention, Variants]]:
+def with_kernels(spec: Spec) -> Iterator[tuple[AttentionOp, Variants]]:
     """An op whose kernels are those above."""
     variants, key = Variants(spec), "kernels of tests"
     library.register(key, Executor(spec, Passes(refuse, refuse), True, False, variants=variants))
-    yield MultiTokenAttention(plan(spec, "cpu"), key, (torch.float32,), drops=True), variants
+    yield AttentionOp(plan(spec, "cpu"), key, (torch.float32,), drops=True), variants
     del library._executors[key]
 
 
@@ -112,12 +112,12 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 @pytest.fixture
-def kernels() -> Iterator[tuple[MultiTokenAttention, Variants]]:
+def kernels() -> Iterator[tuple[AttentionOp, Variants]]:
     yield from with_kernels(Spec((2, 3), 16, 24, dtype="fp32"))
 
 
 @pytest.fixture
-def plain_kernels() -> Iterator[tuple[MultiTokenAttention, Variants]]:
+def plain_kernels() -> Iterator[tuple[AttentionOp, Variants]]:
     yield from with_kernels(Spec(None, 16, 24, dtype="fp32"))
 
 
@@ -134,7 +134,7 @@ def column(x: Tensor) -> Tensor:
     return torch.stack([x, torch.full_like(x, 99)], 1)[:, 0]
 
 
-def operands(op: MultiTokenAttention, nq: int = 14, nk: int = 17) -> list[Tensor]:
+def operands(op: AttentionOp, nq: int = 14, nk: int = 17) -> list[Tensor]:
     shapes = [(nq, HEADS, 16), (nk, KV_HEADS, 16), (nk, KV_HEADS, 24), *op.plan.spec.weights(HEADS).values()]
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -158,7 +158,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"dense": torch.clone, "columns
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_both_passes_are_told_where_documents_are(
-    kernels: tuple[MultiTokenAttention, Variants], way: Any, layout: Callable[[Tensor], Tensor], drops: bool
+    kernels: tuple[AttentionOp, Variants], way: Any, layout: Callable[[Tensor], Tensor], drops: bool
 ) -> None:
     op, variants = kernels
     documents = Documents(layout(starts(0)), layout(starts(1)), MAX_Q, MAX_K)
@@ -176,7 +176,7 @@ def test_both_passes_are_told_where_documents_are(
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_both_passes_are_told_what_is_dropped(
-    kernels: tuple[MultiTokenAttention, Variants], layout: Callable[[Tensor], Tensor]
+    kernels: tuple[AttentionOp, Variants], layout: Callable[[Tensor], Tensor]
 ) -> None:
     """Of batches, too."""
     op, variants = kernels
@@ -190,7 +190,7 @@ def test_both_passes_are_told_what_is_dropped(
 
 
 def test_plain_attention_of_documents_is_a_kernel_of_one_tap(
-    plain_kernels: tuple[MultiTokenAttention, Variants],
+    plain_kernels: tuple[AttentionOp, Variants],
 ) -> None:
     """Of each head, though heads come second where documents are packed."""
     op, variants = plain_kernels
@@ -201,7 +201,7 @@ def test_plain_attention_of_documents_is_a_kernel_of_one_tap(
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(0, 17), (14, 0), (0, 0)])
-def test_documents_without_scores(kernels: tuple[MultiTokenAttention, Variants], nq: int, nk: int) -> None:
+def test_documents_without_scores(kernels: tuple[AttentionOp, Variants], nq: int, nk: int) -> None:
     """Nothing is launched, and results have the shapes that they have otherwise: of the log-sum-exps, heads first."""
     op, variants = kernels
     leaves = operands(op, nq, nk)
@@ -213,7 +213,7 @@ def test_documents_without_scores(kernels: tuple[MultiTokenAttention, Variants],
     assert all(torch.equal(grad, torch.zeros_like(x)) for grad, x in zip(grads, leaves, strict=True))
 
 
-def test_shapes_of_documents_are_known_beforehand(kernels: tuple[MultiTokenAttention, Variants]) -> None:
+def test_shapes_of_documents_are_known_beforehand(kernels: tuple[AttentionOp, Variants]) -> None:
     """Without a launch, on tensors without values."""
     op, variants = kernels
     with torch.device("meta"):
@@ -225,8 +225,8 @@ def test_shapes_of_documents_are_known_beforehand(kernels: tuple[MultiTokenAtten
     assert [grad.shape for grad in grads] == [x.shape for x in leaves]
 
 
-def cpu_op(spec: Spec) -> MultiTokenAttention:
+def cpu_op(spec: Spec) -> AttentionOp:
     """The op of the same spec by PyTorch."""
     key = "the same on the CPU"
     library.register(key, Executor(spec, None, False, True))
-    return MultiTokenAttention(plan(spec, "cpu"), key, (torch.float32,), drops=True)
+    return AttentionOp(plan(spec, "cpu"), key, (torch.float32,), drops=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from examples.decoder import generate
 from examples.find_block.__main__ import app
 from examples.find_block.data import TEST_STREAM, Batches, Task
 from examples.find_block.model import Size, make_decoder
+from examples.find_block.plot import sketch
 from examples.find_block.train import Settings, Trainer, train
 from mtagen import InputError
 
@@ -280,12 +282,37 @@ def test_medians_on_the_page() -> None:
     assert f"less than {math.ceil(100 * middle / bound) / 100} of the steps" in page
 
 
+def test_sketch(tmp_path: Path) -> None:
+    """Marks stand where the errors are, on lines between evaluations."""
+    logs = []
+    for name, kernel, errors in (("plain", None, (1.0, 1.0)), ("mta", [2, 5], (1.0, 0.0))):
+        lines: list[dict[str, Any]] = [{"settings": {"kernel": kernel, "seed": 0}}]
+        lines += [{"steps": steps, "error": error} for steps, error in zip((0, 1000), errors, strict=True)]
+        logs.append(tmp_path / name)
+        logs[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    head, *drawn, _, steps, names = sketch(logs, width=10, height=11).splitlines()
+    assert head == "blocks not found"
+    assert drawn[0] == " 100 % |oooooooooo"
+    assert drawn[1:] == [f"{100 - 10 * line:4} % |{' ' * (line - 1)}*" for line in range(1, 11)]
+    assert steps.endswith(" 1,000 steps")
+    assert names == "o plain attention   * multi-token attention 2 x 5"
+
+
 def test_commands(tmp_path: Path) -> None:
     """Both models of the demonstration, and a picture of their logs; a model by ``train`` that one of them equals."""
     runner = CliRunner()
     shown = runner.invoke(app, ["demo", str(tmp_path), "--steps", "1"])
     assert shown.exit_code == 0, shown.output
-    assert "plain attention" in shown.output
+    assert re.search(r"plain attention: step 1 of 1, loss \d\.\d+, error 100\.0%, \d+ s\n", shown.stdout)
+    assert "o plain attention   * multi-token attention 2 x 5" in shown.stdout
+    assert (tmp_path / "error.png").stat().st_size > 1000
+    again = runner.invoke(app, ["demo", str(tmp_path), "--steps", "1"])
+    assert again.exit_code == 0, again.output
+    assert again.stdout.count("already finished") == 2
+    assert "o plain attention" in again.stdout
+    missing = runner.invoke(app, ["plot", str(tmp_path / "nowhere"), "--out", str(tmp_path / "none.png")])
+    assert missing.exit_code == 2
+    assert re.fullmatch(r"find_block: log: got '.*nowhere'; does not exist; legal: .*\n", missing.stderr)
     picture = tmp_path / "error.svg"
     logs = [str(tmp_path / name) for name in ("plain", "mta")]
     assert runner.invoke(app, ["plot", *logs, "--out", str(picture)]).exit_code == 0

@@ -16,7 +16,7 @@ from mtagen.check import failures
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.planner import choice, get_target
 from mtagen.runtime import nvrtc
@@ -105,7 +105,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...] = SIZES) -> None:
+def assert_accurate(op: AttentionOp, sizes: tuple[Sizes, ...] = SIZES) -> None:
     assert not failures(op, op.plan.spec, torch.device("cuda"), sizes)
 
 
@@ -207,12 +207,12 @@ def test_strips(kernel: tuple[int, int]) -> None:
     assert_accurate(with_workspace(built, 2**20))
 
 
-def with_workspace(op: MultiTokenAttention, workspace_bytes: int) -> MultiTokenAttention:
+def with_workspace(op: AttentionOp, workspace_bytes: int) -> AttentionOp:
     plan = op.plan.replaced(replace(op.plan.lift["backward"], workspace_bytes=workspace_bytes))
     sources = render(plan)
     key = plan_key(plan, sources)
     library.register(key, Executor(plan.spec, load(plan, sources), kernels_on_cpu=False, torch_on_cpu=False))
-    return MultiTokenAttention(plan, key, (torch.bfloat16,))
+    return AttentionOp(plan, key, (torch.bfloat16,))
 
 
 def inputs(n: int = 300, heads: int = 4, kv_heads: int = 2, dim: int = 64, device: str = "cuda") -> list[Tensor]:
@@ -223,7 +223,7 @@ def inputs(n: int = 300, heads: int = 4, kv_heads: int = 2, dim: int = 64, devic
 
 
 @pytest.fixture(scope="module", params=BACKENDS.values(), ids=BACKENDS)
-def op(request: pytest.FixtureRequest) -> MultiTokenAttention:
+def op(request: pytest.FixtureRequest) -> AttentionOp:
     return mtagen.build((6, 11), 64, **request.param, deterministic=True)
 
 
@@ -233,7 +233,7 @@ def gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Te
     return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
-def test_bit_reproducible(op: MultiTokenAttention) -> None:
+def test_bit_reproducible(op: AttentionOp) -> None:
     tensors = inputs()
     first = gradients(op, tensors)
     for _ in range(50):
@@ -253,13 +253,13 @@ def test_heads_of_a_long_sequence_come_in_sections(causal: bool) -> None:
         torch.testing.assert_close(whole[1], part[1], rtol=2**-7, atol=2**-7 * part[1].abs().max().item())
 
 
-def test_compile_fullgraph(op: MultiTokenAttention) -> None:
+def test_compile_fullgraph(op: AttentionOp) -> None:
     tensors = inputs()
     compiled = torch.compile(lambda *x: op(*x), fullgraph=True)
     assert all(torch.equal(a, b) for a, b in zip(gradients(compiled, tensors), gradients(op, tensors), strict=True))
 
 
-def test_opcheck(op: MultiTokenAttention) -> None:
+def test_opcheck(op: AttentionOp) -> None:
     leaves = [x.requires_grad_() for x in inputs(70)]
     torch.library.opcheck(torch.ops.mtagen.forward.default, (*leaves, None, None, None, 0.125, op._key))
     q_tail, k, v, weight = (x.detach() for x in inputs(70))
@@ -267,14 +267,14 @@ def test_opcheck(op: MultiTokenAttention) -> None:
     torch.library.opcheck(torch.ops.mtagen.decode.default, given)
 
 
-def test_autocast(op: MultiTokenAttention) -> None:
+def test_autocast(op: AttentionOp) -> None:
     q, k, v, weight = inputs()
     with torch.autocast("cuda", torch.bfloat16):
         out = op(q.float(), k.float(), v.float(), weight)
     assert torch.equal(out, op(q, k, v, weight))
 
 
-def test_cuda_graph(op: MultiTokenAttention) -> None:
+def test_cuda_graph(op: AttentionOp) -> None:
     leaves = [x.requires_grad_() for x in inputs()]
     grad = torch.randn_like(leaves[0])
 
@@ -298,7 +298,7 @@ def test_cuda_graph(op: MultiTokenAttention) -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-def test_decode_in_a_cuda_graph(op: MultiTokenAttention) -> None:
+def test_decode_in_a_cuda_graph(op: AttentionOp) -> None:
     q, k, v, weight = inputs()
     lengths = torch.tensor([17, 300], dtype=torch.int32, device="cuda")
     q_tail = q[:, :, -6:].contiguous()
@@ -312,7 +312,7 @@ def test_decode_in_a_cuda_graph(op: MultiTokenAttention) -> None:
     assert torch.equal(out, op.decode(q_tail, k, v, weight, cache_seqlens=lengths))
 
 
-def test_other_stream(op: MultiTokenAttention) -> None:
+def test_other_stream(op: AttentionOp) -> None:
     tensors = inputs()
     torch.cuda.synchronize()
     expected = gradients(op, tensors)
@@ -323,14 +323,14 @@ def test_other_stream(op: MultiTokenAttention) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_device(op: MultiTokenAttention) -> None:
+def test_other_device(op: AttentionOp) -> None:
     tensors = inputs()
     expected = gradients(op, tensors)
     ours = gradients(op, [x.to("cuda:1") for x in tensors])
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, expected, strict=True))
 
 
-def test_packed_projection_is_read_in_place(op: MultiTokenAttention, recwarn: pytest.WarningsRecorder) -> None:
+def test_packed_projection_is_read_in_place(op: AttentionOp, recwarn: pytest.WarningsRecorder) -> None:
     packed = torch.randn(2, 200, 3, 4, 64, device="cuda", dtype=torch.bfloat16)  # (B, N, 3, H, D)
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
     weight = inputs()[3]
@@ -339,7 +339,7 @@ def test_packed_projection_is_read_in_place(op: MultiTokenAttention, recwarn: py
     assert torch.equal(out, op(q.contiguous(), k.contiguous(), v.contiguous(), weight))
 
 
-def test_unaligned_rows_are_copied_with_a_warning(op: MultiTokenAttention) -> None:
+def test_unaligned_rows_are_copied_with_a_warning(op: AttentionOp) -> None:
     q, k, v, weight = inputs()
     odd = torch.zeros(*q.shape[:3], 65, device="cuda", dtype=q.dtype)[..., 1:]
     odd.copy_(q)
@@ -348,7 +348,7 @@ def test_unaligned_rows_are_copied_with_a_warning(op: MultiTokenAttention) -> No
     assert torch.equal(out, op(q, k, v, weight))
 
 
-def test_gradient_of_any_layout(op: MultiTokenAttention) -> None:
+def test_gradient_of_any_layout(op: AttentionOp) -> None:
     leaves = [x.requires_grad_() for x in inputs()]
     out = op(*leaves)
     sums = torch.autograd.grad(out.sum(), leaves, retain_graph=True)  # an expanded, zero-stride gradient
@@ -356,7 +356,7 @@ def test_gradient_of_any_layout(op: MultiTokenAttention) -> None:
     assert all(torch.equal(a, b) for a, b in zip(sums, ones, strict=True))
 
 
-def test_new_lengths_compile_nothing(op: MultiTokenAttention, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_lengths_compile_nothing(op: AttentionOp, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel was compiled by build: later calls of other sizes and layouts must find it."""
     monkeypatch.setattr(nvrtc, "compile_cubin", None)
     plan = op.plan
@@ -377,7 +377,7 @@ def test_new_lengths_compile_nothing(op: MultiTokenAttention, monkeypatch: pytes
     assert compiled() == before
 
 
-def test_memory_does_not_grow_with_the_square(op: MultiTokenAttention) -> None:
+def test_memory_does_not_grow_with_the_square(op: AttentionOp) -> None:
     def extra(n: int) -> int:
         tensors = inputs(n, 16, 16)
         gradients(op, tensors)

@@ -18,7 +18,7 @@ from torch import Tensor
 import mtagen
 from mtagen import BackendError, InputError, MtagenError, PlanError, Spec, SpecError
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.planner.tables import Table
 
 B, H, HKV, NQ, NK, D, DV, CQ, CK = 2, 4, 2, 5, 7, 16, 24, 3, 4
@@ -39,7 +39,7 @@ class _Untouchable:
 
 
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> MultiTokenAttention:
+def op(monkeypatch: pytest.MonkeyPatch) -> AttentionOp:
     """An op for fp32 that must not be launched."""
     built = mtagen.build((CQ, CK), D, value_head_dim=DV, target="cpu", dtype="fp32")
     monkeypatch.setitem(library._executors, built._key, _Untouchable())
@@ -188,13 +188,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), CALLS.values(), ids=CALLS)
-def test_call(op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
+def test_call(op: AttentionOp, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(InputError) as caught:
         op(**tensors(**changed))
     assert_explains(caught.value, name, got, rule, legal)
 
 
-def test_what_is_legal_is_launched(op: MultiTokenAttention) -> None:
+def test_what_is_legal_is_launched(op: AttentionOp) -> None:
     """The guard of the tests here is no dummy."""
     with pytest.raises(pytest.fail.Exception, match="forward was launched"):
         op(**tensors())
@@ -276,7 +276,7 @@ DECODES = {
 
 
 @pytest.mark.parametrize(("changed", "name", "got", "rule", "legal"), DECODES.values(), ids=DECODES)
-def test_decode(op: MultiTokenAttention, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
+def test_decode(op: AttentionOp, changed: dict[str, Any], name: str, got: str, rule: str, legal: str) -> None:
     with pytest.raises(InputError) as caught:
         op.decode(**cache(**changed))
     assert_explains(caught.value, name, got, rule, legal)
@@ -294,7 +294,7 @@ STAGES: dict[str, Any] = {
 }
 
 
-def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> MultiTokenAttention:
+def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> AttentionOp:
     """An op of some stages, for fp32, that must not be launched."""
     options = {"head_dim": D, "value_head_dim": DV, "target": "cpu", "dtype": "fp32"}
     built = mtagen.build(**{"kernel": None} | stages | options)
@@ -303,7 +303,7 @@ def build_untouchable(monkeypatch: pytest.MonkeyPatch, **stages: Any) -> MultiTo
 
 
 @pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch) -> MultiTokenAttention:
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> AttentionOp:
     """An op of all stages that must not be launched."""
     return build_untouchable(monkeypatch, **STAGES)
 
@@ -326,10 +326,22 @@ PIPELINE_CALLS = {
         },
         None,
     ),
-    "no weight": ({"weight": None}, ("weight", "None", "has such a stage", "'weight', 'head_weight', 'post_weight'")),
-    "no head weight": ({"head_weight": None}, ("head_weight", "None", "has such a stage", "'head_weight'")),
-    "no post weight": ({"post_weight": None}, ("post_weight", "None", "has such a stage", "'post_weight'")),
-    "no post head weight": ({"post_head_weight": None}, ("post_head_weight", "None", "has such", "'post_head_weight'")),
+    "no weight": (
+        {"weight": None},
+        ("weight", "None", "built with kernel=(3, 4)", "shape (4, 3, 4), such as op.identity_weights(4)['weight']"),
+    ),
+    "no head weight": (
+        {"head_weight": None},
+        ("head_weight", "None", "mixed_heads=2", "shape (2, 2, 2), such as op.id"),
+    ),
+    "no post weight": (
+        {"post_weight": None},
+        ("post_weight", "None", "post_kernel=(2, 5)", "shape (4, 2, 5), such as op.id"),
+    ),
+    "no post head weight": (
+        {"post_head_weight": None},
+        ("post_head_weight", "None", "whose weight each call takes", "(1, 4, 4)"),
+    ),
     "head weight list": ({"head_weight": [1.0]}, ("head_weight", "'list'", "must be a tensor", "torch.Tensor")),
     "head weight groups": (
         {"head_weight": torch.zeros(1, GROUP, GROUP)},
@@ -385,7 +397,7 @@ PIPELINE_CALLS = {
 @pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize(("changed", "parts"), PIPELINE_CALLS.values(), ids=PIPELINE_CALLS)
 def test_weights_of_a_pipeline(
-    pipeline: MultiTokenAttention, changed: dict[str, Any], parts: tuple[str, ...] | None, decodes: bool
+    pipeline: AttentionOp, changed: dict[str, Any], parts: tuple[str, ...] | None, decodes: bool
 ) -> None:
     """In a call and in a decode step alike; without parts of a message the call is legal."""
     given = cache(q_tail=torch.zeros(B, H, CONTEXT + NEW, D)) if decodes else tensors()
@@ -410,10 +422,12 @@ def test_a_weight_that_the_op_does_not_have(name: str, monkeypatch: pytest.Monke
     with pytest.raises(InputError) as caught:
         op(**given | weights())
     shape = tuple(weights()[name].shape)
-    assert_explains(caught.value, name, f"'shape {shape}'", "was built without such a stage", f"{tuple(has)}")
+    built_by = dict(zip(weights(), STAGES, strict=True))[name]
+    parts = f"{name}.shape", f"{shape}", "was built without such a stage", f"None, or mtagen.build(..., {built_by}=...)"
+    assert_explains(caught.value, *parts)
     with pytest.raises(InputError) as caught:
         build_untouchable(monkeypatch)(**given | {name: weights()[name]})
-    assert_explains(caught.value, name, f"'shape {shape}'", "was built without such a stage", "no weight")
+    assert_explains(caught.value, *parts)
 
 
 @pytest.mark.parametrize(("stage", "name"), [("mixed_heads", "head_weight"), ("post_mixed_heads", "post_head_weight")])
@@ -492,7 +506,13 @@ BUILDS = {
     "window -2": ({"window": (-2, 0)}, "window", "(-2, 0)", "pair of ints (left, right)", "-1 for all"),
     "window 2**30": ({"window": (2**30, 0)}, "window", "(1073741824, 0)", "pair of ints", "2**30-1"),
     "window bools": ({"window": (True, False)}, "window", "(True, False)", "pair of ints", "-1 for all"),
-    "dtype": ({"dtype": "fp8"}, "dtype", "'fp8'", "not supported", "'bf16', 'bfloat16', torch.bfloat16, 'fp16'"),
+    "dtype": (
+        {"dtype": "fp8"},
+        "dtype",
+        "'fp8'",
+        "not supported",
+        "bf16, fp16, fp32, fp64, or what torch calls them, such as",
+    ),
     "torch dtype": ({"dtype": torch.int8}, "dtype", "torch.int8", "not supported", "torch.bfloat16"),
     "backend": ({"backend": "cudnn"}, "backend", "'cudnn'", "is not built", "('auto', 'cuda', 'triton', 'torch')"),
     "target": ({"target": "sm_42"}, "target", "'sm_42'", "is not known", "'sm_80', 'sm_86', 'sm_89', 'sm_90a'"),
@@ -506,12 +526,82 @@ def test_build(changed: dict[str, Any], name: str, got: str, rule: str, legal: s
     assert_explains(caught.value, name, got, rule, legal)
 
 
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_integers_of_any_type(integer: Callable[[int], Any]) -> None:
+    given = {"mixed_heads": integer(2), "value_head_dim": integer(24), "window": [integer(5), integer(0)]}
+    spec = Spec((integer(2), integer(3)), integer(16), post_kernel=[integer(4), integer(1)], **given)
+    assert spec == Spec((2, 3), 16, mixed_heads=2, value_head_dim=24, window=(5, 0), post_kernel=(4, 1))
+    assert {type(x) for x in (*spec.kernel, *spec.post_kernel, spec.head_dim, spec.mixed_heads)} == {int}
+
+
+def test_target_that_names_a_backend() -> None:
+    with pytest.raises(SpecError) as caught:
+        mtagen.build((3, 3), 64, target="cuda")
+    assert_explains(
+        caught.value, "target", "'cuda'", "is not known; backend='cuda' says how to compute", "'cpu', 'sm_80'"
+    )
+
+
+def with_exchanged_axes(name: str) -> dict[str, Tensor]:
+    """Tensors (B, N, H, D) for a call, or (H, total, D) for packed documents."""
+    packed = name == "varlen"
+    shapes = {"q": (H, 9, D) if packed else (B, 9, H, D), "k": (H, 9, D) if packed else (B, 9, HKV, D)}
+    return {"q": torch.zeros(shapes["q"]), "k": torch.zeros(shapes["k"]), "v": torch.zeros(shapes["k"])}
+
+
+@pytest.mark.parametrize("name", ["call", "varlen"])
+@pytest.mark.parametrize(
+    ("stages", "weight"),
+    [
+        ({"kernel": (CQ, CK)}, {"weight": torch.zeros(H, CQ, CK)}),
+        ({"kernel": (CQ, CK)}, {"weight": torch.zeros(H, 1, CQ, CK)}),
+        ({"kernel": None, "mixed_heads": 2}, {"head_weight": torch.zeros(2, 2, 2)}),
+        ({"kernel": None, "post_mixed_heads": H}, {"post_head_weight": torch.zeros(H, H)}),
+    ],
+)
+def test_heads_and_rows_exchanged(name: str, stages: dict[str, Any], weight: dict[str, Tensor]) -> None:
+    """The message blames the layout, not the weight, and what it says to pass is taken."""
+    op = mtagen.build(head_dim=D, target="cpu", dtype="fp32", **stages)
+    given = with_exchanged_axes(name)
+    documents: dict[str, Any] = {}
+    if name == "varlen":
+        cu_seq = torch.tensor([0, 9], dtype=torch.int32)
+        documents = {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq, "max_q": 9, "max_k": 9}
+    call = op.varlen if name == "varlen" else op
+    with pytest.raises(InputError) as caught:
+        call(**given, **weight, **documents)
+    axes = (0, 1) if name == "varlen" else (1, 2)
+    layout = "(total, H, D)" if name == "varlen" else "(B, H, N, D)"
+    rule = f"the layout is {layout}: these are 9 heads, and {next(iter(weight))} is of 4"
+    assert_explains(caught.value, "q.shape", f"{tuple(given['q'].shape)}", rule, f"q.transpose{axes}")
+    assert call(**{key: x.transpose(*axes) for key, x in given.items()}, **weight, **documents).shape[-1] == D
+
+
+def test_rows_that_are_no_multiple_of_keys_rows_as_heads() -> None:
+    op = mtagen.build(None, D, target="cpu", dtype="fp32")
+    k = torch.zeros(B, 7, HKV, D)
+    with pytest.raises(InputError) as caught:
+        op(torch.zeros(B, 9, H, D), k, k)
+    assert_explains(
+        caught.value, "heads", "(9, 7)", "must be a multiple", "q.transpose(1, 2) and the same of the others"
+    )
+
+
+def test_shapes_of_packed_documents_are_the_callers() -> None:
+    op = mtagen.build(None, D, target="cpu", dtype="fp32")
+    cu_seq = torch.tensor([0, 9], dtype=torch.int32)
+    documents = {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq, "max_q": 9, "max_k": 9}
+    with pytest.raises(InputError) as caught:
+        op.varlen(torch.zeros(9, H, D), torch.zeros(9, HKV, D), torch.zeros(9, HKV, DV), **documents)
+    assert_explains(caught.value, "v.shape", f"(9, {HKV}, {DV})", "does not fit", f"(9, {HKV}, {D})")
+
+
 ARRAY, MATRIX = np.zeros(3), torch.zeros(2, 2)
 # Values that no argument takes, then those that others take: strings, bools, ints, floats, None, arrays and tensors.
 STRANGE = (object(), ARRAY, np.zeros((50, 50)), MATRIX, torch.tensor(True), b"both", {}, 1.5, math.nan, ("both",))
 NOT_TEXT = (*STRANGE, True, 1)
 NOT_A_BOOL = (*STRANGE, 0, 1, "yes", np.True_)
-NOT_A_SIZE = (*STRANGE, True, 64.0, "64", (64,), -64, np.int64(64), torch.tensor(64))
+NOT_A_SIZE = (*STRANGE, True, 64.0, "64", (64,), -64, np.int64(-64), torch.tensor(64))
 NO_KERNEL = (
     *STRANGE,
     "ab",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import authors
+import numpy as np
 import pytest
 import torch
 from checkpoints import forward_calls, save_forward
@@ -665,6 +666,13 @@ def test_illegal_scaling(fields: tuple[Any, ...], match: str) -> None:
         FrequencyScaling(*fields)
 
 
+def test_integers_of_any_type() -> None:
+    eight, two = np.int64(8), np.int32(2)
+    layer = MultiTokenAttention(eight * 16, eight, n_kv_heads=two, head_dim=eight * 2, post_mixed_heads=two)
+    assert {type(x) for x in (layer.dim, layer.n_heads, layer.n_kv_heads)} == {int}
+    assert layer.new_cache(two, eight).keys.shape == (2, 2, 8, 16)
+
+
 CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
 
 
@@ -680,10 +688,12 @@ CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
         ({"positions": torch.zeros(5)}, "positions: got .*float32.*; one for each token"),
         ({"positions": torch.zeros(6, dtype=torch.int64)}, r"positions: got \(\(6,\)"),
         ({"positions": 3}, "positions: got 'int'"),
-        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens: got .*int64.*; where documents begin"),
+        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens: got .*int64.*; must be where documents begin"),
         ({"cu_seqlens": CU_SEQLENS[None]}, "cu_seqlens: got"),
         ({"cu_seqlens": [0, 5]}, "cu_seqlens: got 'list'"),
-        ({"cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)}, "cu_seq_q: got .*5 at most"),
+        ({"cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)}, "cu_seqlens: got .* rows, 5; legal: 5 or less"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3], dtype=torch.int32)}, "cu_seqlens: got .*; must not decrease"),
+        ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 4}, "max_seqlen: got 4; .*; legal: 5 or more"),
         ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_seqlen: got 2.0; must be the length"),
         ({"max_seqlen": 5}, "max_seqlen: got 5; is of packed documents; legal: cu_seqlens besides"),
         ({"cache": 3}, "cache: got 'int'; must be a cache"),

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import mtagen
 from mtagen import BackendError, SpecError, reference
 from mtagen.ops import library
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 
@@ -24,12 +24,12 @@ KERNEL, D, DV = (3, 4), 16, 24
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 
 
-def build(**options: Any) -> MultiTokenAttention:
+def build(**options: Any) -> AttentionOp:
     return mtagen.build(**{"kernel": KERNEL, "head_dim": D, "target": "cpu"} | options)
 
 
 @pytest.fixture(scope="module")
-def op() -> MultiTokenAttention:
+def op() -> AttentionOp:
     return build(value_head_dim=DV)
 
 
@@ -80,13 +80,13 @@ def test_value_head_dim_is_by_default_the_head_dim() -> None:
     assert build()(*qkv, weight).shape == (BATCH, HEADS, 9, D)
 
 
-def test_scale(op: MultiTokenAttention) -> None:
+def test_scale(op: AttentionOp) -> None:
     tensors = leaves()
     assert torch.equal(op(*tensors), op(*tensors, scale=D**-0.5))
     torch.testing.assert_close(op(*tensors, scale=2), reference(*tensors, scale=2.0), rtol=1e-4, atol=1e-5)
 
 
-def test_weight_as_in_the_authors_checkpoints(op: MultiTokenAttention) -> None:
+def test_weight_as_in_the_authors_checkpoints(op: AttentionOp) -> None:
     q, k, v, weight = leaves()
     out, *grads = train(op, [q, k, v, weight])
     conv2d_weight = weight.detach().unsqueeze(1).requires_grad_()
@@ -96,7 +96,7 @@ def test_weight_as_in_the_authors_checkpoints(op: MultiTokenAttention) -> None:
 
 
 @pytest.mark.parametrize("of_out", [0.0, 1.0, None], ids=["zero", "some", "undefined"])
-def test_log_sum_exp_and_its_gradient(op: MultiTokenAttention, of_out: float | None) -> None:
+def test_log_sum_exp_and_its_gradient(op: AttentionOp, of_out: float | None) -> None:
     """Whatever the gradient of out: the backward op takes both."""
     tensors = leaves(7, 11, dtype=torch.float64)
 
@@ -117,7 +117,7 @@ def test_log_sum_exp_and_its_gradient(op: MultiTokenAttention, of_out: float | N
         *((t, torch.float32) for t in (torch.float32, torch.float16, torch.bfloat16)),
     ],
 )
-def test_dtypes(op: MultiTokenAttention, dtype: torch.dtype, lse_dtype: torch.dtype) -> None:
+def test_dtypes(op: AttentionOp, dtype: torch.dtype, lse_dtype: torch.dtype) -> None:
     """One op of the torch backend serves every dtype; the weight may stay in fp32."""
     *qkv, weight = leaves(dtype=dtype)
     weight = weight.detach().float().requires_grad_()
@@ -169,7 +169,7 @@ def test_gradcheck(kernel: tuple[int, int], options: dict[str, Any], nq: int, nk
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2)])
-def test_gradients_of_some_inputs(op: MultiTokenAttention, wanted: tuple[int, ...]) -> None:
+def test_gradients_of_some_inputs(op: AttentionOp, wanted: tuple[int, ...]) -> None:
     tensors = leaves()
     _, *expected = train(op, tensors)
     some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
@@ -178,14 +178,14 @@ def test_gradients_of_some_inputs(op: MultiTokenAttention, wanted: tuple[int, ..
         assert torch.equal(x.grad, expected[i]) if i in wanted else x.grad is None
 
 
-def test_no_gradient_wanted(op: MultiTokenAttention) -> None:
+def test_no_gradient_wanted(op: AttentionOp) -> None:
     tensors = leaves()
     with torch.no_grad():
         assert op(*tensors).grad_fn is None
     assert not op(*(x.detach() for x in tensors)).requires_grad
 
 
-def test_forward_mode_is_refused(op: MultiTokenAttention) -> None:
+def test_forward_mode_is_refused(op: AttentionOp) -> None:
     q, *others = (x.detach() for x in leaves())
     with pytest.raises(BackendError, match=r"forward-mode differentiation: got 'a tangent'; .*legal: mtagen.reference"):
         torch.func.jvp(lambda q: op(q, *others), (q,), (q,))
@@ -195,13 +195,13 @@ def test_forward_mode_is_refused(op: MultiTokenAttention) -> None:
             op(forward_ad.make_dual(q, q), *others)
 
 
-def test_gradients_of_torch_func_are_refused(op: MultiTokenAttention) -> None:
+def test_gradients_of_torch_func_are_refused(op: AttentionOp) -> None:
     q, *others = (x.detach() for x in leaves())
     with pytest.raises(BackendError, match=r"transform: got 'torch.func'; .*legal: torch.autograd.grad, or mtagen.ref"):
         torch.func.grad(lambda q: op(q, *others).sum())(q)
 
 
-def test_meta_tensors_give_shapes(op: MultiTokenAttention) -> None:
+def test_meta_tensors_give_shapes(op: AttentionOp) -> None:
     tensors = [x.detach().to("meta") for x in leaves()]
     assert op(*tensors).shape == op(*(x.detach() for x in leaves())).shape
 
@@ -225,14 +225,14 @@ def test_gradients_on_the_cpu_are_reproducible() -> None:
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
-def test_double_backward_is_refused(op: MultiTokenAttention) -> None:
+def test_double_backward_is_refused(op: AttentionOp) -> None:
     tensors = leaves()
     (dq,) = torch.autograd.grad(op(*tensors).sum(), tensors[0], create_graph=True)
     with pytest.raises(BackendError, match=r"double backward: got .*differentiable once; legal: mtagen.reference"):
         dq.sum().backward()
 
 
-def test_backward_of_decode_is_refused(op: MultiTokenAttention) -> None:
+def test_backward_of_decode_is_refused(op: AttentionOp) -> None:
     q, k, v, weight = leaves()
     out = op.decode(q[:, :, -KERNEL[0] :], k, v, weight)
     with pytest.raises(BackendError, match=r"decode: got 'a backward pass'; .*; legal: the op itself"):
@@ -243,7 +243,7 @@ def test_backward_of_decode_is_refused(op: MultiTokenAttention) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(op: MultiTokenAttention, dynamic: bool) -> None:
+def test_compile_fullgraph(op: AttentionOp, dynamic: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")  # traces forward and backward, needs no C++ compiler
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: op(*x), fullgraph=True, dynamic=dynamic, backend=counter)
@@ -260,7 +260,7 @@ def test_compile_as_the_first_call() -> None:
     torch.testing.assert_close(torch.compile(op, fullgraph=True, backend="eager")(*tensors), op(*tensors))
 
 
-def test_compile_with_a_scale_that_changes(op: MultiTokenAttention) -> None:
+def test_compile_with_a_scale_that_changes(op: AttentionOp) -> None:
     torch._dynamo.reset()
     tensors = leaves()
     compiled = torch.compile(lambda scale: op(*tensors, scale=scale), fullgraph=True, backend="eager")
@@ -278,13 +278,13 @@ def test_named_gpu_target_never_runs_on_the_cpu() -> None:
         op(*(torch.zeros(1, 1, 4, 16) for _ in "qkv"), torch.zeros(1, 2, 3))
 
 
-def test_decode_without_heads(op: MultiTokenAttention) -> None:
+def test_decode_without_heads(op: AttentionOp) -> None:
     q, k, v, weight = leaves()
     out = op.decode(q[:, :0], k, v, weight[:0])
     assert out.numel() == 0
 
 
-def test_compile_with_every_argument(op: MultiTokenAttention) -> None:
+def test_compile_with_every_argument(op: AttentionOp) -> None:
     torch._dynamo.reset()
 
     def everything(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -301,7 +301,7 @@ def test_compile_with_every_argument(op: MultiTokenAttention) -> None:
     assert_equal([*compiled(*tensors, lengths)], [*everything(*tensors, lengths)])
 
 
-def test_compile_checks_arguments(op: MultiTokenAttention) -> None:
+def test_compile_checks_arguments(op: AttentionOp) -> None:
     torch._dynamo.reset()
     q, k, v, weight = leaves()
     with pytest.raises(Exception, match="does not fit the spec"):
@@ -312,7 +312,7 @@ def test_compile_checks_arguments(op: MultiTokenAttention) -> None:
     ("nq", "nk", "dtype"),
     [(4, 9, torch.bfloat16), (6, 5, torch.float32), (0, 3, torch.float32), (3, 0, torch.float64)],
 )
-def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) -> None:
+def test_opcheck(op: AttentionOp, nq: int, nk: int, dtype: torch.dtype) -> None:
     tensors = leaves(nq, nk, dtype=dtype)
     torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors, None, None, None, 0.25, op._key))
     q, k, v, weight = (x.detach() for x in tensors)
@@ -324,7 +324,7 @@ def test_opcheck(op: MultiTokenAttention, nq: int, nk: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("lengths", [None, [9, 4]])
-def test_opcheck_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> None:
+def test_opcheck_of_decode(op: AttentionOp, lengths: list[int] | None) -> None:
     q, k, v, weight = (x.detach() for x in leaves(KERNEL[0] + 1, 9))
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     given = (q, k, v, weight, None, None, None, seqlens, 0.25, 0, op._key)
@@ -332,7 +332,7 @@ def test_opcheck_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_autocast(op: MultiTokenAttention, backward_inside: bool) -> None:
+def test_autocast(op: AttentionOp, backward_inside: bool) -> None:
     """q, k and v are cast, the weight is not; inside the op nothing is."""
     *qkv, weight = leaves()
     half = [x.detach().bfloat16().requires_grad_() for x in qkv]
@@ -349,7 +349,7 @@ def test_autocast(op: MultiTokenAttention, backward_inside: bool) -> None:
     assert torch.equal(decoded, op.decode(half[0], *half[1:], weight))
 
 
-def test_autocast_of_compiled_calls(op: MultiTokenAttention) -> None:
+def test_autocast_of_compiled_calls(op: AttentionOp) -> None:
     compiled = torch.compile(lambda *x: op(*x), fullgraph=True, backend="aot_eager")
     tensors = leaves()
     for enabled in (True, False):
@@ -357,7 +357,7 @@ def test_autocast_of_compiled_calls(op: MultiTokenAttention) -> None:
             assert_equal(train(compiled, tensors), train(op, tensors))
 
 
-def test_autocast_leaves_fp64_alone(op: MultiTokenAttention) -> None:
+def test_autocast_leaves_fp64_alone(op: AttentionOp) -> None:
     tensors = leaves(dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         out = op(*tensors)
@@ -370,7 +370,7 @@ SCORES = BATCH * HEADS * 5 * 7  # of all heads, though two share their keys; non
 FORWARD, BACKWARD = SCORES * 2 * (16 + 24 + 12), SCORES * 2 * (3 * 16 + 2 * 24 + 2 * 12)
 
 
-def test_flop_of_hand_computed_sizes(op: MultiTokenAttention) -> None:
+def test_flop_of_hand_computed_sizes(op: AttentionOp) -> None:
     """Products with D = 16 and DV = 24, and a convolution of 3 x 4 taps; the masked half is counted as PyTorch does."""
     assert (FORWARD, BACKWARD) == (29120, 67200)
     tensors = leaves(5, 7)
@@ -423,7 +423,7 @@ def test_flop_of_plain_attention() -> None:
     assert counter.get_total_flops() == SCORES * 2 * (16 + 24 + 3 * 16 + 2 * 24)
 
 
-def test_flop_without_the_convolution_is_that_of_attention(op: MultiTokenAttention) -> None:
+def test_flop_without_the_convolution_is_that_of_attention(op: AttentionOp) -> None:
     q, k, v, _ = leaves(5, 7)
     group = q.shape[1] // k.shape[1]  # torch 2.11 counts no shared keys
     shapes = [tuple(x.shape) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
@@ -441,7 +441,7 @@ def test_flop_depends_on_shapes_alone(options: dict[str, Any]) -> None:
         assert counter.get_total_flops() == 2 * FORWARD
 
 
-def test_flop_of_gradients_of_some_inputs(op: MultiTokenAttention) -> None:
+def test_flop_of_gradients_of_some_inputs(op: AttentionOp) -> None:
     """The op makes all gradients, whichever are asked for."""
     q, k, v, weight = leaves(5, 7)
     with FlopCounterMode(display=False) as counter:
@@ -450,7 +450,7 @@ def test_flop_of_gradients_of_some_inputs(op: MultiTokenAttention) -> None:
 
 
 @pytest.mark.parametrize("lengths", [None, [7, 2]])
-def test_flop_of_decode(op: MultiTokenAttention, lengths: list[int] | None) -> None:
+def test_flop_of_decode(op: AttentionOp, lengths: list[int] | None) -> None:
     """Three new queries, and two before them that the convolution reads; a cache of seven keys."""
     q, k, v, weight = (x.detach() for x in leaves(5, 7))
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
@@ -484,7 +484,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_ordinary_calls_need_no_dispatcher(op: MultiTokenAttention, dispatched: list[str], inference: bool) -> None:
+def test_ordinary_calls_need_no_dispatcher(op: AttentionOp, dispatched: list[str], inference: bool) -> None:
     q, k, v, weight = leaves(5, 7)
     with torch.inference_mode(inference):
         out = op(q, k, v, weight)
@@ -494,14 +494,14 @@ def test_ordinary_calls_need_no_dispatcher(op: MultiTokenAttention, dispatched: 
 
 
 @pytest.mark.parametrize("watch", WHO_WATCHES.values(), ids=WHO_WATCHES)
-def test_who_watches_sees_the_ops(op: MultiTokenAttention, dispatched: list[str], watch: Any) -> None:
+def test_who_watches_sees_the_ops(op: AttentionOp, dispatched: list[str], watch: Any) -> None:
     q, k, v, weight = leaves(5, 7)
     with watch():
         op(q, k, v, weight).sum().backward()
     assert dispatched == (["forward"] if watch is WHO_WATCHES["a function mode"] else ["forward", "backward"])
 
 
-def test_tensors_that_are_not_ordinary(op: MultiTokenAttention, dispatched: list[str]) -> None:
+def test_tensors_that_are_not_ordinary(op: AttentionOp, dispatched: list[str]) -> None:
     """Numbers that are kept with the other sign are not what lies in memory, and a subclass has a say."""
 
     class Watching(Tensor):
@@ -571,7 +571,7 @@ def test_decode_is_the_last_rows_of_the_op(n_new: int, options: dict[str, Any]) 
     torch.testing.assert_close(decoded, (out[:, :, -n_new:], lse[:, :, -n_new:]), rtol=1e-4, atol=1e-5)
 
 
-def test_decode_step_by_step(op: MultiTokenAttention) -> None:
+def test_decode_step_by_step(op: AttentionOp) -> None:
     """Generation: the cache is larger than what is in use, and each sequence has a length of its own."""
     q, k, v, weight = (x.detach() for x in leaves(21, 21))
     out = op(q, k, v, weight)

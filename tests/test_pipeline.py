@@ -21,7 +21,7 @@ from mtagen.check import failures
 from mtagen.cpu import pipeline
 from mtagen.measure.cases import Case, Sizes
 from mtagen.naive import reference
-from mtagen.ops.attention import MultiTokenAttention
+from mtagen.ops.attention import AttentionOp
 from mtagen.planner.names import suffix
 from mtagen.spec import WEIGHTS, Spec
 
@@ -397,7 +397,7 @@ def test_decode_of_nothing(batch: int) -> None:
 # Ops of pipelines.
 
 
-def build(stages: dict[str, Any], **options: Any) -> MultiTokenAttention:
+def build(stages: dict[str, Any], **options: Any) -> AttentionOp:
     return mtagen.build(**{"head_dim": DIM, "value_head_dim": VALUE_DIM, "target": "cpu"} | stages | options)
 
 

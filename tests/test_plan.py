@@ -303,7 +303,7 @@ def test_gradient_reads_are_the_transpose_of_the_terms(spec: Spec) -> None:
         shifts = (geometry.row_shift, geometry.key_shift) if not lifted else (0, 0)
         assert (contraction.g_row_shift + shifts[0], contraction.g_key_shift + shifts[1]) == (0, 0)
     reach_back = max(int((-geometry.row_shift).subs(T, t)) for t in range(geometry.terms))
-    assert geometry.kept_rows == reach_back
+    assert geometry.carried_rows == reach_back
 
 
 def compiled(loop: Loop) -> Callable[..., tuple[int, int, int, int]]:

@@ -31,8 +31,6 @@ def test_example() -> None:
     assert q.grad.isfinite().all()
     assert weight.grad.any()
     torch.testing.assert_close(last, out[:, :, -1:].detach())
-    layer, x, generated = (names[name] for name in ("layer", "x", "generated"))
-    torch.testing.assert_close(generated, layer(x))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,6 +55,8 @@ def test_every_target_is_named() -> None:
         "generated/README.md",
         "benchmarks/README.md",
         "benchmarks/RESULTS.md",
+        "benchmarks/NOTES.md",
+        *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks/notes").glob("*.md")),
         "CHANGELOG.md",
     ],
 )

@@ -315,7 +315,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     programs.command("train")(gpt.main)
     programs.command("generate")(generate.main)
     for name, shown in (
-        ("find_block", CliRunner().invoke(app, ["demo", str(tmp_path), "--resume"])),
+        ("find_block", CliRunner().invoke(app, ["demo", str(tmp_path)])),
         ("train", CliRunner().invoke(programs, ["train", str(checkpoint.parent), "--resume"])),
         ("generate", CliRunner().invoke(programs, ["generate", str(checkpoint.parent)])),
     ):

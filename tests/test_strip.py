@@ -132,7 +132,7 @@ def test_windows_hold_what_a_tile_of_results_reads(ck: int, padding: str) -> Non
             assert width & (width - 1) == 0
             reads = {j - stage.pad_left + v for j in range(keys) for v in range(ck)}
             handed_on = {j + stage.pad_left - v for j in range(keys) for v in range(ck)}
-            for read, lead in ((reads, stage.lead_left), (handed_on, stage.lead_right)):
+            for read, lead in ((reads, stage.aligned_left), (handed_on, stage.aligned_right)):
                 assert lead % 8 == 0
                 assert read <= {*range(-lead, width - lead)}
 
@@ -167,9 +167,9 @@ def test_slabs_hold_what_a_tile_of_results_reads(cq: int, ck: int, padding: str)
     for made in slabs(cq, ck, padding):
         left = made.stage.pad_right if made.adjoint else made.stage.pad_left
         down = cq - 1 if made.adjoint else 0
-        assert made.lead % 8 == 0
+        assert made.keys_left % 8 == 0
         for j, v in itertools.product(range(made.tile_keys), range(ck)):
-            column = j - left + v + made.lead
+            column = j - left + v + made.keys_left
             assert column == j + made.spare + v
             assert 0 <= column < 8 * made.slab_chunks
         read = {r + down - (cq - 1) + u + made.rows_above for r in range(made.rows) for u in range(cq)}
@@ -229,8 +229,8 @@ def test_which_windows_fit_slabs() -> None:
 def test_at_least_half_of_a_strip_is_no_context(cq: int, post_cq: int) -> None:
     spec = Spec((cq, 2), 64, post_kernel=(post_cq, 3))
     module = StripModule.of([StripPass(spec, "sm_90a", "forward")])
-    assert module.fewest_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
-    assert module.fewest_rows % module.row_multiple == 0
+    assert module.min_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
+    assert module.min_rows % module.row_multiple == 0
     assert decode_rows(spec) >= spec.context + MAX_NEW_TOKENS
 
 
@@ -602,7 +602,7 @@ def test_fp64_is_refused(target: str) -> None:
 MIXED = Spec(None, 128, mixed_heads=16, post_mixed_heads=16)
 LAYER = Spec((6, 11), 128, mixed_heads=16, post_kernel=(6, 11), post_mixed_heads=16)
 PAIRS = Spec((6, 11), 128, post_mixed_heads=2)
-# Microseconds on an H200, 16 heads, N = 8192, causal, of kernels in some forms (benchmarks/NOTES.md, "CUDA in strips").
+# Microseconds on an H200, 16 heads, N = 8192, causal, of kernels in some forms (benchmarks/notes/strips.md).
 MEASURED = {
     (MIXED, "forward", "softmax"): {
         Form(8, 2): 806,

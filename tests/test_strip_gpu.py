@@ -13,7 +13,7 @@ import mtagen
 from mtagen.check import failures
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
-from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.spec import Spec
 
 pytestmark = [
@@ -59,7 +59,7 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 repeated = pytest.mark.parametrize("case", [CASES[name] for name in REPEATED], ids=REPEATED)
 
 
-def build(case: Case, backend: str, target: str | None = None) -> MultiTokenAttention:
+def build(case: Case, backend: str, target: str | None = None) -> AttentionOp:
     _, head_dim, dtype, stages = case
     op = mtagen.build(head_dim=head_dim, dtype=dtype, **stages, backend=backend, target=target)
     assert set(op.plan.strip) == {"forward", "backward", "decode"}
@@ -72,7 +72,7 @@ def inputs(spec: Spec, sizes: Sizes) -> dict[str, Tensor]:
     return Sampler.for_timing(spec, sizes, CUDA).inputs().named
 
 
-def train(op: MultiTokenAttention, tensors: dict[str, Tensor]) -> list[Tensor]:
+def train(op: AttentionOp, tensors: dict[str, Tensor]) -> list[Tensor]:
     """Out, the log-sum-exp and all gradients, through both."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     out, lse = op(**leaves, return_lse=True)

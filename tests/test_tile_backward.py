@@ -62,22 +62,22 @@ def test_the_next_scores_wait_for_the_helper_where_memory_is_short() -> None:
     for plan in plans():
         if not plan.hopper:
             assert plan.score_ring == plan.row_tiles + 1
-            assert not plan.waits_for_helper
+            assert not plan.waits_for_producer
             continue
         late = plan.converts_scores  # the gradient of W, by a row tile
         read = {*range(-1 - late, plan.row_tiles - late)}  # row tiles of S that a step's gradient of W takes
         stored = {*range(plan.row_tiles, 2 * plan.row_tiles)}  # while these are stored
-        assert plan.waits_for_helper == any((a - b) % plan.score_ring == 0 for a in stored for b in read)
+        assert plan.waits_for_producer == any((a - b) % plan.score_ring == 0 for a in stored for b in read)
         room = get_target(plan.target).shared_per_block - plan.shared.size
-        assert not plan.waits_for_helper or room < ROW_TILE * plan.slab_row, "a row tile more has room"
+        assert not plan.waits_for_producer or room < ROW_TILE * plan.slab_row, "a row tile more has room"
 
 
 def test_row_tiles_whose_place_is_taken_are_read_early() -> None:
     """Of the gradient of W, each takes the scores of its own row tile and of the one above."""
-    for plan in (plan for plan in plans() if plan.waits_for_helper):
+    for plan in (plan for plan in plans() if plan.waits_for_producer):
         sets, first = plan.weight_gradient.sets, -plan.converts_scores
         early = set()
-        for warp, i in itertools.product(range(4), range(plan.early_row_tiles)):  # as the helper's warps go
+        for warp, i in itertools.product(range(4), range(plan.row_tiles_before_overwrite)):  # as the helper's warps go
             early.add(first + warp // sets + i * (4 // sets))
         stored = range(plan.row_tiles, 2 * plan.row_tiles)
         for row_tile in range(first, first + plan.row_tiles):

@@ -539,7 +539,7 @@ def test_shared_memory_maps() -> None:
             "V": 1024,
             "SLAB": 16,
             "GATHER": 16,
-            "KEPT": 4,
+            "DROPOUT": 4,
             "TAPS": 4,
             "BARRIERS": 8,
         }

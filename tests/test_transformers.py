@@ -617,6 +617,23 @@ def test_outputs(model: MtaForCausalLM) -> None:
     torch.testing.assert_close(model(x, labels=x).loss, expected)
 
 
+def test_names_of_other_versions_are_kept() -> None:
+    """Saved configurations have names that transformers, or a later mtagen, gives a meaning."""
+    config = MtaConfig(**SIZES, sep_token_id=3, torch_dtype="float32", v_scaling=2, transformers_version="5.0")
+    assert (config.sep_token_id, config.v_scaling) == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "unheard of"])
+def test_attention_of_transformers_is_refused(model: MtaForCausalLM, tmp_path: Path, name: str) -> None:
+    model.save_pretrained(tmp_path)
+    match = f"attn_implementation: got '{name}'; mtagen's kernels compute this model's attention"
+    with pytest.raises(SpecError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    with pytest.raises(SpecError, match=match):
+        model.set_attn_implementation(name)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").config.hidden_size == 32
+
+
 def test_import_without_the_package() -> None:
     """All else of mtagen does not miss it; the message says what to install."""
     script = """
@@ -653,7 +670,12 @@ import mtagen.transformers
         ({"causal": False}, "causal: got False; a token would be predicted from itself"),
         ({"kernel": (0, 3)}, "kernel: got"),
         ({"kernel": 3}, "kernel: got"),
-        ({"compute_dtype": "int8"}, "dtype: got 'int8'"),
+        ({"compute_dtype": "int8"}, "compute_dtype: got 'int8'"),
+        ({"kernal": (2, 3)}, r"kernal: got \(2, 3\); this model has no option .*legal: kernel="),
+        ({"post_mixed_head": 2}, "post_mixed_head: got 2; .*legal: post_mixed_heads="),
+        ({"n_heads": 4}, "n_heads: got 4; .*legal: num_attention_heads="),
+        ({"hidden_size": 33, "head_dim": None}, "hidden_size: got 33; is no multiple of num_attention_heads = 4"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: got 3; must divide num_attention_heads = 4"),
     ],
 )
 def test_illegal_configurations(options: dict[str, Any], match: str) -> None:

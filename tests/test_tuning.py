@@ -334,7 +334,7 @@ def test_what_cannot_be_tuned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_are_checked_before_tuning() -> None:
     for option in ("--json", "--table"):
         result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16", option, "nowhere/x.json"])
-        assert (result.exit_code, "file: got 'nowhere/x.json'; is in no folder" in result.stderr) == (2, True)
+        assert (result.exit_code, "file: got 'nowhere/x.json'; its folder does not exist" in result.stderr) == (2, True)
 
 
 def test_a_backend_without_candidates_is_refused() -> None:

@@ -38,7 +38,7 @@ def one_process() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def build(kernel: tuple[int, int] | None = (3, 4), **options: Any) -> mtagen.MultiTokenAttention:
+def build(kernel: tuple[int, int] | None = (3, 4), **options: Any) -> mtagen.AttentionOp:
     return mtagen.build(kernel, D, target="cpu", **options)
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from mtagen.errors import InputError, explain
 
 from ..device import DEVICE, DeviceOption
-from ..runs import LOG, one_line
+from ..runs import LOG, Interrupted, one_line
 from .data import Task
 from .model import Size
 from .train import Settings, describe
@@ -109,30 +109,47 @@ def train(
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Argument(help="For the two logs and checkpoints; made if absent.")],
+    folder: Annotated[Path, typer.Argument(help="For the picture, two logs and checkpoints; made if absent.")],
     steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEMO_STEPS,
     seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 0,
-    resume: ResumeOption = False,
 ) -> None:
-    """See it learn: a small version of the task on the CPU, with both kinds of attention, in about two minutes."""
+    """See it learn: a small version of the task on the CPU, with both kinds of attention, in about two minutes.
+
+    The same command goes on where Ctrl-C or a kill stopped it, and shows the curves again when it has ended.
+    """
     import torch
 
+    from .plot import plot as draw
+    from .plot import sketch
+
     table = Table("model", "steps", "blocks not found", "seconds")
+    logs = []
     for kernel in (None, DEMO.kernel):
         started = time.perf_counter()
         settings = replace(DEMO, kernel=kernel, seed=seed)
         where = folder / ("plain" if kernel is None else "mta")
-        error = run(settings, where, steps, device=torch.device("cpu"), resume=resume)
+        try:
+            error = run(settings, where, steps, device=torch.device("cpu"), resume=True)
+        except Interrupted as stop:
+            raise Interrupted(stop.step, stop.checkpoint, "the same command goes on") from None
         table.add_row(describe(kernel), str(steps), f"{error:.1%}", f"{time.perf_counter() - started:.0f}")
+        logs.append(where / LOG)
     Console().print(table)
+    typer.echo(sketch(logs))
+    picture = folder / "error.png"
+    try:
+        draw(logs, picture)
+        typer.echo(f"drawn to {picture}")
+    except InputError as missing:  # matplotlib, without which the rest is worth seeing
+        typer.echo(f"no picture: {missing}", err=True)
 
 
 @app.command()
 def plot(
-    logs: Annotated[list[Path], typer.Argument(help=f"Files {LOG}, or their folders.", exists=True)],
+    logs: Annotated[list[Path], typer.Argument(help=f"Files {LOG}, or their folders.")],
     out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")],
 ) -> None:
-    """Draw the error on the test samples over steps, of several runs (needs matplotlib: mtagen[bench])."""
+    """Draw the error on the test samples over steps, of several runs. It needs matplotlib: mtagen\\[bench]."""
     from .plot import plot as draw
 
     draw([log / LOG if log.is_dir() else log for log in logs], out)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mtagen.nn import MultiTokenAttention
+from mtagen.planner import Backend
 
 from ..decoder import Decoder
 
@@ -46,7 +47,7 @@ def make_decoder(vocabulary: int, size: Size, kernel: tuple[int, int] | None, de
         kernel: extents of the convolution of all layers; None: plain attention.
         device: where it runs.
     """
-    backend = "auto" if device.type == "cuda" else "torch"
+    backend: Backend = "auto" if device.type == "cuda" else "torch"
     attentions = [
         MultiTokenAttention(size.dim, size.heads, kernel=kernel, dropout=size.dropout, backend=backend)
         for _ in range(size.layers)

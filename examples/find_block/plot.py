@@ -1,10 +1,12 @@
-"""Logs as a picture: the error of each run over its steps."""
+"""Logs as a picture, or as text: the error of each run over its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from mtagen.bench.plots import check_path
 from mtagen.errors import InputError, explain
 
 from ..runs import LOG, Log
@@ -15,8 +17,10 @@ def plot(logs: Sequence[Path], path: Path) -> None:
     """Draw the errors of runs over their steps: models by colour, runs of one model by their line's style.
 
     Raises:
-        InputError: a file is absent, no log or damaged, or holds no evaluation.
+        InputError: a file is absent, no log or damaged, or holds no evaluation; the picture's format is not known, or
+            matplotlib is not installed.
     """
+    check_path(path)
     from matplotlib.figure import Figure  # an extra of the package
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -39,6 +43,34 @@ def plot(logs: Sequence[Path], path: Path) -> None:
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.legend(frameon=False)
     figure.savefig(path, dpi=110)
+
+
+def sketch(logs: Sequence[Path], width: int = 60, height: int = 11) -> str:
+    """Draw the same with characters, one for each model, for a terminal.
+
+    Args:
+        logs: of the runs, each of another model.
+        width: columns of the curves.
+        height: lines of the curves, from 100 % on top to 0 %.
+
+    Raises:
+        InputError: a file is absent, no log or damaged, or holds no evaluation.
+    """
+    runs = [_read(log) for log in logs]
+    last = max(points[-1][0] for _, _, points in runs)
+    lines = [[" "] * width for _ in range(height)]
+    for mark, (_, _, points) in zip("o*+x", runs, strict=False):
+        for column in range(width):
+            step = last * (column + 1) / width
+            for (before, error), (after, next_error) in pairwise(points):
+                if before <= step <= after:
+                    between = error + (next_error - error) * (step - before) / (after - before)
+                    lines[round((1 - between / 100) * (height - 1))][column] = mark
+    labels = [f"{100 * (height - 1 - line) / (height - 1):4.0f} % |" for line in range(height)]
+    drawn = [label + "".join(line).rstrip() for label, line in zip(labels, lines, strict=True)]
+    steps = f"{last:,} steps"
+    named = "   ".join(f"{mark} {name}" for mark, (name, _, _) in zip("o*+x", runs, strict=False))
+    return "\n".join(["blocks not found", *drawn, " " * 7 + "-" * width, f"{steps:>{width + 7}}", named])
 
 
 def _read(log: Path) -> tuple[str, int, list[tuple[int, float]]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -272,7 +273,11 @@ def train(
 
     every = evaluate_every or default_interval(steps)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as progress, Interrupt() as interrupt:
+    console = Console()
+    shown = Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    )
+    with shown as progress, Interrupt() as interrupt:
         bar = progress.add_task(name, total=steps, completed=trainer.steps, state="")
         started = time.perf_counter()
         for batch in trainer.batches(workers):
@@ -289,7 +294,10 @@ def train(
                 log.append({"steps": trainer.steps, "loss": loss, "error": error, "seconds": seconds})
                 log.sync()
                 trainer.losses.clear()
-                progress.update(bar, state=f"loss {loss:.3f}, error {error:.1%}")
+                state = f"loss {loss:.3f}, error {error:.1%}"
+                progress.update(bar, state=state)
+                if not console.is_terminal:  # nobody sees a bar in a pipe or a file
+                    typer.echo(f"{name}: step {trainer.steps:,} of {steps:,}, {state}, {seconds:.0f} s")
             trainer.save(checkpoint)  # after the entry: a resumed run reads it and drops later ones
             if trainer.steps == steps or interrupt.asked:
                 break

@@ -14,7 +14,7 @@ from ..spec import Spec
 
 
 def authors_attention(spec: Spec) -> Callable[..., Tensor]:
-    """What the authors' layer computes between its projections and its group norm.
+    """Return the attention of the authors' layer, between its projections and its group norm.
 
     The layer is that of https://github.com/facebookresearch/RAM, ``projects/mta``, without dropout and with one
     document in a sequence. Its operations keep their order and dtypes: whole scores in the dtype of q, a grouped
@@ -71,18 +71,19 @@ def authors_attention(spec: Spec) -> Callable[..., Tensor]:
 
 
 def _clear(x: Tensor, hidden: Tensor | None) -> Tensor:
-    """Zero where a row must not see a key."""
+    """Set scores to zero where a row must not see a key."""
     return x if hidden is None else x.masked_fill(hidden, 0)
 
 
 def _convolve(x: Tensor, weight: Tensor, spec: Spec) -> Tensor:
-    """Each head by its own kernel, ``[H, cq, ck]``."""
+    """Convolve each head with its own filter, ``[H, cq, ck]``."""
     padded = F.pad(x, (*spec.padding(weight.shape[-1]), weight.shape[-2] - 1, 0))
     return F.conv2d(padded, weight[:, None].to(x.dtype), groups=len(weight))
 
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:
-    """The heads of each group by its matrix, ``[H/m, m, m]``; if all are in one group, by a linear layer.
+    """Mix the heads of each group by its matrix, ``[H/m, m, m]``; if all are in one group, by a
+    linear layer.
 
     The authors index the matrices of groups [group, in head, out head], and that of the linear layer the other way.
     """

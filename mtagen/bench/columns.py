@@ -1,4 +1,4 @@
-"""The columns that tables of cases are made of: what tells a case, and the figures of contenders."""
+"""Columns of tables of cases: the description of a case, and the figures of contenders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Column(NamedTuple):
     """A column of a table with a line for each case.
 
     Attributes:
-        name: stands in the header.
-        cell: makes the text of a case and its measurements.
+        name: text in the header.
+        cell: returns the text for a case and its measurements.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Column(NamedTuple):
 
 
 def table_of_cases(title: str, columns: Sequence[Column], cases: Mapping[Case, Rows], keys: int = 0) -> Table:
-    """A line for each case."""
+    """Return a table with a line for each case."""
     lines = [[column.cell(case, rows) for column in columns] for case, rows in cases.items()]
     return Table(title, [column.name for column in columns], lines, keys)
 
@@ -43,20 +43,20 @@ PASS = Column("pass", lambda case, rows: case.pass_name)
 
 
 def figures_of(name: str, title: str, key: str = "ms") -> Column:
-    """What was measured of a contender."""
+    """Return a column with one figure of a contender's measurements."""
     return Column(title, lambda case, rows: figure(rows.get(name), key))
 
 
 def number(x: float) -> str:
-    """Three digits, or as many as the integer part has."""
+    """Format a number with three digits, or as many as its integer part has."""
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def figure(row: Row | None, key: str = "ms") -> str:
-    """One figure of a measurement, if it was made."""
+    """Format one figure of a measurement, if there is one."""
     return NOTHING if row is None or row.get(key) is None else number(row[key])
 
 
 def ratio(over: Row | None, under: Row | None, digits: int = 2) -> str:
-    """The time of one measurement over that of another, if both were made."""
+    """Format the time of one measurement over that of another, if there are both."""
     return f"{over['ms'] / under['ms']:.{digits}f}" if over and under else NOTHING

@@ -1,4 +1,4 @@
-"""One run against another: which measurements lost time."""
+"""Comparison of two runs: the measurements that became slower."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Pair(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times the time before the measurement takes now."""
+        """The new time over the time before."""
         return self.ms / self.before_ms
 
 
 def check_device(here: str, before: Run) -> None:
-    """Refuse to compare what is measured ``here`` with a run of another device.
+    """Refuse to compare measurements made ``here`` with a run on another device.
 
     Raises:
-        InputError: it is another device.
+        InputError: the run is from another device.
     """
     if here != device(before):
         rule = "is another device, and times of different devices do not compare"
@@ -50,7 +50,7 @@ def check_shared(cases: Iterable[Case], names: Collection[str], before: Run) -> 
 
 
 def pairs(run: Run, before: Run) -> list[Pair]:
-    """What mtagen's contenders were measured at in both runs.
+    """Return the pairs of measurements of mtagen's contenders that both runs have.
 
     Raises:
         InputError: the runs are of different devices or have no measurement of mtagen in common.
@@ -69,7 +69,9 @@ def pairs(run: Run, before: Run) -> list[Pair]:
 
 
 def slower(found: Iterable[Pair], threshold: float = THRESHOLD) -> list[Pair]:
-    """Those that take more than ``1 + threshold`` times what they took before, the worst first."""
+    """Return the pairs whose time has grown by more than a factor ``1 + threshold``, the worst
+    first.
+    """
     return sorted((pair for pair in found if pair.ms > (1 + threshold) * pair.before_ms), key=lambda pair: -pair.ratio)
 
 

@@ -1,4 +1,6 @@
-"""Who competes: mtagen's backends, peers that materialise scores, and SDPA, a lower bound without convolution."""
+"""The contenders: mtagen's backends, peers that materialise scores, and SDPA, a lower bound without
+convolution.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from ..measure.cases import DROPOUT_P, LENGTH, PAPER, Case, Sizes
 from ..measure.inputs import Inputs, Sampler
 from ..measure.judge import documents_op, eager_op, judge
 from ..op import build
-from ..ops.attention import MultiTokenAttention
+from ..ops.attention import AttentionOp
 from ..planner import Plan
 from ..spec import Spec
 from .authors import authors_attention
@@ -36,7 +38,7 @@ from .suites import MAX_MATERIALISED
 
 Attention = Callable[..., Any]  # of a contender's arguments; returns out, or the outs of several calls
 
-_SCORE_TENSORS = 10  # alive at once in forward + backward; eager was seen to need 5
+_SCORE_TENSORS = 10  # tensors of scores alive at once in forward + backward; eager needed 5 in an observation
 _CHECKED_LENGTH = 257
 _CHECKED_DOCUMENTS = 3
 _LIGER_MAX_LENGTH = 1024
@@ -46,11 +48,11 @@ class Contender(ABC):
     """One way to compute a case.
 
     Attributes:
-        name: as in the results.
-        device: where it runs.
+        name: its name in the results.
+        device: its device.
         only: which cases list it, default all.
         convolves: whether it takes the weight, and its time depends on the kernel.
-        lasts: whether what was prepared for one case is as fast after others were.
+        lasts: whether a call prepared for one case is as fast after other cases have been prepared.
     """
 
     convolves = True
@@ -62,31 +64,37 @@ class Contender(ABC):
         self.only = only
 
     def enters(self, case: Case) -> bool:
-        """Whether results of ``case`` list it at all."""
+        """Return whether results of ``case`` list the contender at all."""
         return self.only is None or self.only(case)
 
     @abstractmethod
     def refusal(self, case: Case) -> str | None:
-        """Why it cannot do ``case``, if so."""
+        """Return why the contender cannot compute ``case``, or None if it can."""
 
     @abstractmethod
     def prepare(self, case: Case) -> Attention:
-        """What is to be timed."""
+        """Return the function to time."""
 
     def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
-        """What is given to that: q, k, v and, if it convolves, the weights in their order."""
+        """Return the arguments of that function: q, k, v and, if it convolves, the weights in their
+        order.
+        """
         return inputs.arguments if self.convolves else [inputs.q[:, :, -case.sizes.nq :], inputs.k, inputs.v]
 
     @abstractmethod
     def check(self, case: Case) -> Mapping[str, Comparison]:
-        """Its results, judged by the rule of :mod:`mtagen.accuracy`, at a small size otherwise like ``case``."""
+        """Judge the contender by the rule of :mod:`mtagen.accuracy`, at a small size otherwise like
+        ``case``.
+        """
 
     def warm_key(self, case: Case) -> Hashable | None:
-        """What :meth:`warm` builds; None: it builds nothing that is kept on disk."""
+        """Return the identity of the files that :meth:`warm` builds; None if it builds none."""
         return None
 
     def warm(self, case: Case) -> None:  # noqa: B027  # most build nothing
-        """Build for ``case`` what is kept on disk; called in processes side by side, before the one that measures."""
+        """Build the files for ``case`` that a disk cache keeps; called in parallel processes before
+        measurements.
+        """
 
 
 class Built(Contender):
@@ -96,7 +104,7 @@ class Built(Contender):
         name: as in the results.
         device: where it runs.
         only: which cases list it, default all.
-        options: of ``mtagen.build``, besides those that the case gives.
+        options: arguments of ``mtagen.build``, besides those from the case.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class Built(Contender):
     ) -> None:
         super().__init__(name, device, only)
         self._options = options
-        self._ops: dict[Hashable, MultiTokenAttention] = {}
+        self._ops: dict[Hashable, AttentionOp] = {}
 
     def refusal(self, case: Case) -> str | None:
         try:
@@ -130,7 +138,7 @@ class Built(Contender):
         return {row.result: row.comparison for row in check_op(self._op(case), case.spec, self.device, [sizes])}
 
     def plan(self, case: Case) -> Plan:
-        """What its time is compared with."""
+        """Return the plan, for the roofline of a case."""
         return self._op(case).plan
 
     def warm_key(self, case: Case) -> Hashable | None:
@@ -139,40 +147,41 @@ class Built(Contender):
     def warm(self, case: Case) -> None:
         self._op(case)
 
-    def _op(self, case: Case) -> MultiTokenAttention:
-        """Built once: lengths are run-time arguments."""
+    def _op(self, case: Case) -> AttentionOp:
+        """Return the op, built once: lengths are run-time arguments."""
         if case.spec not in self._ops:
             self._ops[case.spec] = build(**case.spec.to_dict(), **self._options)
         return self._ops[case.spec]
 
 
 class Auto(Built):
-    """``backend="auto"`` where it trains with two backends: elsewhere it is another contender."""
+    """``backend="auto"`` where it trains with two backends: elsewhere it equals another contender."""
 
     def enters(self, case: Case) -> bool:
         try:
             passes = self.plan(case).passes
             return len({one.backend for one in passes if (one.plan.pass_name == "decode") == case.decodes}) > 1
-        except Exception:  # whatever it is, its row says so
+        except Exception:  # the contender's row will show the error
             return True
 
     def warm_key(self, case: Case) -> Hashable | None:
-        return None  # those that it mixes are built anyway
+        return None  # the backends that it combines are built anyway
 
 
 class Unpacked(Built):
-    """An op of ``mtagen.build`` that takes packed documents in another form, with which packing is compared.
+    """An op of ``mtagen.build`` that takes packed documents in another form, to compare packing
+    with.
 
-    To bring them into that form is no part of what is timed.
+    The conversion of documents to that form is not timed.
     """
 
     @abstractmethod
     def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
-        """The documents in that form."""
+        """Return the documents in that form."""
 
     @abstractmethod
     def join(self, case: Case, outs: Any) -> Tensor:
-        """What it returns, packed again."""
+        """Pack the op's results."""
 
     def enters(self, case: Case) -> bool:
         return case.spec.packed and super().enters(case)
@@ -199,14 +208,16 @@ class Unpacked(Built):
         return judge(packed, formula, inputs, grad_out)
 
     def warm_key(self, case: Case) -> Hashable | None:
-        return None  # who takes them packed builds these kernels, too
+        return None  # the contender for packed documents builds these kernels, too
 
-    def _op(self, case: Case) -> MultiTokenAttention:
+    def _op(self, case: Case) -> AttentionOp:
         return super()._op(case.base)
 
 
 class OneByOne(Unpacked):
-    """A call for each document, with weights of its own, so that none waits to add gradients of these."""
+    """One call per document, each with its own weight tensors, so that no call waits to add
+    gradients of weights.
+    """
 
     def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
         documents = zip(*(torch.split(x, case.documents) for x in (inputs.q, inputs.k, inputs.v)), strict=True)
@@ -226,7 +237,7 @@ class OneByOne(Unpacked):
 
 
 class Padded(Unpacked):
-    """One call on a batch of all documents, with zeros after the shorter ones."""
+    """One call on a batch of all documents, padded with zeros."""
 
     def arguments(self, case: Case, inputs: Inputs) -> list[Tensor]:
         documents = (torch.split(x, case.documents) for x in (inputs.q, inputs.k, inputs.v))
@@ -245,7 +256,7 @@ class Peer(Contender):
 
     @abstractmethod
     def formula(self, case: Case) -> Attention:
-        """The same in plain PyTorch, in any dtype."""
+        """Return the same function in plain PyTorch, for any dtype."""
 
     def check(self, case: Case) -> Mapping[str, Comparison]:
         sampler = self._small(case)
@@ -309,7 +320,8 @@ class Eager(Materialising):
         device: where it runs.
         max_length: more keys are refused.
         only: which cases list it, default all.
-        attention: makes what is timed of a spec, or raises ``BackendError``; default: ``mtagen.reference``.
+        attention: returns the function to time for a spec, or raises ``BackendError``; default:
+            ``mtagen.reference``.
     """
 
     def __init__(
@@ -344,7 +356,7 @@ class Compiled(Eager):
 
     def prepare(self, case: Case) -> Attention:
         functorch_config.donated_buffer = False  # the backward pass is timed alone, with retain_graph
-        torch.compiler.reset()  # or the shapes would meet the limit of recompilations
+        torch.compiler.reset()  # otherwise the shapes would reach the limit of recompilations
         return torch.compile(super().prepare(case), dynamic=False)
 
     def warm_key(self, case: Case) -> Hashable | None:
@@ -360,7 +372,8 @@ class Compiled(Eager):
 class Liger(Materialising):
     """Liger-Kernel's multi-token attention: its convolution follows the softmax, and its window is centred.
 
-    It pads alike on both sides, so that an even extent is widened by zeros to the next odd one.
+    It pads both sides equally, so that a filter of even extent is extended with zeros to the next
+    odd extent.
     """
 
     def refusal(self, case: Case) -> str | None:
@@ -412,7 +425,7 @@ class Liger(Materialising):
 
 
 def _by_position(function: Callable[..., Any], case: Case) -> Attention:
-    """A function that takes weights by name, as one that takes them in their order as well."""
+    """Wrap a function that takes weights by name to take them by position."""
     names = case.spec.weight_names
     if names == ("weight",):
         return function
@@ -425,7 +438,9 @@ def _by_position(function: Callable[..., Any], case: Case) -> Attention:
 
 
 def _centred(weight: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """``(H, cq, ck)`` as a grouped convolution's ``(H, 1, odd, odd)``, and the padding that keeps sizes."""
+    """Return ``(H, cq, ck)`` as a grouped convolution's ``(H, 1, odd, odd)``, and the padding that
+    keeps sizes.
+    """
     cq, ck = weight.shape[1:]
     return F.pad(weight, (0, 1 - ck % 2, 0, 1 - cq % 2))[:, None], (cq // 2, ck // 2)
 
@@ -436,7 +451,7 @@ class Sdpa(Peer):
     Args:
         name: as in the results.
         device: where it runs.
-        backend: whose kernels, ``None``: PyTorch's choice.
+        backend: the backend of the kernels; ``None``: PyTorch's choice.
     """
 
     convolves = False
@@ -480,14 +495,15 @@ class Sdpa(Peer):
 def entrants(
     suite: str, device: torch.device, names: Sequence[str] = (), max_materialised: int = MAX_MATERIALISED
 ) -> list[Contender]:
-    """Who takes part in a suite.
+    """Return the contenders of a suite.
 
     Args:
-        suite: its name.
-        device: where they run.
-        names: these alone; default: mtagen's in ``overhead`` and ``data``, these and eager in ``memory``, else all;
-            those that take packed documents in another form are in ``data`` alone.
-        max_materialised: lengths beyond are refused by those that materialise scores.
+        suite: name of the suite.
+        device: device of the contenders.
+        names: names of the contenders; default: mtagen's in ``overhead`` and ``data``, mtagen's and
+            eager in ``memory``, else all; contenders that take packed documents in another form are
+            in ``data`` only.
+        max_materialised: largest length for contenders that materialise scores.
 
     Raises:
         InputError: no such contender on this device.
@@ -547,7 +563,9 @@ def _is_the_papers(case: Case) -> bool:
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """What a case is timed on; packed documents are ``(total, H, D)``, one after the other."""
+    """Draw the inputs on which a case is timed; packed documents are ``(total, H, D)``, one after
+    the other.
+    """
     if case.spec.packed:
         return _packed(case, Sampler.for_timing, device)[0]
     return Sampler.for_timing(case.spec, case.sizes, device).inputs(decode=case.decodes)
@@ -556,7 +574,9 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 def _packed(
     case: Case, sampler: Callable[[Spec, Sizes, torch.device], Sampler], device: torch.device
 ) -> tuple[Inputs, Tensor]:
-    """Packed documents and the gradient of their output: a sequence of all tokens, without an axis for the batch."""
+    """Draw packed documents and the gradient of their output, as one sequence of all tokens without
+    a batch axis.
+    """
     total = sum(case.documents)
     one = replace(sampler(case.spec, case.sizes._replace(batch=1, nq=total, nk=total), device), rows_outside_heads=True)
     inputs = one.inputs()

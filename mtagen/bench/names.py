@@ -1,4 +1,4 @@
-"""How contenders and cases are called in results, tables and plots, and which contenders belong together."""
+"""Names of contenders and cases in results, tables and plots, and groups of contenders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..measure.cases import Case
 
 BACKENDS = ("mtagen cuda", "mtagen triton", "mtagen torch")
-OURS = (*BACKENDS, "mtagen auto")  # without those that only some cases ask for: other targets, deterministic
+OURS = (*BACKENDS, "mtagen auto")  # without contenders for special cases: other targets, deterministic
 SAME_MATH = ("eager", "torch.compile", "authors", "authors compiled")
 PEERS = (*SAME_MATH, "liger (post-softmax)")
 SDPA = ("sdpa cudnn", "sdpa flash", "sdpa")  # plain attention
@@ -44,23 +44,27 @@ _PREFIX = "mtagen "
 
 
 def is_ours(name: str) -> bool:
-    """Whether a contender is one of mtagen's."""
+    """Return whether a contender is one of mtagen's."""
     return name.startswith(_PREFIX)
 
 
 def short_name(name: str) -> str:
-    """The name of one of mtagen's contenders without "mtagen", for where that is clear."""
+    """Return the name of one of mtagen's contenders without "mtagen", for use where that is clear."""
     return name.removeprefix(_PREFIX)
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Each once, ours first; those unknown to this version last."""
+    """Order names, without duplicates: mtagen's contenders first, names unknown to this version
+    last.
+    """
     places = {name: place for place, name in enumerate(STYLES)}
     return sorted(set(names), key=lambda name: (places.get(name, len(places)), name))
 
 
 def name_kernel(case: Case) -> str:
-    """``cq,ck``, as on the command line; of other stages what is done before the softmax, a bar, and what after it."""
+    """Return ``cq,ck``, as on the command line; for other stages those before the softmax, a bar,
+    and those after.
+    """
     spec = case.spec
     if spec.convolves_only:
         return f"{spec.cq},{spec.ck}"
@@ -69,31 +73,31 @@ def name_kernel(case: Case) -> str:
 
 
 def _name_stages(kernel: tuple[int, int] | None, mixed_heads: int | None) -> str:
-    """The stages of one side of the softmax."""
+    """Return the name of the stages on one side of the softmax."""
     names = ["{},{}".format(*kernel)] if kernel else []
     names += [f"mix {mixed_heads}"] if mixed_heads else []
     return " ".join(names) or "-"
 
 
 def name_size(case: Case) -> str:
-    """What tells a case from the others of its group."""
+    """Return the size that distinguishes a case from others of its group."""
     return f"{name_kernel(case)} B={case.sizes.batch} N={case.sizes.nk}"
 
 
 def name_mask(case: Case) -> str:
-    """Whether later keys are hidden."""
+    """Return "causal" if later keys are hidden, else "not causal"."""
     return "causal" if case.causal else "not causal"
 
 
 def name_data(case: Case) -> str:
-    """What a case has that its base has not, separated by commas."""
+    """Return the features that a case has and its base has not, separated by commas."""
     spec = case.spec
     names = [f"window {spec.window}"] if spec.window != (-1, -1) else []
     return ", ".join(names + ["packed"] * spec.packed + ["dropout"] * spec.dropout)
 
 
 def name_group(case: Case) -> str:
-    """What a table of cases has in common."""
+    """Return the name of a group of cases, which share a table."""
     sizes = case.sizes
     which = f"{sizes.nq} new token{'s' * (sizes.nq > 1)}" if case.decodes else name_mask(case)
     heads = f"{sizes.heads} heads" + (f", {sizes.kv_heads} of keys" if sizes.kv_heads != sizes.heads else "")

@@ -1,4 +1,4 @@
-"""What was measured as pictures: times, ratios and memory over lengths, kernels and layers."""
+"""Pictures of measurements: times, ratios and memory over lengths, kernels and layers."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _IN_WORDS = {  # contenders in the legends of pictures for readers who do not kn
 
 
 class _Panel(NamedTuple):
-    """One small plot: ``lines`` has for each contender its points, over lengths or over names of kernels."""
+    """One small plot: ``lines`` has the points of each contender, over lengths or names of kernels."""
 
     title: str
-    label: str  # of the axis of values
+    label: str  # label of the axis of values
     lines: dict[str, dict[Any, float]]
     log: bool = False
 
     @property
     def places(self) -> set[Any]:
-        """Of the x axis."""
+        """The places on the x axis."""
         return {x for points in self.lines.values() for x in points}
 
 
@@ -65,8 +65,8 @@ class Picture(NamedTuple):
     Attributes:
         lines: a line of the picture may have fewer panels than others.
         draw: draws a panel.
-        caption: stands below; where the measurements come from.
-        in_words: what contenders are called in the legend, where not by their names.
+        caption: text below the picture: the source of the measurements.
+        in_words: names of contenders in the legend, where they differ from the usual names.
     """
 
     lines: Sequence[Sequence[_Panel]]
@@ -76,7 +76,7 @@ class Picture(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """All that is shown, in JSON."""
+        """The picture's content, in JSON."""
         return json.dumps([panel._asdict() for panels in self.lines for panel in panels])
 
     def save(self, path: Path) -> None:
@@ -118,13 +118,15 @@ class Picture(NamedTuple):
 
 
 def shown_in(path: Path) -> str:
-    """What the picture in an SVG shows, whatever version of matplotlib wrote it; empty if it does not say."""
+    """Return the content of the picture in an SVG, for any version of matplotlib; empty if the file
+    lacks it.
+    """
     found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
     return unescape(found[1]) if found else ""
 
 
 def check_path(path: Path) -> None:
-    """Whether a picture can be saved as this file: to be called before a long run.
+    """Check that a picture can be saved as this file, before a long run.
 
     Raises:
         InputError: matplotlib is not installed; the suffix is another format's.
@@ -211,7 +213,9 @@ def _draw_with_gap(panel: _Panel, ax: Axes) -> None:
 
 
 def _draw_layers(panel: _Panel, ax: Axes) -> None:
-    """A line for each layer with the times on it, and how many times as long the fastest of PyTorch's takes as ours."""
+    """Draw a line for each layer with its times, and the time of PyTorch's fastest contender over
+    mtagen's.
+    """
     names = dict.fromkeys(name for points in panel.lines.values() for name in points)
     places = {name: -at for at, name in enumerate(names)}
     for contender, points in panel.lines.items():
@@ -229,7 +233,7 @@ def _draw_layers(panel: _Panel, ax: Axes) -> None:
 
 
 def _frame(panel: _Panel, ax: Axes) -> None:
-    """The title, and what all panels have in common."""
+    """Draw the title and the common parts of all panels."""
     ax.set_title(panel.title, fontsize=8)
     ax.tick_params(labelsize=7)
     ax.spines[["top", "right"]].set_visible(False)
@@ -237,14 +241,14 @@ def _frame(panel: _Panel, ax: Axes) -> None:
 
 
 def _best_of(panel: _Panel, names: Iterable[str]) -> dict[Any, float]:
-    """The least of some contenders at each place at which one of them was measured."""
+    """Return the smallest value of some contenders at each place at which one of them was measured."""
     lines = [panel.lines[name] for name in names if name in panel.lines]
     places = dict.fromkeys(x for points in lines for x in points)
     return {x: min(points[x] for points in lines if x in points) for x in places}
 
 
 def _sections(cases: Cases) -> Iterator[list[_Panel]]:
-    """Panels that belong together; each section begins a line of the figure."""
+    """Return sections of panels that belong together; each section begins a line of the figure."""
     cases = smallest_batches({case: rows for case, rows in cases.items() if rows})
     training = {case: rows for case, rows in cases.items() if not case.decodes and case.base == case}
     data = {case: rows for case, rows in cases.items() if not case.decodes and case.base != case}
@@ -268,7 +272,7 @@ def _sections(cases: Cases) -> Iterator[list[_Panel]]:
 
 
 def _training_steps(cases: Cases) -> list[_Panel]:
-    """Time and memory of a sequence over lengths."""
+    """Return panels of the time and memory of a sequence over lengths."""
     steps = _steps(cases, is_the_papers, (*SAME_MATH, *SDPA))
     d = max((case.spec.head_dim for case in steps), default=0)
     steps = smallest_batches({case: rows for case, rows in steps.items() if case.spec.head_dim == d})
@@ -281,7 +285,9 @@ def _training_steps(cases: Cases) -> list[_Panel]:
 
 
 def _layers(cases: Cases) -> list[_Panel]:
-    """Time of a step by layer, for each size at which several layers were measured."""
+    """Return panels of the time of a step by layer, for each size at which several layers were
+    measured.
+    """
     steps = _steps(cases, is_a_layer, (*SAME_MATH, "sdpa cudnn", "sdpa"))
     d = max(steps, key=lambda case: len(steps[case])).spec.head_dim if steps else 0
     of_size: dict[Sizes, Cases] = {}
@@ -292,13 +298,15 @@ def _layers(cases: Cases) -> list[_Panel]:
 
 
 def _steps(cases: Cases, keep: Callable[[Case], bool], peers: Sequence[str]) -> Cases:
-    """The training steps to keep of those that mtagen was measured at: its fastest, and the peers."""
+    """Return the selected training steps with a measurement of mtagen: its fastest contender, and
+    the peers.
+    """
     steps = {case: ours_and(rows, peers) for case, rows in cases.items() if case.pass_name == "forward+backward"}
     return {case: rows for case, rows in steps.items() if keep(case) and "mtagen" in rows}
 
 
 def _panels(cases: Cases, panel: Callable[[str, Cases], _Panel]) -> list[_Panel]:
-    """A panel for each group, without those that would be empty."""
+    """Return a panel for each group, without empty panels."""
     return [made for group, part in groups(cases).items() if (made := panel(group, part)).lines]
 
 
@@ -335,7 +343,9 @@ def _over_kernels(group: str, cases: Cases) -> _Panel:
 
 
 def _over_base(group: str, cases: Cases, *, measured: Cases) -> _Panel:
-    """Over kernels, what windows and dropout cost, and what packed documents take beside a call for each."""
+    """Return panels over kernels: the cost of windows and dropout, and packed documents against a
+    call for each.
+    """
     lines: dict[str, dict[Any, float]] = {}
     for case, rows in cases.items():
         for name, row in rows.items():

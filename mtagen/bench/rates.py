@@ -1,4 +1,4 @@
-"""What this machine can do, measured, and the time below which a plan cannot get on it."""
+"""Measured rates of this machine, and the lower bound of a plan's time that follows from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..measure.cases import Case
 from ..measure.timing import time_call
 from ..planner import Plan
 
-_SIDES = {"cuda": (4096, 8192, 16384), "cpu": (1024, 2048)}  # of square matrices
-_COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes
+_SIDES = {"cuda": (4096, 8192, 16384), "cpu": (1024, 2048)}  # sides of square matrices
+_COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes of a copy
 
 
 class Rates(NamedTuple):
@@ -23,7 +23,7 @@ class Rates(NamedTuple):
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """The best of a few square matrix products, and a large copy."""
+    """Measure the best rate of a few square matrix products, and the rate of a large copy."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tflops = []
     for side in _SIDES[device.type]:
@@ -38,17 +38,20 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def useful_flop(case: Case) -> int:
-    """Flop of a training pass of plain attention, so that nobody profits from extra work: 2 per multiply-add.
+    """Return the flop of a training pass of plain attention, 2 per multiply-add; a contender's
+    extra work is not counted.
 
-    Forward computes scores and outputs; backward the scores again, and the gradients of q, k, v and the probabilities.
+    Forward computes scores and outputs; backward computes the scores again, and the gradients of q,
+    k, v and the probabilities.
     """
     d, dv = case.spec.head_dim, case.spec.value_head_dim
     per_score = {"forward": 2 * (d + dv), "backward": 2 * (3 * d + 2 * dv)}
-    return case.seen_scores * sum(per_score[name] for name in case.pass_name.split("+"))
+    return case.visible_scores * sum(per_score[name] for name in case.pass_name.split("+"))
 
 
 def roofline_ms(case: Case, plan: Plan, rates: Rates) -> float:
-    """The larger of the plan's flop and the case's bytes, each at the measured rate.
+    """Return the roofline's time: the plan's flop or the case's bytes at the measured rate,
+    whichever takes longer.
 
     Every input is read once and every output written once. Decode is bounded by its bytes.
     """
@@ -56,5 +59,5 @@ def roofline_ms(case: Case, plan: Plan, rates: Rates) -> float:
     moved_by = {"forward": forward, "backward": 2 * forward, "decode": forward}  # backward: the same and its gradients
     flop_by = {**plan.flops_per_score(), "decode": 0}
     passes = case.pass_name.split("+")
-    moved, flop = sum(moved_by[name] for name in passes), case.seen_scores * sum(flop_by[name] for name in passes)
+    moved, flop = sum(moved_by[name] for name in passes), case.visible_scores * sum(flop_by[name] for name in passes)
     return max(flop / rates.tensor_tflops / 1e9, moved / rates.dram_gbps / 1e6)

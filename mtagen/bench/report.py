@@ -1,4 +1,4 @@
-"""What ``mtagen bench`` prints: the tables of a run, and its comparison with an earlier one."""
+"""Output of ``mtagen bench``: the tables of a run, and its comparison with an earlier run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from . import columns
 from .columns import Column, number, table_of_cases
 from .compare import Pair
-from .names import SDPA, is_ours, name_group, name_size, ordered
+from .names import OURS, SDPA, is_ours, name_group, name_size, ordered
 from .runs import Cases, Row, Rows, Run, fastest, groups, measurements, skipped, source
 from .tables import Table, open_console, print_table, say
 
@@ -18,13 +18,14 @@ NOTABLE_SPREAD = 0.05  # of the median, between the quantiles
 
 _EXTRA = {"peak_MiB": "peak MiB", "cpu_us": "CPU time of a call, us", "graph_ms": "in a CUDA graph, ms"}
 
-_Cell = Callable[[Row, Rows], str]  # of one contender's measurement, beside those of all
+_Cell = Callable[[Row, Rows], str]  # text for one contender's measurement, given the measurements of all
 
 
 def print_run(run: Run, console: Console | None = None) -> None:
-    """Print a run: a table of times for each pass, mask and head dim, and one of whatever else was measured.
+    """Print a run: a table of times for each pass, mask and head dim, and a table of other
+    measurements.
 
-    What was skipped stands below the table, with the reason.
+    Below a table are the skipped measurements, with the reasons.
     """
     console = console or open_console()
     say(source(run), console)
@@ -37,8 +38,20 @@ def print_run(run: Run, console: Console | None = None) -> None:
         for table in filter(None, tables):
             print_table(table, console)
     console.print()
+    if lost := _lost(measurements(run)):
+        say(lost, console)
     for line in skipped(run["results"]):
         say(f"skipped: {line}", console)
+
+
+def _lost(cases: Cases) -> str:
+    """Say in how many cases mtagen took longer than eager; empty where in none."""
+    both = [(ours, rows["eager"]) for rows in cases.values() if "eager" in rows and (ours := fastest(rows, OURS))]
+    slower = sum(ours["ms"] > eager["ms"] for ours, eager in both)
+    if not slower:
+        return ""
+    why = "whole scores of short sequences are cheap; on a CPU mtagen's tiled PyTorch ops save memory rather than time"
+    return f"mtagen takes longer than eager in {slower} of {len(both)} cases: {why}"
 
 
 def print_comparison(slower: Sequence[Pair], compared: int, console: Console | None = None) -> None:
@@ -59,7 +72,7 @@ def print_comparison(slower: Sequence[Pair], compared: int, console: Console | N
 
 
 def _table(title: str, cases: Cases, cell: _Cell) -> Table | None:
-    """A line for each case and a column for each contender that have a cell; None where there are none."""
+    """Return a table of the cases and contenders that have a cell; None if there are none."""
     told = {case: {name: cell(row, rows) for name, row in rows.items()} for case, rows in cases.items()}
     contenders = ordered(name for texts in told.values() for name, text in texts.items() if text)
     if not contenders:

@@ -45,7 +45,7 @@ def run(
     budget_ms: float = BUDGET_MS,
     patience: float = PATIENCE,
 ) -> dict[str, Any]:
-    """Check every contender on every kind of case, then time it. Shows its progress on stderr.
+    """Check every contender on every kind of case, then time it. Progress goes to stderr.
 
     Args:
         cases: the passes of each problem one after the other.
@@ -90,13 +90,15 @@ def run(
 
 
 def faults(made: dict[str, Any]) -> list[str]:
-    """The contenders of a run that were wrong or broke, once for each reason."""
+    """Return the contenders of a run that were wrong or failed, once for each reason."""
     rows = ((row["contender"], row.get("skipped", "")) for row in made["results"])
     return list(dict.fromkeys(f"{name}: {why}" for name, why in rows if why.startswith((_WRONG, _FAILED))))
 
 
 class _Session:
-    """What is known for all cases of a run: rates, verdicts, and the times of contenders that no kernel changes."""
+    """State of a run across its cases: rates, verdicts, and times of contenders that do not depend
+    on the kernel.
+    """
 
     def __init__(self, device: torch.device, rates: Rates, launches: bool, budget_ms: float, patience: float) -> None:
         self._device = device
@@ -110,7 +112,7 @@ class _Session:
         self._issued: list[tuple[dict[str, Any], Call, list[float]]] = []  # rows, calls, the CPU's times
 
     def rows(self, contender: Contender, group: Sequence[Case], inputs: Inputs) -> list[dict[str, Any]]:
-        """The results of one contender for the passes of one problem."""
+        """Return the results of one contender for the passes of one problem."""
         key = (contender.name, *map(_without_convolution, group))
         found = self._shared.get(key) or self._figures(contender, group, inputs)
         if not contender.convolves:
@@ -125,7 +127,9 @@ class _Session:
         return rows
 
     def time_issuing(self) -> None:
-        """Add the CPU's time to issue each call, in rounds: what disturbs it for seconds is a small part of each."""
+        """Add the CPU's time to issue each call, in rounds, so that a disturbance of seconds
+        affects each call little.
+        """
         for _ in range(_ISSUING_ROUNDS):
             for row, call, times in self._issued:
                 row |= _attempt(partial(self._issue, call, times))
@@ -135,7 +139,7 @@ class _Session:
         return {"cpu_us": statistics.median(times)}
 
     def _figures(self, contender: Contender, group: Sequence[Case], inputs: Inputs) -> list[_Measured]:
-        """The part of each row that is measured, and the calls that can be made again."""
+        """Return the measured part of each row, and the calls that can be repeated."""
         verdict = _attempt(lambda: self._admit(contender, group[0]))
         if "skipped" in verdict:
             return [(verdict, None)] * len(group)
@@ -149,7 +153,9 @@ class _Session:
         return found
 
     def _admit(self, contender: Contender, case: Case) -> dict[str, Any]:
-        """The worst result of the check before timing, which batch and lengths do not change."""
+        """Return the worst result of the check before timing; it does not depend on batch and
+        lengths.
+        """
         if reason := contender.refusal(case):
             return {"skipped": reason}
         alike = case if contender.convolves else _without_convolution(case)
@@ -169,15 +175,15 @@ class _Session:
     ) -> dict[str, Any]:
         device, on_gpu = self._device, self._device.type == "cuda"
         series = (contender.name, replace(case, sizes=case.sizes._replace(batch=1, nq=1, nk=1)))
-        most, why = self._slow.get(series, (case.seen_scores, ""))
-        if case.seen_scores > most:
+        most, why = self._slow.get(series, (case.visible_scores, ""))
+        if case.visible_scores > most:
             return {"skipped": why}
         call = _call(case.pass_name, function, tensors)
         peak = peak_mib(call, device) if on_gpu and "forward" in case.pass_name else None  # which warms it up
         timing = time_call(call, device, self._budget_ms, warmed=peak is not None)
         if timing.median > 1e3 * self._patience:
             took = f"took {timing.median / 1e3:.2g} s at N = {case.sizes.nk}"
-            self._slow[series] = case.seen_scores, f"{took}: more only with more --patience than {self._patience} s"
+            self._slow[series] = case.visible_scores, f"{took}: more only with more --patience than {self._patience} s"
         seconds = timing.median / 1e3
         row = {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats, **verdict}
         if case.decodes:
@@ -198,13 +204,15 @@ class _Session:
 
 
 def _without_convolution(case: Case) -> Case:
-    """What is the same for all stages to contenders that have none."""
+    """Return a case without convolution and mixing: it is the same for all stages to contenders
+    that ignore them.
+    """
     plain = replace(case.spec, kernel=(1, 1), mixed_heads=None, post_kernel=None, post_mixed_heads=None)
     return replace(case, spec=plain)
 
 
 def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its result; an error costs the row, not the run."""
+    """Return a function's result; an error costs the row, not the run."""
     try:
         return work()
     except torch.OutOfMemoryError as error:
@@ -218,7 +226,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check(contender: Contender, case: Case) -> dict[str, Any]:
-    """The result that comes closest to what is allowed, or that exceeds it most."""
+    """Check a contender; return the result that is closest to its limit, or exceeds it most."""
     judged = contender.check(case)
     name, worst = max(judged.items(), key=lambda item: _closeness(item[1]))
     if not worst.ok:
@@ -232,7 +240,7 @@ def _closeness(comparison: Comparison) -> tuple[bool, float]:
 
 
 def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
-    """One pass, which returns what it makes."""
+    """Return a call of one pass, which returns its results."""
     if pass_name in ("forward", "decode"):
         return partial(function, *tensors)
     leaves = [x.detach().requires_grad_() for x in tensors]
@@ -256,7 +264,7 @@ def _call(pass_name: str, function: Callable[..., Any], tensors: Sequence[Tensor
 def _fill_caches(
     cases: Sequence[Case], contenders: Sequence[Contender], device: torch.device, jobs: int, progress: Progress
 ) -> None:
-    """Build all that is kept on disk in processes side by side."""
+    """Fill the disk caches in parallel processes."""
     work: dict[Hashable, tuple[str, Case]] = {}
     for contender in contenders:
         for case in cases:
@@ -293,7 +301,7 @@ def _title(case: Case) -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package is in, if it is in one."""
+    """Return the commit of the checkout that contains this package, if there is one."""
     package = Path(__file__).parents[1]
     if _git("rev-parse", "--show-toplevel") != str(package.parent):
         return None

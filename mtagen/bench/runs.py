@@ -1,4 +1,4 @@
-"""Benchmark runs as values: read from files, asked what they hold, merged.
+"""Benchmark runs as values: reading from files, queries and merging.
 
 A run is the dict that ``mtagen bench --json`` writes: ``command``, ``environment``, ``commit``, ``rates`` and
 ``results``, one row for each case and contender that holds either a measurement or the reason why it was skipped.
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     cases: Cases
 
 
-Results = dict[Case, Measured]  # of one device
+Results = dict[Case, Measured]  # results of one device
 
 
 def load(path: Path) -> Run:
@@ -98,7 +98,7 @@ def _no_run(path: Path, fault: str) -> InputError:
 
 
 def load_folder(folder: Path) -> dict[Path, Run]:
-    """The runs in a folder; other JSON files there have no ``results`` or no ``rates``.
+    """Read the runs in a folder, ignoring JSON files without ``results`` or ``rates``.
 
     Raises:
         InputError: as :func:`load`.
@@ -108,7 +108,7 @@ def load_folder(folder: Path) -> dict[Path, Run]:
 
 
 def by_device(runs: Mapping[Path, Run]) -> dict[str, dict[Path, Run]]:
-    """The runs of each device under its name, GPUs first; each run has its file's name."""
+    """Group runs by the name of the device, GPUs first; the runs have their files' names."""
     devices: dict[str, dict[Path, Run]] = {}
     for path, run in sorted(runs.items(), key=lambda item: on_cpu(item[1])):
         devices.setdefault(device(run), {})[path] = {**run, "name": path.stem}
@@ -116,37 +116,41 @@ def by_device(runs: Mapping[Path, Run]) -> dict[str, dict[Path, Run]]:
 
 
 def on_cpu(run: Run) -> bool:
-    """Whether a run is of the CPU: there is no GPU, or contenders ran that only the CPU has."""
+    """Return whether a run is of the CPU: there is no GPU, or contenders ran that only the CPU has."""
     return not run["environment"]["gpus"] or any(row["contender"] in ONLY_ON_CPU for row in run["results"])
 
 
 def device(run: Run) -> str:
-    """Name of the GPU or CPU."""
+    """Return the name of the GPU or CPU."""
     environment = run["environment"]
     return str(environment["cpu"] if on_cpu(run) else environment["gpus"][0]["name"])
 
 
 def suite_of(run: Run) -> str:
-    """The suite that a run is of, maybe a part of it."""
+    """Return the suite of a run, which may hold only a part of it."""
     found = re.search(r"--suite[= ](\w+)", run["command"])
     return found.group(1) if found else ""
 
 
 def machine(run: Run) -> str:
-    """What a run was made on: device, versions, driver."""
+    """Return a description of a run's machine: device, versions, driver."""
     environment = run["environment"]
     versions = [f"{name} {environment[key]}" for key, name in _VERSIONS.items() if environment.get(key)]
     return ", ".join([device(run), *versions])
 
 
 def source(run: Run) -> str:
-    """Where figures come from: the machine, the commit, and whether the run is incomplete."""
+    """Return a description of the source of figures: machine, commit, and whether the run is
+    incomplete.
+    """
     notes = ["interrupted"] if run.get("interrupted") else []
     return ", ".join([machine(run), f"commit {run['commit'] or 'unknown'}", *notes])
 
 
 def measurements(run: Run) -> Cases:
-    """All cases of a run in its order, each with what was measured; empty where every contender was skipped."""
+    """Return all cases of a run in its order, with their measurements; empty where every contender
+    was skipped.
+    """
     cases: dict[Case, dict[str, Row]] = {}
     for row in run["results"]:
         rows = cases.setdefault(Case.from_dict(row), {})
@@ -156,18 +160,20 @@ def measurements(run: Run) -> Cases:
 
 
 def skipped(rows: Iterable[Row]) -> list[str]:
-    """One line for each contender and reason among rows, with the cases where these are not all of its own."""
+    """Return a line for each contender and reason among rows, with the cases if they are not all of
+    its cases.
+    """
     rows = list(rows)
     totals = Counter(row["contender"] for row in rows)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "skipped" in row:
             reasons.setdefault((row["contender"], row["skipped"]), []).append(name_size(Case.from_dict(row)))
-    return [
-        f"{name}: {reason}"
-        + ("" if len(sizes) == totals[name] else f" ({len(sizes)} of {totals[name]} cases: {_abridged(sizes)})")
-        for (name, reason), sizes in reasons.items()
-    ]
+    contenders: dict[str, list[str]] = {}
+    for (name, reason), sizes in reasons.items():
+        of = "" if len(sizes) == totals[name] else f" ({len(sizes)} of {totals[name]} cases: {_abridged(sizes)})"
+        contenders.setdefault(reason + of, []).append(name)
+    return [f"{', '.join(names)}: {text}" for text, names in contenders.items()]
 
 
 def _abridged(names: Iterable[str]) -> str:
@@ -176,7 +182,8 @@ def _abridged(names: Iterable[str]) -> str:
 
 
 def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), suite: str = "") -> Results:
-    """All cases of runs on one device; of a case in several, the run that took ``key`` of most contenders at it.
+    """Merge runs on one device; a case in several runs is from the run that has ``key`` of most
+    contenders there.
 
     Only ``names`` count, if there are any. Runs of ``suite`` go before all others. Ties go to the first.
     """
@@ -195,20 +202,25 @@ def merge(runs: Iterable[Run], key: str = "ms", names: Collection[str] = (), sui
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))
 
 
-def union(runs: Iterable[Run]) -> Cases:
-    """Everything measured on one device: of each case and contender, by the run that took most contenders at the case.
+def union(runs: Iterable[Run], names: Collection[str] = ()) -> Cases:
+    """Unite runs on one device; a case and contender are from the run that has most contenders at
+    the case.
 
-    Unlike in :func:`merge`, the contenders of a case may come from several runs.
+    Unlike in :func:`merge`, the contenders of a case may come from several runs. Only ``names`` count, if given.
     """
     results: Cases = {}
     found = [item for run in runs for item in measurements(run).items()]
-    for case, rows in sorted(found, key=lambda item: len(item[1]), reverse=True):
+
+    def count(item: tuple[Case, Rows]) -> int:
+        return sum(name in names for name in item[1]) if names else len(item[1])
+
+    for case, rows in sorted(found, key=count, reverse=True):
         results[case] = {**rows, **results.get(case, {})}
     return dict(sorted(results.items(), key=lambda item: _place(item[0])))
 
 
 def _place(case: Case) -> tuple[object, ...]:
-    """Orders the lines of tables."""
+    """Return the sort key of a line of a table."""
     spec, sizes, step = case.spec, case.sizes, (*TRAINING_PASSES, "decode").index(case.pass_name)
     kernels = spec.kernel or (0, 0), spec.post_kernel or (0, 0)
     stages = *kernels, spec.mixed_heads or 0, spec.post_mixed_heads or 0
@@ -217,37 +229,44 @@ def _place(case: Case) -> tuple[object, ...]:
 
 
 def predicted(case: Case, name: str, cases: Mapping[Case, Rows]) -> Row | None:
-    """What a contender would take at ``case`` if it took as long for a pair of query and key as at the case's base.
+    """Predict a contender's time at ``case`` from its time per visible score at the case's base.
 
-    That is its own measurement there among ``cases``, scaled by the pairs that count; None where none was made.
+    This is its measurement of the base among ``cases``, scaled by the visible scores; None without
+    a measurement.
     """
     row = cases.get(case.base, {}).get(name) if case != case.base else None
-    return row and {**row, "ms": row["ms"] * case.seen_scores / case.base.seen_scores}
+    return row and {**row, "ms": row["ms"] * case.visible_scores / case.base.visible_scores}
 
 
 def fastest(rows: Rows, names: Iterable[str]) -> Row | None:
-    """The measurement of the fastest of some contenders; None where none was measured."""
+    """Return the measurement of the fastest of some contenders; None without a measurement."""
     return min((rows[name] for name in names if name in rows), key=lambda row: row["ms"], default=None)
 
 
 def ours_and(rows: Rows, names: Iterable[str]) -> Rows:
-    """The fastest of mtagen's as ``mtagen``, and some other contenders: what was measured of them."""
+    """Return the measurements of mtagen's fastest contender, as ``mtagen``, and of some other
+    contenders.
+    """
     ours = fastest(rows, OURS)
     return ({"mtagen": ours} if ours else {}) | {name: rows[name] for name in names if name in rows}
 
 
 def is_the_papers(case: Case) -> bool:
-    """Whether a case is one convolution of the paper's extents, causal, without a window, documents and dropout."""
+    """Return whether a case is one causal convolution of the paper's extents, without window,
+    documents and dropout.
+    """
     return case.spec.kernel == PAPER and case.spec.convolves_only and case.causal and case.base == case
 
 
 def is_a_layer(case: Case) -> bool:
-    """Whether a case has other stages than a convolution before the softmax, is causal, and has no more than that."""
+    """Return whether a case is causal with other stages than a convolution before the softmax, and
+    nothing else.
+    """
     return not case.spec.convolves_only and case.causal and case.base == case
 
 
 def smallest_batches(cases: Mapping[Case, _Found]) -> dict[Case, _Found]:
-    """Without the cases that are there with fewer sequences, too."""
+    """Return the cases without those that also exist with fewer sequences."""
     kept: dict[Case, Case] = {}
     for case in sorted(cases, key=lambda case: case.sizes.batch):
         kept.setdefault(replace(case, sizes=case.sizes._replace(batch=1)), case)
@@ -256,20 +275,22 @@ def smallest_batches(cases: Mapping[Case, _Found]) -> dict[Case, _Found]:
 
 
 def typical_length(cases: Iterable[Case]) -> int:
-    """N of the tables and panels that show one: ``LENGTH``, or the largest there is."""
+    """Return N for tables and panels with a single length: ``LENGTH``, or the largest measured."""
     lengths = {case.sizes.nk for case in cases}
     return LENGTH if LENGTH in lengths else max(lengths)
 
 
 def typical_kernel(cases: Iterable[Case]) -> str:
-    """The kernel of those that show one, by :func:`name_kernel`: the paper's alone, or the first there is."""
+    """Return the kernel for tables and panels with a single kernel: the paper's, or the first
+    measured.
+    """
     names = {case.spec: name_kernel(case) for case in cases}
     papers = [name for spec, name in names.items() if spec.kernel == PAPER and spec.convolves_only]
     return next(iter(papers or names.values()))
 
 
 def groups(cases: Cases) -> dict[str, Cases]:
-    """The cases that one table or panel shows, by :func:`name_group`."""
+    """Group cases by :func:`name_group`: each group is one table or panel."""
     found: dict[str, Cases] = {}
     for case, rows in cases.items():
         found.setdefault(name_group(case), {})[case] = rows

@@ -1,4 +1,4 @@
-"""What is measured: the cases of each suite. Knows nothing of torch."""
+"""The cases of each suite. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 
 from ..errors import InputError, explain
 from ..measure.cases import CACHE_LENGTH, DOCUMENTS, PAPER, SCALES, TRAINING_PASSES, Case, Scale, Sizes
-from ..spec import Spec
+from ..spec import DType, Spec
 
 KERNELS = ((1, 1), (3, 3), (2, 9), PAPER, (7, 7), (11, 11))
 HEAD_DIMS = (64, 128)
@@ -50,14 +50,15 @@ def suite(
     head_dims: Sequence[int] = (),
     lengths: Sequence[int] = (),
 ) -> list[Case]:
-    """The cases of a suite, those of equal sizes together: the time of SDPA, which all kernels share, is taken nearby.
+    """Return the cases of a suite. Equal sizes follow each other, as all kernels share one
+    measurement of SDPA.
 
     Args:
         name: one of ``SUITES``.
         device: ``cuda`` or ``cpu``, which decides on lengths, batch, heads and dtype.
-        kernels: instead of the suite's own.
-        head_dims: instead of the suite's own.
-        lengths: of sequences and, for decode, of caches, instead of the suite's own.
+        kernels: filter extents; default: the suite's.
+        head_dims: head dims; default: the suite's.
+        lengths: lengths of sequences and, for decode, of caches; default: the suite's.
 
     Raises:
         InputError: no such suite, it is not for this device, or a length is not positive.
@@ -73,7 +74,10 @@ def suite(
             raise InputError(explain("length", length, "must be positive", ">= 1"))
     caches = lengths or (_QUICK_CACHES[device],)
     others = () if head_dims else _OTHER_MODELS
-    scale, head_dims, lengths = SCALES[device], head_dims or HEAD_DIMS, lengths or _LENGTHS[device][name]
+    own = (
+        HEAD_DIMS[:1] if (name, device) == ("quick", "cpu") else HEAD_DIMS
+    )  # which two cores measure in a minute or two
+    scale, head_dims, lengths = SCALES[device], head_dims or own, lengths or _LENGTHS[device][name]
     paper = kernels or (PAPER,)
     if name == "quick":
         found = [
@@ -108,7 +112,7 @@ def _training(
     causal: bool = True,
     batch: int | None = None,
 ) -> Iterator[Case]:
-    """The passes of training."""
+    """Yield the training cases."""
     for head_dim, n in product(head_dims, lengths):
         specs = [Spec(kernel, head_dim, causal=causal, dtype=scale.dtype) for kernel in kernels]
         yield from _passes(specs, scale.training(n, batch))
@@ -145,16 +149,17 @@ def _layers(
     for head_dim in head_dims:
         for spec in _layer_specs(heads, head_dim, scale.dtype):
             yield Case(spec, scale.decode(CACHE_LENGTH), "decode")
-    dtype = "fp16" if scale.dtype == "bf16" else scale.dtype
+    dtype: DType = "fp16" if scale.dtype == "bf16" else scale.dtype
     yield from _passes([Spec(None, max(head_dims), dtype=dtype, mixed_heads=heads)], scale.training(first, batch=1))
 
 
-def _layer_specs(heads: int, head_dim: int, dtype: str) -> Iterator[Spec]:
-    """What the layers of the paper's models compute.
+def _layer_specs(heads: int, head_dim: int, dtype: DType) -> Iterator[Spec]:
+    """Return the specs of the layers of the paper's models.
 
-    The first two are a model's layers: all mix all heads before and after the softmax, and some convolve besides; those
-    that do not are what the baseline "talking heads" computes as well. The third is the best small model's, which
-    convolves before the softmax and mixes pairs of heads after it. The last is plain attention, the other baseline.
+    The first two are one model's layers: all mix all heads before and after the softmax, and some
+    also convolve; layers that do not convolve equal the baseline "talking heads". The third is the
+    best small model's, which convolves before the softmax and mixes pairs of heads after it. The
+    last is plain attention, the other baseline.
     """
     yield Spec(PAPER, head_dim, dtype=dtype, mixed_heads=heads, post_kernel=PAPER, post_mixed_heads=heads)
     yield Spec(None, head_dim, dtype=dtype, mixed_heads=heads, post_mixed_heads=heads)
@@ -163,7 +168,8 @@ def _layer_specs(heads: int, head_dim: int, dtype: str) -> Iterator[Spec]:
 
 
 def _data(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
-    """What training data asks for: dropout, windows, each beside the case without, and packed documents.
+    """Yield cases for training data: dropout and windows, each next to the case without, and packed
+    documents.
 
     One sequence of the first length is dropped of, as long as the longest document; that of a window has the last
     length, or half of it where heads are mixed, and 1/32 of the last length is seen. Only the paper's kernel has all
@@ -182,7 +188,7 @@ def _data(scale: Scale, head_dims: Sequence[int], lengths: Sequence[int]) -> Ite
 
 
 def _passes(specs: Iterable[Spec], sizes: Sizes) -> Iterator[Case]:
-    """The passes of training, for each operator."""
+    """Yield the training passes of each operator."""
     return (Case(spec, sizes, name) for spec in specs for name in TRAINING_PASSES)
 
 
@@ -194,7 +200,7 @@ def _decode(
     *,
     every_step: bool,
 ) -> Iterator[Case]:
-    """Steps of one new token; at one length, if asked, all ways in which decode is called."""
+    """Yield decode steps of one new token; at one length, on request, all kinds of decode steps."""
     for head_dim, n, kernel in product(head_dims, lengths, kernels):
         spec = Spec(kernel, head_dim, dtype=scale.dtype)
         every = every_step and n == CACHE_LENGTH

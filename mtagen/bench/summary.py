@@ -1,6 +1,7 @@
-"""What runs on one device add up to: the tables of pages, each as text in Markdown, or empty if nothing was measured.
+"""Summaries of the runs on one device: tables of pages, each as Markdown, or empty if nothing was
+measured.
 
-Which pages there are, and the goals that they state, is ``benchmarks/render.py``'s to say.
+``benchmarks/render.py`` defines the pages and the goals that they state.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Part(NamedTuple):
     """A part of a device's section.
 
     Attributes:
-        write: makes it of the merged runs.
-        key: the measurement that it is about.
-        names: the contenders that it wants from one run; () for all.
-        suite: whose runs it prefers.
+        write: returns the text for merged runs.
+        key: the measurement that it shows.
+        names: the contenders that should come from one run; () for all.
+        suite: the suite whose runs are preferred.
     """
 
     write: Callable[[Results], str]
@@ -53,12 +54,12 @@ class Part(NamedTuple):
 
 
 def written(runs: Collection[Run], parts: Iterable[Part]) -> list[str]:
-    """Those parts of a device's section that its runs have something for."""
+    """Return the parts of a device's section for which its runs have measurements."""
     return [text for part in parts if (text := part.write(merge(runs, part.key, part.names, part.suite)))]
 
 
 def figures_head(results: Results) -> str:
-    """The case that the figures are of: a training step of the paper's kernel."""
+    """Return a description of the figures' case: a training step of the paper's kernel."""
     _, cases = _at_typical_length(_training_steps(results))
     if not cases:
         return ""
@@ -68,7 +69,9 @@ def figures_head(results: Results) -> str:
 
 
 def speedup_figure(results: Results) -> str:
-    """How many times as fast a training step of the paper's kernel is as the faster of PyTorch's."""
+    """Return the speedup of a training step of the paper's kernel over the fastest PyTorch
+    contender.
+    """
 
     def times(rows: Rows) -> str:
         return ratio(fastest(rows, SAME_MATH), _ours(rows), digits=0)
@@ -79,7 +82,9 @@ def speedup_figure(results: Results) -> str:
 
 
 def plain_figure(results: Results) -> str:
-    """How many times as long a training step of the paper's kernel takes as the faster of plain attention's."""
+    """Return the time of a training step of the paper's kernel over that of the fastest plain
+    attention.
+    """
 
     def times(rows: Rows) -> str:
         return ratio(_ours(rows), fastest(rows, SDPA), digits=1)
@@ -89,7 +94,7 @@ def plain_figure(results: Results) -> str:
 
 
 def memory_figure(results: Results) -> str:
-    """The peak memory of a training step of the paper's kernel."""
+    """Return the peak memory of a training step of the paper's kernel."""
 
     def mebibytes(rows: Rows) -> str:
         return figure(_ours(rows), "peak_MiB")
@@ -101,7 +106,9 @@ def memory_figure(results: Results) -> str:
 
 
 def paper_table(results: Results) -> str:
-    """Each pass of the paper's kernel against plain attention, and against what the machine could do."""
+    """Return a table of the passes of the paper's kernel against plain attention and the machine's
+    roofline.
+    """
     cases = _select(results, lambda case: is_the_papers(case) and case.sizes.batch == 1 and not case.decodes)
     n, cases = _at_typical_length(cases)
     sdpa = _present(cases, SDPA)
@@ -114,12 +121,14 @@ def paper_table(results: Results) -> str:
         Column("of the roofline", lambda case, rows: _percent(_ours(rows).get("fraction"))),
     ]
     title = f"(6, 11), causal, N = {n}, B = 1, {_common(cases)}; medians, multiples of plain attention's "
-    title += "time, and the share of the speed at which the plan's flop and bytes would keep this machine busy"
+    title += "time, and the fraction of the speed that this machine's roofline allows for the plan's flop and bytes"
     return _write_cases(title, shown, cases, (*OURS, *SDPA))
 
 
 def peers_table(results: Results) -> str:
-    """Training steps of the paper's kernel against those who materialise scores."""
+    """Return a table of training steps of the paper's kernel against contenders that materialise
+    scores.
+    """
     cases = {case: found for case, found in _training_steps(results).items() if fastest(found.rows, PEERS)}
     peers = _present(cases, PEERS)
     shown = [
@@ -131,19 +140,25 @@ def peers_table(results: Results) -> str:
         Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, PEERS), _ours(rows), digits=1)),
     ]
     title = f"Forward + backward against PyTorch, (6, 11), causal, {_common(cases)}"
-    title += ". Liger-Kernel's op is another, its convolution follows the softmax" if PEERS[-1] in peers else ""
+    title += (
+        ". Liger-Kernel's op is another operation: its convolution follows the softmax" if PEERS[-1] in peers else ""
+    )
     return _write_cases(title, shown, cases, PEERS)
 
 
 def layers_table(results: Results) -> str:
-    """Operators with other stages than a convolution before the softmax, which are the layers of the paper's models."""
+    """Return a table of the layers of the paper's models, which have other stages than a
+    convolution before the softmax.
+    """
     layers = _select(results, is_a_layer)
     cases = {case: found for case, found in layers.items() if fastest(found.rows, (*SAME_MATH, *SDPA))}
     plain = _present(cases, ("sdpa cudnn", "sdpa"))[:1]
     peers = _present(cases, SAME_MATH)
     best = Column("speed-up over the best of them", lambda case, rows: ratio(fastest(rows, SAME_MATH), _ours(rows), 1))
+    dtypes = {case.spec.dtype for case in cases}
     shown = [
         columns.STAGES,
+        *([Column("dtype", lambda case, rows: case.spec.dtype)] if len(dtypes) > 1 else []),
         columns.HEAD_DIM,
         columns.LENGTH,
         columns.BATCH,
@@ -160,7 +175,7 @@ def layers_table(results: Results) -> str:
 
 
 def slow_cases(results: Results) -> str:
-    """Where a training step is slower than in plain PyTorch."""
+    """Return a list of cases whose training step is slower than in plain PyTorch."""
     steps = _select(results, lambda case: case.pass_name == "forward+backward")
     compared = {case: found for case, found in steps.items() if fastest(found.rows, SAME_MATH)}
     if not compared:
@@ -177,7 +192,7 @@ def slow_cases(results: Results) -> str:
 
 
 def kernels_table(results: Results) -> str:
-    """Forward and backward of all kernels on each backend."""
+    """Return a table of forward and backward of all kernels on each backend."""
     steps = ("forward", "backward")
     cases = _select(
         results,
@@ -205,7 +220,7 @@ def kernels_table(results: Results) -> str:
 
 
 def lengths_table(results: Results) -> str:
-    """Time and memory of training steps of the paper's kernel over N."""
+    """Return a table of time and memory of training steps of the paper's kernel over N."""
     cases = _training_steps(results)
     d = _widest(cases).spec.head_dim if cases else 0
     cases = _select(cases, lambda case: case.spec.head_dim == d)
@@ -222,7 +237,7 @@ def lengths_table(results: Results) -> str:
 
 
 def memory_table(results: Results) -> str:
-    """Peak memory of one sequence."""
+    """Return a table of the peak memory of one sequence."""
     cases = _select(_training_steps(results), lambda case: case.sizes.batch == 1)
     names = _present(cases, (*OURS, *PEERS, *SDPA))
     shown = [columns.LENGTH, columns.HEAD_DIM, *(figures_of(name, name, "peak_MiB") for name in names)]
@@ -231,7 +246,7 @@ def memory_table(results: Results) -> str:
 
 
 def decode_table(results: Results) -> str:
-    """Decode on each backend against plain attention's."""
+    """Return a table of decode on each backend against plain attention."""
     cases = _select(results, lambda case: is_the_papers(case) and case.decodes)
     backends, peer = _present(cases, BACKENDS), _present(cases, ("sdpa flash", "sdpa"))[:1]
     shown = [columns.BATCH, columns.CACHE_LENGTH, columns.HEAD_DIM, columns.KV_HEADS, columns.NEW_TOKENS]
@@ -243,7 +258,9 @@ def decode_table(results: Results) -> str:
 
 
 def data_table(results: Results) -> str:
-    """Windows and dropout on each backend beside the cases without, and packed documents beside their own calls."""
+    """Return a table of windows and dropout against the cases without, and of packed documents
+    against separate calls.
+    """
     cases = _select(results, lambda case: case.base != case)
     backends = _present(cases, BACKENDS)
     others = {name: _present(cases, (f"{name} one by one", f"{name} padded")) for name in backends}
@@ -264,12 +281,16 @@ def data_table(results: Results) -> str:
     title = (
         f"Windows, packed documents and dropout, causal, {_common(cases)}; predicted is the time without window and "
     )
-    title += "dropout, times the share of pairs (query, key) that count; of B packed documents the longest has N tokens"
+    title += (
+        "dropout, times the fraction of pairs (query, key) that count; the longest of B packed documents has N tokens"
+    )
     return _write_cases(title, shown, cases, (*backends, *(peer for peers in others.values() for peer in peers)))
 
 
 def overhead_table(results: Results, max_cpu_us: float) -> str:
-    """What a forward call costs where sequences are short: CPU time, of which there is a goal, and the time without."""
+    """Return a table of the cost of a forward call on short sequences: CPU time, which has a goal,
+    and CUDA-graph time.
+    """
     cases = _select(results, lambda case: case.pass_name == "forward")
     if not cases:
         return ""
@@ -292,7 +313,7 @@ def overhead_table(results: Results, max_cpu_us: float) -> str:
 
 
 class Goal(NamedTuple):
-    """A contender's time over a peer's that is not to be exceeded, at the heads and dtype that suit a GPU.
+    """An upper limit of a contender's time over a peer's, at the GPU's usual heads and dtype.
 
     The peer is a contender, or ``PREDICTED``.
     """
@@ -315,7 +336,7 @@ class Goal(NamedTuple):
 
     @property
     def case(self) -> Case:
-        """Where both are timed; decode of one new token."""
+        """The case at which both are timed; decode has one new token."""
         scale, rows = SCALES["cuda"], 1 if self.step == "decode" else self.n
         sizes = Sizes(self.batch, scale.heads, scale.heads, rows, self.n)
         spec = Spec(
@@ -333,7 +354,7 @@ class Goal(NamedTuple):
         return Case(spec, sizes, self.step)
 
     def times(self, found: Measured) -> tuple[Row | None, Row | None]:
-        """The contender's and the peer's, of one run."""
+        """Return the times of the contender and the peer from one run."""
         ours = found.rows.get(self.contender)
         if self.peer == PREDICTED:
             return ours, predicted(self.case, self.contender, found.cases)
@@ -341,7 +362,7 @@ class Goal(NamedTuple):
 
 
 def goals_table(results: Results, goals: Iterable[Goal]) -> str:
-    """Each goal and whether it is met."""
+    """Return a table of the goals and whether they are met."""
     lines, cases = [], {}
     for goal in goals:
         found = results.get(goal.case)
@@ -361,24 +382,29 @@ def goals_table(results: Results, goals: Iterable[Goal]) -> str:
 
 
 def runs_table(runs: Mapping[Path, Run], link: Callable[[Path], str]) -> str:
-    """What each run was made with; ``link`` makes the address of its file."""
+    """Return a table of the runs with their command and machine;
+
+    ``link`` returns the address of a run's file.
+    """
     rows = [(f"[{run['name']}]({link(path)})", source(run), f"`{run['command']}`") for path, run in runs.items()]
     return to_markdown(Table("The runs", ("run", "device, versions, commit", "command"), rows)).rstrip()
 
 
 def _select(results: Results, keep: Callable[[Case], bool]) -> Results:
-    """The cases to keep, of those at which mtagen was measured."""
+    """Select from the cases at which mtagen was measured."""
     return {case: found for case, found in results.items() if keep(case) and fastest(found.rows, OURS)}
 
 
 def _at_typical_length(results: Results) -> tuple[int, Results]:
-    """One length, 0 without cases, and the cases that have it."""
+    """Return one length, 0 without cases, and the cases with this length."""
     n = typical_length(results) if results else 0
     return n, {case: found for case, found in results.items() if case.sizes.nk == n}
 
 
 def _training_steps(results: Results) -> Results:
-    """Forward + backward of the paper's kernel, causal, at the smallest batch of each length."""
+    """Select forward + backward of the paper's kernel, causal, at the smallest batch of each
+    length.
+    """
     return smallest_batches(_select(results, lambda case: is_the_papers(case) and case.pass_name == "forward+backward"))
 
 
@@ -387,19 +413,20 @@ def _is_the_papers(case: Case) -> bool:
 
 
 def _present(results: Results, names: Iterable[str]) -> list[str]:
-    """Those of some contenders that were measured at any of the cases."""
+    """Return the contenders that were measured at any of the cases."""
     return [name for name in names if any(name in found.rows for found in results.values())]
 
 
 def _ours(rows: Rows) -> Row:
-    """The fastest of mtagen's contenders at a selected case."""
+    """Return the fastest of mtagen's contenders at a selected case."""
     ours = fastest(rows, OURS)
     assert ours is not None
     return ours
 
 
 def _figure(results: Results, peers: Sequence[str], value: Callable[[Rows], str], sentence: str, key: str) -> str:
-    """A line of a list on a training step of the paper's kernel at the greatest head dim; of others the value alone.
+    """Return a list item on a training step of the paper's kernel at the largest head dim; for
+    others only the value.
 
     The sentence's fields are the value, and the ``key`` of ours and of the peers.
     """
@@ -416,12 +443,12 @@ def _figure(results: Results, peers: Sequence[str], value: Callable[[Rows], str]
 
 
 def _widest(cases: Iterable[Case]) -> Case:
-    """The first case of the greatest head dim."""
+    """Return the first case with the largest head dim."""
     return max(cases, key=lambda case: case.spec.head_dim)
 
 
 def _our_memory(results: Results) -> list[Column]:
-    """The column of mtagen's peak memory, if it was measured, which it is on a GPU."""
+    """Return the column of mtagen's peak memory, if it was measured, as on a GPU."""
     measured = any(_ours(rows).get("peak_MiB") is not None for rows, *_ in results.values())
     return [Column("mtagen, peak MiB", lambda case, rows: figure(_ours(rows), "peak_MiB"))] if measured else []
 
@@ -439,9 +466,11 @@ def _percent(share: float | None) -> str:
 
 
 def _common(results: Results) -> str:
-    """What all cases of a table share; empty without cases."""
-    case = next(iter(results), None)
-    return f"{case.sizes.heads} heads, {case.spec.dtype}" if case else ""
+    """Return the number of heads and the dtypes of a table's cases; an empty string without cases."""
+    if not results:
+        return ""
+    heads = next(iter(results)).sizes.heads
+    return f"{heads} heads, {' or '.join(sorted({case.spec.dtype for case in results}))}"
 
 
 def _write_cases(title: str, shown: Sequence[Column], results: Results, names: Iterable[str]) -> str:
@@ -450,7 +479,9 @@ def _write_cases(title: str, shown: Sequence[Column], results: Results, names: I
 
 
 def _write(table: Table, results: Results, names: Iterable[str]) -> str:
-    """A table, what was skipped of the contenders ``names``, and where its figures come from; empty without cases."""
+    """Write a table, the skipped measurements of contenders ``names``, and the sources; empty
+    without cases.
+    """
     if not results:
         return ""
     return to_markdown(table._replace(notes=[*_skipped(results, names), _sources(results)]))
@@ -469,6 +500,6 @@ def _skipped(results: Results, names: Iterable[str]) -> list[str]:
 
 
 def _sources(results: Results) -> str:
-    """The runs that some cases are from."""
+    """Return the runs that some cases are from."""
     names = dict.fromkeys(found.run["name"] for found in results.values())
     return f"({'Runs' if len(names) > 1 else 'Run'} {', '.join(names)}.)"

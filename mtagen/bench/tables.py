@@ -1,27 +1,30 @@
-"""Tables as values, written in Markdown or printed on a console."""
+"""Tables as values, and their output as Markdown or on a console."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 _WIDTH = 120  # columns, where the output is no terminal
+_LONG_WORD = 16  # characters, from which on words of texts, such as paths, may be broken
 
 
 class Table(NamedTuple):
     """Texts in lines and columns.
 
     Attributes:
-        title: what stands above.
-        header: the names of the columns.
-        lines: a text for each column; empty where there is nothing to say.
-        keys: how many of the first columns say what a line is of, and are never folded.
-        notes: what stands below, line by line.
+        title: the text above the table, if any.
+        header: the names of the columns; empty if they have none.
+        lines: the lines, each with a text for each column, maybe empty.
+        keys: number of the first columns that describe a line; they are never folded.
+        notes: the lines of text below the table.
     """
 
     title: str
@@ -32,43 +35,79 @@ class Table(NamedTuple):
 
 
 def to_markdown(table: Table) -> str:
-    """The table in Markdown."""
+    """Return a table as Markdown."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (table.header, *table.lines)]
     first, *rest = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([f"{table.title}:", "", first, "|" + "---|" * len(table.header), *rest, "", *table.notes])
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table on a console; columns of figures are justified right."""
-    made = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for index, name in enumerate(table.header):
-        holds_figures = all(not line[index] or line[index][0].isdigit() for line in table.lines)
-        made.add_column(
-            _folded(name),
-            justify="right" if holds_figures else "left",
-            no_wrap=index < table.keys,
-            overflow="fold",
-        )
+    """Print a table on a console; columns of figures are justified right.
+
+    Figures, keys and short words are never broken: a table that is too wide for the console is printed as wide as they
+    need.
+    """
+    made = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, show_header=bool(table.header))
+    names = [_folded(name) for name in table.header] or [""] * len(table.lines[0])
+    columns = [[line[index] for line in table.lines] for index in range(len(names))]
+    holds_figures = [all(not cell or cell[0].isdigit() for cell in cells) for cells in columns]
+    natural, least = [], []
+    for index, texts in enumerate([name, *cells] for name, cells in zip(names, columns, strict=True)):
+        natural.append(_longest(line for text in texts for line in text.splitlines()))
+        words = [word for text in texts for word in text.split()]
+        if not holds_figures[index]:
+            words = [word for word in words if len(word) < _LONG_WORD]
+        least.append(natural[-1] if index < table.keys else _longest(words))
+    widths = _fitted(natural, least, console.width - 2 * len(names) + 1)  # less spaces after and between columns
+    for name, has_figures, width in zip(names, holds_figures, widths, strict=True):
+        # Rich makes columns of a "width" narrower where it thinks that they do not fit.
+        justify: Literal["left", "right"] = "right" if has_figures else "left"
+        made.add_column(escape(name), justify=justify, overflow="fold", min_width=width, max_width=width)
     for line in table.lines:
-        made.add_row(*line)
-    say(f"\n{table.title}", console)
-    console.print(made)
+        made.add_row(*map(escape, line))
+    if table.title:
+        say(f"\n{table.title}", console)
+    console.print(made, crop=False)
     for note in table.notes:
         say(note, console)
 
 
+class _Console(Console):
+    """Leaves it to the command what follows when nobody reads its output any longer."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def open_console() -> Console:
-    """The standard output; as wide as paper where it is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    """Return a console on the standard output, with a fixed width if that is no terminal and no
+    environment variable says how wide it is.
+    """
+    return _Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
 
 
 def say(text: str, console: Console) -> None:
-    """Print a text as it is."""
+    """Print a text without markup."""
     console.print(text, markup=False, highlight=False)
 
 
+def _fitted(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """The widths of columns, narrowed from the widest on until they fit, but to no less than ``least``."""
+    widths = [*natural]
+    while sum(widths) > room:
+        wide = [index for index, width in enumerate(widths) if width > least[index]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)
+
+
 def _folded(name: str) -> str:
-    """The name of a column on short lines."""
+    """Return the name of a column, folded to short lines."""
     for mark in ".-":
         name = name.replace(mark, f"{mark} ")
     return name.replace(" ", "\n")

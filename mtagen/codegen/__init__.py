@@ -1,4 +1,7 @@
-"""Plan -> source text. Deterministic; decides nothing: the planner has."""
+"""Render a plan to source text.
+
+Rendering is deterministic and takes no decisions; the planner took them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ __all__ = ["Sources", "emit", "render"]
 
 @dataclass(frozen=True)
 class Sources:
-    """What a plan is rendered to, once.
+    """The sources of a plan.
 
     Attributes:
-        kernels: CUDA source by role: of fused passes, of kernels in strips.
-        hosts: by pass, name of the file with the Python module that has its host function, and its Triton kernels.
-        files: all of them, text by file name.
+        kernels: CUDA sources of fused passes and of the kernels of strips, by role.
+        hosts: by pass, the name of the Python file that has its host function and its Triton
+            kernels.
+        files: texts of all files, by file name.
     """
 
     kernels: Mapping[str, str]
@@ -33,7 +37,7 @@ class Sources:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of names and texts, as 64 hex digits."""
+        """The sha256 of names and texts, as 64 hex digits."""
         digest = hashlib.sha256()
         for name, text in sorted(self.files.items()):
             for part in (name, text):
@@ -42,11 +46,11 @@ class Sources:
 
 
 def render(plan: Plan) -> Sources:
-    """The sources of a plan: CUDA kernels, and a Python module for each lowering: host functions, Triton's kernels.
+    """Render a plan: CUDA kernels, and a Python module for each lowering.
 
-    PyTorch ops have none.
+    A module holds host functions and Triton kernels. Passes made of PyTorch ops have no sources.
     """
-    kernels = {name: cuda.render(one) for name, one in plan.cuda.items()}
+    kernels = {role: cuda.render(source) for role, source in plan.cuda.items()}
     files = {f"{plan.cuda[name].name}.cu": text for name, text in kernels.items()}
     hosts: dict[str, str] = {}
 
@@ -69,7 +73,7 @@ def emit(plan: Plan, directory: Path | str) -> list[Path]:
     """Write the plan's sources into ``directory``, which is made if missing.
 
     Returns:
-        The paths written.
+        The paths of the written files.
 
     Raises:
         PlanError: the plan's backend has no source to render.

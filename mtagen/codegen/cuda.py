@@ -1,4 +1,7 @@
-"""Fused pass plan -> CUDA C++ source: fills in the templates, decides nothing."""
+"""Render CUDA C++ sources from plans of fused passes and of strips' kernels.
+
+It takes no decisions.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ from .host import allocate, codes, launch, options, together
 from .printers import Source, c_code, python_code
 from .templates import environment
 
-# At the left margin: a comment, a template's parameters, a function to its end.
+# A function from the left margin to its end, with its comment and template parameters.
 FUNCTION = re.compile(
     r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*?(?P<name>\w+)(?:<\w+>)?\((?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE
 )
-# The same of a constant.
+# A constant with its comment.
 _CONSTANT = re.compile(r"(?:^//.*\n)*^constexpr \w+ (?P<name>\w+) = [^,;]*;.*\n", re.MULTILINE)
-WIDTH = 120  # of a line
+WIDTH = 120  # columns of a line
 _INCLUDE = re.compile(r'^#include "(?P<name>\w+\.cuh)"\n', re.MULTILINE)
 
 
 def render(plan: Any) -> str:
-    """The source of one pass, ready for NVRTC.
+    """Render the source of one kernel, ready for NVRTC.
 
     Args:
-        plan: a fused pass plan; ``plan.template`` names its template.
+        plan: the plan of a fused pass or of a strip's kernel; ``plan.template`` names its template.
     """
     mask = Mask.of(plan.spec)
     text = (
@@ -55,7 +58,7 @@ def render(plan: Any) -> str:
 
 
 def _with_headers(source: str, included: set[str]) -> str:
-    """Put each of mtagen's own headers in the place where it is first included: the source stands alone."""
+    """Inline each of mtagen's headers where it is first included, so that the source stands alone."""
 
     def content(match: re.Match[str]) -> str:
         name = match["name"]
@@ -69,7 +72,7 @@ def _with_headers(source: str, included: set[str]) -> str:
 
 
 def _without_unused(source: str) -> str:
-    """Drop functions and constants that nothing needs, and the comment before each: headers serve all kernels."""
+    """Drop unused functions and constants of headers, with their comments."""
     definitions = [*FUNCTION.finditer(source), *_CONSTANT.finditer(source)]
     needs: dict[str, set[str]] = {}
     others = source
@@ -87,19 +90,19 @@ def _without_unused(source: str) -> str:
 
 
 def _names(source: str) -> set[str]:
-    """The words of source, without those of comments."""
+    """Return the identifiers in a source, except those in comments."""
     return set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*", "", source)))
 
 
 def host_name(plan: Plan) -> str:
-    """Name of the module that launches a plan's CUDA kernels."""
+    """Return the name of the module that launches a plan's CUDA kernels."""
     return f"mta_tile_{plan.suffix}"
 
 
 def render_host(plan: Plan) -> str:
-    """The Python module that launches a plan's CUDA kernels."""
+    """Render the Python module that launches a plan's CUDA kernels."""
     context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
-    cuda = {role: source for one in plan.tile.values() for role, source in one.cuda.items()}
+    cuda = {role: source for tile_pass in plan.tile.values() for role, source in tile_pass.cuda.items()}
     return _environment().get_template("host.py.j2").render(**context, cuda=cuda, version=__version__)
 
 
@@ -115,31 +118,32 @@ def _environment() -> jinja2.Environment:
 
 
 def _parameters(arguments: Sequence[Argument]) -> str:
-    """The parameter list of a kernel, on lines of its own."""
+    """Return the parameter list of a kernel, on lines of its own."""
     return _filled((argument.declaration for argument in arguments), 4)
 
 
 def _table(rows: Iterable[Sequence[Any]]) -> str:
-    """The initialiser of an array of rows, in lines of its own."""
+    """Return the initialiser of an array of rows, on lines of its own."""
     return _filled([_braces(row) for row in rows], 6)
 
 
 def _braces(value: Any) -> str:
-    """An initialiser of nested numbers."""
+    """Return an initialiser of nested numbers."""
     return f"{{{', '.join(map(_braces, value))}}}" if isinstance(value, Sequence) else str(value)
 
 
 def _filled(items: Iterable[str], indent: int) -> str:
-    """Items between commas in indented lines, none broken across them."""
+    """Return items, separated by commas, as indented lines. No item is broken."""
     whole, margin = (item.replace(" ", "\0") for item in items), " " * indent
     filled = textwrap.fill(", ".join(whole), WIDTH - 2, initial_indent=margin, subsequent_indent=margin)
     return filled.replace("\0", " ")
 
 
 def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, str], *, n_k: Size | None = N_K) -> str:
-    """The condition that a key is hidden from the query at a position, or is past the keys (see :meth:`Mask.hidden`).
+    """Return the condition that a key is hidden from the query at a position, or is past the keys.
 
-    Of tiles, given by the first and the last position or key: that some key is hidden from some query.
+    For blocks, given by the first and the last position or key, it is the condition that some key
+    is hidden from some query. See :meth:`Mask.hidden`.
     """
     positions, keys = ([*map(Source, (x, x) if isinstance(x, str) else x)] for x in (position, key))
     comparisons = mask.hidden((positions[0], positions[1]), (keys[0], keys[1]), n_k=n_k)
@@ -147,13 +151,13 @@ def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, s
 
 
 def _asm_operands(first: int, count: int) -> str:
-    """Lines of an asm statement: a vector of operands ``%first`` and on, and the comma after it."""
+    """Return lines of an asm statement: a vector of the operands from ``%first`` on, and a comma."""
     operands = ", ".join(f"%{i}" for i in range(first, first + count))
     lines = textwrap.wrap(f"{{ {operands} }},", WIDTH - 9)  # less the indentation, quotes and a space
     return "\n".join(f'      "{line} "' for line in lines)
 
 
 def _asm_outputs(array: str, count: int) -> str:
-    """Lines of an asm statement: every float of an array, read and written."""
+    """Return lines of an asm statement that read and write every float of an array."""
     outputs = ", ".join(f'"+f"({array}[{i}])' for i in range(count))
     return textwrap.fill(outputs, WIDTH, initial_indent="      : ", subsequent_indent="        ")

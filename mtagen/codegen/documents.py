@@ -1,4 +1,4 @@
-"""What templates of Triton's kernels ask of packed documents: where a document's rows and keys lie."""
+"""Values for the templates of Triton's kernels: where the rows and keys of a packed document lie."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .pieces import axes
 
 
 def matrix(spec: Spec, layout: GradientLayout, name: str, at: Sequence[str]) -> str:
-    """The matrix that a tile of a packed document is in, and where it begins there, as kernels' functions take it.
+    """Return the arguments that name the matrix of a packed document and where a block begins in
+    it.
 
     Args:
         spec: the request.
-        layout: of the gradient of the scores.
+        layout: layout of the gradient of the scores.
         name: the tensor.
-        at: where the tile begins, one index for each axis of the tensor that holds batches.
+        at: where the block begins, an index for each axis that the tensor would have for a batch.
     """
     queries, keys = axes(spec)
     slot, row, column = at[-3:]

@@ -1,4 +1,4 @@
-"""Lines of host code: allocations and launches, printed from buffers and kernels."""
+"""Print lines of host code: allocations and launches, from buffers and kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..planner.tile.sections import Sections
 from ..spec import Spec
 from .printers import python_code
 
-WIDTH = 120  # of lines
+WIDTH = 120  # columns of a line
 _CODES = {"pointer": "P", "int": "i", "long long": "q", "float": "f"}  # kinds of arguments -> codes of struct
 
 
 def filled(items: Iterable[str], indent: int) -> list[str]:
-    """Items, each followed by a comma, on as many lines as they need; none is broken."""
+    """Return items, each followed by a comma, as lines. No item is broken."""
     space = " " * indent
     whole = " ".join(f"{item},".replace(" ", "\0") for item in items)
     lines = textwrap.wrap(
@@ -32,7 +32,7 @@ def filled(items: Iterable[str], indent: int) -> list[str]:
 
 
 def grouped(items: Iterable[tuple[str, str]], indent: int) -> list[str]:
-    """Items (kind, text) as lines: as :func:`filled`, but those of another kind start a line of their own."""
+    """Return items (kind, text) as lines like :func:`filled`. Another kind starts another line."""
     return [
         line
         for _, group in itertools.groupby(items, key=lambda item: item[0])
@@ -41,44 +41,46 @@ def grouped(items: Iterable[tuple[str, str]], indent: int) -> list[str]:
 
 
 def options(spec: Spec) -> str:
-    """The parameters of host functions that only some specs have, after the scale."""
+    """Return the parameters after the scale that host functions have for packed documents and
+    dropout.
+    """
     packed = ("cu_seq_q", "cu_seq_k", "max_q", "max_k") if spec.packed else ()
     dropout = ("seed", "dropout_p") if spec.dropout else ()
     return "".join(f", {name}" for name in (*packed, *dropout))
 
 
 def codes(kernel: Kernel) -> str:
-    """The types of a CUDA kernel's arguments, in the codes of :mod:`struct`."""
+    """Return the types of a CUDA kernel's arguments, in the codes of :mod:`struct`."""
     return "".join(_CODES[argument.kind] for argument in kernel.arguments)
 
 
 def allocate(buffers: Sequence[Buffer], indent: int = 4, like: str = "q") -> str:
-    """Assignments that allocate buffers on the device of the tensor ``like``."""
+    """Return assignments that allocate buffers on the device of the tensor ``like``."""
     lines = []
     for buffer in buffers:
-        # Extents are arguments of their own: PyTorch takes longer to read a tuple.
+        # Each extent is an argument, because PyTorch takes longer to read a tuple.
         sizes = f"*{buffer.like}.shape" if buffer.like else ", ".join(map(python_code, buffer.shape))
         if buffer.option:
             sizes = f"{sizes} if {buffer.option} else 0"
         dtype = {"fp32": ", dtype=torch.float32", "int32": ", dtype=torch.int32"}.get(buffer.dtype, "")
-        made = "new_zeros" if buffer.zeroed else "new_empty"
-        lines.append(f"{' ' * indent}{buffer.name} = {like}.{made}({sizes}{dtype})")
+        method = "new_zeros" if buffer.zeroed else "new_empty"
+        lines.append(f"{' ' * indent}{buffer.name} = {like}.{method}({sizes}{dtype})")
     return "\n".join(lines)
 
 
 def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
-    """A launch of a CUDA kernel.
+    """Return the launch of a CUDA kernel.
 
     Args:
-        kernel: what is launched.
-        indent: columns before it.
-        role: source of the role, where it is chosen at run time.
-        values: what the host calls an argument, where that is something else.
+        kernel: the kernel.
+        indent: columns of indentation.
+        role: an expression for the kernel's role, if it is chosen at run time.
+        values: the host's expressions for arguments, where they differ from the argument's name.
 
     Raises:
         ValueError: a value is for no argument of the kernel.
     """
-    texts: list[tuple[str, str]] = []  # what kind of argument, and what is passed
+    texts: list[tuple[str, str]] = []  # the kind of each argument, and the expression that is passed
     known, strided = set(), set()
     for argument in kernel.arguments:
         tensor, stride, _ = argument.name.partition("_stride_")
@@ -104,7 +106,9 @@ def launch(kernel: Kernel, indent: int, role: str = "", **values: str) -> str:
 
 
 def together(sections: Sections) -> str:
-    """How many heads' CTAs run beside each other: an expression, by ``templates/host/sections.py``."""
+    """Return the expression for how many heads' CTAs run side by side
+    (``templates/host/sections.py``).
+    """
     heads, streamed, tiles = map(python_code, (sections.heads, sections.streamed, sections.tiles))
     option = f", {sections.option}" if sections.option else ""
     return f"_together({heads}, {sections.few}, {streamed}, {sections.long}, {tiles}, {GRID_YZ}{option})"

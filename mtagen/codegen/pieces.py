@@ -1,4 +1,4 @@
-"""Pieces of Triton source that its templates are made of, besides those in ``pieces.j2``: axes, loops, masks."""
+"""Pieces of Triton source for its templates, besides those in ``pieces.j2``: axes, loops, masks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _F0, _I0, _DIAGONALS, _REACH = sympy.symbols("f0 i0 DIAGONALS REACH", integer=Tr
 
 @dataclass(frozen=True)
 class Axis:
-    """What kernels and host code call one axis of the scores.
+    """Names in kernels and host code for one axis of the scores, queries or keys.
 
     Attributes:
-        name: what the vectors along it are.
-        start: the first of a tile.
-        block: how many a tile has.
-        length: how many there are.
-        operand: the tensor that holds them.
+        name: the vectors along the axis, ``queries`` or ``keys``.
+        start: first vector of a block.
+        block: number of vectors of a block.
+        length: number of vectors of a sequence.
+        operand: the tensor that holds the vectors.
         head: the head of that tensor that query head h reads.
-        first: of packed documents, the first of the document that a program works on.
-        total: how many there are of all documents.
-        tiles: the schedule of tiles of documents.
+        first: with packed documents, first vector of the document that a program works on.
+        total: number of vectors of all documents.
+        tiles: the schedule of blocks of documents.
     """
 
     name: str
@@ -49,11 +49,13 @@ class Axis:
     tiles: str = ""
 
     def begin(self, matrix: str, length: str = "") -> str:
-        """Where those of a sequence begin in contiguous matrices, counted from the first of the first matrix."""
+        """Return where a sequence's vectors begin in contiguous matrices, counted in vectors."""
         return f"{matrix} * {self.total} + {self.first}" if self.first else f"{matrix} * {length or self.length}"
 
-    def place(self, tensor: str) -> str:
-        """Where those of a sequence and head begin in a tensor with strides, in elements."""
+    def offset(self, tensor: str) -> str:
+        """Return where the vectors of a sequence and head begin in a tensor with strides, in
+        elements.
+        """
         entry = f"{self.first} * {tensor}_n" if self.first else f"b * {tensor}_b"
         return f"({entry} + {self.head} * {tensor}_h)"
 
@@ -63,7 +65,7 @@ _KEYS = Axis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group")
 
 
 def axes(spec: Spec) -> tuple[Axis, Axis]:
-    """The queries and the keys."""
+    """Return the axes of the queries and of the keys."""
     if not spec.packed:
         return _QUERIES, _KEYS
     return (
@@ -73,14 +75,14 @@ def axes(spec: Spec) -> tuple[Axis, Axis]:
 
 
 class LoopSource(NamedTuple):
-    """A loop as text: assignments (name, value) before it, then its segments (begin, end, whether edge tiles)."""
+    """A loop as text: assignments (name, value), then segments (begin, end, whether of edge tiles)."""
 
     assignments: list[tuple[str, str]]
     segments: list[tuple[str, str, bool]]
 
 
 def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
-    """The parts of a loop that are in [first, last), a strip of rows; the whole loop by default."""
+    """Return a loop as text, clipped to the rows [first, last) of a chunk if these are given."""
     assignments: list[tuple[str, str]] = []
     clipped: list[tuple[str, str]] = []
     texts: dict[Expr, str] = {}
@@ -102,32 +104,38 @@ def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
 
 
 def operands(lift: Lift) -> tuple[str, str]:
-    """The tensors whose products are scores: that of the rows, that of the keys."""
+    """Return the host's names of the tensors whose products are scores: of the rows and of the
+    keys.
+    """
     return ("q", "lifted") if lift.lifts_keys else ("lifted", "k")
 
 
 def last_key(mask: Mask, position: str) -> str:
-    """The last key that the query at a position sees; the mask hides later ones."""
+    """Return the last key that the query at a position sees, for a mask that hides later keys."""
     return triton_code(mask.last_key(Source(position)))
 
 
 def first_key(mask: Mask, position: str) -> str:
-    """The first key that the query at a position sees; the mask hides earlier ones."""
+    """Return the first key that the query at a position sees, for a mask that hides earlier keys."""
     return triton_code(mask.first_key(Source(position)))
 
 
 def first_position(mask: Mask, key: str) -> str:
-    """The first position whose query sees a key; the mask hides keys from earlier ones."""
+    """Return the first position whose query sees a key, for a mask that hides later keys."""
     return triton_code(mask.first_position(Source(key)))
 
 
 def last_position(mask: Mask, key: str) -> str:
-    """The last position whose query sees a key; the mask hides keys from later ones."""
+    """Return the last position whose query sees a key, for a mask that hides earlier keys."""
     return triton_code(mask.last_position(Source(key)))
 
 
 def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
-    """The condition that the query at a position sees a key, or one from there up to another; the mask hides some."""
+    """Return the condition that a query sees a key, for a mask that hides some keys.
+
+    The query is at ``position``. With ``last_position`` the condition is that any query from
+    ``position`` to ``last_position`` sees the key.
+    """
     first, last = mask.first_key(Source(position)), mask.last_key(Source(last_position or position))
     if first is None:
         return f"{key} <= {triton_code(last)}"
@@ -136,65 +144,68 @@ def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
 
 
 def diagonal_key(band: Band, row: str) -> str:
-    """The key on diagonal ``delta`` of a row."""
+    """Return the key on diagonal ``delta`` of a row."""
     return triton_code(band.key(Symbol(row, integer=True) + OFF, DELTA))
 
 
 def scored_key(band: Band, row: str) -> str:
-    """The key on diagonal ``f`` of a row."""
+    """Return the key on diagonal ``f`` of a row."""
     return triton_code(band.key(Symbol(row, integer=True) + OFF, band.first + F))
 
 
 def window_start(band: Band) -> str:
-    """The first key on the diagonals f0 <= f < f0 + DIAGONALS of the rows from ``i0`` on."""
+    """Return the first key on the diagonals f0 <= f < f0 + DIAGONALS of the rows from ``i0`` on."""
     return triton_code(band.key(_I0 + OFF, band.first + _F0 + (_DIAGONALS - 1 if band.later else 0)))
 
 
 def scored_row(band: Band, key: str) -> str:
-    """The row on whose diagonal ``f`` a key is."""
+    """Return the row whose diagonal ``f`` has a key."""
     return triton_code(band.position(Symbol(key, integer=True), band.first + F) - OFF)
 
 
 def tap(band: Band) -> str:
-    """The column v of the weight that a term on diagonal ``f`` has in a score on diagonal ``delta``."""
+    """Return the weight's column v for a term on diagonal ``f`` of a score on diagonal ``delta``."""
     return triton_code(band.tap)
 
 
 def counted_mask(band: Band) -> str:
-    """Which diagonals ``f`` of the ``u``-th row have terms that count."""
+    """Return the condition that a term on diagonal ``f`` of the ``u``-th row counts."""
     conditions = [Comparison(F, "<", _REACH), *band.counted]
     texts = [f"{triton_code(left)} {operator} {triton_code(right)}" for left, operator, right in conditions]
     return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts)
 
 
 def band_entry(band: Band) -> str:
-    """Where C[i, j] stands if it is on the band, in formulas."""
+    """Return the entry of the band that is C[i, j], for formulas in comments."""
     i, j = sympy.symbols("i j", integer=True)
     return f"band{band.suffix}[{triton_code(band.diagonal(i + OFF, j))}, i]"
 
 
 def weight_entry(lift: Lift) -> str:
-    """The weight of a term's tap, in formulas."""
+    """Return the weight of a term's tap, for formulas in comments."""
     return "W[t, s]" if lift.lifts_keys else "W[s, t]"
 
 
 def weight_index(spec: Spec, lift: Lift, term: object, tap: object) -> str:
-    """Where W[u, v] of (term, tap) lies in a head's cq * ck weights."""
+    """Return the index of W[u, v], given as (term, tap), in a head's cq * ck weights."""
     u, v = (term, tap) if lift.lifts_keys else (tap, term)
     return f"{u} * {spec.ck} + {v}"
 
 
-def width_mask(place: str, width: int, padded: int) -> str:
-    """What a mask of vectors on chip says of a place in a vector: whether it is before the padding."""
-    return "" if width == padded else f" & ({place} < {width})"
+def width_mask(index: str, width: int, padded: int) -> str:
+    """Return the part of a mask that excludes the padding of vectors; empty if there is no padding."""
+    return "" if width == padded else f" & ({index} < {width})"
 
 
 def dot_options(module: LiftModule | StripModule, dtype: str = "") -> str:
-    """fp32 operands keep fp32 accuracy: three tf32 products per product on NVIDIA, plain fp32 elsewhere.
+    """Return the options of ``tl.dot`` that give fp32 operands fp32 accuracy; empty for other
+    dtypes.
+
+    They are three tf32 products per product on NVIDIA GPUs, and plain fp32 elsewhere.
 
     Args:
-        module: what is rendered.
-        dtype: of the operands, if they are not of the request's.
+        module: the module that is rendered.
+        dtype: dtype of the operands, if it differs from the request's.
     """
     if (dtype or module.spec.dtype) != "fp32":
         return ""
@@ -202,7 +213,7 @@ def dot_options(module: LiftModule | StripModule, dtype: str = "") -> str:
 
 
 def shifted(base: str, shift: Size, term: object = "t") -> str:
-    """``base + shift`` as source, with the term's name or number filled in."""
+    """Return ``base + shift`` as source, with the term's name or number filled in."""
     value = sympy.sympify(term, locals={"t": T}) if isinstance(term, str) else term
     offset = sympy.sympify(shift).subs(T, value)
     if offset == 0:
@@ -212,10 +223,10 @@ def shifted(base: str, shift: Size, term: object = "t") -> str:
 
 
 def unrolled(count: int) -> str:
-    """The range of a loop, unrolled, so that its loads overlap, unless that makes long code."""
+    """Return the range of a loop: unrolled, so that its loads overlap, up to 16 steps."""
     return f"tl.static_range({count})" if count <= 16 else f"range({count})"
 
 
 def aligned(vector: int, stride: str) -> str:
-    """A number of elements that is one of whole vectors, such that the compiler knows it."""
+    """Return a stride as a multiple of whole vectors, so that the compiler can see that it is one."""
     return f"{stride} // {vector} * {vector}"

@@ -1,4 +1,4 @@
-"""Prints exact integer sympy expressions as Triton, Python or C source that reads as if written by hand.
+"""Print exact integer sympy expressions as Triton, Python or C source that reads as if handwritten.
 
 Only integers, integer symbols, sums, products, Min, Max and floor or ceiling of a quotient can be printed;
 anything else (a float, a true division) raises. Terms come in a fixed order, so the same expression always
@@ -19,10 +19,11 @@ _SUM, _PRODUCT, _ATOM = range(3)  # how tightly a piece of text binds
 
 
 def triton_code(expr: Expr | int) -> str:
-    """``expr`` as a Triton expression: ``tl.minimum``, ``tl.maximum``, ``//`` and ``tl.cdiv``.
+    """Print ``expr`` as a Triton expression: ``tl.minimum``, ``tl.maximum``, ``//`` and
+    ``tl.cdiv``.
 
-    Triton divides ints as C does, toward zero, so a numerator must be provably non-negative: clip it with
-    ``Max(0, ...)``.
+    Triton divides ints as C does, toward zero, so a numerator must be provably non-negative. Clip
+    it with ``Max(0, ...)``.
 
     Raises:
         ValueError: a part of ``expr`` has no exact Triton form.
@@ -31,7 +32,8 @@ def triton_code(expr: Expr | int) -> str:
 
 
 def python_code(expr: Expr | int) -> str:
-    """``expr`` as a Python expression over ints: ``min``, ``max``, ``a // b`` and ``-(-a // b)``.
+    """Print ``expr`` as a Python expression over ints: ``min``, ``max``, ``a // b`` and ``-(-a //
+    b)``.
 
     Raises:
         ValueError: a part of ``expr`` has no exact Python form.
@@ -40,7 +42,7 @@ def python_code(expr: Expr | int) -> str:
 
 
 def triton_host_code(expr: Expr | int) -> str:
-    """``expr`` as a Python expression over ints in a module that has triton: ``triton.cdiv`` for ceilings.
+    """Print ``expr`` as a Python expression over ints that uses ``triton.cdiv`` for ceilings.
 
     Raises:
         ValueError: a part of ``expr`` has no exact Python form.
@@ -49,7 +51,8 @@ def triton_host_code(expr: Expr | int) -> str:
 
 
 def c_code(expr: Expr | int) -> str:
-    """``expr`` as a C expression over ints: ``min``, ``max``, ``a / b`` and ``(a + b - 1) / b``.
+    """Print ``expr`` as a C expression over ints: ``min``, ``max``, ``a / b`` and ``(a + b - 1) /
+    b``.
 
     C divides toward zero, so a numerator must be provably non-negative.
 
@@ -60,7 +63,7 @@ def c_code(expr: Expr | int) -> str:
 
 
 class Source(Symbol):  # type: ignore[misc]
-    """A symbol whose name is a piece of source, an integer expression that binds as tightly as a sum does."""
+    """A symbol whose name is a piece of source: an integer expression that binds like a sum."""
 
     def __new__(cls, text: str) -> Source:
         symbol: Source = super().__new__(cls, text, integer=True)
@@ -69,9 +72,9 @@ class Source(Symbol):  # type: ignore[misc]
 
 class _PythonPrinter:
     def text(self, expr: Expr, binding: int = _SUM) -> str:
-        """``expr`` printed, in parentheses if it binds less tightly than its place demands."""
-        code, own = self._visit(expr)
-        return code if own >= binding else f"({code})"
+        """Print ``expr``, in parentheses if it binds less tightly than ``binding``."""
+        code, tightness = self._visit(expr)
+        return code if tightness >= binding else f"({code})"
 
     def _visit(self, expr: Expr) -> tuple[str, int]:
         if expr.is_Integer:
@@ -112,7 +115,7 @@ class _PythonPrinter:
         return numerator, denominator
 
     def _add(self, expr: Expr) -> str:
-        """Positive terms first, numbers last among their sign."""
+        """Print a sum: positive terms first, numbers last among terms of their sign."""
         negative = {term: _is_negative(term) for term in expr.args}
         printed = {term: self.text(-term if negative[term] else term, _PRODUCT) for term in expr.args}
         first, *rest = sorted(expr.args, key=lambda term: (negative[term], term.is_number, printed[term].swapcase()))
@@ -120,7 +123,9 @@ class _PythonPrinter:
         return head + "".join(f" {'-' if negative[term] else '+'} {printed[term]}" for term in rest)
 
     def _multiply(self, expr: Expr) -> str:
-        """Quotients first, so that the usual ``x // B * B`` needs no parentheses; then numbers, symbols."""
+        """Print a product: quotients first, so that ``x // B * B`` needs no parentheses, then
+        numbers, symbols.
+        """
         factors: list[Expr] = []
         for factor in sympy.Mul.make_args(expr):
             base, exponent = factor.as_base_exp()
@@ -138,7 +143,7 @@ class _PythonPrinter:
         return " * ".join([self.text(first, _PRODUCT), *(self.text(factor, _ATOM) for factor in rest)])
 
     def _sorted(self, args: Sequence[Expr]) -> list[str]:
-        """Arguments as text: numbers, symbols, the rest; swapcase puts ``i0`` before ``BLOCK_M``."""
+        """Print arguments: numbers, symbols, the rest. swapcase puts ``i0`` before ``BLOCK_M``."""
         ordered = sorted(args, key=lambda arg: (not arg.is_number, not arg.is_Symbol, self.text(arg).swapcase()))
         return [self.text(arg) for arg in ordered]
 
@@ -149,7 +154,7 @@ class _TritonHostPrinter(_PythonPrinter):
 
 
 class _TruncatingPrinter(_PythonPrinter):
-    """Of languages that divide toward zero, and whose extrema take two arguments."""
+    """A printer for languages that divide toward zero and whose extrema take two arguments."""
 
     _calls: ClassVar[Mapping[str, str]]
 

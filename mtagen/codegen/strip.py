@@ -1,6 +1,6 @@
-"""Renders a module of the lowering "strip": one Python file, Triton kernels and host functions.
+"""Render a module of the lowering "strip": one Python file with Triton kernels and host functions.
 
-It stands alone but for the CUDA sources that it launches, which lie beside it.
+The file needs nothing else except the CUDA sources that it launches, which lie beside it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 
 
 def render(module: StripModule) -> str:
-    """Source of a module; importing it needs torch and triton, and the packages of CUDA if that has kernels."""
+    """Render a module.
+
+    Importing it needs torch and triton, and CUDA's packages if it has CUDA kernels.
+    """
     return triton.tidied(triton.environment_of().get_template("strip_module.py.j2").render(_context(module)))
 
 
 def _context(module: StripModule) -> Mapping[str, Any]:
-    """What templates ask."""
+    """Return the names that the templates use."""
     spec, stages = module.spec, module.stages
     wide = spec.dtype == "fp32"
     return {
@@ -68,18 +71,19 @@ def _context(module: StripModule) -> Mapping[str, Any]:
 
 
 def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:
-    """Planes as the kernel of a convolution takes them, by the names of its arguments.
+    """Return planes as the kernel of a convolution takes them, by the names of its arguments.
 
-    CUDA takes pointers. Triton takes tiles of planes, of whose rows only the first keys exist.
+    CUDA kernels take pointers. Triton kernels take blocks of planes, and only the first ``keys``
+    columns exist.
     """
     return planes if role in module.cuda else {name: f"{plane}[:, :, :keys]" for name, plane in planes.items()}
 
 
 def _quoted(names: Iterable[str]) -> str:
-    """Names as lines of a tuple."""
+    """Return names as the lines of a tuple."""
     return "\n".join(host.filled((f'"{name}"' for name in names), 8))
 
 
 def _launch(module: StripModule, kernel: Kernel, indent: int, **values: str) -> str:
-    """A launch of a kernel, whichever language it is in."""
+    """Return the launch of a kernel, in CUDA or Triton."""
     return (host.launch if kernel.role in module.cuda else triton.launch)(kernel, indent, **values)

@@ -1,4 +1,4 @@
-"""The Jinja environment of a folder of templates."""
+"""The Jinja environment for a folder of templates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from ..spec import DROPOUT_GROUP
 
 
 def environment(folder: str) -> jinja2.Environment:
-    """For source code: undefined names raise, blocks leave no lines, nothing is escaped."""
-    made = jinja2.Environment(
+    """Make an environment for source code: undefined names raise, blocks leave no lines, nothing is
+    escaped.
+    """
+    templates = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader("mtagen", f"templates/{name}") for name in (folder, "host")]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -17,5 +19,5 @@ def environment(folder: str) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.globals["DROPOUT_GROUP"] = DROPOUT_GROUP
-    return made
+    templates.globals["DROPOUT_GROUP"] = DROPOUT_GROUP
+    return templates

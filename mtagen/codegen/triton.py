@@ -1,4 +1,4 @@
-"""Renders a Triton module: one self-contained Python file, kernels and host functions."""
+"""Render a Triton module: one self-contained Python file with kernels and host functions."""
 
 from __future__ import annotations
 
@@ -55,18 +55,22 @@ _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: wi
 
 
 def render(module: LiftModule) -> str:
-    """Source of a module; importing it needs torch and triton only."""
+    """Render a module. Importing it needs torch and triton only."""
     text = environment_of().get_template("module.py.j2").render(_context(module))
     return tidied(text)
 
 
 def tidied(text: str) -> str:
-    """A rendered module without what it does not use, with blank lines as a formatter leaves them."""
+    """Drop unused code from a rendered module, and set blank lines as a formatter does."""
     return _tidy(_without_unused(_without_unused_functions(text)))
 
 
 def _signature(kernel: Kernel) -> str:
-    """A kernel's decorator and first lines. Numbers that calls change, or a pointer's address, compile nothing anew."""
+    """Return a kernel's decorator and first lines.
+
+    The decorator excludes numbers and null pointers that change from call to call from
+    specialisation, so that they cause no recompilation.
+    """
     varying = [name for x in kernel.arguments for name in _varying(x)]
     decorator = f"@triton.jit(do_not_specialize={_names(varying)})" if varying else "@triton.jit"
     parameters = [(_kind(x), text) for x in kernel.arguments for text in _parameters(x)]
@@ -75,7 +79,7 @@ def _signature(kernel: Kernel) -> str:
 
 
 def _parameters(argument: Argument) -> list[str]:
-    """An argument among a kernel's parameters."""
+    """Return the parameters of a kernel that an argument becomes."""
     name = argument.name
     match argument.type:
         case "descriptor":
@@ -90,7 +94,7 @@ def _parameters(argument: Argument) -> list[str]:
 
 
 def _varying(argument: Argument) -> list[str]:
-    """Those of its parameters that calls change."""
+    """Return the parameters of an argument whose values change from call to call."""
     if argument.type in ("tiles", "matrices"):
         strides = [f"{argument.name}_{axis}" for axis in argument.axes]
         return strides if argument.type == "matrices" else [*strides, *_extents(argument.name)]
@@ -98,30 +102,30 @@ def _varying(argument: Argument) -> list[str]:
 
 
 def _extents(name: str) -> tuple[str, str]:
-    """What the extents of a tensor that is read by tiles are called."""
+    """Return the names of the extents of a tensor that is read by tiles."""
     return f"{name}_rows", f"{name}_width"
 
 
 def _kind(argument: Argument) -> str:
-    """What a line of arguments has in common: numbers; or tensors, with their strides."""
+    """Return the kind of an argument: arguments of one kind, numbers or tensors, share lines."""
     return "number" if argument.type in _NUMBERS else "tensor"
 
 
 def _names(names: list[str]) -> str:
-    """A list of names; a long one on lines of its own."""
+    """Return a list of names as source, a long one on lines of its own."""
     quoted = [f'"{name}"' for name in names]
     line = f"[{', '.join(quoted)}]"
     return line if len(line) < WIDTH - 40 else "\n".join(["[", *filled(quoted, 4), "]"])
 
 
 def launch(kernel: Kernel, indent: int, **values: str) -> str:
-    """A launch of a kernel.
+    """Return the launch of a kernel.
 
     Args:
-        kernel: what is launched.
-        indent: columns before it.
-        values: by an argument's name, or by the tensor that its name begins with, what the host calls it, where that is
-            something else.
+        kernel: the kernel.
+        indent: columns of indentation.
+        values: the host's expressions, where they differ from the argument's name, by the
+            argument's name or by the tensor that its name begins with.
 
     Raises:
         ValueError: a value is for no argument of the kernel.
@@ -143,7 +147,7 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
             texts.append((_kind(argument), f"*_tiles({text})"))
         elif argument.type == "matrices":
             texts.append((_kind(argument), f"{text}, *{text}.stride()[:{len(argument.axes)}]"))
-        elif argument.type == "int64" and name == tensor:  # one of its strides
+        elif argument.type == "int64" and name == tensor:  # a stride of the tensor
             if tensor not in strided:
                 strided.add(tensor)
                 axes = sum(other.name.startswith(f"{tensor}_") and other.type == "int64" for other in kernel.arguments)
@@ -161,12 +165,12 @@ def launch(kernel: Kernel, indent: int, **values: str) -> str:
 
 
 def _context(module: LiftModule) -> Mapping[str, Any]:
-    """What templates ask."""
+    """Return the names that the templates use."""
     spec, lift = module.spec, module.lift
     row_tensor, key_tensor = operands(lift)
     d_mask = width_mask("d", spec.head_dim, module.block_d)
     queries, keys = axes(spec)
-    layout = GradientLayout(lift.lifts_keys, lift.kept_rows, spec.packed)
+    layout = GradientLayout(lift.lifts_keys, lift.carried_rows, spec.packed)
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
@@ -183,9 +187,9 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "pad_right": spec.pad_right,
         "head_dim": spec.head_dim,
         "value_head_dim": spec.value_head_dim,
-        # What calls give besides tensors and the scale
+        # Parameters of host functions besides tensors and the scale
         "options": options(spec),
-        # What is lifted
+        # The lifted operand
         "lifts": bool(lifting),
         "passes": " and ".join(lifting).capitalize(),
         "lifted": keys if lift.lifts_keys else queries,
@@ -200,11 +204,11 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "v_shift": _V - spec.pad_left,
         "s_shift": _S - lift.pad,
         "band_entry": band_entry,
-        # Of packed documents
+        # Packed documents
         "drawn_head": lambda head: f"document * n_heads + {head}" if spec.packed else head,
         "document_tile": DOCUMENT_TILE,
         "matrix": partial(matrix, spec, layout) if spec.packed else None,
-        # What is loaded and what is seen
+        # Loads and masks
         "by_descriptor": reads_by_descriptor(spec, get_target(module.target)),
         "aligned": partial(aligned, module.vector),
         "d_mask": d_mask,
@@ -223,18 +227,20 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "scored_row": scored_row,
         "window_start": window_start,
         "split_keys": triton_host_code(split_keys(lift.mask)),
-        # Of the backward pass
+        # The backward pass
         "g_layout": layout,
-        "contractions": [product(module, one) for one in lift.contractions] if module.has("backward") else [],
-        "finishes": [finish(module, one) for one in ("rows", "keys")] if module.has("backward") else [],
+        "contractions": [product(module, x) for x in lift.contractions] if module.has("backward") else [],
+        "finishes": [finish(module, owner) for owner in ("rows", "keys")] if module.has("backward") else [],
     }
 
 
 @cache
 def environment_of() -> jinja2.Environment:
-    """The environment of Triton's templates, with what is the same for all modules."""
+    """Return the environment of Triton's templates, with the names that are the same for all
+    modules.
+    """
     templates = environment("triton")
-    # A macro made of whole lines is called on a line of its own, which ends the last of them.
+    # A macro of whole lines is called on a line of its own, whose end is the end of the macro's last line.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
     templates.filters |= {"triton": triton_code, "plus": shifted, "codes": codes, "host": python_code}
     templates.globals |= {
@@ -242,7 +248,7 @@ def environment_of() -> jinja2.Environment:
         "signature": _signature,
         "launch": launch,
         "axes": AXES,
-        "matrix": None,  # tiles are of the tensor itself, unless it holds packed documents
+        "matrix": None,  # overridden where tensors hold packed documents
         "loop_source": loop_source,
         "log2e": repr(math.log2(math.e)),
         "ln2": repr(math.log(2.0)),
@@ -251,17 +257,20 @@ def environment_of() -> jinja2.Environment:
 
 
 def _without_unused_functions(source: str) -> str:
-    """Drop kernels that nothing launches, as CUDA makes those of some roles, then what only they needed.
+    """Drop kernels that nothing launches, and functions and imports that nothing else needs.
 
-    So are helpers, whose names begin with an underscore, and imports.
+    CUDA kernels replace the Triton kernels of some roles. Only functions whose names begin with an
+    underscore are dropped, besides kernels.
     """
     nodes = [(node, _defined(node), _names_in(node)) for node in ast.parse(source).body]
     unused: set[int] = set()  # lines
     while dropped := [
-        one for one in nodes if one[1] and not any(one[1] & named for node, _, named in nodes if node is not one[0])
+        entry
+        for entry in nodes
+        if entry[1] and not any(entry[1] & named for node, _, named in nodes if node is not entry[0])
     ]:
         unused.update(line for node, *_ in dropped for line in _lines(node))
-        nodes = [one for one in nodes if one not in dropped]
+        nodes = [entry for entry in nodes if entry not in dropped]
     return _without_lines(source, unused)
 
 
@@ -270,7 +279,9 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _defined(node: ast.stmt) -> set[str]:
-    """What a statement of a module defines that goes if nothing else names it."""
+    """Return the names that a module's statement defines, if it may be dropped when nothing uses
+    them.
+    """
     match node:
         case ast.FunctionDef(name=name, decorator_list=decorators):
             jitted = any(ast.unparse(decorator).startswith("triton.jit") for decorator in decorators)
@@ -281,20 +292,20 @@ def _defined(node: ast.stmt) -> set[str]:
 
 
 def _lines(node: ast.stmt) -> range:
-    """The lines of a statement and of its decorators."""
+    """Return the lines of a statement and of its decorators."""
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
     return range(first, (node.end_lineno or first) + 1)
 
 
 def _without_lines(source: str, lines: set[int]) -> str:
-    """A text without lines, which are counted from 1."""
+    """Return a text without some lines, which are counted from 1."""
     return "".join(line for i, line in enumerate(source.splitlines(keepends=True), 1) if i not in lines)
 
 
 def _without_unused(source: str) -> str:
     """Drop plain arithmetic, such as ``h = head % n_heads``, whose name its function does not read.
 
-    The templates define positions and offsets once for all variants, of which some need only a few.
+    The templates define positions and offsets once for all variants; some variants need only a few.
     """
     unused: set[int] = set()  # lines
     for function in ast.walk(ast.parse(source)):
@@ -315,7 +326,9 @@ def _is_read(node: ast.AST) -> TypeGuard[ast.Name]:
 
 
 def _is_unused(assignment: ast.Assign, read: Mapping[str, int]) -> bool:
-    """Whether an assignment does nothing but arithmetic, for a name that is read as often as ``read`` says: never."""
+    """Return whether an assignment is arithmetic for a name that, by the counts ``read``, is never
+    read.
+    """
     match assignment.targets:
         case [ast.Name(id=name)]:
             return not read[name] and _is_arithmetic(assignment.value)
@@ -323,7 +336,7 @@ def _is_unused(assignment: ast.Assign, read: Mapping[str, int]) -> bool:
 
 
 def _is_arithmetic(value: ast.expr) -> bool:
-    """Whether an expression computes a number, or numbers, and does nothing else."""
+    """Return whether an expression computes numbers and has no other effect."""
     calls = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
     return isinstance(value, (ast.BinOp, ast.Subscript, ast.Call)) and all(
         isinstance(call, ast.Attribute) and call.attr in _PURE for call in calls
@@ -331,7 +344,9 @@ def _is_arithmetic(value: ast.expr) -> bool:
 
 
 def _tidy(text: str) -> str:
-    """Blank lines as a formatter leaves them: two around what stands at the left margin, at most one elsewhere."""
+    """Set blank lines as a formatter does: two around definitions at the left margin, at most one
+    elsewhere.
+    """
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text)
     text = re.sub(r"\n+(?=(@triton\.jit|@torch\.no_grad|def |class ))", "\n\n\n", text)

@@ -1,7 +1,8 @@
 """The backend of PyTorch ops: multi-token attention in O(N) memory, for the CPU and any other device.
 
-A convolution before the softmax alone is made tile by tile (:mod:`.attention`), other pipelines, windows and dropout by
-strips of rows (:mod:`.pipeline`), packed documents one by one (:mod:`.packed`). Arguments and results are those of
+:mod:`.attention` computes operators that have at most a convolution before the softmax, block by
+block. :mod:`.pipeline` computes other pipelines, windows and dropout in strips of rows.
+:mod:`.packed` computes packed documents one by one. Arguments and results are those of
 :mod:`.pipeline`.
 """
 
@@ -29,7 +30,9 @@ def forward(
     documents: Documents | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`.pipeline.forward`, and :func:`.packed.forward` where there are documents."""
+    """Compute the forward pass: :func:`.pipeline.forward`, or :func:`.packed.forward` with
+    documents.
+    """
     if documents is not None:
         return packed.forward(_forward, spec, q, k, v, weights, scale, documents, dropout)
     return _forward(spec, q, k, v, weights, scale, dropout)
@@ -49,7 +52,7 @@ def backward(
     documents: Documents | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, ...]:
-    """See :func:`.pipeline.backward`; ``out`` and ``lse`` are what :func:`forward` returned."""
+    """Compute the backward pass: :func:`.pipeline.backward`. :func:`forward` returned out and lse."""
     if documents is not None:
         grads = grad_out, grad_lse
         return packed.backward(_backward, spec, *grads, q, k, v, weights, out, lse, scale, documents, dropout)
@@ -65,7 +68,7 @@ def decode(
     scale: float,
     cache_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`.pipeline.decode`."""
+    """Compute a decode step: :func:`.pipeline.decode`."""
     return pipeline.decode(spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
 
 
@@ -79,8 +82,8 @@ def _forward(
     dropout: Dropout | None,
     first_entry: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    if _by_tiles(spec) and dropout is None:
-        return attention.forward(spec, q, k, v, _kernels(q, weights), scale)
+    if _by_blocks(spec) and dropout is None:
+        return attention.forward(spec, q, k, v, _filters(q, weights), scale)
     return pipeline.forward(spec, q, k, v, weights, scale, dropout, first_entry)
 
 
@@ -98,17 +101,17 @@ def _backward(
     dropout: Dropout | None,
     first_entry: int = 0,
 ) -> tuple[Tensor, ...]:
-    if _by_tiles(spec) and dropout is None:
-        kernels = _kernels(q, weights)
-        grads = attention.backward(spec, grad_out, grad_lse, q, k, v, kernels, out, lse, scale)
+    if _by_blocks(spec) and dropout is None:
+        filters = _filters(q, weights)
+        grads = attention.backward(spec, grad_out, grad_lse, q, k, v, filters, out, lse, scale)
         return grads[: 3 + len(weights)]
     return pipeline.backward(spec, grad_out, grad_lse, q, k, v, weights, scale, dropout, first_entry)
 
 
-def _by_tiles(spec: Spec) -> bool:
+def _by_blocks(spec: Spec) -> bool:
     return spec.convolves_only and spec.left is None and spec.right in (None, 0)
 
 
-def _kernels(q: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """The kernels of a convolution; plain attention is one by a single tap of 1."""
+def _filters(q: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the filters of the convolution; those of plain attention have a single tap of 1."""
     return weights[0] if weights else q.new_ones(q.shape[1], 1, 1)

@@ -1,9 +1,11 @@
-"""The ``torch`` backend: conv-attention tile by tile in PyTorch ops, O(N) memory, on any device.
+"""The ``torch`` backend of convolved attention: block by block in PyTorch ops, O(N) memory, any
+device.
 
-Online softmax over tiles of scores, as in FlashAttention, with the convolution folded into the operands
-(:mod:`.lifting`): a tile of convolved scores is one matrix product without halos. The backward pass
-recomputes the tiles. Inputs may be fp16, bf16, fp32 or fp64, of any strides; everything is computed in fp32,
-or in fp64 for fp64 inputs. Arguments are taken as valid: the ops in front of this backend check them.
+It takes an online softmax over blocks of scores, as FlashAttention does, and folds the convolution
+into the operands (:mod:`.lifting`), so that a block of convolved scores is one matrix product
+without halos. The backward pass recomputes the blocks. Inputs may be fp16, bf16, fp32 or fp64, of
+any strides; everything is computed in fp32, or in fp64 for fp64 inputs. Arguments are not checked
+here, because the registered ops check them.
 """
 
 from __future__ import annotations
@@ -17,22 +19,23 @@ from torch import Tensor
 from ..spec import Spec
 from . import lifting
 
-TILE = 256  # rows and columns of a tile of scores: a quarter of a MiB in fp32, within a core's private cache
+TILE = 256  # rows and columns of a block of scores: a quarter of a MiB in fp32, within a core's private cache
 
 
 def forward(
     spec: Spec, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, *, tile: int = TILE
 ) -> tuple[Tensor, Tensor]:
-    """softmax(conv2d(mask0(scale * q k^T), weight) masked) v and the log-sum-exp of its rows.
+    """Compute softmax(conv2d(mask0(scale * q k^T), weight) masked) v and the log-sum-exp of its
+    rows.
 
     Args:
-        spec: the operator; its dtype and head dims are not read, the tensors' own are.
+        spec: the operator; dtype and head dims are taken from the tensors instead.
         q: ``[B, H, Nq, D]``, aligned to the end of the keys.
         k: ``[B, Hkv, Nk, D]``, H a multiple of Hkv.
         v: ``[B, Hkv, Nk, DV]``.
         weight: ``[H, cq, ck]``.
         scale: factor of q k^T.
-        tile: rows and columns of a tile of scores.
+        tile: rows and columns of a block of scores.
 
     Returns:
         ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs). A query
@@ -44,7 +47,7 @@ def forward(
     for group in _groups(q, k, v, weight, scale):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
-            # A finite floor, not -inf, so that exp(peak - peak) is 1 while a row has seen no key.
+            # The maximum starts at a finite number, not -inf, so that exp(peak - peak) is 1 before a row sees a key.
             peak = torch.full_like(group.q[:, rows, :1], torch.finfo(dtype).min)
             total = torch.zeros_like(peak)
             acc = peak.new_zeros(*peak.shape[:2], v.shape[3])
@@ -56,7 +59,7 @@ def forward(
                 p.sub_(peak).exp_()
                 total.mul_(decay).add_(p.sum(-1, keepdim=True))
                 acc.mul_(decay).baddbmm_(p, group.v[:, cols])
-            # A row's largest score adds exp(0) to its total: the clamp only acts on rows that see no key.
+            # The clamp acts only on rows that see no key, because a row's largest score adds exp(0) to its total.
             out[group.batch, group.head, rows] = (acc / total.clamp(min=1)).to(out.dtype)
             lse[group.batch, group.head, rows] = (peak + total.log()).squeeze(-1)
     return out, lse
@@ -76,12 +79,12 @@ def backward(
     *,
     tile: int = TILE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`forward` from those of its two results, by G = P * (dP - D + dLSE) at every score.
+    """Compute the gradients of :func:`forward`, by G = P * (dP - D + dLSE) at every score.
 
     Args:
-        grad_out: ``[B, H, Nq, DV]``.
-        grad_lse: ``[B, H, Nq]``.
-        out, lse: what :func:`forward` returned; the other arguments are those it was given.
+        grad_out: ``[B, H, Nq, DV]``, the gradient of out.
+        grad_lse: ``[B, H, Nq]``, the gradient of lse.
+        out, lse: the results of :func:`forward`; the other arguments are those of :func:`forward`.
 
     Returns:
         ``(dq, dk, dv, dweight)`` in the shapes and dtypes of q, k, v and weight.
@@ -99,7 +102,7 @@ def backward(
         dots = (douts * out[query_side]).sum(-1, keepdim=True)
         dots -= grad_lse[query_side].unsqueeze(-1)
         norms = lse[query_side].unsqueeze(-1)
-        # A row that sees no key has only masked scores: P = exp(-inf - inf) = 0.
+        # A row that sees no key gets P = exp(-inf - inf) = 0, because all its scores are masked.
         norms.masked_fill_(norms == -torch.inf, torch.inf)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             left_tile, douts_tile = left[:, rows].flatten(2), douts[:, rows]
@@ -111,7 +114,7 @@ def backward(
                 g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
                 for diagonal, entry in _diagonals(g, dband[:, rows], corner):
                     entry.copy_(diagonal)
-                    diagonal.zero_()  # no product of the operands made these scores
+                    diagonal.zero_()  # these scores came from the band, not from the operands' product
                 dleft[:, rows].baddbmm_(g, right[:, cols].flatten(2))
                 dright[:, cols].baddbmm_(g.mT, left_tile)
 
@@ -119,7 +122,7 @@ def backward(
             spec, dleft.view(left.shape), dright.view(right.shape), dband, group.q, group.k, group.kernel
         )
         dq[query_side] = dqueries.to(dq.dtype)
-        # Heads that share keys or weights one after the other: index_put_ would add them in any order.
+        # index_add_ adds heads that share keys or weights in a fixed order; index_put_ would not.
         key_side = group.batch * k.shape[1] + group.kv_head
         dk.flatten(0, 1).index_add_(0, key_side, dkeys)
         dv.flatten(0, 1).index_add_(0, key_side, dvalues)
@@ -132,7 +135,9 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Group(NamedTuple):
-    """Heads done together: their indices ``[G]``, and their inputs ``[G, ...]`` in the compute dtype."""
+    """Heads computed together: their indices ``[G]``, and their inputs ``[G, ...]`` in the compute
+    dtype.
+    """
 
     batch: Tensor
     head: Tensor
@@ -144,16 +149,17 @@ class _Group(NamedTuple):
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Iterator[_Group]:
-    """All heads of all batch entries, as many at a time as fill a tile for each thread; none if there are no scores.
+    """Yield groups of heads of all batch entries; none if there are no scores.
 
-    So short sequences, whose ops cost more to call than to run, go many at a time. More are no faster, and the lifted
+    A group has as many heads as fill a block of scores for each thread, because ops of short
+    sequences cost more to call than to run. Larger groups are no faster and need memory: the lifted
     operands of a group are min(cq, ck) times as large as its inputs.
     """
     heads, ratio, dtype = q.shape[1], q.shape[1] // k.shape[1], _compute_dtype(q)
     if not (q.shape[2] and k.shape[2]):
         return
-    filling = max(1, TILE**2 // (q.shape[2] * k.shape[2]))
-    for part in _split(q.shape[0] * heads, filling * torch.get_num_threads()):
+    heads_per_thread = max(1, TILE**2 // (q.shape[2] * k.shape[2]))
+    for part in _split(q.shape[0] * heads, heads_per_thread * torch.get_num_threads()):
         index = torch.arange(part.start, part.stop, device=q.device)
         batch, head = index // heads, index % heads
         kv_head = head // ratio
@@ -169,7 +175,7 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> It
 
 
 def _row_tiles(spec: Spec, nq: int, nk: int, tile: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Tiles of rows, each with the tiles of columns that it sees some of."""
+    """Yield blocks of rows, each with the blocks of columns of which it sees a part."""
     for rows in _split(nq, tile):
         yield rows, _split(nk if spec.right is None else min(nk, rows.stop + nk - nq), tile)
 
@@ -179,10 +185,13 @@ def _split(n: int, tile: int) -> list[slice]:
 
 
 def _score_tile(spec: Spec, left: Tensor, right: Tensor, band: Tensor, corner: int) -> Tensor:
-    """Convolved scores ``[G, R, J]``, -inf where masked; ``corner`` is i + off - j of the first entry."""
+    """Return convolved scores ``[G, R, J]``, -inf where masked;
+
+    ``corner`` is i + off - j of the first.
+    """
     scores = left.new_zeros(*left.shape[:2], right.shape[1])
     for x, y in zip(left.unbind(2), right.unbind(2), strict=True):
-        scores.baddbmm_(x, y.mT)  # as one product over all m * D, rounding errors would add up to about twice
+        scores.baddbmm_(x, y.mT)  # one product over all m * D would have about twice the rounding error
     for diagonal, entry in _diagonals(scores, band, corner):
         diagonal.copy_(entry)
     if spec.right is not None and corner < scores.shape[2] - 1:
@@ -192,7 +201,9 @@ def _score_tile(spec: Spec, left: Tensor, right: Tensor, band: Tensor, corner: i
 
 
 def _diagonals(scores: Tensor, band: Tensor, corner: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of each diagonal i + off - j = delta of a tile and of its entries in ``band [G, R, width]``."""
+    """Yield each diagonal i + off - j = delta of a block with its entries in ``band [G, R,
+    width]``, as views.
+    """
     for delta in range(max(0, corner - scores.shape[2] + 1), band.shape[2]):
         diagonal = scores.diagonal(corner - delta, 1, 2)
         first = max(0, delta - corner)

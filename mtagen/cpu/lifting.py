@@ -1,10 +1,12 @@
-"""The linear maps that fold a convolution of scores into their operands, and the adjoint of each.
+"""Linear maps that fold a convolution of scores into the operands of the scores, and their
+adjoints.
 
-Away from the mask's edge the convolved scores are Ct[i, j] = left[i] . right[j]: one operand holds shifted rows, the
-other the same rows mixed by the kernel, along whichever axis of it is shorter. Next to the edge, on the diagonals
-0 <= delta = i + off + limit - j < ``band.shape[2]``, Ct contains terms that the mask hides. There C[i, j] is
-``band[i, delta]`` instead, which is summed from visible terms alone, so that hidden keys change no bit of it. Here
-``kernel`` is scale * W, ``off`` is Nk - Nq, ``limit`` is 0 for a causal mask, and G counts independent heads.
+Away from the mask's edge the convolved scores are Ct[i, j] = left[i] . right[j]. One operand holds
+shifted rows, the other holds rows summed with the filter's weights, along the filter's shorter
+axis. Next to the edge, on the diagonals 0 <= delta = i + off + limit - j < ``band.shape[2]``, Ct
+contains terms that the mask hides. There C[i, j] is ``band[i, delta]`` instead, a sum of visible
+terms alone, so that hidden keys change no bit of it. Here ``kernel`` is scale * W, ``off`` is Nk -
+Nq, ``limit`` is 0 for a causal mask, and G counts independent heads.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from ..spec import Spec
 
 
 def lift(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands whose product is a convolution of scores, and the scores next to the mask's edge.
+    """Return operands whose product is the convolved scores, and the scores next to the mask's
+    edge.
 
-    With cq <= ck, left[i] = (q[i-(cq-1)+u])_u and right[j] = (sum_v W[u,v] k[j-pL+v])_u; else the mirror
-    image.
+    With cq <= ck, left[i] = (q[i-(cq-1)+u])_u and right[j] = (sum_v W[u,v] k[j-pL+v])_u. Otherwise
+    queries and keys change roles.
 
     Args:
         spec: the operator.
@@ -43,7 +46,7 @@ def lift(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> tuple[Tensor, Tens
 def lift_backward(
     spec: Spec, dleft: Tensor, dright: Tensor, dband: Tensor, q: Tensor, k: Tensor, kernel: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and kernel from those of the three results of :func:`lift`."""
+    """Return the gradients of q, k and kernel, given those of the three results of :func:`lift`."""
     if spec.cq <= spec.ck:
         dq = _windows_backward(dleft, spec.cq - 1)
         dk, dkernel = _mix_backward(dright, k, kernel, spec.pad_left)
@@ -57,14 +60,17 @@ def lift_backward(
 
 
 def _edge(spec: Spec) -> Band | None:
-    """The band next to the last key that a row sees, if there is one; tiles hide no earlier keys."""
+    """Return the band next to a row's last visible key, if there is one; no earlier key is hidden
+    here.
+    """
     return next(iter(bands(spec)), None)
 
 
 def _band(spec: Spec, q: Tensor, k: Tensor, kernel: Tensor) -> Tensor:
-    """The convolved scores of the band.
+    """Return the convolved scores of the band.
 
-    As matrices: windows of A, the scores on the diagonals of terms, times a rearranged kernel.
+    They are a matrix product: windows of A, the scores on the diagonals of terms, times a
+        rearranged kernel.
     """
     band = _edge(spec)
     if band is None:
@@ -92,9 +98,11 @@ def _band_backward(
 
 
 def _term_windows(spec: Spec, band: Band, q: Tensor, k: Tensor) -> Tensor:
-    """``[G, Nq, cq * reach]``: rows i-(cq-1) to i of A, where A[i, p] = q[i] . k[i + off + first key + p].
+    """Return windows ``[G, Nq, cq * reach]`` of A: rows i-(cq-1) to i, where A[i, p] = q[i] . k[i +
+    off + first key + p].
 
-    They are 0 where row i does not see the key and ``mask="output"``, so that no product with 0 makes it NaN.
+    With ``mask="output"`` they are 0 where row i does not see the key, so that no product of 0 and
+    inf makes a NaN.
     """
     keys, n = F.pad(k, _term_padding(band, q, k)), q.shape[1]
     terms = [torch.linalg.vecdot(q, keys[:, place : place + n]) for place in range(band.reach)]
@@ -106,18 +114,20 @@ def _term_windows(spec: Spec, band: Band, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _diagonal(band: Band, place: Tensor) -> Tensor:
-    """The diagonals, in their own rows, of the places in windows of A."""
+    """Return the diagonals on which the places of a window of A are, in the rows of the window."""
     return band.first + band.reach - 1 - place
 
 
 def _term_padding(band: Band, q: Tensor, k: Tensor) -> list[int]:
-    """Padding that makes row i + p of the keys the p-th that a term of row i reads; a negative one crops."""
+    """Return padding that makes row i + p of the keys the p-th key of row i's terms; negative
+    crops.
+    """
     before = -int(band.key(k.shape[1] - q.shape[1], band.first + band.reach - 1))
     return [0, 0, before, q.shape[1] + band.reach - 1 - before - k.shape[1]]
 
 
 def _band_kernel(spec: Spec, band: Band, kernel: Tensor) -> Tensor:
-    """The kernel as the matrix ``[G, cq * reach, width]`` that takes windows of A to scores."""
+    """Return the kernel as the matrix ``[G, cq * reach, width]`` from windows of A to scores."""
     entries, taps = _band_taps(spec, band, kernel.device)
     matrix = kernel.new_zeros(kernel.shape[0], entries.numel())
     matrix[:, entries] = kernel.flatten(1)[:, taps]
@@ -125,7 +135,7 @@ def _band_kernel(spec: Spec, band: Band, kernel: Tensor) -> Tensor:
 
 
 def _band_taps(spec: Spec, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which entries of the flattened band matrix hold a tap (a mask), and the index u*ck + v of each tap."""
+    """Return which entries of the flattened band matrix hold a tap, and each tap's index u*ck + v."""
     u, place, delta = torch.meshgrid(
         *(torch.arange(extent, device=device) for extent in (spec.cq, band.reach, band.width)), indexing="ij"
     )
@@ -137,12 +147,12 @@ def _band_taps(spec: Spec, band: Band, device: torch.device) -> tuple[Tensor, Te
 
 
 def _padded(x: Tensor, n: int, before: int) -> Tensor:
-    """x ``[G, N, d]`` with room for n taps from i - before on, rows run together: ``[G, (N+n-1) * d]``."""
+    """Pad x ``[G, N, d]`` for n taps from i - before on, and flatten it to ``[G, (N+n-1) * d]``."""
     return F.pad(x, (0, 0, before, n - 1 - before)).flatten(1)
 
 
 def _windows(x: Tensor, n: int, before: int) -> Tensor:
-    """``[G, N, n, d]``, an overlapping view: entry [i, t] is x[i-before+t], zero outside."""
+    """Return an overlapping view ``[G, N, n, d]``: entry [i, t] is x[i-before+t], zero outside."""
     view = _padded(x, n, before).unfold(1, n * x.shape[2], x.shape[2])
     return torch.unflatten(view, 2, (n, x.shape[2]))
 
@@ -152,7 +162,9 @@ def _windows_backward(grad: Tensor, before: int) -> Tensor:
 
 
 def _mix(x: Tensor, mix: Tensor, before: int) -> Tensor:
-    """``[G, N, m, d]``: entry [i, s] is sum_t mix[s, t] x[i-before+t], with mix ``[G, m, n]``."""
+    """Return ``[G, N, m, d]``: entry [i, s] is sum_t mix[s, t] x[i-before+t], with mix ``[G, m,
+    n]``.
+    """
     mixed = mix @ _taps(x, mix.shape[2], before)
     return torch.unflatten(mixed, 2, x.shape[1:]).transpose(1, 2).contiguous()
 
@@ -164,12 +176,12 @@ def _mix_backward(grad: Tensor, x: Tensor, mix: Tensor, before: int) -> tuple[Te
 
 
 def _taps(x: Tensor, n: int, before: int) -> Tensor:
-    """``[G, n, N*d]``, an overlapping view: row t is all of x shifted by t - before."""
+    """Return an overlapping view ``[G, n, N*d]``: row t is all of x shifted by t - before."""
     return _padded(x, n, before).unfold(1, x.shape[1] * x.shape[2], x.shape[2])
 
 
 def _fold(grad: Tensor, before: int) -> Tensor:
-    """Adjoint of taking n taps: ``[G, n, N, d]`` summed to ``[G, N, d]``."""
+    """Apply the adjoint of :func:`_taps`: sum ``[G, n, N, d]`` to ``[G, N, d]``."""
     heads, n, rows, d = grad.shape
     padded = grad.new_zeros(heads, rows + n - 1, d)
     for tap in range(n):

@@ -1,9 +1,11 @@
 """The ``torch`` backend of pipelines: strips of whole rows of scores, of all heads, in PyTorch ops.
 
-A strip makes some rows of outputs of one batch entry, from those rows of queries and the ``context`` rows before, whose
-scores and probabilities it computes again. Its planes of scores have a bounded number of entries where a row of all
-heads has no more, so that memory is O(N). The backward pass recomputes a strip and takes the stages back in turn.
-Computed in fp32, or in fp64 for fp64 inputs. Arguments are taken as valid: the ops in front of this backend check them.
+A strip computes some rows of outputs of one batch entry. It needs those rows of queries and the
+``context`` rows before them, whose scores and probabilities it computes again. A strip's planes of
+scores have at most ``STRIP_SCORES`` entries, unless the fewest rows that pay have more, so that
+memory is O(N). The backward pass recomputes a strip and applies the adjoints of the stages in
+reverse order. Everything is computed in fp32, or in fp64 for fp64 inputs. Arguments are not checked
+here, because the registered ops check them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from ..dropout import Dropout
 from ..spec import Spec
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
-_TERMS = 2**12  # that are summed at once in the gradient of a matrix: fp32 loses digits of many more
-_PIECE = 2**12  # keys that are convolved at once
+_TERMS = 2**12  # terms of a partial sum in a matrix's gradient: in fp32, longer sums lose digits
+_PIECE = 2**12  # keys that one call convolves
 
 
 def forward(
@@ -35,27 +37,27 @@ def forward(
     dropout: Dropout | None = None,
     first_entry: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The pipeline's outputs and the log-sum-exp of the rows that its softmax takes.
+    """Compute the pipeline's outputs and the log-sum-exp of the rows that its softmax takes.
 
     Args:
-        spec: the operator; its dtype and head dims are not read, the tensors' own are.
+        spec: the operator; dtype and head dims are taken from the tensors instead.
         q: ``[B, H, Nq, D]``, aligned to the end of the keys.
         k: ``[B, Hkv, Nk, D]``, H a multiple of Hkv.
         v: ``[B, Hkv, Nk, DV]``.
-        weights: those that the spec has, in the order and shapes of :meth:`Spec.weights`.
+        weights: the spec's weights, in the order and shapes of :meth:`Spec.weights`.
         scale: factor of q k^T.
-        dropout: what is dropped; None: nothing.
-        first_entry: the number that dropout knows the first batch entry by.
+        dropout: the call's dropout, or None.
+        first_entry: number of the first batch entry in the dropout mask.
 
     Returns:
         ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs).
     """
-    out, lse = _nothing_seen(q, q.shape[2], v)
+    out, lse = _results_without_keys(q, q.shape[2], v)
     stages = _Stages.of(spec, q, weights, scale)
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
-        kept = _kept(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context, kept)
+        factors = _dropout_factors(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context, factors)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
@@ -72,14 +74,15 @@ def backward(
     dropout: Dropout | None = None,
     first_entry: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Gradients of :func:`forward` from those of its two results.
+    """Compute the gradients of :func:`forward`.
 
     Args:
-        grad_out: ``[B, H, Nq, DV]``.
-        grad_lse: ``[B, H, Nq]``; the other arguments are those of :func:`forward`.
+        grad_out: ``[B, H, Nq, DV]``, the gradient of out.
+        grad_lse: ``[B, H, Nq]``, the gradient of lse; the other arguments are those of
+            :func:`forward`.
 
     Returns:
-        The gradients of q, k, v and of each weight, in the shapes and dtypes of these.
+        The gradients of q, k, v and each weight, in their shapes and dtypes.
     """
     stages = _Stages.of(spec, q, weights, scale)
     dtype = stages.dtype
@@ -89,8 +92,8 @@ def backward(
         douts = F.pad(grad_out[b, :, rows].to(dtype), (0, 0, strip.context, 0))
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
-        kept = _kept(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses, kept)
+        factors = _dropout_factors(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses, factors)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
@@ -107,18 +110,19 @@ def decode(
     scale: float,
     cache_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The last n_new rows of the pipeline over cached keys, as one strip.
+    """Compute the last n_new rows of the pipeline over cached keys, as one strip.
 
     Args:
         spec: the operator, as for :func:`forward`.
-        q_tail: ``[B, H, context+n_new, D]``, the queries before the new ones, then the new ones; the last row is at the
-            last position of its sequence. Rows at negative positions do not exist, whatever they hold.
+        q_tail: ``[B, H, context+n_new, D]``, the context queries, then the new ones. The last row
+            is at the last position of its sequence. Rows at negative positions are ignored,
+            whatever they hold.
         k_cache: ``[B, Hkv, Nmax, D]``.
         v_cache: ``[B, Hkv, Nmax, DV]``.
         weights: as for :func:`forward`.
         scale: factor of q k^T.
-        cache_seqlens: ``[B]`` integers, how many keys of each sequence are valid, the new ones included; the rest may
-            hold anything. ``None`` means all Nmax, and so does more.
+        cache_seqlens: ``[B]`` integers, number of valid keys of each sequence, the new ones
+            included; other keys may hold anything. ``None`` and numbers above Nmax mean all Nmax.
 
     Returns:
         ``out [B, H, n_new, DV]`` in ``q_tail.dtype`` and ``lse [B, H, n_new]`` in fp32 (fp64 for fp64 inputs). New rows
@@ -126,13 +130,13 @@ def decode(
     """
     tail, capacity = q_tail.shape[2], k_cache.shape[2]
     n_new = tail - spec.context
-    out, lse = _nothing_seen(q_tail, n_new, v_cache)
+    out, lse = _results_without_keys(q_tail, n_new, v_cache)
     if not out.numel():
         return out, lse
     stages = _Stages.of(spec, q_tail, weights, scale)
     lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
     for b, length in enumerate(lengths):
-        rows = min(tail, length)  # those that exist
+        rows = min(tail, length)  # rows at positions from 0 on
         if new := min(n_new, rows):
             first = length - rows
             keys = _keys(spec, first, length - 1, length)
@@ -143,9 +147,10 @@ def decode(
 
 
 class _Strip(NamedTuple):
-    """Rows ``[begin, end)`` of outputs, made from rows ``[first, end)`` of queries and some keys.
+    """Rows ``[begin, end)`` of outputs, computed from rows ``[first, end)`` of queries and some
+    keys.
 
-    ``position`` is that of the first row, counted from the first of the keys.
+    ``position`` is the position of row ``first``, counted from the first of the keys.
     """
 
     first: int
@@ -156,16 +161,16 @@ class _Strip(NamedTuple):
 
     @property
     def context(self) -> int:
-        """Rows before those of the outputs."""
+        """Number of rows of queries before the rows of outputs."""
         return self.begin - self.first
 
 
 def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
-    """The strips of each batch entry that see some key."""
+    """Yield the strips of each batch entry, without strips that see no key."""
     (batch, heads, nq, _), nk = q.shape, k.shape[2]
     if not (heads and nk):
         return
-    size = max(1, _rows(spec, STRIP_SCORES // heads, nk), 2 * spec.context)  # or most of a strip would be context
+    size = max(1, _rows(spec, STRIP_SCORES // heads, nk), 2 * spec.context)  # at most a third of a strip is context
     for b in range(batch):
         for begin in range(0, nq, size):
             end = min(begin + size, nq)
@@ -176,7 +181,9 @@ def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
 
 
 def _rows(spec: Spec, scores: int, nk: int) -> int:
-    """How many rows have so many scores of keys that one of them sees."""
+    """Return the number of rows whose plane has ``scores`` scores, over the keys that any of them
+    sees.
+    """
     if spec.left is None or spec.right is None:
         return scores // nk
     window = spec.left + spec.right
@@ -184,7 +191,7 @@ def _rows(spec: Spec, scores: int, nk: int) -> int:
 
 
 def _keys(spec: Spec, first: int, last: int, nk: int) -> slice:
-    """The keys that one of the rows at positions ``first`` to ``last`` sees."""
+    """Return the keys that any of the rows at positions ``first`` to ``last`` sees."""
     begin = 0 if spec.left is None else max(0, first - spec.left)
     return slice(begin, nk if spec.right is None else min(nk, max(0, last + spec.right + 1)))
 
@@ -193,22 +200,25 @@ def _operands(strip: _Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return q[:, strip.first : strip.end], k[:, strip.keys], v[:, strip.keys]
 
 
-def _kept(dropout: Dropout | None, entry: int, heads: int, strip: _Strip, dtype: torch.dtype) -> Tensor | None:
-    """Factors ``[H, rows, keys]`` of what multiplies the values in a strip: 0 for what is dropped."""
+def _dropout_factors(
+    dropout: Dropout | None, entry: int, heads: int, strip: _Strip, dtype: torch.dtype
+) -> Tensor | None:
+    """Return dropout's factors ``[H, rows, keys]`` of a strip's probabilities: 0, or 1 / (1 - p)."""
     if dropout is None:
         return None
     slots, rows = range(entry * heads, (entry + 1) * heads), range(strip.first, strip.end)
     return dropout.keep(slots, rows, range(strip.keys.start, strip.keys.stop)).to(dtype) / (1 - dropout.p)
 
 
-def _nothing_seen(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Results of rows that see no key."""
+def _results_without_keys(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of rows that see no key."""
     out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
     return out, q.new_full(out.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 class _Stages:
-    """The stages of a pipeline with their weights, applied to the rows of one strip; sums up gradients of the weights.
+    """The stages of a pipeline, applied strip by strip; it accumulates the gradients of the
+    weights.
 
     Planes of scores or probabilities are ``[H, rows, keys]``.
     """
@@ -219,45 +229,49 @@ class _Stages:
 
     @classmethod
     def of(cls, spec: Spec, q: Tensor, weights: Sequence[Tensor], scale: float) -> _Stages:
-        """With the weights, in their order, in the dtype that is computed in."""
+        """Make the stages of a spec from its weights, which are cast to the dtype of computation."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         names = spec.weights(q.shape[1])
         return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int, kept: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Out ``[H, R, DV]`` and lse ``[H, R]`` of rows whose first is at a position, without the first ``context``."""
+        """Return out ``[H, R, DV]`` and lse ``[H, R]`` of the rows of q after the first
+        ``context``.
+
+        ``position`` is that of the first row of q; ``factors`` are dropout's.
+        """
         forbidden = self._forbidden(q, k, position)
         *_, logits = self._logits(q, k, forbidden)
-        shares = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), kept)
-        out = _product(shares[:, context:], v.to(self.dtype), forbidden[context:])
+        probabilities = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), factors)
+        out = _product(probabilities[:, context:], v.to(self.dtype), forbidden[context:])
         return out, logits[:, context:].logsumexp(-1)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor, kept: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from those of all rows of the two results."""
+        """Return the gradients of q, k and v, given those of out and lse for all rows of q."""
         forbidden = self._forbidden(q, k, position)
         scores, convolved, logits = self._logits(q, k, forbidden)
         p = _softmax(logits)
         unmixed = self._post(p, forbidden)
-        douts = _shared(dout, v)
-        dv = _shared(_dropped(self._mix("post_head_weight", unmixed), kept), v).mT @ douts
-        dshares = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), kept)
-        dshares = self._mix_backward("post_head_weight", unmixed, dshares)
-        dp = self._convolve_backward("post_weight", p, dshares, forbidden)
+        douts = _by_kv_head(dout, v)
+        dv = _by_kv_head(_dropped(self._mix("post_head_weight", unmixed), factors), v).mT @ douts
+        dmixed = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
+        dunmixed = self._mix_backward("post_head_weight", unmixed, dmixed)
+        dp = self._convolve_backward("post_weight", p, dunmixed, forbidden)
         dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
         dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dlogits)
         dscores = self._convolve_backward("weight", scores, dconvolved, forbidden).mul(self.scale)
         dq = _product(dscores, k.to(self.dtype), self._unused(forbidden))
-        return dq, _shared(dscores, k).mT @ _shared(q.to(self.dtype), k), dv
+        return dq, _by_kv_head(dscores, k).mT @ _by_kv_head(q.to(self.dtype), k), dv
 
     def _unused(self, forbidden: Tensor) -> Tensor:
-        """Return which scores no visible score is made of."""
+        """Return the scores that enter no visible convolved score."""
         if self.spec.mask == "source" or "weight" not in self.weights:
             return forbidden
-        reach = self.weights["weight"].shape[1] - 1  # a score feeds rows behind its own, at the keys that these see
+        reach = self.weights["weight"].shape[1] - 1  # a score enters this many later rows, at the keys that they see
         return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
 
     def _forbidden(self, q: Tensor, k: Tensor, position: int) -> Tensor:
@@ -269,14 +283,16 @@ class _Stages:
         return forbidden
 
     def _logits(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores as the convolution takes them, as the mixture takes them, and as the softmax does."""
-        scores = self.scale * (_shared(q.to(self.dtype), k) @ k.to(self.dtype).mT)
+        """Return the scores that the convolution takes, those that the mixture takes, and the
+        softmax's.
+        """
+        scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)
         scores = scores.view(*q.shape[:2], -1)
         convolved = self._convolve("weight", scores, forbidden)
         return scores, convolved, self._mix("head_weight", convolved).masked_fill(forbidden, -torch.inf)
 
     def _post(self, p: Tensor, forbidden: Tensor) -> Tensor:
-        """The convolution after the softmax."""
+        """Apply the convolution after the softmax."""
         return self._convolve("post_weight", p, forbidden).masked_fill(forbidden, 0)
 
     def _mix(self, name: str, x: Tensor) -> Tensor:
@@ -286,7 +302,9 @@ class _Stages:
         return (weight @ x.reshape(*weight.shape[:2], -1)).view_as(x)
 
     def _mix_backward(self, name: str, x: Tensor, dy: Tensor) -> Tensor:
-        """The gradient of what a mixture takes, from that of what it gives; that of its matrices is summed up."""
+        """Return the gradient of a mixture's input ``x``; add that of its matrices to
+        ``gradients``.
+        """
         if name not in self.weights:
             return dy
         weight = self.weights[name]
@@ -302,11 +320,13 @@ class _Stages:
         results = torch.zeros_like(x)
         for term in self._terms(self.weights[name], forbidden):
             pieces = (F.conv2d(term.of(padded, keys), term.kernel, groups=len(x))[0] for keys in _pieces(x))
-            results += term.kept(torch.cat([*pieces], -1)[:, : x.shape[1], : x.shape[2]])
+            results += term.masked(torch.cat([*pieces], -1)[:, : x.shape[1], : x.shape[2]])
         return results
 
     def _convolve_backward(self, name: str, x: Tensor, dy: Tensor, forbidden: Tensor) -> Tensor:
-        """As :meth:`_mix_backward`, of a convolution."""
+        """Return the gradient of a convolution's input ``x``; add that of its filters to
+        ``gradients``.
+        """
         if name not in self.weights:
             return dy
         _, cq, ck = self.weights[name].shape
@@ -314,7 +334,7 @@ class _Stages:
         padded = self._padded(name, x, forbidden)
         dpadded = torch.zeros_like(padded)
         for term in self._terms(self.weights[name], forbidden):
-            gradients = _rounded(term.kept(dy)).unsqueeze(0)
+            gradients = _rounded(term.masked(dy)).unsqueeze(0)
             for keys in _pieces(x):
                 part, gradient = term.of(padded, keys), gradients[..., keys]
                 dkernel: Tensor = grad.conv2d_weight(  # type: ignore[no-untyped-call]
@@ -330,11 +350,13 @@ class _Stages:
 
     def _padded(self, name: str, x: Tensor, forbidden: Tensor) -> Tensor:
         _, cq, ck = self.weights[name].shape
-        kept = x.masked_fill(forbidden, 0) if self.spec.mask == "source" else x
-        return F.pad(_rounded(kept), (*self.spec.padding(ck), cq - 1, 0)).unsqueeze(0)
+        visible = x.masked_fill(forbidden, 0) if self.spec.mask == "source" else x
+        return F.pad(_rounded(visible), (*self.spec.padding(ck), cq - 1, 0)).unsqueeze(0)
 
     def _terms(self, weight: Tensor, forbidden: Tensor) -> Iterator[_Term]:
-        """All columns of a kernel at once, unless the result's row decides which entries of each column count."""
+        """Yield all columns of a filter at once, or one by one if the mask depends on the result's
+        row.
+        """
         ck, nk = weight.shape[2], forbidden.shape[1]
         if self.spec.mask == "source":
             yield _Term(slice(0, ck), weight.unsqueeze(1), None)
@@ -345,32 +367,36 @@ class _Stages:
 
 
 class _Term(NamedTuple):
-    """Columns of a kernel, and which of their results do not count."""
+    """Columns of a filter, and which of their results count as zero."""
 
     columns: slice
     kernel: Tensor
     hidden: Tensor | None
 
     def of(self, padded: Tensor, keys: slice) -> Tensor:
-        """What results of some keys are made of: columns of padded planes."""
+        """Return the columns of padded planes that the results of some keys read."""
         return padded[..., keys.start + self.columns.start : keys.stop + self.columns.stop - 1]
 
-    def kept(self, results: Tensor) -> Tensor:
-        """Results, zeros where they do not count."""
+    def masked(self, results: Tensor) -> Tensor:
+        """Return ``results`` with zeros where they do not count."""
         return results if self.hidden is None else results.masked_fill(self.hidden, 0)
 
 
 def _pieces(x: Tensor) -> list[slice]:
-    """Cut the keys of planes that :func:`_rounded` has padded into pieces, each of which is convolved by itself.
+    """Cut the keys of planes, as padded by :func:`_rounded`, into pieces that are convolved one by
+    one.
 
-    On CPUs oneDNN keeps a primitive for each shape of a convolution, which takes about as much memory as the result.
+    On CPUs oneDNN caches a primitive for each shape of a convolution, which takes about as much
+    memory as the result.
     """
     width = _round(x.shape[2])
     return [slice(begin, min(begin + _PIECE, width)) for begin in range(0, width, _PIECE)]
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Pad planes with zeros to rounded numbers of rows and keys, so that few shapes are convolved."""
+    """Pad planes with zeros to rounded numbers of rows and keys, so that convolutions have few
+    shapes.
+    """
     rows, keys = x.shape[1:]
     return F.pad(x, (0, _round(keys) - keys, 0, _round(rows) - rows))
 
@@ -381,31 +407,35 @@ def _round(n: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _product(shares: Tensor, values: Tensor, unused: Tensor) -> Tensor:
-    """Multiply ``shares [H, rows, keys]`` by ``values [Hkv, keys, dim]``; no row depends on values that are ``unused``.
+def _product(plane: Tensor, values: Tensor, unused: Tensor) -> Tensor:
+    """Multiply ``plane [H, rows, keys]`` by ``values [Hkv, keys, dim]``. No ``unused`` value
+    reaches a row.
 
-    Shares of unused values are 0, but 0 times infinity or NaN is NaN: keys with such values are added one by one.
+    The plane is 0 at unused values, but 0 times infinity or NaN is NaN, so keys with such values
+    are added one by one.
     """
     infinite = ~values.isfinite().all(-1).all(0)
     if not infinite.any():
-        return (_shared(shares, values) @ values).view(*shares.shape[:2], -1)
-    result = _product(shares, values.masked_fill(infinite[:, None], 0), unused)
-    group = len(shares) // len(values)
+        return (_by_kv_head(plane, values) @ values).view(*plane.shape[:2], -1)
+    result = _product(plane, values.masked_fill(infinite[:, None], 0), unused)
+    group = len(plane) // len(values)
     for j in infinite.nonzero().flatten().tolist():
-        term = shares[:, :, j, None] * values[:, None, j].repeat_interleave(group, 0)
+        term = plane[:, :, j, None] * values[:, None, j].repeat_interleave(group, 0)
         result += term.masked_fill(unused[:, j, None], 0)
     return result
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Of rows; one that sees no key has no probabilities."""
+    """Return the softmax of rows; probabilities of a row that sees no key are 0."""
     return logits.softmax(-1).masked_fill(logits == -torch.inf, 0)
 
 
-def _dropped(x: Tensor, kept: Tensor | None) -> Tensor:
-    return x if kept is None else x * kept
+def _dropped(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else x * factors
 
 
-def _shared(x: Tensor, kv: Tensor) -> Tensor:
-    """Rows of the heads that share keys, one head after the other: ``[Hkv, H/Hkv * R, ...]``."""
+def _by_kv_head(x: Tensor, kv: Tensor) -> Tensor:
+    """Return the rows of the heads that share keys, one head after another: ``[Hkv, H/Hkv * R,
+    ...]``.
+    """
     return x.reshape(len(kv), -1, x.shape[2])

@@ -1,4 +1,6 @@
-"""Attention over sequences whose rows are spread over the ranks of a group."""
+"""Context parallelism: attention over sequences whose rows are distributed over the ranks of a
+group.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +16,55 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_worl
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import resolve_scale
-from ..documents import Documents
 from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
-from ..ops.attention import MultiTokenAttention, autocast
-from ..ops.inputs import check_call, check_documents, check_packed
+from ..ops.attention import AttentionOp, autocast
+from ..ops.inputs import check_boundaries, check_call, check_packed
 from ..spec import WEIGHTS, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import Call, Rows, Sharding, fresh, regions
 
 
 class ContextParallel:
-    """An op on sequences that are spread over the ranks of a group: each makes the outputs of the rows that it holds.
+    """An op on sequences that are distributed over the ranks of a group: each rank computes the
+    outputs of its rows.
 
-    A rank holds one or two chunks of each sequence; two that lie side by side count as one. For a chunk it calls the op
-    with the chunk's queries, the ``spec.context`` queries before them that convolutions read, and all keys that these
-    see, so that a row of scores is never cut. Results are those of one process with the whole sequence, for every
-    pipeline and mask.
+    A rank holds one or two chunks of each sequence; two adjacent chunks count as one. For a chunk
+    it calls the op with the chunk's queries, the ``spec.context`` queries before them that
+    convolutions read, and all keys that these queries see, so that a row of scores is never cut.
+    The results equal those of one process with the whole sequence, for every pipeline and mask.
 
-    What a chunk's call takes moves in one group of sends and receives. Both chunks' begin at once, so that those of the
-    second are under way while the first is computed. The backward pass moves keys and values again, for between the
-    passes a rank keeps its own rows only, and then brings the gradients of keys, values and earlier queries back to the
-    ranks that hold them, which add them up, in fp32 those of keys and values. With W ranks, N rows and causal
-    attention, a rank receives N (1 - 1 / W) rows of keys and values at most in the forward pass, in the backward pass
-    those and at most as many rows of gradients. Meanwhile it holds about N rows, and twice as many gradients of them.
-    With a window it receives what the window reaches.
+    The rows for a chunk's call travel in one group of sends and receives. The transfers of both
+    chunks begin at once, so that the second chunk's rows are under way during the first chunk's
+    call. Between the passes a rank keeps only its own rows, so the backward pass sends keys and
+    values again. Then it sends the gradients of keys, values and earlier queries back to the ranks
+    that hold these rows, which add them up; gradients of keys and values are summed in fp32. With W
+    ranks, N rows and causal attention, a rank receives at most N (1 - 1 / W) rows of keys and
+    values in the forward pass; in the backward pass it receives these rows and at most as many rows
+    of gradients. Meanwhile it holds about N rows, and twice as many rows of gradients. With a
+    window it receives only rows within the window.
 
-    Gradients of queries, keys and values are complete. Gradients of weights are those of this rank's outputs: the sum
-    over ranks is the whole gradient, as of any parameter that is used on a part of the tokens. Data parallelism over
-    these ranks, or FSDP, takes the mean instead, which is right where the loss is a mean of the ranks' losses.
+    Gradients of queries, keys and values are complete. Gradients of weights come from this rank's
+    outputs: the sum over ranks is the whole gradient, as for any parameter that is used on a part
+    of the tokens. Data parallelism over these ranks, or FSDP, takes the mean instead, which is
+    right where the loss is a mean of the ranks' losses.
 
-    There is no dropout: which entries a call drops follows from their places in the call. To ``torch.compile`` and
-    selective checkpointing a call is one op, ``mtagen::context_parallel_forward``, and its backward pass another.
+    There is no dropout, because a dropped entry is chosen by its position in a call. To
+    ``torch.compile`` and selective checkpointing a call is one op,
+    ``mtagen::context_parallel_forward``, and its backward pass another.
 
     Args:
-        op: what :func:`mtagen.build` returns.
-        group_or_mesh: the ranks, in the order of the rows that they hold: a group, or a mesh of one dimension.
-        balanced: whether sequences are cut into 2W chunks, of which rank r holds r and 2W-1-r, so that all ranks have
-            the same work though later rows of causal attention see more keys; else into W chunks, of which it holds r,
-            which takes a quarter less traffic where all rows see all keys. Ops of one model share tensors if they
-            agree.
+        op: a result of :func:`mtagen.build`.
+        group_or_mesh: the ranks, in the order of their rows: a group, or a mesh of one dimension.
+        balanced: if true, a sequence has 2W chunks, and rank r holds chunks r and 2W-1-r, so that
+            all ranks have the same work although later rows of causal attention see more keys. If
+            false, a sequence has W chunks, and rank r holds chunk r, which takes a quarter less
+            traffic where all rows see all keys. Ops of one model can share tensors if they have the
+            same value.
 
     Attributes:
         op: the op.
-        balanced: as given.
+        balanced: the argument.
         group: the ranks.
         rank: this process's number among them.
         ranks: W.
@@ -66,10 +73,8 @@ class ContextParallel:
         InputError: an argument does not fit.
     """
 
-    def __init__(
-        self, op: MultiTokenAttention, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True
-    ) -> None:
-        if not isinstance(op, MultiTokenAttention):
+    def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
+        if not isinstance(op, AttentionOp):
             raise InputError(explain("op", type(op).__name__, "must be a built op", "what mtagen.build returns"))
         if not isinstance(balanced, bool):
             raise InputError(explain("balanced", balanced, "must be a bool", (True, False)))
@@ -84,11 +89,11 @@ class ContextParallel:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Itself, as it never changes: copies of a model are in the same group."""
+        """Return itself, as it never changes: copies of a model are in the same group."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """A group of processes exists in these processes only.
+        """Refuse to pickle: a group of processes exists in these processes only.
 
         Raises:
             BackendError: always.
@@ -97,42 +102,45 @@ class ContextParallel:
         raise BackendError(explain("ContextParallel", self, rule, "model.state_dict(), and a new model to load it"))
 
     def length(self, rows: int, length: int | None = None) -> int:
-        """N, rows of the whole sequence of which this rank holds so many.
+        """Return N, the rows of the whole sequence, from the number of rows on this rank.
 
         Args:
-            rows: those that :meth:`shard` gives this rank.
-            length: N; default W times ``rows``, which is right where all chunks are as long as each other.
+            rows: number of rows that :meth:`shard` returns on this rank.
+            length: N; default W times ``rows``, which is right if all chunks have the same length.
 
         Raises:
-            InputError: this rank holds another number of N rows, or N must be told.
+            InputError: this rank holds another number of N rows, or N must be given.
         """
         return self._sharding(rows, length).length
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """The rows that this rank holds of tokens, positions, labels or whatever all ranks have.
+        """Return this rank's rows of a tensor that all ranks have: tokens, positions or labels, for
+        example.
 
         Args:
-            x: the same on all ranks. Nothing is communicated.
-            dim: the axis of a sequence's rows, of any length: chunks differ by one row at most, the first ones being
-                longer, and are empty where there are more chunks than rows.
+            x: a tensor, equal on all ranks. Nothing is communicated.
+            dim: the axis of a sequence's rows, of any length. Chunks differ by at most one row, the
+                first chunks being longer; some are empty if there are more chunks than rows.
 
         Returns:
-            A copy of the rows, differentiable.
+            A differentiable copy of the rows.
         """
         held = Sharding(x.shape[dim], self.ranks, self.balanced).held_by(self.rank)
         return torch.cat([x.narrow(dim, rows.start, rows.count) for rows in held], dim)
 
     def unshard(self, x: Tensor, dim: int, *, length: int | None = None) -> Tensor:
-        """The whole tensor on every rank, e.g. of outputs. It has no gradient, and breaks a graph of ``torch.compile``.
+        """Return the whole tensor on every rank, without gradient. It breaks a graph of
+        ``torch.compile``.
 
         Args:
-            x: the rows that :meth:`shard` gives.
-            dim: their axis.
-            length: rows of the whole; default W times those of ``x``, which is right where all chunks are as long as
-                each other.
+            x: this rank's rows, e.g. outputs, as :meth:`shard` distributes them.
+            dim: the axis of the rows.
+            length: rows of the whole tensor; default W times the rows of ``x``, which is right if
+                all chunks have the same length.
 
         Raises:
-            InputError: ``x`` has another number of rows than ``length`` makes this rank's.
+            InputError: with ``length`` rows in all, this rank holds another number of rows than
+                ``x`` has.
         """
         sharding = self._sharding(x.shape[dim], length)
         everything = Exchange(sharding.held, self.ranks * [Rows(0, sharding.length)], self.rank)
@@ -159,15 +167,17 @@ class ContextParallel:
         scale: float | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """The op's outputs of the rows that this rank holds; differentiable as the op is.
+        """Return the op's outputs for this rank's rows; the outputs are differentiable like the
+        op's.
 
         Args:
             q: ``(B, H, N_local, D)``, this rank's rows of the queries.
             k: ``(B, Hkv, N_local, D)``, the same rows of the keys.
             v: ``(B, Hkv, N_local, DV)``, the same rows of the values.
-            weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op, the same on all ranks.
-            length: N, rows of the whole sequence; default W times N_local, which is right where all chunks are as long
-                as each other.
+            weight, head_weight, post_weight, post_head_weight, scale: arguments of the op, equal on
+                all ranks.
+            length: N, rows of the whole sequence; default W times N_local, which is right if all
+                chunks have the same length.
 
         Returns:
             ``(B, H, N_local, DV)`` in q's dtype.
@@ -197,17 +207,21 @@ class ContextParallel:
         scale: float | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """The same of packed documents, each of which is a sequence of its own; chunks end anywhere in documents.
+        """Return the op's outputs for this rank's rows of packed documents; a chunk may end within
+        a document.
 
         Args:
             q: ``(N_local, H, D)``, this rank's rows of the queries of all documents.
             k: ``(N_local, Hkv, D)``, the same rows of the keys.
             v: ``(N_local, Hkv, DV)``, the same rows of the values.
-            weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op, the same on all ranks.
-            cu_seqlens: ``(documents + 1,)`` int32 on q's device, the same on all ranks: where each document begins
-                among all rows, and where the last one ends; rows behind it get zeros.
-            max_seqlen: rows of the longest document, or more; default N. Keys come from no farther away.
-            length: N, rows of all documents; default as of a call.
+            weight, head_weight, post_weight, post_head_weight, scale: arguments of the op, equal on
+                all ranks.
+            cu_seqlens: ``(documents + 1,)`` int32 on q's device, equal on all ranks: the first row
+                of each document among all rows, and the end of the last document; outputs of rows
+                after that end are zeros.
+            max_seqlen: rows of the longest document, or more; default N. It limits how far keys are
+                fetched.
+            length: N, rows of all documents; default as in a call.
 
         Returns:
             ``(N_local, H, DV)`` in q's dtype.
@@ -222,8 +236,7 @@ class ContextParallel:
         weights = check_packed(spec, self.op.dtypes, q, k, v, (weight, head_weight, post_weight, post_head_weight))
         sharding = self._sharding_of(q, k, 0, length)
         longest = sharding.length if max_seqlen is None else max_seqlen
-        documents = Documents(cu_seqlens, cu_seqlens, longest, longest)
-        check_documents(documents, sharding.length, sharding.length, q.device)
+        check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), sharding.length, q.device)
         return self._attend(q, k, v, weights, scale, sharding, cu_seqlens, longest)
 
     def _attend(
@@ -236,16 +249,16 @@ class ContextParallel:
         sharding: Sharding,
         *documents: Any,
     ) -> Tensor:
-        scale, ours = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
-        plan = _Plan(scale, self.op._key, *ours, self.balanced, sharding.length, *documents)
+        scale, ranks = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
+        plan = _Plan(scale, self.op._key, *ranks, self.balanced, sharding.length, *documents)
         out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
         return out
 
     def _sharding_of(self, q: Tensor, k: Tensor, dim: int, length: int | None) -> Sharding:
-        """How the sequence of these queries and keys is cut.
+        """Return the sharding of the sequence of these queries and keys.
 
         Raises:
-            InputError: they are not the same rows, or not those of this rank.
+            InputError: queries and keys are not the same rows, or not this rank's rows.
         """
         if q.shape[dim] != k.shape[dim]:
             rule = "queries and keys must be the same rows of a sequence"
@@ -253,10 +266,10 @@ class ContextParallel:
         return self._sharding(q.shape[dim], length)
 
     def _sharding(self, rows: int, length: int | None) -> Sharding:
-        """How the sequence is cut of which this rank has so many rows.
+        """Return the sharding of a sequence of which this rank has ``rows`` rows.
 
         Raises:
-            InputError: it should have another number of rows, or the length must be told.
+            InputError: this rank should have another number of rows, or the length must be given.
         """
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
             raise InputError(
@@ -275,15 +288,16 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class _Step:
-    """What makes the outputs of one of a rank's chunks. All ranks take their steps together.
+    """The call and the transfers for one of a rank's chunks. All ranks take their steps together.
 
     Attributes:
         call: this rank's call of the op.
-        start: where the chunk begins in the rows that this rank holds.
-        context: brings the queries before each rank's chunk.
-        region: the rows of the tensor in which this rank has the call's keys and values, maybe with other calls'.
-        keys: brings to such tensors the keys and values that earlier steps have not brought.
-        gradients: brings back those of the keys and values that each rank's call takes.
+        start: first row of the chunk within this rank's rows.
+        context: exchange of the queries before each rank's chunk.
+        region: the rows of the tensor that holds the keys or values of this rank's call, maybe with
+            other calls' rows.
+        keys: exchange of the keys and values that earlier steps have not fetched.
+        gradients: exchange that returns the gradients of the keys and values of each rank's call.
     """
 
     call: Call
@@ -294,18 +308,18 @@ class _Step:
     gradients: Exchange
 
     def of_region(self, x: Tensor, rows: Rows) -> Tensor:
-        """Some rows of the tensor of the region."""
+        """Return some rows of the region's tensor."""
         return x.narrow(0, rows.start - self.region.start, rows.count)
 
 
 def _calls(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> list[Call]:
-    """A rank's calls of the op, one for each of its chunks."""
+    """Return a rank's calls of the op, one for each of its chunks."""
     return [Call.of(chunk, sharding.length, spec, longest) for chunk in sharding.held_by(rank)]
 
 
 @lru_cache(maxsize=256)
 def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tuple[_Step, ...]:
-    """What a rank does, in this order. The layers of a model, and their two passes, do the same."""
+    """Return a rank's steps, in order. The layers of a model, and their two passes, share them."""
     held, steps, start = sharding.held, [], 0
     by_rank = [_calls(spec, sharding, each, longest) for each in range(sharding.ranks)]
     by_step = zip(
@@ -315,22 +329,24 @@ def _steps(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> tu
         context = Exchange(held, [call.context for call in calls], rank)
         gradients = Exchange(held, [call.keys for call in calls], rank)
         steps.append(_Step(calls[rank], start, context, region, Exchange(held, new, rank, region), gradients))
-        start += calls[rank].own.count
+        start += calls[rank].chunk.count
     return tuple(steps)
 
 
 class _Lanes:
-    """Streams of a GPU for the calls of a forward pass, which run beside each other; a context manager.
+    """Streams of a GPU on which the calls of a forward pass run concurrently; a context manager.
 
-    The second call comes first where both are ready: its chunk has later rows, whose CTAs take longer, and those of the
-    other fill the multiprocessors that the last of them leave idle. That counts where sequences are short: of 131,072
-    rows on two H100s, both calls took 0.8 % longer than one after the other.
+    The second call has priority where both are ready: its chunk has later rows, whose CTAs take
+    longer, and CTAs of the first call fill the multiprocessors that the second call's last CTAs
+    leave idle. This helps with short sequences; with 131,072 rows on two H100s, both calls took 0.8
+    % longer than one after the other.
 
-    The side stream begins after all that the current stream was given before, and each waits for the other at the end:
-    memory belongs to the stream that it was allocated for, and what the other one reads or writes must live until then.
+    The side stream begins after all earlier work of the current stream, and each waits for the
+    other at the end: memory belongs to the stream for which it was allocated, and must live until
+    the other stream has used it.
 
     Args:
-        device: where; on the CPU calls follow each other.
+        device: the device; on the CPU calls follow each other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -348,11 +364,11 @@ class _Lanes:
             self._streams[1].wait_stream(self._streams[0])
 
     def lane(self, number: int) -> AbstractContextManager[Any]:
-        """The stream of one call; of at most two."""
+        """Return a context in which one of at most two calls runs on its stream."""
         return torch.cuda.stream(self._streams[number]) if self._streams else nullcontext()
 
     def join(self) -> None:
-        """The current stream waits for all calls."""
+        """Make the current stream wait for all calls."""
         if self._streams:
             self._streams[0].wait_stream(self._streams[1])
 
@@ -363,11 +379,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Plan(NamedTuple):
-    """What the registered ops take after the tensors, and what follows from it.
+    """The registered ops' arguments after the tensors, and derived values.
 
-    Schemas hold the group's name, as those of PyTorch's own functional collectives do. They hold the rank, too, because
-    shapes depend on it: without it the graphs of all ranks would be equal, and one rank get from the cache of
-    ``torch.compile`` what was compiled for another. Where no documents are packed, ``cu_seqlens`` is None or left out.
+    Schemas hold the group's name, like the schemas of PyTorch's own functional collectives. They
+    also hold the rank, because shapes depend on it: without it the graphs of all ranks would be
+    equal, and one rank could get another rank's code from the cache of ``torch.compile``. Without
+    packed documents, ``cu_seqlens`` is None or left out.
     """
 
     scale: float
@@ -382,23 +399,23 @@ class _Plan(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """The op's."""
+        """The op's spec."""
         return library.executor_of(self.key).spec
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks."""
+        """The group of ranks."""
         group: ProcessGroup = distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[arg-type,attr-defined]
         return group
 
     @property
     def calls(self) -> list[Call]:
-        """This rank's, where ``length`` may be a symbol."""
+        """This rank's calls; ``length`` may be a symbol."""
         return _calls(*self._sizes)
 
     @property
     def steps(self) -> tuple[_Step, ...]:
-        """This rank's."""
+        """This rank's steps."""
         return _steps(*self._sizes)
 
     @property
@@ -412,116 +429,130 @@ class _Plan(NamedTuple):
         return 2 if self.cu_seqlens is None else 0
 
     def of_call(self, call: Call) -> tuple[Any, ...]:
-        """What ``mtagen::forward`` and ``mtagen::backward`` take after the tensors of a call."""
+        """Return a call's arguments of ``mtagen::forward`` and ``mtagen::backward`` after the
+        tensors.
+        """
         if self.cu_seqlens is None:
             return self.scale, self.key
         rows = call.queries, call.keys
-        places = (self.cu_seqlens.clamp(each.start, each.stop) - each.start for each in rows)
-        return self.scale, self.key, *places, *(min(self.max_seqlen, each.count) for each in rows)
+        cu_seqs = (self.cu_seqlens.clamp(each.start, each.stop) - each.start for each in rows)
+        return self.scale, self.key, *cu_seqs, *(min(self.max_seqlen, each.count) for each in rows)
 
     def rows_first(self, x: Tensor) -> Tensor:
-        """A view of ``x`` as an exchange takes it."""
+        """Return a view of ``x`` with rows as the first axis, as exchanges need it."""
         return x.movedim(self.dim, 0)
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """A view of what an exchange gives, with the axes of q."""
+        """Return a view of an exchange's tensor with the axes of q."""
         return x.movedim(0, self.dim)
 
-    def own(self, x: Tensor, step: _Step) -> Tensor:
-        """The rows of a step's chunk, of those that this rank holds."""
-        return x.narrow(self.dim, step.start, step.call.own.count)
+    def chunk(self, x: Tensor, step: _Step) -> Tensor:
+        """Return the rows of a step's chunk from this rank's rows."""
+        return x.narrow(self.dim, step.start, step.call.chunk.count)
 
     def chunks(self, x: Tensor) -> list[Tensor]:
-        """The rows of each chunk, of those that this rank holds, rows first."""
-        return [self.rows_first(self.own(x, step)) for step in self.steps]
+        """Return the rows of each chunk from this rank's rows, with rows as the first axis."""
+        return [self.rows_first(self.chunk(x, step)) for step in self.steps]
 
     def new_rows(self, x: Tensor, count: int) -> Tensor:
-        """A tensor for so many rows like those of ``x``, rows first and side by side."""
+        """Return a contiguous tensor for ``count`` rows like those of ``x``, with rows as the first
+        axis.
+        """
         return x.new_empty(count, *self.rows_first(x).shape[1:])
 
-    def side_by_side(self, x: Tensor) -> Tensor:
-        """``x``, rows first and side by side, as an exchange sends them; a copy where they are not."""
+    def contiguous_rows(self, x: Tensor) -> Tensor:
+        """Return ``x`` contiguous with rows as the first axis, as exchanges send it; a copy where
+        necessary.
+        """
         if self.rows_first(x).is_contiguous():
             return self.rows_first(x)
-        made = self.new_rows(x, x.shape[self.dim])
-        _copy(self.from_rows(made), x)
-        return made
+        copied = self.new_rows(x, x.shape[self.dim])
+        _copy(self.from_rows(copied), x)
+        return copied
 
-    def placed(self, x: Tensor) -> list[Tensor]:
-        """The tensor of each step's region, with the rows of this rank's chunks, of keys or values, in their places."""
-        made = {step.region: self.new_rows(x, step.region.count) for step in self.steps}
+    def region_tensors(self, x: Tensor) -> list[Tensor]:
+        """Return a tensor for each step's region, with this rank's rows of ``x`` (keys or values)
+        filled in.
+        """
+        by_region = {step.region: self.new_rows(x, step.region.count) for step in self.steps}
         for step in self.steps:
-            _copy(self.from_rows(step.of_region(made[step.region], step.call.own)), self.own(x, step))
-        return [made[step.region] for step in self.steps]
+            _copy(self.from_rows(step.of_region(by_region[step.region], step.call.chunk)), self.chunk(x, step))
+        return [by_region[step.region] for step in self.steps]
 
-    def send(self, placed: Sequence[Tensor]) -> list[Transfer]:
-        """What brings the other ranks' keys or values to the tensors of the steps' regions."""
-        both = list(zip(self.steps, placed, strict=True))
-        chunks = [step.of_region(x, step.call.own) for step, x in both]
+    def send(self, tensors: Sequence[Tensor]) -> list[Transfer]:
+        """Return the transfers of the other ranks' keys or values into the steps' region tensors."""
+        both = list(zip(self.steps, tensors, strict=True))
+        chunks = [step.of_region(x, step.call.chunk) for step, x in both]
         return [step.keys.send(chunks, x) for step, x in both]
 
-    def seen(self, placed: Tensor, step: _Step) -> Tensor:
-        """The keys or values that a step's call takes, of the tensor of its region."""
-        return self.from_rows(step.of_region(placed, step.call.keys))
+    def call_keys(self, region: Tensor, step: _Step) -> Tensor:
+        """Return the keys or values of a step's call from the tensor of its region."""
+        return self.from_rows(step.of_region(region, step.call.keys))
 
-    def own_gradients(self, grads: Sequence[Tensor]) -> list[Part]:
-        """What this rank's calls made of the gradients of the keys or values that it holds."""
-        return combined([part for step, x in zip(self.steps, grads, strict=True) for part in step.gradients.own(x)])
+    def local_gradients(self, grads: Sequence[Tensor]) -> list[Part]:
+        """Return the gradients from this rank's calls of the keys or values that this rank holds."""
+        return combined([part for step, x in zip(self.steps, grads, strict=True) for part in step.gradients.local(x)])
 
     def gradients(self, x: Tensor, parts: list[Part], transfers: Sequence[Transfer]) -> Tensor:
-        """Those of ``x``, keys or values, from parts and then what comes back."""
+        """Return the gradients of ``x``, keys or values: the sums of ``parts``, then of the parts
+        from ``transfers``.
+        """
         for step, transfer in zip(self.steps, transfers, strict=True):
             parts += step.gradients.returned(transfer)
-        made = self.new_rows(x, x.shape[self.dim])
+        sums = self.new_rows(x, x.shape[self.dim])
         for number, step in enumerate(self.steps):
-            total(parts, number, made.narrow(0, step.start, step.call.own.count))
-        return self.from_rows(made)
+            total(parts, number, sums.narrow(0, step.start, step.call.chunk.count))
+        return self.from_rows(sums)
 
     def extended(self, x: Tensor, step: _Step, before: Tensor | None = None) -> Tensor:
-        """What a step's call takes of queries, outputs or their gradients.
+        """Return the rows of a step's call: context, chunk and padding, of queries, outputs or
+        their gradients.
 
         Args:
-            x: the rows that this rank holds.
-            step: whose rows are taken.
-            before: the rows before the chunk, rows first; default zeros. Rows after it are zeros.
+            x: this rank's rows.
+            step: the step.
+            before: the rows before the chunk, with rows as the first axis; default zeros. Rows
+                after the chunk are zeros.
         """
-        call, own = step.call, self.own(x, step)
-        if call.queries.count == call.own.count:
-            return own
-        made = x.new_empty(*x.shape[: self.dim], call.queries.count, *x.shape[self.dim + 1 :])
-        context, rows, padding = self._of_queries(made, call)
+        call, chunk = step.call, self.chunk(x, step)
+        if call.queries.count == call.chunk.count:
+            return chunk
+        result = x.new_empty(*x.shape[: self.dim], call.queries.count, *x.shape[self.dim + 1 :])
+        context, rows, padding = self._split_queries(result, call)
         if before is None:
             context.zero_()
         else:
             _copy(context, self.from_rows(before))
-        _copy(rows, own)
+        _copy(rows, chunk)
         padding.zero_()
-        return made
+        return result
 
-    def of_chunks(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
-        """``x``, filled with the chunks' rows of what each call made."""
-        for step, each in zip(self.steps, made, strict=True):
-            _copy(self.own(x, step), self._of_queries(each, step.call)[1])
+    def fill_chunks(self, results: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Fill ``x`` with the chunks' rows of each call's result, and return it."""
+        for step, each in zip(self.steps, results, strict=True):
+            _copy(self.chunk(x, step), self._split_queries(each, step.call)[1])
         return x
 
-    def _of_queries(self, x: Tensor, call: Call) -> tuple[Tensor, ...]:
-        """The rows of a call before its chunk, the chunk's, and those after it."""
-        return x.split_with_sizes([call.context.count, call.own.count, call.padding], self.dim)
+    def _split_queries(self, x: Tensor, call: Call) -> tuple[Tensor, ...]:
+        """Split the rows of a call into those before its chunk, the chunk, and those after it."""
+        return x.split_with_sizes([call.context.count, call.chunk.count, call.padding], self.dim)
 
     def like_call(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
-        """What a call takes, without numbers."""
+        """Return meta tensors of the shapes of a call's q, k and v."""
         dim, sizes = self.dim, (call.queries.count, call.keys.count, call.keys.count)
         given = zip((q, k, v), sizes, strict=True)
         return [x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :], device="meta") for x, size in given]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    """This rank's outputs, and for the backward pass the queries before each chunk, rows first, and log-sum-exps.
+    """Return this rank's outputs, and for the backward pass the queries before each chunk and the
+    log-sum-exps.
 
-    Every rank takes part in every exchange, even where it has nothing to compute.
+    Queries before a chunk have rows as their first axis. Every rank takes part in every exchange,
+    even with nothing to compute.
     """
     weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
-    steps, queries, keys, values = plan.steps, plan.chunks(q), plan.placed(k), plan.placed(v)
+    steps, queries, keys, values = plan.steps, plan.chunks(q), plan.region_tensors(k), plan.region_tensors(v)
     contexts = [x.new_empty(step.call.context.count, *x.shape[1:]) for step, x in zip(steps, queries, strict=True)]
     of_context = [step.context.send(queries, x) for step, x in zip(steps, contexts, strict=True)]
     transfers = list(zip(of_context, plan.send(keys), plan.send(values), strict=True))
@@ -529,36 +560,38 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
         begin(of_step, plan.group, q.device)
     for step, context in zip(steps, contexts, strict=True):
         step.context.copy_own(queries, context)
-    transfers[0][0].wait()  # for both calls: the second one may read what came for the first
+    transfers[0][0].wait()  # for both calls: the second call may read rows that came for the first
     with _Lanes(q.device) as lanes:
         results, used = [], []
         for number, (step, context) in enumerate(zip(steps, contexts, strict=True)):
             with lanes.lane(number):
                 transfers[number][0].wait()
-                taken = plan.extended(q, step, context), *(plan.seen(x[number], step) for x in (keys, values))
+                taken = plan.extended(q, step, context), *(plan.call_keys(x[number], step) for x in (keys, values))
                 results.append(library.run("forward", *taken, *weights, *plan.of_call(step.call)))
             used.append(taken)
         lanes.join()
         return [
-            plan.of_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
+            plan.fill_chunks([out for out, _ in results], q.new_empty(*q.shape[:-1], v.shape[-1])),
             *(contexts if plan.spec.context else ()),
             *(lse.clone() for _, lse in results),
         ]
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    """Gradients of this rank's rows, to which all ranks' outputs contribute, and those of weights.
+    """Return the gradients of this rank's rows, to which all ranks' outputs contribute, and those
+    of weights.
 
-    Calls follow each other: beside each other they were 3 to 6 % slower on two H200s. Gradients travel
-    when all are computed. While a second chunk is computed, those of the first would make a rank wait whose first chunk
-    is the smaller one, by a kernel that takes multiprocessors from what computes; and no transfer would end sooner,
-    because the rank that sends most sends all of it after its second chunk.
+    Calls follow each other: concurrent calls were 3 to 6 % slower on two H200s. Gradients travel
+    after all calls. If the first chunk's gradients travelled during the second call, a rank with a
+    smaller first chunk would wait, in a kernel that takes multiprocessors from the computation. No
+    transfer would end sooner, because the rank that sends most sends all of it after its second
+    chunk.
     """
-    weights, (out, *kept), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
-    steps, keys, values = plan.steps, plan.placed(k), plan.placed(v)
-    lses, contexts = kept[-len(steps) :], kept[: -len(steps)] or [None] * len(steps)
+    weights, (out, *saved), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
+    steps, keys, values = plan.steps, plan.region_tensors(k), plan.region_tensors(v)
+    lses, contexts = saved[-len(steps) :], saved[: -len(steps)] or [None] * len(steps)
     transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
-    for number in range(len(steps)):  # without a name for a transfer, which would keep its tensors
+    for number in range(len(steps)):  # no variable refers to a transfer, which would keep its tensors alive
         begin(transfers[number], plan.group, q.device)
     rows = [  # while keys and values travel
         (*(plan.extended(x, step).contiguous() for x in (grad_out, out)), plan.extended(q, step, context))
@@ -573,17 +606,17 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
             grads,
             torch.zeros_like(lse),
             queries,
-            plan.seen(keys.pop(0), step),
-            plan.seen(values.pop(0), step),
+            plan.call_keys(keys.pop(0), step),
+            plan.call_keys(values.pop(0), step),
             *weights,
             outs,
             lse,
             *plan.of_call(step.call),
         )
         dqs.append(dq)
-        dks.append(plan.side_by_side(dk))
-        del dk  # which may be as long as the whole sequence
-        dvs.append(plan.side_by_side(dv))
+        dks.append(plan.contiguous_rows(dk))
+        del dk  # it may be as long as the whole sequence
+        dvs.append(plan.contiguous_rows(dv))
         del dv
         dws.append(dw)
     befores = [plan.rows_first(dq)[: step.call.context.count] for dq, step in zip(dqs, steps, strict=True)]
@@ -593,10 +626,10 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     )
     begin([*queries_back, *keys_back, *values_back], plan.group, q.device)
 
-    # While gradients travel, this rank adds up what is its own.
-    dq = plan.of_chunks(dqs, q.new_empty(q.shape))
-    of_queries = [part for step, x in zip(steps, befores, strict=True) for part in step.context.own(x)]
-    of_keys, of_values = map(plan.own_gradients, (dks, dvs))
+    # While gradients travel, this rank adds up the gradients of its own rows.
+    dq = plan.fill_chunks(dqs, q.new_empty(q.shape))
+    of_queries = [part for step, x in zip(steps, befores, strict=True) for part in step.context.local(x)]
+    of_keys, of_values = map(plan.local_gradients, (dks, dvs))
     dweights = [torch.stack(parts).sum(0, dtype=sum_dtype(parts[0])) for parts in zip(*dws, strict=True)]
 
     for step, back in zip(steps, queries_back, strict=True):
@@ -617,14 +650,14 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    """Gradients of keys and values have their rows side by side."""
+    """Return empty gradients; those of keys and values are contiguous with rows as the first axis."""
     dq, _, _, *dws = library.fake_backward(grad_out, grad_out, q, k, v, *rest)
     plan = _Plan(*rest[len(WEIGHTS) + 1 :])
     return [dq, *(plan.from_rows(plan.new_rows(x, x.shape[plan.dim])) for x in (k, v)), *dws]
 
 
 def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-    """Of the rank's calls, with the rows around its chunks."""
+    """Count the FLOP of the rank's calls, with the rows around its chunks."""
     weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
     return sum(
         flops.attention_forward_flop(*plan.like_call(call, q, k, v), *weights, *plan.of_call(call))
@@ -633,9 +666,9 @@ def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
 
 
 def _backward_flop(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-    """Of the rank's calls, with the rows around its chunks."""
+    """Count the FLOP of the rank's calls, with the rows around its chunks."""
     weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
-    rows = grad_out, grad_out  # of which nothing is counted
+    rows = grad_out, grad_out  # the count does not depend on them
     return sum(
         flops.attention_backward_flop(*rows, *plan.like_call(call, q, k, v), *weights, *rows, *plan.of_call(call))
         for call in plan.calls
@@ -643,13 +676,15 @@ def _backward_flop(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 
 
 class _Differentiable(library.Recorded):
-    """The forward pass, with what the backward pass needs kept."""
+    """The forward pass, which saves tensors for the backward pass."""
 
     returns = list
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-        """All but the outputs is for the backward pass alone."""
+        """Run the op and save its results; all but the first, the outputs, are for the backward
+        pass only.
+        """
         results, plan = run(*arguments), _Plan(*arguments[library.INPUTS :])
         ctx.plan, ctx.arguments = plan._replace(cu_seqlens=None), len(arguments)
         ctx.save_for_backward(*arguments[: library.INPUTS], plan.cu_seqlens, *results)
@@ -667,14 +702,19 @@ class _Differentiable(library.Recorded):
 
 
 def _copy(target: Tensor, x: Tensor) -> None:
-    """Copy rows into a part of a tensor: on a GPU in words of 16 bytes where they are made of them, twice as fast."""
+    """Copy rows into a part of a tensor: on a GPU in words of 16 bytes if possible, which is twice
+    as fast.
+    """
     if x.is_cuda and x.dtype == target.dtype and _has_words(x) and _has_words(target):
         target, x = target.view(torch.complex128), x.view(torch.complex128)
     target.copy_(x)
 
 
 def _has_words(x: Tensor) -> bool:
-    """Whether rows are of whole words of 16 bytes. Their lengths always are."""
+    """Return whether all rows start at multiples of 16 bytes.
+
+    Their lengths always are multiples of 16 bytes.
+    """
     *strides, last = x.stride()
     bytes_apart = [number * x.element_size() for number in (x.storage_offset(), *strides)]
     return last == 1 and not any(number % 16 for number in (x.data_ptr(), *bytes_apart))
@@ -702,10 +742,10 @@ library.register_op(
 
 
 def _group(group_or_mesh: ProcessGroup | DeviceMesh) -> ProcessGroup:
-    """The ranks.
+    """Return the group of ranks.
 
     Raises:
-        InputError: it is neither a group nor a mesh of one dimension.
+        InputError: the argument is neither a group nor a mesh of one dimension.
     """
     if isinstance(group_or_mesh, ProcessGroup):
         return group_or_mesh

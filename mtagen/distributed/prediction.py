@@ -1,7 +1,8 @@
-"""What a training step of attention over several ranks takes: a model of its time, its traffic and its memory.
+"""Model of the time, traffic and memory of a training step of attention over several ranks.
 
-It counts what :class:`ContextParallel` does, and divides by rates that were measured on one rank and on its link. It
-knows nothing of other programs, of clocks that fall under load, or of small problems that fill no GPU.
+The model counts the work of :class:`ContextParallel` and divides by rates that were measured on one
+rank and on its link. It ignores other programs, clocks that fall under load, and problems too small
+to fill a GPU.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..measure.cases import seen_pairs
+from ..measure.cases import visible_pairs
 from ..spec import Spec
 from .sharding import Call, Rows, Sharding, common, fresh, regions
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank does in a second.
+    """Rates of one rank, per second.
 
     Attributes:
-        forward: scores of the op's forward pass: heads times pairs of a row and a key that it sees.
-        backward: of its backward pass.
-        link: bytes that reach a rank from the others, while as many leave it.
-        latency: seconds of a transfer that carries nothing.
+        forward: scores in the op's forward pass: heads times pairs of a row and a key that the row
+            sees.
+        backward: scores in its backward pass.
+        link: bytes that a rank receives from the others while it sends as many.
+        latency: seconds of an empty transfer.
     """
 
     forward: float
@@ -34,15 +36,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One call and its backward pass.
+    """Predicted costs of one call and its backward pass.
 
     Attributes:
         forward_s: seconds until the last rank has its outputs.
         backward_s: seconds until the last rank has its gradients.
         alone_s: seconds of both passes on one rank with the whole sequence.
-        traffic: bytes that the busiest rank receives in both passes, or sends if those are more.
-        gathered: bytes of keys and values that the rank with the most of them holds; in the backward pass it holds the
-            gradients of those of each call besides.
+        traffic: bytes that the busiest rank receives in both passes, or sends if it sends more.
+        gathered: bytes of keys and values on the rank that holds most of them; in the backward pass
+            it also holds the gradients of the keys and values of each call.
     """
 
     forward_s: float
@@ -53,7 +55,7 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """How much faster it is than one rank."""
+        """Time on one rank over the time on all ranks."""
         return self.alone_s / (self.forward_s + self.backward_s)
 
 
@@ -68,20 +70,22 @@ def predict(
     batch: int = 1,
     balanced: bool = True,
 ) -> Prediction:
-    """The time, traffic and memory of one call of :class:`ContextParallel` and its backward pass.
+    """Predict the time, traffic and memory of one call of :class:`ContextParallel` and its backward
+    pass.
 
-    Keys and values of a pass begin to travel with it, one chunk's after the other's; a rank computes a chunk as soon as
-    what the chunk needs is there. Gradients travel together once all ranks have computed them.
+    Keys and values begin to travel when a pass begins, for one chunk after the other; a rank
+    computes a chunk as soon as the chunk's rows have arrived. Gradients travel together once all
+    ranks have computed them.
 
     Args:
-        spec: of the op.
-        rates: of one rank.
+        spec: the op's spec.
+        rates: rates of one rank.
         length: N, rows of a sequence.
         ranks: W.
-        heads: H, of queries.
-        kv_heads: Hkv, of keys and values.
-        batch: sequences.
-        balanced: as of :class:`ContextParallel`.
+        heads: H, heads of queries.
+        kv_heads: Hkv, heads of keys and values.
+        batch: number of sequences.
+        balanced: see :class:`ContextParallel`.
     """
     held = Sharding(length, ranks, balanced).held
     by_rank = [[Call.of(chunk, length, spec) for chunk in chunks] for chunks in held]
@@ -90,7 +94,7 @@ def predict(
     pair_bytes = batch * kv_heads * (spec.head_dim + spec.value_head_dim) * spec.itemsize
 
     def moved(queries: Sequence[Rows], keys: Sequence[Rows]) -> list[list[int]]:
-        """Bytes that each rank receives and sends in a step."""
+        """Return the bytes that each rank receives and sends in a step."""
         kinds = (query_bytes, _moved(held, queries)), (pair_bytes, _moved(held, keys))
         return _sums([[[size * rows for rows in ways] for ways in each] for size, each in kinds])
 
@@ -98,7 +102,7 @@ def predict(
     contexts = [[call.context for call in calls] for calls in steps]
     first = [moved(queries, keys) for queries, keys in zip(contexts, new, strict=True)]
     second = [moved(ranks * [Rows(0, 0)], keys) for keys in new]  # queries are kept from pass to pass
-    # Gradients go where rows came from, those of all steps together, and of a key as many as calls took it.
+    # Gradients of all steps travel together, back to the rows' ranks. A key has one gradient from each call with it.
     returned = _sums(
         [moved(queries, [call.keys for call in calls]) for queries, calls in zip(contexts, steps, strict=True)]
     )
@@ -110,7 +114,7 @@ def predict(
         [_carried(each, rates) for each in second], [[count / rates.backward for count in each] for each in scores]
     )
     everything = _sums([*first, *second, [[received, sent] for sent, received in returned]])
-    whole = batch * heads * seen_pairs(length, length, spec.left, spec.right)
+    whole = batch * heads * visible_pairs(length, length, spec.left, spec.right)
     return Prediction(
         forward_s=max(forward),
         backward_s=max(backward) + _carried(returned, rates),
@@ -121,12 +125,12 @@ def predict(
 
 
 def _sums(steps: Sequence[list[list[int]]]) -> list[list[int]]:
-    """Of all steps."""
+    """Add up all steps."""
     return [[sum(way) for way in zip(*each, strict=True)] for each in zip(*steps, strict=True)]
 
 
 def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[list[int]]:
-    """The rows that each rank receives from others, and that it sends to them."""
+    """Return the number of rows that each rank receives from others and sends to others."""
     shared = [[sum(common(chunk, rows).count for chunk in chunks) for chunks in held] for rows in needed]
     received = [sum(each) - each[rank] for rank, each in enumerate(shared)]
     sent = [sum(each) - each[rank] for rank, each in enumerate(zip(*shared, strict=True))]
@@ -134,18 +138,18 @@ def _moved(held: Sequence[Sequence[Rows]], needed: Sequence[Rows]) -> list[list[
 
 
 def _carried(moved: Sequence[Sequence[int]], rates: Rates) -> float:
-    """Seconds of a transfer in which each rank receives and sends so many bytes."""
+    """Return the seconds of a transfer, given the bytes that each rank receives and sends."""
     most = max(max(rank) for rank in moved)
     return rates.latency + most / rates.link if most else 0.0
 
 
 def _scores(call: Call, spec: Spec) -> int:
-    """Pairs of a row and a key that it sees, of the rows that a call computes."""
-    return seen_pairs(call.queries.count, call.keys.count, spec.left, spec.right)
+    """Return the number of pairs of a row of a call and a key that the row sees."""
+    return visible_pairs(call.queries.count, call.keys.count, spec.left, spec.right)
 
 
 def _computed(transfers: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[float]:
-    """When each rank has computed all steps."""
+    """Return the time at which each rank has computed all steps."""
     ends = [0.0] * len(seconds[0])
     for arrived, each in zip(accumulate(transfers), seconds, strict=True):
         ends = [max(end, arrived) + more for end, more in zip(ends, each, strict=True)]

@@ -1,4 +1,6 @@
-"""Which rows of a sequence each rank holds, and which it needs besides. All of it is arithmetic on row numbers."""
+"""Arithmetic on row numbers: the rows of a sequence that each rank holds, and the other rows that
+it needs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ class Rows:
     """Consecutive rows of a sequence.
 
     Attributes:
-        start: the first one's number. As ``stop`` it may be a symbol of ``torch.compile``, which ``range`` cannot hold.
-        stop: the number after the last one's.
+        start: number of the first row; like ``stop`` maybe a symbol of ``torch.compile``, which
+            ``range`` cannot hold.
+        stop: number of the last row, plus one.
     """
 
     start: int
@@ -24,7 +27,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of rows."""
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[int]:
@@ -35,14 +38,15 @@ class Rows:
 class Sharding:
     """A sequence cut into chunks, which ranks hold.
 
-    Chunks are as long as each other or, the first ones, one row longer, as ``torch.tensor_split`` cuts; of a short
-    sequence some are empty.
+    Chunks have the same length, or the first chunks are one row longer, as in
+    ``torch.tensor_split``; a short sequence has empty chunks.
 
     Attributes:
         length: rows of the sequence.
         ranks: W.
-        balanced: whether there are 2W chunks, of which rank r holds r and 2W-1-r, or W, of which it holds r. Of causal
-            attention, whose later rows see more keys, the former gives all ranks the same work.
+        balanced: if true, there are 2W chunks, and rank r holds chunks r and 2W-1-r: in causal
+            attention, whose later rows see more keys, all ranks then have the same work. If false,
+            there are W chunks, and rank r holds chunk r.
     """
 
     length: int
@@ -51,27 +55,27 @@ class Sharding:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return 2 * self.ranks if self.balanced else self.ranks
 
     @property
     def is_even(self) -> bool:
-        """Whether all chunks are as long as each other."""
+        """Whether all chunks have the same length."""
         return self.length % self.chunks == 0
 
     def chunk(self, number: int) -> Rows:
-        """One of the chunks, which are numbered in the order of their rows."""
+        """Return one of the chunks, which are numbered in the order of their rows."""
         short, longer = self.length // self.chunks, self.length % self.chunks
-        # Of symbols, Python's min would compile anew for each remainder, but not where Dynamo traces it, which makes a
-        # symbol of it and, in torch 2.11, refuses sym_min of two ints.
+        # With symbols, Python's min would compile again for each remainder, except where Dynamo traces it: Dynamo turns
+        # min into a symbol and, in torch 2.11, refuses sym_min of two ints.
         least: Callable[[int, int], int] = min if torch.compiler.is_dynamo_compiling() else torch.sym_min
         return Rows(number * short + least(number, longer), (number + 1) * short + least(number + 1, longer))
 
     def held_by(self, rank: int) -> list[Rows]:
-        """The chunks of a rank, in the order in which it holds them.
+        """Return the chunks of a rank, in the order in which it holds them.
 
-        Where two lie side by side, as the last rank's do, they are joined, so that one call of the op makes their
-        outputs, and the second one is empty, at the end of the sequence.
+        The last rank's two chunks are adjacent. They are joined, so that one call of the op
+        computes their outputs, and the second chunk is empty, at the end of the sequence.
         """
         if not self.balanced:
             return [self.chunk(rank)]
@@ -88,25 +92,27 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the op, which makes the outputs of a chunk.
+    """One call of the op, which computes the outputs of a chunk.
 
     Attributes:
-        own: the chunk's rows.
-        queries: the rows of queries: the chunk's, those before it that its convolutions read, and rows after it.
-        keys: the rows of keys that the chunk's queries see.
+        chunk: the chunk's rows.
+        queries: the rows of queries: earlier rows that the chunk's convolutions read, the chunk,
+            and rows after it.
+        keys: the rows of keys that the queries see.
     """
 
-    own: Rows
+    chunk: Rows
     queries: Rows
     keys: Rows
 
     @classmethod
     def of(cls, chunk: Rows, length: int, spec: Spec, longest: int | None = None) -> Call:
-        """The call for a chunk of a sequence of ``length`` rows, or of packed documents of ``longest`` rows at most.
+        """Return the call for a chunk of a sequence of ``length`` rows, or of documents of at most
+        ``longest`` rows.
 
-        The op aligns its queries to the end of its keys. So where the mask depends on positions, the queries must end
-        where the keys end: rows follow the chunk's own. What these hold does not matter, because convolutions read
-        rows before a row only.
+        The op aligns its queries to the end of its keys. So if the mask depends on positions, the
+        queries must end where the keys end: more rows follow the chunk. Their values do not matter,
+        because convolutions read only rows before a row.
         """
         if chunk.count == 0:
             return cls(chunk, chunk, chunk)
@@ -119,36 +125,41 @@ class Call:
 
     @property
     def context(self) -> Rows:
-        """The rows of queries before the chunk's own."""
-        return Rows(self.queries.start, self.own.start)
+        """The rows of queries before the chunk."""
+        return Rows(self.queries.start, self.chunk.start)
 
     @property
     def padding(self) -> int:
-        """The number of rows after the chunk's own."""
-        return self.queries.stop - self.own.stop
+        """The number of rows after the chunk."""
+        return self.queries.stop - self.chunk.stop
 
 
 def fresh(calls: Sequence[Call]) -> list[Rows]:
-    """The keys of each of a rank's calls that none before it takes. Both ends of a later call's keys are later."""
+    """Return the keys of each of a rank's calls that no earlier call has.
+
+    A later call's keys start and end later.
+    """
     ends = [0, *(call.keys.stop for call in calls)]
     starts = [min(max(call.keys.start, end), call.keys.stop) for call, end in zip(calls, ends, strict=False)]
     return [Rows(start, call.keys.stop) for start, call in zip(starts, calls, strict=True)]
 
 
 def regions(calls: Sequence[Call]) -> list[Rows]:
-    """The rows of the tensor that each of a rank's calls takes keys from: one for calls whose keys overlap or meet."""
+    """Return, for each of a rank's calls, the rows of the tensor with its keys; overlapping or
+    adjacent keys share one.
+    """
     first, *others = [call.keys for call in calls]
-    made = [first]
+    result = [first]
     for keys in others:
-        if keys.start <= made[-1].stop:
-            joined = Rows(made[-1].start, keys.stop)
-            made = [joined if region == made[-1] else region for region in made] + [joined]
+        if keys.start <= result[-1].stop:
+            joined = Rows(result[-1].start, keys.stop)
+            result = [joined if region == result[-1] else region for region in result] + [joined]
         else:
-            made.append(keys)
-    return made
+            result.append(keys)
+    return result
 
 
 def common(first: Rows, second: Rows) -> Rows:
-    """The rows that are in both."""
+    """Return the rows that are in both."""
     start = max(first.start, second.start)
     return Rows(start, max(start, min(first.stop, second.stop)))

@@ -1,4 +1,4 @@
-"""What is measured, as values: one pass of one operator at one size. Knows nothing of torch."""
+"""Cases to measure, as values: one pass of one operator at one size. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from ..spec import Spec
+from ..spec import DType, Spec
 
 PAPER = (6, 11)  # the kernel of the paper
 TRAINING_PASSES = ("forward", "backward", "forward+backward")
-LENGTH = 8192  # of sequences, where one length stands for all
-CACHE_LENGTH = 32768  # of decode's caches, where one length stands for all
-DROPOUT_P = 0.1  # of what is timed
+LENGTH = 8192  # tokens of a sequence, for measurements at a single length
+CACHE_LENGTH = 32768  # tokens of a decode cache, for measurements at a single length
+DROPOUT_P = 0.1  # dropout probability in timed calls
 DOCUMENTS = (8192, 6144, 4096, 3072, 2560, 2048, 1536, 1280, 1024, 768, 640, 512, 384, 256, 160, 96)  # 32768 tokens
 
-_ROW_SPEC = ("kernel", "head_dim", "causal", "dtype")  # fields of the spec that every row of results has
+_ROW_SPEC = ("kernel", "head_dim", "causal", "dtype")  # fields of the spec in every row of results
 
 
 class Sizes(NamedTuple):
@@ -25,10 +25,10 @@ class Sizes(NamedTuple):
 
     Attributes:
         batch: sequences, or packed documents.
-        heads: of queries.
-        kv_heads: of keys and values.
-        nq: queries of a sequence, or of the longest document; for decode its new tokens.
-        nk: keys of a sequence, or of the longest document; for decode the length of its cache.
+        heads: heads of queries.
+        kv_heads: heads of keys and values.
+        nq: queries of a sequence, or of the longest document; for decode the new tokens.
+        nk: keys of a sequence, or of the longest document; for decode the length of the cache.
     """
 
     batch: int
@@ -40,31 +40,34 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes that suit a kind of device.
+    """Sizes for a kind of device.
 
     Attributes:
-        dtype: of q, k and v.
-        heads: of queries, and of keys where they are not grouped.
-        tokens: sequences are batched up to so many tokens.
-        decode_batch: sequences of a decode step while their caches have at most ``CACHE_LENGTH`` tokens each, else 1.
+        dtype: dtype of q, k and v.
+        heads: heads of queries, and of keys where they are not grouped.
+        tokens: largest number of tokens in a batch of sequences.
+        decode_batch: sequences of a decode step whose caches have at most ``CACHE_LENGTH`` tokens
+            each; with longer caches a step has one sequence.
     """
 
-    dtype: str
+    dtype: DType
     heads: int
     tokens: int
     decode_batch: int
 
     def training(self, n: int, batch: int | None = None) -> Sizes:
-        """Sequences of ``n`` tokens that attend to themselves."""
+        """Sizes of self-attention on sequences of ``n`` tokens."""
         return Sizes(batch or max(1, self.tokens // n), self.heads, self.heads, n, n)
 
     def decode(self, n: int, *, new_tokens: int = 1, kv_heads: int | None = None) -> Sizes:
-        """A decode step on caches of ``n`` tokens."""
+        """Sizes of a decode step on caches of ``n`` tokens."""
         batch = self.decode_batch if n <= CACHE_LENGTH else 1
         return Sizes(batch, self.heads, kv_heads or self.heads, new_tokens, n)
 
     def decode_steps(self, n: int) -> tuple[Sizes, Sizes, Sizes]:
-        """The ways in which decode is called: one new token; the same with grouped heads; several, to speculate."""
+        """Sizes of three decode steps: one new token; one with grouped heads; several, as
+        speculative decoding has.
+        """
         return self.decode(n), self.decode(n, kv_heads=self.heads // 4), self.decode(n, new_tokens=4)
 
 
@@ -80,7 +83,7 @@ class Case:
 
     Attributes:
         spec: the operator.
-        sizes: of its arguments.
+        sizes: sizes of its arguments.
         pass_name: one of ``TRAINING_PASSES``, or ``decode``.
     """
 
@@ -100,42 +103,46 @@ class Case:
 
     @property
     def problem(self) -> Case:
-        """What passes at the same sizes have in common."""
+        """The case that stands for all training passes at the same sizes; a decode case stands for
+        itself.
+        """
         return self if self.decodes else replace(self, pass_name="forward")
 
     @property
     def base(self) -> Case:
-        """The same without window and dropout, on a batch of sequences of one length: what those cost is told by it."""
+        """The same case without window, dropout and packing, as a baseline for their cost."""
         return replace(self, spec=replace(self.spec, window=(-1, -1), packed=False, dropout=False))
 
     @property
     def documents(self) -> list[int]:
-        """Tokens of each packed document: as many as ``nk`` of the longest, whose shares are those of ``DOCUMENTS``."""
+        """Tokens of each packed document, in the proportions of ``DOCUMENTS``; the longest document
+        has ``nk``.
+        """
         batch, longest = (self.sizes.batch, self.sizes.nk) if self.spec.packed else (0, 0)
         return [max(1, n * longest // DOCUMENTS[0]) for n in islice(cycle(DOCUMENTS), batch)]
 
     @property
-    def seen_scores(self) -> int:
-        """(row, key) pairs over all heads and sequences whose key the row sees."""
+    def visible_scores(self) -> int:
+        """Number of scores, over all heads and sequences, of keys that their row sees."""
         batch, heads, _, nq, nk = self.sizes
         sequences = [(n, n) for n in self.documents] if self.spec.packed else [(nq, nk)] * batch
-        return heads * sum(seen_pairs(*lengths, self.spec.left, self.spec.right) for lengths in sequences)
+        return heads * sum(visible_pairs(*lengths, self.spec.left, self.spec.right) for lengths in sequences)
 
     @property
     def score_bytes(self) -> int:
-        """Size of one materialised tensor of scores."""
+        """Bytes of one materialised tensor of scores."""
         batch, heads, _, nq, nk = self.sizes
         return batch * heads * nq * nk * self.spec.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Size of q and out together, or of both gradients."""
+        """Bytes of q and out together, or of their gradients."""
         rows = sum(self.documents) if self.spec.packed else self.sizes.batch * self.sizes.nq
         return rows * self.sizes.heads * self._bytes_of_both_dims
 
     @property
     def cache_bytes(self) -> int:
-        """Size of k and v together, or of both gradients."""
+        """Bytes of k and v together, or of their gradients."""
         keys = sum(self.documents) if self.spec.packed else self.sizes.batch * self.sizes.nk
         return keys * self.sizes.kv_heads * self._bytes_of_both_dims
 
@@ -144,10 +151,11 @@ class Case:
         return (self.spec.head_dim + self.spec.value_head_dim) * self.spec.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of a result's row that tell which case it is of; :meth:`from_dict` inverts it.
+        """Return the fields of a row of results that identify the case; :meth:`from_dict` inverts
+        it.
 
-        Fields of the spec that not every row has are there only where they differ from their default, so that rows of
-        earlier versions, which lack a field, compare with rows of this one.
+        An optional field of the spec is present only where it differs from its default, so that
+        rows of earlier versions, which lack a field, compare with rows of this version.
         """
         spec, plain = self.spec.to_dict(), Spec(self.spec.kernel, self.spec.head_dim).to_dict()
         special = {name: value for name, value in spec.items() if name not in _ROW_SPEC and value != plain[name]}
@@ -155,7 +163,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Case:
-        """The case of a row, whatever else the row holds.
+        """Return the case of a row of results; other fields of the row are ignored.
 
         Raises:
             KeyError: a field is missing.
@@ -168,14 +176,14 @@ class Case:
 
 
 @cache
-def seen_pairs(nq: int, nk: int, left: int | None, right: int | None) -> int:
-    """The pairs of one head of one sequence."""
-    seen = 0
+def visible_pairs(nq: int, nk: int, left: int | None, right: int | None) -> int:
+    """Return the number of pairs of a row and a key that the row sees, in one head of one sequence."""
+    pairs = 0
     for position in range(nk - nq, nk):
         first = 0 if left is None else max(0, position - left)
         end = nk if right is None else min(nk, position + right + 1)
-        seen += max(0, end - first)
-    return seen
+        pairs += max(0, end - first)
+    return pairs
 
 
-ROW_KEYS = (*_ROW_SPEC, *Sizes._fields, "pass")  # what tells the case in every row of results
+ROW_KEYS = (*_ROW_SPEC, *Sizes._fields, "pass")  # fields that identify the case in every row of results

@@ -1,4 +1,6 @@
-"""Random arguments of an operator: the one place that knows which tensors it takes, their shapes and their sizes."""
+"""Random arguments of an operator: the one module that knows its tensors, their shapes and their
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ class Inputs:
     """The differentiable arguments of a call.
 
     Attributes:
-        q: ``(B, H, Nq, D)``; for decode the rows before the new ones that these need, then the new ones.
+        q: ``(B, H, Nq, D)``; for decode the earlier rows that the new rows need, then the new rows.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, DV)``.
-        weights: as :meth:`mtagen.Spec.weights` names them, fp32; plain attention has none.
+        weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`; plain attention has none.
     """
 
     q: Tensor
@@ -32,12 +34,12 @@ class Inputs:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """All by name, in the order of a call."""
+        """All arguments by name, in the order of a call."""
         return {"q": self.q, "k": self.k, "v": self.v, **self.weights}
 
     @property
     def arguments(self) -> list[Tensor]:
-        """All in the order of a call."""
+        """All arguments in the order of a call."""
         return list(self.named.values())
 
 
@@ -47,9 +49,9 @@ class Sampler:
 
     Attributes:
         spec: the operator.
-        sizes: of its arguments.
-        device: where the tensors are.
-        generator: draws the numbers, on a device of its own.
+        sizes: sizes of its arguments.
+        device: device of the tensors.
+        generator: draws the numbers, maybe on another device.
         rows_outside_heads: whether a tensor lies in memory as ``(B, N, H, D)`` instead of ``(B, H, N, D)``.
     """
 
@@ -61,16 +63,20 @@ class Sampler:
 
     @classmethod
     def for_checks(cls, spec: Spec, sizes: Sizes, device: torch.device) -> Sampler:
-        """Numbers that are the same on every device, laid out as a projection leaves them, ``(B, N, H, D)``."""
+        """Return a sampler of equal numbers on every device, in the layout of a projection's
+        output, ``(B, N, H, D)``.
+        """
         return cls(spec, sizes, device, torch.Generator().manual_seed(0), rows_outside_heads=True)
 
     @classmethod
     def for_timing(cls, spec: Spec, sizes: Sizes, device: torch.device) -> Sampler:
-        """Numbers drawn where they are used, for they may be many, in dense tensors."""
+        """Return a sampler of dense tensors that draws on their device, because the numbers may be
+        many.
+        """
         return cls(spec, sizes, device, torch.Generator(device).manual_seed(0), rows_outside_heads=False)
 
     def inputs(self, *, decode: bool = False) -> Inputs:
-        """The arguments of a call, or of a decode step."""
+        """Draw the arguments of a call, or of a decode step."""
         return Inputs(
             q=self.queries(self.sizes.nq, decode=decode),
             k=self._rows(self.sizes.kv_heads, self.sizes.nk, self.spec.head_dim),
@@ -82,11 +88,11 @@ class Sampler:
         )
 
     def queries(self, n: int, *, decode: bool = False) -> Tensor:
-        """q of ``n`` rows, or of ``n`` new tokens and what decode needs before them."""
+        """Draw q of ``n`` rows, or of ``n`` new tokens and the earlier rows that decode needs."""
         return self._rows(self.sizes.heads, n + (self.spec.context if decode else 0), self.spec.head_dim)
 
     def outputs(self) -> Tensor:
-        """Like out, ``(B, H, Nq, DV)``: the gradient of it, say."""
+        """Draw a tensor like out, ``(B, H, Nq, DV)``, for example the gradient of out."""
         return self._rows(self.sizes.heads, self.sizes.nq, self.spec.value_head_dim)
 
     def _rows(self, heads: int, n: int, dim: int) -> Tensor:
@@ -96,11 +102,13 @@ class Sampler:
 
     def _normal(self, *shape: int) -> Tensor:
         dtype, generator = TORCH_DTYPES[self.spec.dtype], self.generator
-        # Versions of PyTorch differ in whether they draw the same numbers in 16 bits as in fp32.
+        # Some versions of PyTorch draw the same numbers in 16 bits as in fp32, and others do not.
         wide = torch.promote_types(dtype, torch.float32)
         return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(self.device, dtype)
 
     def _weight(self, shape: tuple[int, ...], terms: int) -> Tensor:
-        """What an output sums has a sum of squares of about 1, so that what is mixed keeps its size."""
+        """Draw a weight; the squares of the entries in one sum add up to about 1, so that mixing
+        keeps magnitudes.
+        """
         entries = torch.randn(shape, generator=self.generator, device=self.generator.device).to(self.device)
         return entries * float(terms**-0.5)

@@ -1,4 +1,6 @@
-"""The results of a pass against eager PyTorch and float64, by the rule of :mod:`mtagen.accuracy`."""
+"""Comparison of a pass's results with eager PyTorch and float64, by the rule of
+:mod:`mtagen.accuracy`.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,32 @@ from .inputs import Inputs
 
 
 def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
-    """An operator in plain PyTorch, :func:`mtagen.reference`: (q, k, v, weights by name) -> out, or (out, lse)."""
+    """Return :func:`mtagen.reference` for an operator: (q, k, v, weights by name) -> out, or (out,
+    lse).
+    """
     rules = {name: getattr(spec, name) for name in ("causal", "window", "key_padding", "mask")}
     return partial(reference, **rules, return_lse=return_lse)
 
 
 def documents_op(eager: Callable[..., Any], nq: list[int], nk: list[int]) -> Callable[..., Any]:
-    """An operator in plain PyTorch on packed documents of so many queries and keys, each by ``eager`` alone.
+    """Return an operator on packed documents in plain PyTorch, which calls ``eager`` for each
+    document.
 
     Args:
-        eager: as the op, on a batch of one sequence; returns (out, lse). It is also told the number of the document.
+        eager: the operator on a batch of one sequence; returns (out, lse). Also takes ``document``,
+            the number of the document.
         nq: queries of each document.
         nk: keys of each document.
 
     Returns:
-        (q, k, v, weights by name) -> (out (total_q, H, DV), lse (H, total_q)), of q (total_q, H, D), k, v likewise.
+        (q, k, v, weights by name) -> (out (total_q, H, DV), lse (H, total_q)), for q (total_q, H,
+        D) and k, v likewise.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
         parts = [
-            eager(*(x.transpose(0, 1).unsqueeze(0) for x in one), document=document, **weights)
-            for document, one in enumerate(
+            eager(*(x.transpose(0, 1).unsqueeze(0) for x in rows), document=document, **weights)
+            for document, rows in enumerate(
                 zip(*(torch.split(x, n) for x, n in ((q, nq), (k, nk), (v, nk))), strict=True)
             )
         ]
@@ -53,18 +60,19 @@ def judge(
     *,
     size: float = 1.0,
 ) -> dict[str, Comparison]:
-    """The results of ``function``, and the gradients of its inputs, against ``eager``.
+    """Compare the results of ``function``, and the gradients of its inputs, with ``eager``.
 
     Args:
-        function: of q, k, v, and the weights by name; returns out, or out and the log-sum-exp.
-        eager: the same in plain PyTorch, which also takes them in float64.
-        inputs: of one call.
-        grad_out: the gradient of out; None: no gradients are taken.
-        size: the terms that cancel in gradients over those of normal numbers without dropout and with the default
-            scale.
+        function: takes q, k, v, and the weights by name; returns out, or out and the log-sum-exp.
+        eager: the same in plain PyTorch, which also takes float64.
+        inputs: arguments of one call.
+        grad_out: the gradient of out; None: no gradients are computed.
+        size: magnitude of the terms that cancel in gradients, relative to normal numbers without
+            dropout and with the default scale.
 
     Returns:
-        ``out``, ``lse`` if it is returned, and for each input its name with a ``d`` before it.
+        ``out``, ``lse`` if the function returns it, and for each input its name with the prefix
+        ``d``.
     """
 
     ours, plain = results(function, inputs, grad_out), results(eager, inputs, grad_out)
@@ -76,13 +84,13 @@ def judge(
 def results(
     function: Callable[..., Any], inputs: Inputs, grad_out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The results of ``function`` and the gradients of its inputs, by the names that :func:`judge` gives them.
+    """Return the results of ``function`` and the gradients of its inputs, by :func:`judge`'s names.
 
     Args:
-        function: as :func:`judge` takes it.
-        inputs: of one call.
-        grad_out: the gradient of out; None: no gradients are taken.
-        dtype: that ``inputs`` are cast to; by default they keep theirs, and lie in memory as they do.
+        function: see :func:`judge`.
+        inputs: arguments of one call.
+        grad_out: the gradient of out; None: no gradients are computed.
+        dtype: dtype to which ``inputs`` are cast; by default they keep their dtype and layout.
     """
     leaves = {
         name: x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None) for name, x in inputs.named.items()
@@ -99,9 +107,10 @@ def results(
 
 
 def _rules(inputs: Inputs, size: float) -> dict[str, Callable[..., Comparison]]:
-    """How each result is compared."""
+    """Return the comparison of each result, by name."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    # What cancels in a gradient through softmax is a dot product of unit-normal vectors; in a weight's, times a score.
+    # The terms that cancel in a gradient through softmax are dot products of unit-normal vectors; in a weight's
+    # gradient each is multiplied by a score.
     product = size * v.shape[-1] ** 0.5
     score = _largest(q.norm(dim=-1)) * _largest(k.norm(dim=-1)) * q.shape[-1] ** -0.5
     gradient = partial(compare, factor=GRADIENT_FACTOR)
@@ -122,20 +131,22 @@ def _largest(x: Tensor) -> float:
 def judge_decode(
     decode: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs, new_tokens: int
 ) -> dict[str, Comparison]:
-    """The results of a decode step on caches of different lengths, against ``eager`` of each sequence alone.
+    """Compare a decode step on caches of different lengths with ``eager`` on each sequence alone.
 
     Args:
-        decode: as :meth:`mtagen.MultiTokenAttention.decode`.
-        eager: as the op, in plain PyTorch; returns (out, lse).
-        inputs: of a decode step.
-        new_tokens: the last rows of its q, no more than there are keys.
+        decode: a function like :meth:`mtagen.AttentionOp.decode`.
+        eager: the operator in plain PyTorch; returns (out, lse).
+        inputs: arguments of a decode step.
+        new_tokens: number of the last rows of q, at most the number of keys.
     """
     q_tail, k, v, weights = inputs.q, inputs.k, inputs.v, inputs.weights
     batch, nk = k.shape[0], k.shape[2]
     lengths = torch.tensor([max(new_tokens, nk // (i + 1)) for i in range(batch)], dtype=torch.int32)
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Queries before a sequence's first key are left out, for they do not exist."""
+        """Run ``eager`` on each sequence, without the queries before its first key, which do not
+        exist.
+        """
         parts = [
             eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), **weights)
             for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
@@ -143,7 +154,7 @@ def judge_decode(
         out, lse = (torch.cat([x[:, :, -new_tokens:] for x in part]) for part in zip(*parts, strict=True))
         return out, lse
 
-    # Whatever a cache holds past its length must not count.
+    # The content of a cache past its length must have no effect.
     stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
     k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
     ours = decode(q_tail, k_cache, v_cache, **weights, cache_seqlens=lengths.to(k.device), return_lse=True)

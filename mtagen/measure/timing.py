@@ -14,12 +14,12 @@ from torch import Tensor
 
 BUDGET_MS = 40.0
 MIN_REPEATS, MAX_REPEATS = 2, 100
-_BURST = 20  # calls issued at once, few enough not to fill the queue of launches
+_BURST = 20  # calls issued at once, too few to fill the queue of launches
 _WATCHED_S = 0.1
 
 
 class Timing(NamedTuple):
-    """Median and 20 % and 80 % quantiles in milliseconds, over so many repetitions."""
+    """Median and 20 % and 80 % quantiles in milliseconds, over ``repeats`` calls."""
 
     median: float
     low: float
@@ -30,13 +30,14 @@ class Timing(NamedTuple):
 def time_call(
     call: Callable[[], object], device: torch.device, budget_ms: float = BUDGET_MS, *, warmed: bool = False
 ) -> Timing:
-    """How long ``call`` takes, warmed up; on a GPU by events, with nothing of its inputs left in the L2 cache.
+    """Measure the time of ``call`` after a warm-up; on a GPU with events, and with an L2 cache
+    without its inputs.
 
     Args:
         call: launches its work on the current stream of ``device``.
-        device: a GPU or the CPU, whose caches are left as they are.
-        budget_ms: for all repetitions together, of which 2 to 100 are made.
-        warmed: the caller has made the call that is not timed.
+        device: a GPU, or the CPU, whose caches are not flushed.
+        budget_ms: time for all repetitions together; there are 2 to 100.
+        warmed: whether the caller has already made the untimed first call.
     """
     if not warmed:
         call()
@@ -48,7 +49,7 @@ def time_call(
 
 
 def _times(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of each repetition."""
+    """Return the milliseconds of each repetition."""
     if device.type == "cpu":
         marks = [perf_counter()]
         for _ in range(repeats):
@@ -68,7 +69,11 @@ def _times(call: Callable[[], object], repeats: int, device: torch.device) -> li
 
 
 def issuing_us(call: Callable[[], object], device: torch.device) -> list[float]:
-    """Microseconds in which the CPU issues one ``call``, which is warmed up: of each burst to an idle GPU in 0.1 s."""
+    """Measure the CPU's microseconds per issued ``call``, for each burst of calls to an idle GPU in
+    0.1 s.
+
+    The caller has warmed up ``call``.
+    """
     bursts = []
     end = perf_counter() + _WATCHED_S
     while perf_counter() < end:
@@ -82,7 +87,7 @@ def issuing_us(call: Callable[[], object], device: torch.device) -> list[float]:
 
 
 def graph_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Median milliseconds of ``call``, which is warmed up, replayed from a CUDA graph."""
+    """Return the median milliseconds of a warmed-up ``call``, replayed from a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -90,11 +95,13 @@ def graph_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_mib(call: Callable[[], Tensor | Iterable[Tensor]], device: torch.device) -> float:
-    """MiB of GPU memory that ``call`` needs at most, beyond what is there before it and what it returns."""
+    """Return the peak GPU memory of ``call`` in MiB, without memory allocated before it and without
+    its results.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     base = torch.cuda.memory_allocated(device)
     results = call()
     torch.cuda.synchronize(device)
-    kept = sum(x.nbytes for x in ([results] if isinstance(results, Tensor) else results))
-    return (torch.cuda.max_memory_allocated(device) - base - kept) / 2**20
+    returned = sum(x.nbytes for x in ([results] if isinstance(results, Tensor) else results))
+    return (torch.cuda.max_memory_allocated(device) - base - returned) / 2**20

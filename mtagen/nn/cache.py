@@ -1,4 +1,4 @@
-"""What generation keeps of earlier tokens: their keys and values, and the last few queries."""
+"""The cache of a layer for generation: keys and values of earlier tokens, and the last few queries."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from ..errors import InputError, explain
 class Cache:
     """Keys, values and the last queries of a layer, made by :meth:`MultiTokenAttention.new_cache`.
 
-    A convolved score needs scores of the queries before it, so that these are kept besides keys and values: as many as
-    the convolutions before and after the softmax reach back together, cq - 1 each. Keys and queries are kept after
-    their rotary embedding. Buffers are written in place and never grow.
+    A convolved score needs scores of earlier queries. So the cache holds the last queries besides
+    keys and values: as many as the convolutions before and after the softmax reach back together,
+    cq - 1 each. Keys and queries are stored after their rotary embedding. Buffers are written in
+    place and never grow.
 
-    Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU alone, so that one graph
-    serves all lengths. They make ``longest`` None. Where it is None, a call of up to eight tokens does not check that
-    there is room, and more than ``max_len`` tokens are an error of indices on the GPU. After replays of a captured
-    step, which run nothing on the CPU, ``longest`` is to be set to None.
+    Steps that ``torch.compile`` traces, or that a CUDA graph captures, count tokens on the GPU
+    alone, so that one graph serves all lengths. They set ``longest`` to None. While it is None, a
+    call of up to eight tokens does not check that there is room, and more than ``max_len`` tokens
+    are an index error on the GPU. Replays of a captured step run nothing on the CPU, so set
+    ``longest`` to None after them.
 
     Attributes:
         keys: ``(B, Hkv, max_len, D)``.
         values: ``(B, Hkv, max_len, D)``.
         queries: ``(B, H, context, D)``, the last queries of each entry; rows before its first token hold anything.
-        lengths: ``(B,)`` int32, tokens of each entry.
-        longest: the largest of ``lengths``; None where the GPU alone knows it.
+        lengths: ``(B,)`` int32, number of tokens of each entry.
+        longest: the largest of ``lengths``; None while only the GPU knows it.
         ragged: whether ``lengths`` may differ.
     """
 
@@ -42,28 +44,28 @@ class Cache:
 
     @property
     def max_len(self) -> int:
-        """Tokens that an entry can have."""
+        """Upper limit of an entry's number of tokens."""
         return self.keys.shape[2]
 
     def read_longest(self) -> int:
-        """The largest of ``lengths``. If the GPU alone knows it, the CPU waits for that."""
+        """Return the largest of ``lengths``. The CPU waits for the GPU if only the GPU knows it."""
         if self.longest is None:
             self.longest = max(self.lengths.tolist(), default=0)
         return self.longest
 
     def positions(self, count: int) -> Tensor:
-        """The positions ``(B, count)`` of the next tokens."""
+        """Return the positions ``(B, count)`` of the next tokens."""
         return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Put keys and values ``(B, count, Hkv, D)`` where those of the next tokens belong."""
+        """Write the keys and values ``(B, count, Hkv, D)`` of the next tokens."""
         entries = torch.arange(len(k), device=k.device).unsqueeze(1)
         positions = self.positions(k.shape[1])
         self.keys[entries, :, positions] = k
         self.values[entries, :, positions] = v
 
     def advance(self, count: int, queries: Tensor) -> None:
-        """Count the tokens that were written, and keep the last queries ``(B, H, context, D)``."""
+        """Count the tokens that were written, and store the last queries ``(B, H, context, D)``."""
         self.queries.copy_(queries)
         self.lengths += count
         captured = torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -71,16 +73,18 @@ class Cache:
 
     @classmethod
     def cat(cls, caches: Sequence[Cache]) -> Cache:
-        """A cache with the entries of several caches of one layer, whose lengths may differ.
+        """Return a cache with the entries of several caches of one layer, whose lengths may differ.
 
-        So prompts of different lengths are taken one by one and continued together.
+        Use it to take prompts of different lengths one by one and to continue them together.
 
         Raises:
-            InputError: there is none, or their ``max_len`` differ.
+            InputError: ``caches`` is empty, or the caches' ``max_len`` differ.
         """
         sizes = {cache.max_len for cache in caches}
         if len(sizes) != 1:
-            raise InputError(explain("caches", sizes, "must have one max_len in common", "caches of one layer"))
+            raise InputError(
+                explain("caches", sizes, "must have one max_len in common", "caches of layer.new_cache(batch, max_len)")
+            )
         keys, values, queries, lengths = (
             torch.cat([getattr(cache, name) for cache in caches]) for name in ("keys", "values", "queries", "lengths")
         )
@@ -89,12 +93,12 @@ class Cache:
         return cls(keys, values, queries, lengths, longest, ragged)
 
     def select(self, entries: Tensor) -> Cache:
-        """A cache with copies of some entries, in this order, as often as they are named.
+        """Return a cache with copies of the entries that ``entries`` lists, in that order.
 
-        So beams are chosen, and sequences that have ended leave a batch.
+        Use it to choose beams, and to remove sequences that have ended from a batch.
 
         Args:
-            entries: ``(n,)`` integers.
+            entries: ``(n,)`` integers; an entry may be listed several times.
         """
         keys, values, queries, lengths = (x[entries] for x in (self.keys, self.values, self.queries, self.lengths))
         ragged = self.ragged and len(keys) > 1

@@ -1,53 +1,60 @@
-"""Checks of the layer's options and of its calls' arguments: what was got, the rule, what is legal."""
+"""Checks of the layer's options and of its calls' arguments."""
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, SpecError, check_choice, explain
+from ..spec import as_int
 from .rope import FrequencyScaling
 
-GATES = ("scalar", "channel")
+GateKind: TypeAlias = Literal["scalar", "channel"]
+GATES: tuple[GateKind, ...] = get_args(GateKind)
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a positive int."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def as_count(value: object) -> int | None:
+    """Return a positive integer of any type as an int, and None for anything else."""
+    count = as_int(value)
+    return None if count is None or count < 1 else count
 
 
 def check_count(name: str, value: int) -> int:
-    """``value``, if it is a positive int.
+    """Return ``value`` as an int after checking that it is a positive integer.
 
     Raises:
-        SpecError: it is not.
+        SpecError: it is not a positive int.
     """
-    if not is_count(value):
+    count = as_count(value)
+    if count is None:
         raise SpecError(explain(name, value, "must be a positive int", "1, 2, ..."))
-    return value
+    return count
 
 
 def check_divisor(name: str, value: int, n_heads: int) -> int:
-    """``value``, if it divides the number of heads.
+    """Return ``value`` after checking that it divides the number of heads.
 
     Raises:
-        SpecError: it does not.
+        SpecError: it does not divide ``n_heads``.
     """
-    if not is_count(value) or n_heads % value:
+    divisor = as_count(value)
+    if divisor is None or n_heads % divisor:
         legal = [heads for heads in range(1, n_heads + 1) if n_heads % heads == 0]
         raise SpecError(explain(name, value, f"must divide n_heads = {n_heads}", legal))
-    return value
+    return divisor
 
 
 def check_options(
     group_norm: bool,
     depth_rescale: int | None,
-    gate: str | None,
+    gate: GateKind | None,
     rope_theta: float | None,
     frequency_scaling: FrequencyScaling | None,
     dropout: float,
 ) -> None:
-    """Check what the op does not.
+    """Check the options of the layer that ``mtagen.build`` does not check.
 
     Raises:
         SpecError: an option is not legal.
@@ -55,7 +62,8 @@ def check_options(
     if not isinstance(group_norm, bool):
         raise SpecError(explain("group_norm", group_norm, "must be a bool", (True, False)))
     if depth_rescale is not None:
-        if not (is_count(depth_rescale) or (depth_rescale == 0 and type(depth_rescale) is int)):
+        number = as_int(depth_rescale)
+        if number is None or number < 0:
             raise SpecError(explain("depth_rescale", depth_rescale, "must be a layer's number", "0, 1, ..., or None"))
         if not group_norm:
             rule = "it is the norm that rescales"
@@ -82,10 +90,10 @@ def _is_number(value: object) -> bool:
 def check_input(
     x: Tensor, dim: int, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
-    """Check the tensors of a call.
+    """Check the arguments of a call.
 
     Raises:
-        InputError: one does not fit.
+        InputError: an argument does not fit.
     """
     if not isinstance(x, Tensor):
         raise InputError(explain("x", type(x).__name__, "must be a tensor", "torch.Tensor"))
@@ -104,17 +112,7 @@ def check_input(
         if not is_integer or tuple(positions.shape) not in shapes or positions.device != x.device:
             legal = f"int64 or int32, {x.device}, one of the shapes {shapes}"
             raise InputError(explain("positions", _kind(positions), "one for each token", legal))
-    if cu_seqlens is not None:
-        is_tensor = isinstance(cu_seqlens, Tensor)
-        got = (cu_seqlens.ndim, cu_seqlens.dtype, cu_seqlens.device) if is_tensor else None
-        if got != (1, torch.int32, x.device) or len(cu_seqlens) == 0:
-            rule, legal = "where documents begin, and the last one's end", f"(documents + 1,), torch.int32, {x.device}"
-            raise InputError(explain("cu_seqlens", _kind(cu_seqlens), rule, legal))
-        is_length = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
-        if max_seqlen is not None and not (is_length and max_seqlen >= 0):
-            rule = "must be the length of the longest document"
-            raise InputError(explain("max_seqlen", max_seqlen, rule, "0, 1, 2, ..., or None"))
-    elif max_seqlen is not None:
+    if max_seqlen is not None and not packed:
         raise InputError(explain("max_seqlen", max_seqlen, "is of packed documents", "cu_seqlens besides, or None"))
 
 

@@ -1,4 +1,4 @@
-"""The layer: projections, rotary embedding, the op of its stages, norm and gate."""
+"""The multi-token attention layer: projections, rotary embedding, the op, norm and gate."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import DTypeLike, dtype_name
 from ..errors import InputError, SpecError, explain
 from ..op import build
-from ..ops.attention import MultiTokenAttention as BuiltOp
-from ..ops.attention import autocast_dtype
-from ..spec import MAX_NEW_TOKENS
+from ..ops.attention import AttentionOp, autocast_dtype
+from ..ops.inputs import check_boundaries
+from ..planner import Backend
+from ..spec import MAX_NEW_TOKENS, KeyPadding, Mask
 from .cache import Cache
-from .inputs import check_count, check_divisor, check_input, check_options, is_count
-from .parts import Gate, HeadMixer, HeadNorm, local, set_identity, set_parameter
+from .inputs import GateKind, as_count, check_count, check_divisor, check_input, check_options
+from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 
 if TYPE_CHECKING:
@@ -26,18 +28,20 @@ if TYPE_CHECKING:
 
 
 class MultiTokenAttention(nn.Module):
-    """Multi-token attention between its projections, as the authors' layer: same parameters, same order, same results.
+    """Multi-token attention with its projections: parameters, order and results are those of the
+    authors' layer.
 
-    For a row x of ``dim`` values per token, with q, k, v of H heads (Hkv of keys and values) of D values:
+    For a token's vector x of ``dim`` elements, with q of H heads and k, v of Hkv heads, each of D
+    elements:
 
         q, k, v = rope(wq x), rope(wk x), wv x
         o = dropout(mix(conv(softmax(mix(conv(q k^T / sqrt(D))))))) v
         out = wo gate(norm(o))
 
-    Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, and their code (facebookresearch/RAM,
-    ``projects/mta``), whose state dicts load as they are. Each stage is left out unless it is asked for;
-    :func:`mtagen.reference` defines the second line. Parameters, of which those of stages that are left out do not
-    exist:
+    The layer is that of Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, and of their
+    code (facebookresearch/RAM, ``projects/mta``), whose state dicts load as they are. Each stage is
+    left out unless an argument asks for it; :func:`mtagen.reference` defines the second line. The
+    parameters are listed below. A stage that is left out has none.
 
     =======================================  ===================================================================
     ``wq.weight``, ``wo.weight``             (H D, dim), (dim, H D)
@@ -52,47 +56,57 @@ class MultiTokenAttention(nn.Module):
     ``gate.weight``, ``gate.bias``           (1, D), (1,), or (D, D), (D,)
     =======================================  ===================================================================
 
-    The authors' layer stores a mixture of all heads after the softmax as ``wposm.weight`` or, the transpose of it, as
-    ``head_kernel`` of one group. This one stores the former, and loads both.
+    The authors' layer stores the matrix that mixes all heads after the softmax as ``wposm.weight``
+    or, transposed, as ``head_kernel`` of one group. This layer stores ``wposm.weight`` and loads
+    both.
 
-    Initially stages pass on what they get: convolutions are 1 at a score's own place, mixtures and scales are the
-    identity. Projections and the gate start as ``torch.nn.Linear``, the gate's bias as 0.
+    Initially every stage is the identity: a convolution has a 1 at the tap of the score itself, and
+    mixtures and scales are the identity. Projections and the gate start like ``torch.nn.Linear``,
+    but the gate's bias is 0.
 
     Args:
-        dim: of a token's vector.
+        dim: elements of a token's vector.
         n_heads: H, heads of queries.
         n_kv_heads: Hkv, heads of keys and values, a divisor of H; default H.
         head_dim: D, 16..256 in multiples of 8; default dim / H.
-        kernel: ``(cq, ck)``, extents of the convolution before the softmax over queries and keys; None: there is none.
-        mixed_heads: m, a divisor of H: before the softmax heads are mixed in groups of m; default not at all.
-        post_kernel: extents of the convolution after the softmax; default none.
+        kernel: ``(cq, ck)``, extents of the convolution before the softmax over queries and keys;
+            None for no convolution.
+        mixed_heads: m, a divisor of H: before the softmax heads are mixed in groups of m; default
+            no mixing.
+        post_kernel: extents of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
-        key_padding: of both convolutions: ``both``, ``left`` or ``right``.
-        group_norm: whether each head's output is normed.
-        depth_rescale: the layer's number from 0 on, by which the norm rescales its result
-            (:class:`mtagen.nn.parts.HeadNorm`); default not at all.
-        gate: ``scalar``: a head's output is multiplied by the sigmoid of one number; ``channel``: of one for each of
-            its elements; default neither.
-        rope_theta: base of the rotary embedding; None: there is none, and positions are not used.
-        frequency_scaling: of the rotary embedding, as of Llama 3.1 (:class:`mtagen.nn.FrequencyScaling`); default none.
+        key_padding: padding of the keys in both convolutions: ``both``, ``left`` or ``right``.
+        group_norm: whether each head's output is normalised.
+        depth_rescale: the layer's number from 0 on, from which the norm takes a factor of its
+            result (:class:`mtagen.nn.parts.HeadNorm`); default no factor.
+        gate: ``scalar``: a head's output is multiplied by one sigmoid; ``channel``: each element of
+            a head's output has a sigmoid of its own; default no gate.
+        rope_theta: base of the rotary embedding; None for no rotary embedding, in which case
+            positions are not used.
+        frequency_scaling: scaling of the rotary embedding's frequencies, as in Llama 3.1
+            (:class:`mtagen.nn.FrequencyScaling`); default none.
         dropout: probability that a factor of the values is dropped in training.
-        window: ``(left, right)``: keys before and after its own position that a query sees; -1 is no limit.
-        causal: whether a query sees no later keys.
-        mask: of both convolutions, ``source`` (as the authors' code) or ``output``; see :class:`mtagen.Spec`.
+        window: ``(left, right)``: number of keys before and after its own position that a query
+            sees; -1 is no limit.
+        causal: whether later keys are hidden from a query.
+        mask: ``source`` (as in the authors' code) or ``output``, for both convolutions; see
+            :class:`mtagen.Spec`.
         context_parallel: the ranks over which the tokens of each sequence are spread, a group or a mesh of one
             dimension (:class:`mtagen.distributed.ContextParallel`, balanced): x are the tokens that this rank holds.
-        backend: as of :func:`mtagen.build`.
-        compute_dtype: of q, k and v, for which kernels are built: under autocast or a mixed-precision policy not that
-            of the parameters. By default it is, on a GPU, ``dtype`` if that has 16 bits, else bf16. The CPU's backend
-            compiles nothing and takes any, so that ``layer.float()`` and the like are legal.
-        device: of the parameters.
-        dtype: of the parameters.
+        backend: as in :func:`mtagen.build`.
+        compute_dtype: dtype of q, k and v, for which kernels are built. Under autocast or a
+            mixed-precision policy it differs from the parameters' dtype. On a GPU the default is
+            ``dtype`` if that has 16 bits, else bf16. The CPU backend compiles nothing and takes any
+            dtype, so ``layer.float()`` and the like are legal.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
-        op: the built op; ``print(layer.op.plan)`` shows what its kernels are.
-        n_local_heads, n_local_kv_heads: the heads that this rank has: all, or where heads are spread over ranks
-            (:class:`mtagen.nn.tensor_parallel.HeadParallel`) its share.
-        context_parallel: what spreads the op over ranks, and cuts tokens for the layer (``shard``); None without.
+        op: the built op; ``print(layer.op.plan)`` describes its kernels.
+        n_local_heads, n_local_kv_heads: number of heads on this rank. It is the number of all heads
+            unless heads are spread over ranks (:class:`mtagen.nn.tensor_parallel.HeadParallel`).
+        context_parallel: spreads the op over ranks, and cuts tokens for the layer (``shard``); None
+            without ranks.
 
     Raises:
         InputError: ``context_parallel`` is neither a group nor a mesh of one dimension.
@@ -112,24 +126,25 @@ class MultiTokenAttention(nn.Module):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
-        key_padding: str = "both",
+        key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: int | None = None,
-        gate: str | None = None,
+        gate: GateKind | None = None,
         rope_theta: float | None = 100000.0,
         frequency_scaling: FrequencyScaling | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
-        mask: str = "source",
+        mask: Mask = "source",
         context_parallel: ProcessGroup | DeviceMesh | None = None,
-        backend: str = "auto",
-        compute_dtype: torch.dtype | str | None = None,
+        backend: Backend = "auto",
+        compute_dtype: DTypeLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        dim, n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
+        self.dim, self.n_heads = dim, n_heads
         self.n_kv_heads = n_heads if n_kv_heads is None else check_divisor("n_kv_heads", n_kv_heads, n_heads)
         self.n_local_heads, self.n_local_kv_heads = self.n_heads, self.n_kv_heads
         if head_dim is None and dim % n_heads:
@@ -137,9 +152,10 @@ class MultiTokenAttention(nn.Module):
                 explain("dim", dim, f"is no multiple of n_heads = {n_heads}", "a multiple, or head_dim=...")
             )
         self.head_dim = dim // n_heads if head_dim is None else head_dim
-        for name, group in (("mixed_heads", mixed_heads), ("post_mixed_heads", post_mixed_heads)):
-            if group is not None:
-                check_divisor(name, group, n_heads)
+        if mixed_heads is not None:
+            mixed_heads = check_divisor("mixed_heads", mixed_heads, n_heads)
+        if post_mixed_heads is not None:
+            post_mixed_heads = check_divisor("post_mixed_heads", post_mixed_heads, n_heads)
         check_options(group_norm, depth_rescale, gate, rope_theta, frequency_scaling, dropout)
         self.rope_theta, self.frequency_scaling, self.dropout = rope_theta, frequency_scaling, dropout
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -154,7 +170,7 @@ class MultiTokenAttention(nn.Module):
             "key_padding": key_padding,
             "mask": mask,
             "backend": backend,
-            "dtype": compute_dtype,
+            "dtype": None if compute_dtype is None else dtype_name("compute_dtype", compute_dtype),
             "dropout": dropout > 0,
         }
         self.op = self._build(dtype)
@@ -163,7 +179,7 @@ class MultiTokenAttention(nn.Module):
             if dropout > 0:
                 rule = "tokens that are spread over ranks have no dropout"
                 raise SpecError(explain("dropout", dropout, rule, "0, or context_parallel=None"))
-            from ..distributed import ContextParallel  # only here, for not every build of torch has torch.distributed
+            from ..distributed import ContextParallel  # some builds of torch lack torch.distributed
 
             self.context_parallel = ContextParallel(self.op, context_parallel)
 
@@ -186,10 +202,10 @@ class MultiTokenAttention(nn.Module):
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
-    def _build(self, dtype: torch.dtype) -> BuiltOp:
-        """The op of a layer whose projections have this dtype.
+    def _build(self, dtype: torch.dtype) -> AttentionOp:
+        """Build the op of a layer whose projections have this dtype.
 
-        Where nothing is compiled, it takes every dtype, so that the layer can be cast.
+        If nothing is compiled, the op takes every dtype, so that the layer can be cast.
         """
         if self._build_options["dtype"] is None and dtype in (torch.bfloat16, torch.float16):
             op = build(**self._build_options | {"dtype": dtype})
@@ -201,21 +217,22 @@ class MultiTokenAttention(nn.Module):
         return None if extents is None else nn.Parameter(torch.empty(self.n_heads, 1, *extents, **made))
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a layer on the meta device."""
+        """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a meta layer."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
         self.reset_stages()
 
     def reset_stages(self) -> None:
-        """Give the parameters that are the layer's own the values of the identity."""
-        spec = self.op.plan.spec
-        for taps in (self.mta_kernel, self.mta_kernel_after_sm):
-            if taps is not None:
-                own = torch.zeros(taps.shape, device=taps.device, dtype=taps.dtype)
-                own[..., -1, spec.padding(taps.shape[-1])[0]] = 1
-                set_parameter(taps, own)
-        if self.head_kernel is not None:
-            set_identity(self.head_kernel)
+        """Set the layer's own parameters, those of the stages, to the identity."""
+        own = {
+            "weight": self.mta_kernel,
+            "post_weight": self.mta_kernel_after_sm,
+            "post_head_weight": self.head_kernel,
+        }
+        for name, parameter in own.items():
+            if parameter is not None:
+                weights = self.op.identity_weights(self.n_heads, device=parameter.device, dtype=parameter.dtype)
+                set_parameter(parameter, weights[name].view(parameter.shape))
 
     def forward(
         self,
@@ -227,34 +244,42 @@ class MultiTokenAttention(nn.Module):
         cache: Cache | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Attend among the tokens of each sequence, or of each document, or to those in a cache.
+        """Attend among the tokens of each sequence or document, or to the tokens in a cache.
 
         Args:
-            x: ``(B, N, dim)``; of packed documents ``(total, dim)`` or ``(1, total, dim)``.
-            positions: ``(N,)`` or ``(B, N)`` integers that the rotary embedding takes; of packed documents ``(total,)``
-                or ``(1, total)``. By default they count from 0 in each sequence or document, and on from what a cache
-                holds. They have no effect on which keys a query sees.
-            cu_seqlens: ``(documents + 1,)`` int32 on x's device: where each of the packed documents begins, and where
-                the last one ends. Attention gives zeros to rows behind it. Each is a sequence of its own, for the
-                convolutions too (``op.varlen``).
+            x: ``(B, N, dim)``; packed documents are ``(total, dim)`` or ``(1, total, dim)``.
+            positions: ``(N,)`` or ``(B, N)`` integers for the rotary embedding; for packed
+                documents ``(total,)`` or ``(1, total)``. By default they count from 0 in each
+                sequence or document, and with a cache from the number of tokens that it holds. They
+                have no effect on the keys that a query sees.
+            cu_seqlens: ``(documents + 1,)`` int32 on x's device: where each of the packed documents
+                begins, and where the last document ends. Rows after that end get zeros from
+                attention. Each document is a sequence of its own, for the convolutions too
+                (``op.varlen``).
             max_seqlen: tokens of the longest document, or more; default total. Memory may grow with it.
-            cache: what :meth:`new_cache` returns: x are the next tokens of each entry, whose keys, values and last
-                queries it then holds as well.
-            length: of a layer that is context parallel, tokens of the whole sequence, or of all documents; default x's
-                times the number of ranks. ``positions`` are of x's tokens, by default their places in the whole;
-                ``cu_seqlens`` and ``max_seqlen`` are of the whole.
+            cache: a cache from :meth:`new_cache`. x are the next tokens of each entry; the call
+                adds their keys, values and last queries to the cache.
+            length: for a context-parallel layer, number of tokens of the whole sequence, or of all
+                documents; default x's times the number of ranks. ``positions`` belong to x's
+                tokens, by default their places in the whole sequence; ``cu_seqlens`` and
+                ``max_seqlen`` describe the whole.
 
         Returns:
-            In the shape of ``x``.
+            The layer's output in the shape of ``x``.
 
         Raises:
-            InputError: an argument does not fit; the cache is as it was.
+            InputError: an argument does not fit; the cache is unchanged.
             BackendError: ``x`` is on a device that the op was not built for.
         """
         check_input(x, self.dim, positions, cu_seqlens, max_seqlen)
         if length is not None and self.context_parallel is None:
             rule = "this layer has all tokens of a sequence"
             raise InputError(explain("length", length, rule, "None, or a layer with context_parallel=..."))
+        if cu_seqlens is not None:
+            spread = self.context_parallel
+            total = x.shape[-2] if spread is None else spread.length(x.shape[-2], length)
+            longest = total if max_seqlen is None else max_seqlen
+            check_boundaries(("cu_seqlens", cu_seqlens), ("max_seqlen", longest), total, x.device)
         if cache is not None:
             self._check_cache(x, cu_seqlens, cache)
         rows = x if cu_seqlens is None else x.reshape(-1, self.dim)
@@ -284,7 +309,7 @@ class MultiTokenAttention(nn.Module):
         return result
 
     def _positions(self, rows: Tensor, cu_seqlens: Tensor | None, cache: Cache | None, length: int | None) -> Tensor:
-        """The positions of the tokens of a call, where they are not given."""
+        """Return the default positions of the tokens of a call."""
         count = rows.shape[-2]
         if cache is not None:
             return cache.positions(count)
@@ -294,15 +319,16 @@ class MultiTokenAttention(nn.Module):
         return whole if spread is None else spread.shard(whole, 0)
 
     def _projected(self) -> Tensor:
-        """A tensor with the device and the dtype of keys that the layer makes without autocast.
+        """Return a tensor with the device and dtype of the keys that the layer computes without
+        autocast.
 
-        What stands in the place of ``wk`` may have no ``weight``, or one of integers.
+        A module that replaces ``wk`` may have no ``weight``, or one of integers.
         """
         held = itertools.chain(self.wk.parameters(), self.parameters())
         return next((x for x in held if x.is_floating_point()), torch.empty(0))
 
     def _weights(self) -> dict[str, Any]:
-        """What the op takes."""
+        """Return the weights of this rank's heads by the names of the op's arguments."""
         weights = {
             "weight": self.mta_kernel,
             "head_weight": None if self.wpsm is None else self.wpsm.weight,
@@ -315,7 +341,9 @@ class MultiTokenAttention(nn.Module):
         return held
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
-        """Outputs in the shape of q: ``(B, N, H, D)``, or of packed documents ``(total, H, D)``."""
+        """Compute outputs in the shape of q: ``(B, N, H, D)``, or ``(total, H, D)`` for packed
+        documents.
+        """
         options = self._weights() | {"dropout_p": self.dropout if self.training else 0}
         out: Any
         if cu_seqlens is None:
@@ -335,7 +363,9 @@ class MultiTokenAttention(nn.Module):
         max_seqlen: int | None,
         length: int | None,
     ) -> Tensor:
-        """The same of the tokens that this rank holds, among those of all ranks."""
+        """Compute the outputs of the tokens that this rank holds, which attend to those of all
+        ranks.
+        """
         options = self._weights() | {"length": length}
         out: Any
         if cu_seqlens is None:
@@ -345,12 +375,14 @@ class MultiTokenAttention(nn.Module):
         return out  # type: ignore[no-any-return]
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
-        """Outputs ``(B, N, H, D)`` of the next tokens of each entry, which the cache then holds.
+        """Compute outputs ``(B, N, H, D)`` of the next tokens of each entry, and add the tokens to
+        the cache.
 
-        A few tokens are decoded, from whole buffers and lengths that the GPU reads, so that a step's shapes stay the
-        same. More tokens of entries of equal lengths go through the op's forward pass in one call, together with the
-        queries before them, whose rows of outputs are left out. Entries of different lengths, which its tensors cannot
-        have, are decoded a few tokens at a time.
+        A few tokens are decoded, from whole buffers and from lengths that the GPU reads, so that
+        all steps have the same shapes. More tokens go through the op's forward pass in one call if
+        the entries have equal lengths; the queries before them go with them, and their rows of
+        outputs are dropped. Entries of different lengths do not fit the tensors of one forward
+        pass, so they are decoded a few tokens at a time.
         """
         count, context = q.shape[1], self.op.plan.spec.context
         if q.dtype != cache.keys.dtype:
@@ -384,24 +416,27 @@ class MultiTokenAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Cache:
-        """An empty cache for generation, which calls of the layer fill: a prompt at once or in parts, then new tokens.
+        """Make an empty cache for generation. Calls of the layer fill it with a prompt, then with
+        new tokens.
 
-        However the tokens are divided into calls, the outputs are those of one call with all of them. It takes calls
-        without gradients and dropout, of a layer whose queries see no later keys. All entries get as many tokens in a
-        call; entries of different lengths come from prompts that are taken one by one (:meth:`Cache.cat`).
+        However the tokens are divided into calls, the outputs equal those of one call with all
+        tokens. Calls with a cache need gradients and dropout off, and a layer whose queries see no
+        later keys. All entries of a call get the same number of tokens. For entries of different
+        lengths, take the prompts one by one and join their caches (:meth:`Cache.cat`).
 
         Args:
-            batch: B, sequences.
-            max_len: tokens that each can have.
-            device: by default that of the parameters.
-            dtype: of keys, values and queries: under autocast its dtype by default, else that of the parameters.
+            batch: B, number of sequences.
+            max_len: upper limit of the tokens of a sequence.
+            device: device of the cache, default that of the parameters.
+            dtype: dtype of keys, values and queries; default autocast's dtype where it is on, else
+                the parameters'.
 
         Raises:
             InputError: an argument does not fit, or queries see later keys.
         """
         self._check_has_all_tokens()
         for name, count in (("batch", batch), ("max_len", max_len)):
-            if not is_count(count):
+            if as_count(count) is None:
                 raise InputError(explain(name, count, "must be a positive int", "1, 2, ..."))
         spec = self.op.plan.spec
         if spec.right != 0:
@@ -421,7 +456,7 @@ class MultiTokenAttention(nn.Module):
         """Check a call with a cache.
 
         Raises:
-            InputError: it does not fit.
+            InputError: the cache fits neither the layer nor the call.
         """
         if not isinstance(cache, Cache):
             raise InputError(explain("cache", type(cache).__name__, "must be a cache", "layer.new_cache(...)"))
@@ -448,7 +483,7 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("tokens", x.shape[1], rule, f"1..{cache.max_len - held}"))
 
     def _check_has_all_tokens(self) -> None:
-        """Check that the layer can have a cache.
+        """Check that the layer has all tokens of a sequence, as a cache needs.
 
         Raises:
             InputError: tokens are spread over ranks.
@@ -460,7 +495,7 @@ class MultiTokenAttention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """What was asked for, besides what submodules show."""
+        """Return the layer's options that its submodules do not show."""
         heads = f"{self.dim}, {self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
         stages = ", ".join(f"{name}={x}" for name, x in self.op.plan.spec.weights(self.n_heads).items())
         angles = f"rope_theta={self.rope_theta}"
@@ -469,17 +504,17 @@ class MultiTokenAttention(nn.Module):
         return f"{heads}, {stages or 'plain'}, {angles}, dropout={self.dropout}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the op, which is of this process."""
+        """Return the state without the op, whose kernels are loaded in this process only."""
         return {name: value for name, value in self.__dict__.items() if name != "op"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With the op built again."""
+        """Restore the state and build the op again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.op = self._build(self._projected().dtype)
 
 
 def _accept_head_kernel(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take ``head_kernel`` of one group, [1, in, out], for ``wposm.weight``, [out, in]."""
+    """Load a ``head_kernel`` of one group, [1, in, out], as ``wposm.weight``, [out, in]."""
     kernel = state_dict.get(f"{prefix}head_kernel")
     if isinstance(layer.wposm, HeadMixer) and kernel is not None and kernel.shape == (1, *layer.wposm.weight.shape):
         del state_dict[f"{prefix}head_kernel"]

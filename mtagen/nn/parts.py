@@ -1,4 +1,4 @@
-"""The parts of the layer that have parameters of their own, named as in the authors' state dicts."""
+"""Modules of the layer with parameters of their own, named as in the authors' state dicts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_EPSILON = 1e-5  # of the norm
+_EPSILON = 1e-5  # added to the mean square in the norm
 
 
 @torch.no_grad()
 def set_parameter(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter a value that is the same on every rank, whose part each takes if it is sharded."""
+    """Set a parameter to a value that all ranks have; each rank takes its part if it is sharded."""
     if hasattr(parameter, "device_mesh"):
-        from torch.distributed.tensor import DTensor, distribute_tensor  # only here, for not every PyTorch has it
+        from torch.distributed.tensor import DTensor, distribute_tensor  # some builds of PyTorch lack it
 
         assert isinstance(parameter, DTensor)
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -23,13 +23,14 @@ def set_parameter(parameter: Tensor, value: Tensor) -> None:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank computes with: the parameter, or of one that is spread over ranks this rank's part.
+    """Return this rank's part of a parameter, which is the whole one unless it is sharded.
 
-    Where all ranks have the same part, each uses it on its own heads, and the gradient is the sum of theirs.
+    A replicated parameter is used by each rank on its own heads, so its gradient is the sum over
+    ranks.
     """
     if not hasattr(parameter, "device_mesh"):
         return parameter
-    from torch.distributed.tensor import DTensor, Partial  # only here, for not every PyTorch has it
+    from torch.distributed.tensor import DTensor, Partial  # some builds of PyTorch lack it
 
     assert isinstance(parameter, DTensor)
     placements = parameter.placements
@@ -38,15 +39,15 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def set_identity(parameter: Tensor) -> None:
-    """Make matrices ``(..., n, n)`` the identity."""
+    """Set matrices ``(..., n, n)`` to the identity."""
     eye = torch.eye(parameter.shape[-1], device=parameter.device, dtype=parameter.dtype)
     set_parameter(parameter, eye.expand(parameter.shape))
 
 
 class HeadMixer(nn.Module):
-    """Matrices that mix heads, ``[out, in]``, or ``[group, out, in]`` where groups are smaller than all heads.
+    """Matrices that mix heads, ``[out, in]``, or ``[group, out, in]`` for several groups.
 
-    The op applies them; this module holds them under their name.
+    The module only holds the matrices under their name in state dicts; the op applies them.
     """
 
     def __init__(
@@ -58,20 +59,20 @@ class HeadMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Mix nothing: the identity."""
+        """Set the matrices to the identity, which mixes no heads."""
         set_identity(self.weight)
 
     def extra_repr(self) -> str:
-        """The shape of the matrices."""
+        """Return the shape of the matrices."""
         return f"{tuple(self.weight.shape)}"
 
 
 class HeadNorm(nn.Module):
     """The root mean square norm of each head's output, with a scale that heads share.
 
-    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 at least and cast to the dtype of ``x`` before it is scaled. With a
-    depth it is multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth)) besides (Ye et al., "Differential Transformer", arXiv
-    2410.05258).
+    x * rsqrt(mean(x^2) + 1e-5) is computed in fp32 or fp64 and cast to the dtype of ``x`` before it
+    is scaled. If a depth is given, the result is also multiplied by 1 - (0.8 - 0.6 exp(-0.3 depth))
+    (Ye et al., "Differential Transformer", arXiv 2410.05258).
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class HeadNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A scale of 1."""
+        """Set the scale to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm over the last axis, head_dim."""
+        """Normalise over the last axis, head_dim."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
         scaled = normed.to(x.dtype) * local(self.weight)
@@ -99,10 +100,12 @@ class HeadNorm(nn.Module):
 
 
 class Gate(nn.Module):
-    """What a head's output is multiplied by: the sigmoid of a linear function of it, one for all channels or each.
+    """The gate of a head's output: a sigmoid of a linear function of it, for all channels or per
+    channel.
 
-    It is no ``torch.nn.Linear`` and holds none: tools for low precision and for adapters put modules of their own in
-    the place of every Linear, and such a module would leave out the sigmoid and the product.
+    The gate is no ``torch.nn.Linear`` and holds none, because tools for low precision and adapters
+    replace every Linear by a module of their own, which would leave out the sigmoid and the
+    product.
     """
 
     def __init__(
@@ -114,14 +117,14 @@ class Gate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As of ``torch.nn.Linear``, with a bias of 0."""
+        """Initialise the weight like ``torch.nn.Linear``, and the bias to 0."""
         nn.init.kaiming_uniform_(self.weight, math.sqrt(5))
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x * sigmoid(weight x + bias) over the last axis, head_dim."""
+        """Return x * sigmoid(weight x + bias) over the last axis, head_dim."""
         return x * torch.sigmoid(F.linear(x, local(self.weight), local(self.bias)))
 
     def extra_repr(self) -> str:
-        """The shape of the weight."""
+        """Return the shape of the weight."""
         return f"{tuple(self.weight.shape)}"

@@ -13,18 +13,19 @@ from ..errors import SpecError, explain
 
 @dataclass(frozen=True)
 class FrequencyScaling:
-    """How the frequencies of a rotary embedding are lowered for sequences longer than those of the training.
+    """Scaling of a rotary embedding's frequencies, for sequences longer than those of the training.
 
-    By ``factor`` all of them (Chen et al., "Position Interpolation", arXiv 2306.15595; ``rope_type`` "linear" of
-    transformers) or, where the other fields are given, those of slow pairs (Llama 3.1, "llama3" of transformers): a
-    pair that turns at most ``low_freq_factor`` times within the original length has its frequency divided by
-    ``factor``, one that turns at least ``high_freq_factor`` times keeps it, and between them the share that is kept
-    grows linearly.
+    With ``factor`` alone, all frequencies are divided by it (Chen et al., "Position Interpolation",
+    arXiv 2306.15595; ``rope_type`` "linear" in transformers). With all four fields, only low
+    frequencies are (Llama 3.1; "llama3" in transformers). A pair that turns at most
+    ``low_freq_factor`` times within the original length has its frequency divided by ``factor``. A
+    pair that turns at least ``high_freq_factor`` times keeps its frequency. Between the two, the
+    result is interpolated linearly in the number of turns.
 
     Attributes:
-        factor: what frequencies are divided by.
-        low_freq_factor: turns within the original length up to which a pair is slow.
-        high_freq_factor: turns from which on it is fast.
+        factor: divisor of the frequencies.
+        low_freq_factor: up to this number of turns within the original length, a pair is slow.
+        high_freq_factor: from this number of turns within the original length on, a pair is fast.
         original_max_position_embeddings: the original length, in tokens.
 
     Raises:
@@ -48,26 +49,27 @@ class FrequencyScaling:
             raise SpecError(explain("frequency_scaling", given, rule, "e.g. (1.0, 4.0, 8192), or all None"))
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """What becomes of frequencies, angles of a step from one position to the next in radians."""
+        """Return the scaled frequencies. A frequency is an angle in radians per position."""
         low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         if low is None or high is None or length is None:
             return frequencies / self.factor
         turns = frequencies * (length / (2 * math.pi))
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for slow pairs, 1 for fast ones
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)
 
 
 def rotation(
     positions: Tensor, head_dim: int, theta: float, scaling: FrequencyScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position * theta ** (-2 p / head_dim) for each pair p of a vector.
+    """Return the cosines and sines of position * theta ** (-2 p / head_dim) for each pair p of a
+    vector.
 
     Args:
         positions: ``(..., N)``, integers.
         head_dim: elements of a vector.
         theta: the base of the frequencies.
-        scaling: what is done to the frequencies, if anything.
-        dtype: of the vectors; angles are computed in fp32 at least.
+        scaling: scaling of the frequencies, or None.
+        dtype: dtype of the vectors; angles are computed in fp32 or fp64.
 
     Returns:
         Two tensors ``(..., N, 1, head_dim / 2)``, to be broadcast over heads.
@@ -82,9 +84,10 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[2 p], x[2 p + 1]) of vectors ``(..., N, heads, head_dim)`` by the angles of :func:`rotation`.
+    """Rotate the pairs (x[2 p], x[2 p + 1]) of vectors ``(..., N, heads, head_dim)``.
 
-    The products are computed in the dtype of the cosines; the result has that of ``x``.
+    ``cos`` and ``sin`` come from :func:`rotation`. Products are computed in their dtype; the result
+    has that of ``x``.
     """
     first, second = torch.unflatten(x.to(cos.dtype), -1, (-1, 2)).unbind(-1)
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
@@ -92,12 +95,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def document_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The positions ``(total,)`` of packed tokens, each counted from the first of its document.
+    """Return the positions ``(total,)`` of packed tokens, counted from the beginning of each
+    document.
 
     Args:
-        cu_seqlens: ``(documents + 1,)``, where each document begins, and where the last one ends. Positions of tokens
-            behind it count from there.
-        total: tokens, those behind the last document included.
+        cu_seqlens: ``(documents + 1,)``, where each document begins, and where the last document
+            ends. Positions of tokens after that end count from it.
+        total: number of tokens, including those after the last document.
     """
     tokens = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(cu_seqlens[1:], tokens, right=True)

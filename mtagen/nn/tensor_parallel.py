@@ -1,4 +1,4 @@
-"""Heads of the layer spread over ranks, as a style of ``torch.distributed.tensor.parallel``."""
+"""Tensor parallelism: a ``ParallelStyle`` that spreads the layer's heads over ranks."""
 
 from __future__ import annotations
 
@@ -18,25 +18,30 @@ from .layer import MultiTokenAttention
 
 
 class HeadParallel(ParallelStyle):
-    """How ``parallelize_module`` spreads the heads of :class:`mtagen.nn.MultiTokenAttention` over a mesh.
+    """The style by which ``parallelize_module`` spreads a layer's heads over a mesh.
 
-    Of T ranks each has H/T heads of queries with the Hkv/T heads of keys and values that they see: rows of ``wq``,
-    ``wk`` and ``wv``, columns of ``wo``, and the convolutions and mixtures of its heads. The norm and the gate, which
-    heads share, every rank has; their gradients are summed over ranks. So heads may be mixed inside the groups that a
-    rank has, but not with those of other ranks, whose scores it does not compute: a layer that mixes all heads is
-    spread by its tokens instead (``context_parallel``), with which this composes.
+    The layer is :class:`mtagen.nn.MultiTokenAttention`. Each of T ranks has H/T heads of queries
+    and the Hkv/T heads of keys and values that they see: rows of ``wq``, ``wk`` and ``wv``, columns
+    of ``wo``, and the convolutions and mixtures of its heads. Every rank has the norm and the gate,
+    because heads share them; their gradients are summed over ranks.
 
-    Parameters become DTensors; state dicts keep their names, and FSDP may shard them further. A cache for generation
-    holds a rank's own heads.
+    A rank can mix heads only inside the groups that it has, because it does not compute the scores
+    of other heads. Spread a layer that mixes all heads by its tokens instead
+    (``context_parallel``); the two can be combined.
+
+    Parameters become DTensors; names in state dicts do not change, and FSDP may shard them further.
+    A cache for generation holds the heads of its rank.
 
     Args:
-        input_layouts: of the layer's input, default ``Replicate()``; after ``SequenceParallel``, ``Shard(1)``.
-        output_layouts: of its output, default ``Replicate()``.
+        input_layouts: placement of the layer's input, default ``Replicate()``; after
+            ``SequenceParallel``, ``Shard(1)``.
+        output_layouts: placement of the layer's output, default ``Replicate()``.
         use_local_output: whether the output is a tensor of this rank instead of a DTensor.
 
     Raises:
-        SpecError: when it is applied: the heads or their groups cannot be divided among the ranks, there is dropout,
-            whose numbers follow from a head's place in the call, or the module is no such layer.
+        SpecError: raised when the style is applied: the heads or their groups cannot be divided
+            among the ranks; the layer has dropout, whose mask depends on a head's place in the
+            call; or the module is no such layer.
     """
 
     def __init__(
@@ -51,14 +56,14 @@ class HeadParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Called by ``parallelize_module``."""
+        """Spread the layer; ``parallelize_module`` calls this."""
         layer, ranks = _checked(module, device_mesh), device_mesh.size()
         projections: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
         output = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
         parallelize_module(layer, device_mesh, {**projections, "wo": output}, src_data_rank=self.src_data_rank)
-        of_heads = [part for part in (layer, layer.wpsm, layer.wposm) if part is not None]
+        per_head = [part for part in (layer, layer.wpsm, layer.wposm) if part is not None]
         shared = [part for part in (layer.subln, layer.gate) if part is not None]
-        for part in (*of_heads, *shared):
+        for part in (*per_head, *shared):
             placement = Replicate() if part in shared else Shard(0)
             for name, parameter in [*part.named_parameters(recurse=False)]:
                 spread = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
@@ -70,10 +75,10 @@ class HeadParallel(ParallelStyle):
 
 
 def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
-    """The layer, if its heads can be spread over the ranks of a mesh.
+    """Return the module after checking that it is a layer whose heads can be spread over the mesh.
 
     Raises:
-        SpecError: they cannot.
+        SpecError: the module is no such layer, or its heads cannot be spread.
     """
     if not isinstance(module, MultiTokenAttention):
         legal = "mtagen.nn.MultiTokenAttention"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,21 +21,50 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, InputError, explain
 from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
-from ..spec import Spec
+from ..spec import DType, Spec
 from . import library
 from .executor import Executor
-from .inputs import check_call, check_decode, check_varlen
+from .inputs import check_call, check_decode, check_heads, check_varlen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing itself from Python 3.11 on
 
 
-class MultiTokenAttention:
-    """A built op. Made by :func:`mtagen.build`; holds no parameters and never changes.
+class _Options(TypedDict, total=False):
+    """What calls, varlen and decode take by name, for their overloads."""
 
-    Copies are the op itself. Pickled, it is what was asked of :func:`mtagen.build`, and is built again for the machine
-    where it is unpickled.
+    head_weight: Tensor | None
+    post_weight: Tensor | None
+    post_head_weight: Tensor | None
+    scale: float | None
+
+
+class _CallOptions(_Options, total=False):
+    dropout_p: float
+    dropout_seed: Tensor | None
+
+
+class _VarlenOptions(_CallOptions):
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class _DecodeOptions(_Options, total=False):
+    cache_seqlens: Tensor | None
+    num_splits: int | None
+
+
+class AttentionOp:
+    """A built op, made by :func:`mtagen.build`. It holds no parameters and never changes.
+
+    Copying an op returns the op itself. A pickle holds the arguments of :func:`mtagen.build`;
+    unpickling builds the op again for the machine at hand.
 
     Attributes:
-        plan: what was decided and why; ``print(op.plan)`` shows it as a table.
-        dtypes: those that q, k and v may have.
+        plan: the plan of the op with its reasons; ``print(op.plan)`` shows it as a table.
+        dtypes: dtypes that q, k and v may have.
     """
 
     def __init__(
@@ -44,7 +73,7 @@ class MultiTokenAttention:
         key: str,
         dtypes: tuple[torch.dtype, ...],
         drops: bool = False,
-        build_again: Callable[[], MultiTokenAttention] | None = None,
+        build_again: Callable[[], AttentionOp] | None = None,
     ) -> None:
         self.plan = plan
         self._spec = plan.spec
@@ -52,19 +81,19 @@ class MultiTokenAttention:
         self.dtypes = dtypes
         self._drops = drops
         self._build_again = build_again
-        _ = plan.spec.weight_names  # cached properties are evaluated here, for torch.compile cannot trace how they are
+        _ = plan.spec.weight_names  # fill the cached property now, because torch.compile cannot trace its first use
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
 
-    def __copy__(self) -> MultiTokenAttention:
+    def __copy__(self) -> AttentionOp:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MultiTokenAttention:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionOp:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], MultiTokenAttention], tuple[()]]:
-        """The call that builds the op again: its kernels, and its key among registered ops, are of this process.
+    def __reduce__(self) -> tuple[Callable[[], AttentionOp], tuple[()]]:
+        """Pickle the call that builds the op: loaded kernels and its key belong to this process.
 
         Raises:
             BackendError: the op was not made by :func:`mtagen.build`.
@@ -74,6 +103,39 @@ class MultiTokenAttention:
             raise BackendError(explain("op", self, rule, "what mtagen.build returns"))
         return self._build_again, ()
 
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_CallOptions],
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_CallOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_CallOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def __call__(
         self,
         q: Tensor,
@@ -89,27 +151,31 @@ class MultiTokenAttention:
         dropout_seed: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v, differentiable once in q, k, v and weights.
+        """Compute dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v.
 
-        :func:`mtagen.reference` defines it. Each stage that the op was built with takes its weight, fp32 or of q's
-        dtype; other weights are not given.
+        The result is differentiable once in q, k, v and the weights; :func:`mtagen.reference`
+        defines it. Each stage that the op was built with needs its weight, in fp32 or in q's dtype.
+        Weights of other stages must be left out.
 
         Args:
             q: ``(B, H, Nq, D)``; query i sits at position i + Nk - Nq. Any strides, the last one 1.
             k: ``(B, Hkv, Nk, D)``, H a multiple of Hkv.
             v: ``(B, Hkv, Nk, DV)``.
-            weight: of the convolution before the softmax, ``(H, cq, ck)`` or ``(H, 1, cq, ck)``.
-            head_weight: of the mixture before the softmax, ``(H/m, m, m)``, indexed [group, out head, in head], or
-                ``(m, m)`` if m = H. Groups are of consecutive heads.
-            post_weight: of the convolution after the softmax, as ``weight``.
-            post_head_weight: of the mixture after the softmax, as ``head_weight``.
+            weight: filters of the convolution before the softmax, ``(H, cq, ck)`` or ``(H, 1, cq,
+                ck)``.
+            head_weight: matrices that mix heads before the softmax, ``(H/m, m, m)``, indexed
+                [group, out head, in head], or ``(m, m)`` if m = H. A group is m consecutive heads.
+            post_weight: filters of the convolution after the softmax, like ``weight``.
+            post_head_weight: matrices that mix heads after the softmax, like ``head_weight``.
             scale: factor of q k^T, default ``D ** -0.5``.
-            dropout_p: probability that a factor of v is dropped, 0 <= p < 1, rounded to a multiple of 2**-15; the
-                others are divided by 1 - p. More than 0 takes an op built with ``dropout=True``, and is for training:
-                ``dropout_p=p if self.training else 0``.
-            dropout_seed: ``(2,)`` int64 on q's device, which decides what is dropped (:func:`mtagen.dropout_mask` says
-                what); by default each call draws one from torch's generator (:func:`mtagen.draw_seed`).
-            return_lse: also return log sum exp of each row as the softmax takes it, ``(B, H, Nq)`` fp32.
+            dropout_p: probability that a factor of v is dropped, 0 <= p < 1, rounded to a multiple
+                of 2**-15; the others are divided by 1 - p. A value above 0 needs an op built with
+                ``dropout=True``. Use it in training only: ``dropout_p=p if self.training else 0``.
+            dropout_seed: ``(2,)`` int64 on q's device, which decides the factors that are dropped
+                (:func:`mtagen.dropout_mask` returns them); by default each call draws a seed from
+                torch's generator (:func:`mtagen.draw_seed`).
+            return_lse: also return the log-sum-exp of each row of the scores that the softmax
+                takes, ``(B, H, Nq)`` fp32.
 
         Returns:
             ``(B, H, Nq, DV)`` in q's dtype. Rows that see no key are 0 with a log-sum-exp of -inf. Under
@@ -130,6 +196,39 @@ class MultiTokenAttention:
             out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *dropout)
         return (out, lse) if return_lse else out
 
+    @overload
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_VarlenOptions],
+    ) -> Tensor: ...
+    @overload
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_VarlenOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_VarlenOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def varlen(
         self,
         q: Tensor,
@@ -149,29 +248,33 @@ class MultiTokenAttention:
         dropout_seed: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The op on packed documents, each of which is a sequence of its own: nothing passes from one to another.
+        """Compute the op on packed documents, each of which is a sequence of its own.
 
-        Arguments are those of torch's ``varlen_attn``. An op that was built without ``packed=True`` builds the kernels
-        at the first call.
+        Arguments are those of torch's ``varlen_attn``. An op that was built without ``packed=True``
+        builds its kernels for packed documents in the first call.
 
         Args:
-            q: ``(total_q, H, D)``, the queries of one document after those of the other. Any strides, the last one 1.
+            q: ``(total_q, H, D)``, the queries of all documents, one document after another. Any
+                strides, the last 1.
             k: ``(total_k, Hkv, D)``.
             v: ``(total_k, Hkv, DV)``.
-            weight, head_weight, post_weight, post_head_weight, scale: as of a call of the op.
-            cu_seq_q: ``(documents + 1,)`` int32 on q's device: where each document's queries begin, the first at 0, and
-                where the last one ends. Rows behind it are padding: they may hold anything. Documents may be empty, and
-                may have more or fewer queries than keys. On a GPU the values are not checked, because that would wait
-                for it.
-            cu_seq_k: likewise of keys.
-            max_q: queries of the longest document, or more. Memory may grow with it, time does not.
+            weight, head_weight, post_weight, post_head_weight, scale: as in a call of the op.
+            cu_seq_q: ``(documents + 1,)`` int32 on q's device: where each document's queries begin,
+                the first at 0, and where the last document ends. Rows after that end are padding
+                and may hold anything. Documents may be empty, and may have more or fewer queries
+                than keys. mtagen does not check the values on a GPU, because reading them would
+                force a synchronisation.
+            cu_seq_k: the same for keys.
+            max_q: queries of the longest document, or more. Memory may grow with ``max_q``, time
+                does not.
             max_k: keys of the longest document, or more.
-            dropout_p, dropout_seed: as of a call of the op; a document counts as a batch entry.
+            dropout_p, dropout_seed: as in a call of the op; a document counts as a batch entry.
             return_lse: also return the log-sum-exps, ``(H, total_q)`` fp32.
 
         Returns:
-            ``(total_q, H, DV)`` in q's dtype. Rows that see no key, and rows behind the last document, are 0 and have
-            log-sum-exps of -inf; gradients of rows behind the last document are 0.
+            ``(total_q, H, DV)`` in q's dtype. Rows that see no key, and rows after the last
+            document, are 0 and have log-sum-exps of -inf. Gradients of rows after the last document
+            are 0.
 
         Raises:
             InputError: an argument does not fit; nothing was launched.
@@ -187,11 +290,40 @@ class MultiTokenAttention:
         out, lse = library.run("forward", q, k, v, *weights, scale, self._key, *documents, seed, float(dropout_p))
         return (out, lse) if return_lse else out
 
-    def _seed(self, q: Tensor, p: float, seed: Tensor | None) -> Tensor:
-        """What decides what a call drops.
+    def identity_weights(
+        self, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """Return weights with which each stage passes on what it gets, as training starts from.
+
+        ``op(q, k, v, **op.identity_weights(heads))`` is plain attention. ``torch.nn.ParameterDict`` of the result holds
+        the weights as parameters of a module, and takes the same stars.
+
+        Args:
+            heads: H, heads of queries.
+            device: of the weights, default PyTorch's.
+            dtype: of the weights: fp32, in which they are best trained, or that of q.
+
+        Returns:
+            The weights of the op's stages by the names of its arguments: convolutions ``(H, cq, ck)``, 1 at a score's
+            own place and 0 elsewhere; mixtures ``(H/m, m, m)``, each matrix the identity.
 
         Raises:
-            InputError: the op does not drop, or an argument does not fit.
+            InputError: ``heads`` is not a positive int, or cannot be divided into groups that are mixed.
+        """
+        weights = {}
+        for name, shape in self._spec.weights(check_heads(self._spec, heads)).items():
+            if name in self._spec.mixed:
+                weights[name] = torch.eye(shape[-1], device=device, dtype=dtype).repeat(shape[0], 1, 1)
+            else:
+                weights[name] = torch.zeros(shape, device=device, dtype=dtype)
+                weights[name][:, -1, self._spec.padding(shape[-1])[0]] = 1
+        return weights
+
+    def _seed(self, q: Tensor, p: float, seed: Tensor | None) -> Tensor:
+        """Return the dropout seed of a call, drawn if the caller passed none.
+
+        Raises:
+            InputError: the op was built without dropout, or an argument does not fit.
         """
         if not self._drops:
             rule = "this op was built without dropout"
@@ -202,6 +334,39 @@ class MultiTokenAttention:
         check_seed(seed, q.device)
         return seed
 
+    @overload
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_DecodeOptions],
+    ) -> Tensor: ...
+    @overload
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_DecodeOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def decode(
+        self,
+        q_tail: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_DecodeOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def decode(
         self,
         q_tail: Tensor,
@@ -217,19 +382,20 @@ class MultiTokenAttention:
         num_splits: int | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The last rows of the op, for generation: 1..8 new queries against a cache of keys and values.
+        """Compute the last rows of the op: 1..8 new queries against a cache of keys and values.
 
         Args:
-            q_tail: ``(B, H, context + n_new, D)``: the queries before the new ones that these depend on, cq - 1 for
-                each convolution, then the new ones. Rows at positions before the sequence's start count as zero
-                whatever they hold.
+            q_tail: ``(B, H, context + n_new, D)``: the earlier queries that the new ones depend on
+                (cq - 1 for each convolution), then the new queries. Rows at positions before the
+                sequence's start count as zero, whatever they hold.
             k_cache: ``(B, Hkv, N, D)``, the new tokens' keys included.
             v_cache: ``(B, Hkv, N, DV)``.
             weight, head_weight, post_weight, post_head_weight: as in the op.
-            cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; larger counts as N), default N. Keys
-                beyond are ignored whatever they hold.
+            cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; a larger number counts
+                as N), default N. Later keys are ignored, whatever they hold.
             scale: as in the op.
-            num_splits: parts the keys are split into (flash decoding); planned by default.
+            num_splits: number of parts that the keys are split into (flash decoding); planned by
+                default.
             return_lse: also return ``(B, H, n_new)`` log-sum-exps.
 
         Returns:
@@ -260,28 +426,30 @@ def assemble(
     planned: Plan,
     *,
     torch_on_cpu: bool = True,
-    dtype: str | None = None,
+    dtype: DType | None = None,
     deterministic: bool | None = None,
     packed: bool = False,
     dropout: bool = False,
     plan_like: Callable[[Spec], Plan] | None = None,
-    build_again: Callable[[], MultiTokenAttention] | None = None,
-) -> MultiTokenAttention:
-    """Compile what a plan needs and make its op.
+    build_again: Callable[[], AttentionOp] | None = None,
+) -> AttentionOp:
+    """Compile the kernels of a plan and make its op.
 
     Args:
         planned: the plan.
         torch_on_cpu: whether tiled PyTorch ops serve tensors on the CPU.
-        dtype: the only one that the op takes; default: the plan's, or any where PyTorch computes all passes.
+        dtype: the only dtype that the op takes; default the plan's, or any dtype if PyTorch
+            computes all passes.
         deterministic: as in :func:`mtagen.build`.
         packed: whether kernels for packed documents are compiled, too.
-        dropout: whether the op drops, and kernels for that are compiled, too.
+        dropout: whether calls may pass ``dropout_p``; kernels with dropout are then compiled, too.
         plan_like: plans the spec with packed documents, or dropout, or both; by default for the plan's backend.
-        build_again: makes the same op in another process, and can be pickled; by default the op cannot.
+        build_again: a picklable call that makes the same op in another process; without it the op
+            cannot be pickled.
 
     Raises:
         BackendError: the plan's backend cannot be used here.
-        PlanError: there are no kernels for packed documents, or dropout, and these are asked for.
+        PlanError: kernels for packed documents or dropout were asked for, and no backend has them.
     """
     spec, interpreted, generated = planned.spec, Config.from_env().triton_interpret, planned.backend != "torch"
     if interpreted and spec.dtype == "bf16" and planned.triton:
@@ -305,11 +473,11 @@ def assemble(
     library.register(key, executor)
     fixed = dtype or (spec.dtype if generated else None)
     dtypes = (TORCH_DTYPES[fixed],) if fixed else tuple(TORCH_DTYPES.values())
-    return MultiTokenAttention(planned, key, dtypes, dropout, build_again)
+    return AttentionOp(planned, key, dtypes, dropout, build_again)
 
 
 class _Variants:
-    """The passes of a spec with packed documents, with dropout, or with both, each built when it is first asked for."""
+    """Passes of a spec with packed documents, dropout, or both, each built on first use."""
 
     def __init__(self, spec: Spec, plan_like: Callable[[Spec], Plan]) -> None:
         self._spec, self._plan_like = spec, plan_like
@@ -331,8 +499,8 @@ def _passes(planned: Plan, sources: Sources) -> Passes:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What ``torch.autocast`` asks of an attention op: q, k and v in its dtype, the weight as it is."""
-    if not torch._C._is_any_autocast_enabled():  # this takes half the time of the questions below
+    """Cast q, k and v to the dtype of ``torch.autocast`` where it is on. Weights are not cast."""
+    if not torch._C._is_any_autocast_enabled():  # takes half the time of the queries below
         return tensors
     dtype = autocast_dtype(tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu")
     if dtype is None:
@@ -341,11 +509,11 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast computes in on devices of a type, if it is on."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # PyTorch refuses to say for meta tensors
+    """Return the dtype of autocast on devices of a type; None if autocast is off there."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # the query raises for meta tensors
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def _is_castable(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dtype != torch.float64  # as PyTorch's own ops: fp64 is meant
+    return x.is_floating_point() and x.dtype != torch.float64  # like PyTorch's own ops, which leave fp64 alone

@@ -1,4 +1,4 @@
-"""Runs a built op on real tensors: the generated kernels on their device, tiled PyTorch ops elsewhere."""
+"""Run a built op: generated kernels on their device, tiled PyTorch ops elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..spec import Spec
 
 
 def plain_only(packed: bool, dropout: bool) -> Passes:
-    """What an executor without kernels for packed documents and dropout does when they are asked for.
+    """Refuse packed documents and dropout, in an executor that was made without kernels for them.
 
     Raises:
         BackendError: always.
@@ -31,15 +31,16 @@ def plain_only(packed: bool, dropout: bool) -> Passes:
 
 @dataclass(frozen=True)
 class Executor:
-    """One built op.
+    """The implementation of one built op.
 
     Attributes:
-        spec: what it computes.
+        spec: the operator.
         kernels: the passes made of generated kernels, or None for the torch backend.
-        kernels_on_cpu: the kernels run in Triton's interpreter, on CPU tensors.
-        torch_on_cpu: CPU tensors go to the torch backend (backend "auto" or "torch").
+        kernels_on_cpu: whether the kernels run in Triton's interpreter, on CPU tensors.
+        torch_on_cpu: whether CPU tensors go to the torch backend (backend "auto" or "torch").
         deterministic: whether gradients are bit-reproducible; None: as ``torch.use_deterministic_algorithms`` says.
-        variants: the passes made for packed documents, or dropout, or both; they may be built when first asked for.
+        variants: returns the passes for packed documents, or dropout, or both; it may build them on
+            first use.
     """
 
     spec: Spec
@@ -59,16 +60,17 @@ class Executor:
         documents: Documents | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
+        """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
 
-        Of packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse (H, total_q).
+        With packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse
+        (H, total_q).
         """
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
             return cpu.forward(self.spec, q, k, v, weights, scale, documents, dropout)
         if _sees_nothing(q, k, documents):
             rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
-            return _nothing_seen(q, q.shape[:-1], rows, v)
+            return _empty_result(q, q.shape[:-1], rows, v)
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             return kernels.forward(
@@ -89,7 +91,7 @@ class Executor:
         documents: Documents | None = None,
         dropout: Dropout | None = None,
     ) -> list[Tensor]:
-        """The gradients of q, k, v and of each weight, contiguous, in the dtype of its input."""
+        """Return the gradients of q, k, v and each weight, contiguous, in that input's dtype."""
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
             grads = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale, documents, dropout)
@@ -125,23 +127,23 @@ class Executor:
         scale: float,
         num_splits: int,
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, n_new, DV) and lse (B, H, n_new); num_splits 0 means as planned."""
+        """Return out (B, H, n_new, DV) and lse (B, H, n_new); num_splits 0 means as planned."""
         kernels = self._kernels_for(q_tail)
         if kernels is None:
             return cpu.decode(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
         if q_tail.numel() == 0 or k_cache.numel() == 0:
             shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
-            return _nothing_seen(q_tail, shape, shape, v_cache)
+            return _empty_result(q_tail, shape, shape, v_cache)
         with _on(q_tail):
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
-            lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # maybe one length, expanded
-            ours = self._as_kernels_take(q_tail, weights)
+            lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
+            fp32_weights = self._as_kernels_take(q_tail, weights)
             assert kernels.decode is not None, "batches without dropout decode"
-            return kernels.decode(q_tail, k_cache, v_cache, *ours, scale, lengths, num_splits or None)
+            return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, scale, lengths, num_splits or None)
 
     def _as_kernels_take(self, q: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights in fp32; the kernels of plain attention take one as well."""
+        """Return the weights in fp32. Kernels of plain attention take a single-tap weight."""
         return [_as_fp32(weight) for weight in weights] or [single_tap(q)]
 
     def _is_deterministic(self) -> bool:
@@ -150,7 +152,7 @@ class Executor:
     def _kernels_for(
         self, q: Tensor, documents: Documents | None = None, dropout: Dropout | None = None
     ) -> Passes | None:
-        """The generated kernels if they serve q's device, None if the torch backend does."""
+        """Return the generated kernels if they serve q's device, None if the torch backend does."""
         if q.is_cpu and not self.kernels_on_cpu:
             if self.torch_on_cpu:
                 return None
@@ -162,43 +164,43 @@ class Executor:
 
 
 def single_tap(q: Tensor) -> Tensor:
-    """The weight (H, 1, 1) by which convolving kernels make plain attention of H heads."""
+    """Return the weight (H, 1, 1) that makes convolving kernels compute plain attention."""
     return q.new_ones(q.shape[1], 1, 1, dtype=torch.float32)
 
 
 def _sees_nothing(q: Tensor, k: Tensor, documents: Documents | None) -> bool:
-    """Whether there is no query or no key, or all of them are behind the last packed document."""
+    """Return whether there is no query or no key, or no packed document holds any."""
     if q.numel() == 0 or k.numel() == 0:
         return True
     return documents is not None and (len(documents.cu_seq_q) == 1 or documents.max_q == 0 or documents.max_k == 0)
 
 
-def _nothing_seen(q: Tensor, out: Sequence[int], lse: Sequence[int], v: Tensor) -> tuple[Tensor, Tensor]:
-    """No query, or no key: rows of 0, of this shape but for the last axis, with log-sum-exps of -inf."""
-    return q.new_zeros(*out, v.shape[-1]), q.new_full(lse, -torch.inf, dtype=torch.float32)
+def _empty_result(q: Tensor, rows: Sequence[int], lse: Sequence[int], v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs of 0, of shape (*rows, DV), and log-sum-exps of -inf, of shape ``lse``."""
+    return q.new_zeros(*rows, v.shape[-1]), q.new_full(lse, -torch.inf, dtype=torch.float32)
 
 
 def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """What host functions take besides: nothing where there is nothing, else the values, with contiguous tensors."""
+    """Return ``values`` as arguments of a host function, tensors contiguous; none for None."""
     return () if values is None else tuple(x.contiguous() if isinstance(x, Tensor) else x for x in values)
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device."""
+    """Make the device of ``x`` the current device, on which kernels are launched."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
 def _as_fp32(weight: Tensor) -> Tensor:
-    """The kernels read contiguous fp32 weights; the conversion is exact."""
+    """Return the weight as kernels read it: fp32 (an exact conversion), contiguous and aligned."""
     if weight.dtype != torch.float32 or not weight.is_contiguous():
         weight = weight.to(torch.float32).contiguous()
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Rows start at multiples of 16 bytes, each at a place of its own: what bulk copies need."""
+    """Return whether rows start at multiples of 16 bytes and share no memory (bulk copies)."""
     if x.data_ptr() % 16:
         return False
     if x.is_contiguous():  # a row of any head dim that a spec can have is a multiple of 16 bytes

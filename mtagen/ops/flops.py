@@ -1,12 +1,16 @@
-"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops.
+"""Flop counts of the ops for ``torch.utils.flop_counter.FlopCounterMode``.
 
-PyTorch's convention for attention holds: a multiply-add is 2 flop; a forward pass has two matrix products and a
-backward pass five, for it computes the scores again; nothing is taken off for what a causal mask hides. The other
-stages are counted as the mathematics has them: a convolution is a multiply-add per tap and score in a forward pass, a
-mixture one per head of a group and score, and in a backward pass each is two of them, for the gradients of what it
-takes and of its weight. The counts depend on shapes alone, and on where packed documents begin; where that is not
-known, as in tracing, every document counts as one of the longest. What a plan's kernels do is another figure
-(:meth:`mtagen.Plan.flops_per_score`), for each lowering has its own way to do a stage.
+They follow PyTorch's convention for attention. A multiply-add is 2 flop. A forward pass has two
+matrix products, a backward pass five, because it computes the scores again. Scores that a causal
+mask hides count in full.
+
+The other stages are counted as in the mathematics. In a forward pass, a convolution takes one
+multiply-add per tap and score, a mixture one per head of a group and score. A backward pass takes
+twice as many, for the gradients of the stage's input and of its weight.
+
+The counts depend on shapes alone, and on where packed documents begin. Where the latter is not
+known, as in tracing, every document counts as if it were the longest. The flop of a plan's kernels
+(:meth:`mtagen.Plan.flops_per_score`) differ, because each lowering computes a stage in its own way.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def attention_forward_flop(
     *_: object,
     **__: object,
 ) -> int:
-    """Flop of q k^T, of the stages, and of the product with v, of a call of the op ``mtagen::forward``."""
+    """Count the flop of a call of ``mtagen::forward``: q k^T, the stages and the product with v."""
     terms = _taps(weight) + _mixed(head_weight) + _taps(post_weight) + _mixed(post_head_weight)
     scores = _scores(q, k, cu_seq_q, cu_seq_k, max_q, max_k)
     return 2 * scores * (q.shape[-1] + v.shape[-1] + terms)
@@ -59,7 +63,11 @@ def attention_backward_flop(
     *_: object,
     **__: object,
 ) -> int:
-    """Flop of q k^T, dO v^T, A^T dO, dS k and dS^T q, of the stages' adjoints and of the gradients of their weights."""
+    """Count the flop of a call of ``mtagen::backward``.
+
+    They are those of q k^T, dO v^T, A^T dO, dS k and dS^T q, of the stages' adjoints and of the
+    weights' gradients.
+    """
     terms = _taps(weight) + _mixed(head_weight) + _taps(post_weight) + _mixed(post_head_weight)
     scores = _scores(q, k, cu_seq_q, cu_seq_k, max_q, max_k)
     return 2 * scores * (3 * q.shape[-1] + 2 * v.shape[-1] + 2 * terms)
@@ -76,9 +84,10 @@ def attention_decode_flop(
     *_: object,
     **__: object,
 ) -> int:
-    """Flop of a decode step, which has scores of the queries before the new ones, too; a convolution uses up its rows.
+    """Count the flop of a call of ``mtagen::decode``, scores of the context queries included.
 
-    All keys of a cache count: how many are in use is not known from the shapes.
+    Each convolution leaves cq - 1 rows fewer to the stages after it. All keys of a cache count,
+    because shapes do not say how many are in use.
     """
     (batch, heads, rows, d), n, dv = q_tail.shape, k_cache.shape[2], v_cache.shape[3]
     flop_per_key = rows * d
@@ -89,7 +98,7 @@ def attention_decode_flop(
 
 
 def _scores(q: Tensor, k: Tensor, cu_seq_q: Tensor | None, cu_seq_k: Tensor | None, max_q: int, max_k: int) -> int:
-    """(row, key) pairs over all heads and sequences."""
+    """Count the (row, key) pairs of all heads and sequences."""
     if cu_seq_q is None or cu_seq_k is None:
         batch, heads, n_q, _ = q.shape
         return batch * heads * n_q * k.shape[2]
@@ -99,10 +108,10 @@ def _scores(q: Tensor, k: Tensor, cu_seq_q: Tensor | None, cu_seq_k: Tensor | No
 
 
 def _taps(kernel: Tensor | None) -> int:
-    """How many products an entry of a convolution's result sums."""
+    """Count the products that an entry of a convolution's result sums."""
     return 0 if kernel is None else kernel.shape[1] * kernel.shape[2]
 
 
 def _mixed(matrix: Tensor | None) -> int:
-    """How many products an entry of a mixture's result sums."""
+    """Count the products that an entry of a mixture's result sums."""
     return 0 if matrix is None else matrix.shape[1]

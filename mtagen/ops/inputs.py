@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, before any launch: what was got, the rule, what is legal."""
+"""Checks of a call's arguments, made before any launch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..arguments import Named, check_batch, check_dense, shaped_weight
+from ..arguments import Named, check_batch, check_dense, check_groups, shaped_weight
 from ..documents import Documents
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
-from ..spec import MAX_NEW_TOKENS, WEIGHTS, Spec
+from ..spec import MAX_NEW_TOKENS, STAGES, WEIGHTS, Spec, as_int
 
-MAX_SPLITS = 2**16 - 1  # each takes a partial result
+MAX_SPLITS = 2**16 - 1  # upper limit, because each split writes a partial result
 
 
 def check_call(
@@ -23,7 +23,8 @@ def check_call(
     """Check q (B, H, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, DV) and the weights before a call.
 
     Args:
-        weights: those called ``spec.WEIGHTS``, in that order; None where the spec has none.
+        weights: a weight for each name in ``spec.WEIGHTS``, in that order; None for stages that the
+            spec lacks.
 
     Returns:
         The weights in the same order, in the shapes of :meth:`Spec.weights`.
@@ -44,7 +45,7 @@ def check_decode(
     cache_seqlens: Tensor | None,
     num_splits: int | None,
 ) -> list[Tensor | None]:
-    """As :func:`check_call` for a decode step: q_tail (B, H, n_new + context, D) and caches (B, Hkv, N, ...).
+    """Check a decode step: q_tail (B, H, n_new + context, D), caches (B, Hkv, N, ...).
 
     Raises:
         InputError: some argument does not fit.
@@ -81,6 +82,20 @@ def check_decode(
     return checked
 
 
+def check_heads(spec: Spec, heads: int) -> int:
+    """``heads``, if an op can have so many heads of queries.
+
+    Raises:
+        InputError: it is not a positive int, or cannot be divided into groups that are mixed.
+    """
+    count = as_int(heads)
+    if count is None or count < 1:
+        raise InputError(explain("heads", heads, "must be a positive int", "1, 2, ..."))
+    for name, mixed in spec.mixed.items():
+        check_groups(name, count, mixed)
+    return count
+
+
 def check_varlen(
     spec: Spec,
     dtypes: tuple[torch.dtype, ...],
@@ -90,11 +105,13 @@ def check_varlen(
     weights: Sequence[Tensor | None],
     documents: Documents,
 ) -> list[Tensor | None]:
-    """As :func:`check_call` for packed documents: q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
+    """Check a call on packed documents like :func:`check_call`.
+
+    The shapes are q (total_q, H, D), k (total_k, Hkv, D) and v (total_k, Hkv, DV).
 
     Raises:
-        InputError: some argument does not fit. What cu_seq_q and cu_seq_k hold, and whether a document is longer than
-            max_q or max_k, is looked at on the CPU only.
+        InputError: some argument does not fit. The values in cu_seq_q and cu_seq_k are checked on
+            the CPU only, and with them whether a document is longer than max_q or max_k.
     """
     checked = check_packed(spec, dtypes, q, k, v, weights)
     check_documents(documents, len(q), len(k), q.device)
@@ -104,79 +121,104 @@ def check_varlen(
 def check_packed(
     spec: Spec, dtypes: tuple[torch.dtype, ...], q: Tensor, k: Tensor, v: Tensor, weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """As :func:`check_call` for rows of packed documents: q (n_q, H, D), k (n_k, Hkv, D) and v (n_k, Hkv, DV).
+    """Check rows of packed documents: q (n_q, H, D), k (n_k, Hkv, D) and v (n_k, Hkv, DV).
 
     Raises:
         InputError: some argument does not fit.
     """
-    tensors = (("q", q), ("k", k), ("v", v))
-    check_dense(tensors)
-    for name, x in tensors:
-        if x.ndim != 3:
-            rule = "must have 3 dimensions where documents are packed"
-            raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, "(total, heads, head_dim)"))
-    batch = tuple((name, x.transpose(0, 1).unsqueeze(0)) for name, x in tensors)  # as one sequence
-    return _checked(spec, dtypes, batch, weights)
+    return _checked(spec, dtypes, (("q", q), ("k", k), ("v", v)), weights, packed=True)
 
 
 def check_documents(documents: Documents, total_q: int, total_k: int, device: torch.device) -> None:
-    """Check where packed documents of so many queries and keys are.
+    """Check the boundaries of packed documents that have ``total_q`` queries and ``total_k`` keys.
 
     Raises:
-        InputError: some value does not fit. What cu_seq_q and cu_seq_k hold, and whether a document is longer than
-            max_q or max_k, is looked at on the CPU only.
+        InputError: some value does not fit. The values in cu_seq_q and cu_seq_k are checked on the
+            CPU only, and with them whether a document is longer than max_q or max_k.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = documents
-    for name, longest in (("max_q", max_q), ("max_k", max_k)):
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or not longest >= 0:
-            raise InputError(explain(name, longest, "must be the length of the longest document", "0, 1, 2, ..."))
-    check_dense([("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)])
-    for axis, cu_seq, total, longest in (("q", cu_seq_q, total_q, max_q), ("k", cu_seq_k, total_k, max_k)):
-        name, got = f"cu_seq_{axis}", (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
-        if got != (1, torch.int32, device) or len(cu_seq) == 0:
-            rule = "must be where documents begin, and the last one's end"
-            got_shape = (tuple(cu_seq.shape), *got[1:])
-            raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
-        if cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling():
-            values = cu_seq.tolist()
-            if values[0] != 0 or values[-1] > total or values != sorted(values):
-                rule = f"documents lie one after the other in {total} rows, the first from row 0 on"
-                raise InputError(explain(name, values, rule, f"0, ..., {total} at most, none below the last"))
-            needed = max((end - begin for begin, end in pairwise(values)), default=0)
-            if longest < needed:
-                rule = "must be the length of the longest document"
-                raise InputError(explain(f"max_{axis}", longest, rule, f"{needed} or more"))
+    check_boundaries(("cu_seq_q", cu_seq_q), ("max_q", max_q), total_q, device)
+    check_boundaries(("cu_seq_k", cu_seq_k), ("max_k", max_k), total_k, device)
     if len(cu_seq_q) != len(cu_seq_k):
         counts = len(cu_seq_q) - 1, len(cu_seq_k) - 1
-        raise InputError(explain("documents", counts, "cu_seq_q and cu_seq_k must have as many", "the same length"))
+        rule = "cu_seq_q and cu_seq_k must have as many"
+        raise InputError(explain("documents", counts, rule, "the same length of both; documents may be empty"))
+
+
+def check_boundaries(
+    boundaries: tuple[str, Tensor], longest: tuple[str, int], total: int, device: torch.device
+) -> None:
+    """Check where packed documents begin and end among so many rows.
+
+    Args:
+        boundaries: ``(documents + 1,)`` int32, and what the caller calls it.
+        longest: rows of the longest document, or more, and what the caller calls it.
+        total: rows.
+        device: where the boundaries must be.
+
+    Raises:
+        InputError: some value does not fit. What the boundaries hold is looked at on the CPU only.
+    """
+    (name, cu_seq), (longest_name, most) = boundaries, longest
+    if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)) or not most >= 0:
+        rule = "must be the length of the longest document"
+        raise InputError(explain(longest_name, most, rule, "an int, 0, 1, 2, ..."))
+    check_dense([(name, cu_seq)])
+    got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
+    if got != (1, torch.int32, device) or len(cu_seq) == 0:
+        rule = "must be where documents begin, and the last one's end"
+        got_shape = (tuple(cu_seq.shape), *got[1:])
+        raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
+    if not (cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling()):
+        return
+    values = cu_seq.tolist()
+    lengths = "torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) of the documents' lengths"
+    if values[0] != 0:
+        raise InputError(explain(name, values, "must begin with 0, where the first document does", lengths))
+    if values != sorted(values):
+        rule = "must not decrease, because each document begins where the one before it ends"
+        raise InputError(explain(name, values, rule, lengths))
+    if values[-1] > total:
+        rule = f"must not exceed the number of rows, {total}"
+        raise InputError(explain(name, values, rule, f"{total} or less as its last value"))
+    needed = max((end - begin for begin, end in pairwise(values)), default=0)
+    if most < needed:
+        rule = "must be the length of the longest document"
+        raise InputError(explain(longest_name, most, rule, f"{needed} or more"))
 
 
 def _checked(
-    spec: Spec, dtypes: tuple[torch.dtype, ...], tensors: Named, weights: Sequence[Tensor | None]
+    spec: Spec,
+    dtypes: tuple[torch.dtype, ...],
+    tensors: Named,
+    weights: Sequence[Tensor | None],
+    *,
+    packed: bool = False,
 ) -> list[Tensor | None]:
     check_dense(tensors)
     name, q = tensors[0]
     if q.dtype not in dtypes:
-        rule = "this op was not built for it"
-        raise InputError(explain(f"{name}.dtype", q.dtype, rule, f"{dtypes}, or build(dtype=...)"))
-    check_batch(tensors, (spec.head_dim, spec.value_head_dim))
+        rule, legal = "this op was not built for it", " or ".join(map(str, dtypes))
+        raise InputError(explain(f"{name}.dtype", q.dtype, rule, f"{legal}; or mtagen.build(..., dtype={q.dtype})"))
+    check_batch(tensors, (spec.head_dim, spec.value_head_dim), packed=packed)
     for name, x in tensors:
-        if x.stride()[3] != 1 and x.shape[3] > 1:
+        if x.stride()[-1] != 1 and x.shape[-1] > 1:
             legal = f"{name}.contiguous()"
             raise InputError(explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", legal))
     return [_checked_weight(spec, tensors[0], name, weight) for name, weight in zip(WEIGHTS, weights, strict=True)]
 
 
 def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor | None:
-    """A weight in its shape, or None where there is no such stage."""
-    if (weight is not None) != (name in spec.weight_names):
-        has = "this op has such a stage" if weight is None else "this op was built without such a stage"
-        raise InputError(explain(name, _kind(weight), has, spec.weight_names or "no weight"))
+    """Check a weight and return it in its shape, or None if the spec has no such stage."""
+    if name not in spec.weight_names:
+        if weight is None:
+            return None
+        told, got = (f"{name}.shape", tuple(weight.shape)) if isinstance(weight, Tensor) else (name, weight)
+        rule = "this op was built without such a stage"
+        raise InputError(explain(told, got, rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))
+    heads = queries[1].shape[1]
+    shape = spec.weight_shape(name, heads)
     if weight is None:
-        return None
-    shape = spec.weight_shape(name, queries[1].shape[1])
+        rule = f"this op was built with {STAGES[name]}={getattr(spec, STAGES[name])}, whose weight each call takes"
+        raise InputError(explain(name, weight, rule, f"shape {shape}, such as op.identity_weights({heads})['{name}']"))
     return shaped_weight(queries, name, weight, spec.mixed.get(name), shape)
-
-
-def _kind(x: object) -> object:
-    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x

@@ -1,9 +1,10 @@
 """The registered ops ``mtagen::forward``, ``mtagen::backward``, ``mtagen::decode``, their autograd and flop formulas.
 
-Schemas hold tensors, numbers and the key of a built op; the key is the content hash of its plan, so graphs that mention
-it mean the same in every process that has built the same op. The weights are those of ``spec.WEIGHTS``, in that order;
-those of stages that the op was built without are None. What is left out at the end says that there are no packed
-documents (:class:`mtagen.documents.Documents`) and no dropout (:class:`mtagen.dropout.Dropout`).
+Schemas hold tensors, numbers and the key of a built op. The key is the content hash of the op's
+plan, so a traced graph means the same in every process that has built the same op. The weights come
+in the order of ``spec.WEIGHTS``; weights of stages that the op lacks are None. A call without
+packed documents (:class:`mtagen.documents.Documents`) or without dropout
+(:class:`mtagen.dropout.Dropout`) leaves out the last arguments.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ from . import flops
 from .executor import Executor
 
 _executors: dict[str, Executor] = {}
-_OTHERS = frozenset((type(None), int, float, str))  # what ordinary arguments are that are no tensors
+_OTHERS = frozenset((type(None), int, float, str))  # types of ordinary arguments that are no tensors
 
 _library = torch.library.Library("mtagen", "DEF")
-_AUTOCAST_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]  # of device types
+_AUTOCAST_KEYS = [
+    name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")
+]  # one per device type
 WEIGHTS_SCHEMA = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
 _CALL = (
     "float scale, str key, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "
     "Tensor? dropout_seed=None, float dropout_p=0."
 )
-INPUTS = 3 + len(WEIGHTS)  # q, k, v and the weights: what gradients are of
+INPUTS = 3 + len(WEIGHTS)  # the differentiable arguments: q, k, v and the weights
 
 
 def register(key: str, executor: Executor) -> None:
@@ -46,10 +49,10 @@ def register(key: str, executor: Executor) -> None:
 
 
 def executor_of(key: str) -> Executor:
-    """What runs the op of this key.
+    """Return the executor of the op with this key.
 
     Raises:
-        BackendError: this process has not built it.
+        BackendError: this process has not built the op.
     """
     try:
         return _executors[key]
@@ -59,7 +62,7 @@ def executor_of(key: str) -> Executor:
 
 
 class _Call(NamedTuple):
-    """What says how tensors and weights are taken. The dispatcher leaves out defaults at the end."""
+    """Arguments after the tensors and weights. The dispatcher leaves out defaults at the end."""
 
     scale: float
     key: str
@@ -72,14 +75,14 @@ class _Call(NamedTuple):
 
     @property
     def documents(self) -> Documents | None:
-        """Where packed documents are."""
+        """The boundaries of packed documents, or None for a batch."""
         if self.cu_seq_q is None or self.cu_seq_k is None:
             return None
         return Documents(self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k)
 
     @property
     def dropout(self) -> Dropout | None:
-        """What is dropped."""
+        """The dropout of the call, or None."""
         return None if self.dropout_seed is None else Dropout(self.dropout_seed, self.dropout_p)
 
 
@@ -110,14 +113,14 @@ def _stats_dtype(q: Tensor) -> torch.dtype:
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exps, in their shapes."""
+    """Return an empty output and empty log-sum-exps, for tracing."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # of packed documents, heads come first
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # with packed documents, heads come first
     return out, q.new_empty(rows, dtype=_stats_dtype(q))
 
 
 def fake_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    """The gradients of q, k, v and the weights that are given, in their shapes."""
+    """Return empty gradients of q, k, v and the given weights, for tracing."""
     weights = rest[: len(WEIGHTS)]
     return [x.new_empty(x.shape) for x in (q, k, v, *_given(weights))]
 
@@ -129,7 +132,7 @@ def _fake_decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -
 
 
 def _without_autocast(op: OpOverload, *arguments: Any) -> Any:
-    """Autocast stops at the ops: it has cast their inputs, and must not cast what they compute inside."""
+    """Call an op with autocast off: it has cast the op's inputs, and must not cast inside the op."""
     with torch._C._DisableAutocast():
         return op(*arguments)
 
@@ -140,10 +143,10 @@ def _below_autograd(op: OpOverload, *arguments: Any) -> Any:
 
 
 class Recorded(torch.autograd.Function):
-    """An op that autograd knows of; what gradients of it mean is up to subclasses.
+    """An op as a node of autograd's graph; subclasses define its backward pass.
 
     Attributes:
-        returns: what the op's schema returns.
+        returns: the container of results that the op's schema returns.
     """
 
     returns: type[tuple[Any, ...]] | type[list[Any]] = tuple
@@ -154,7 +157,7 @@ class Recorded(torch.autograd.Function):
 
 
 class _Differentiable(Recorded):
-    """The op's forward pass, with what its backward pass needs kept."""
+    """The op's forward pass, which saves the tensors that its backward pass needs."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
@@ -199,11 +202,14 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any) -> Any:
-    """What ``torch.library.register_autograd`` would make, with 20 us less on the CPU where gradients are asked for.
+    """Run an op and record it for autograd if an argument requires gradients.
+
+    It replaces ``torch.library.register_autograd``, which takes 20 us more on the CPU where
+    gradients are needed.
 
     Raises:
-        BackendError: an argument has a tangent, which an op without a forward-mode formula would silently drop;
-            gradients are asked for by a transform of ``torch.func``.
+        BackendError: an argument has a tangent, which an op without a forward-mode formula would
+            silently drop; or a transform of ``torch.func`` asks for gradients.
     """
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments if isinstance(x, Tensor)):
         got, rule = "a tangent", "mtagen ops have a backward pass only"
@@ -212,8 +218,8 @@ def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any
         if torch._C._are_functorch_transforms_active():
             got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
-        # Not function.apply: what it does besides is look for wrappers that transforms have left behind, which never
-        # come here, for the dispatcher takes them off.
+        # function.apply would also look for wrappers that transforms have left behind. None come here, because the
+        # dispatcher takes them off.
         return function.returns(super(torch.autograd.Function, function).apply(run, *arguments))  # type: ignore[misc]
     return run(*arguments)
 
@@ -225,19 +231,20 @@ def _sample_by_sample(
     dims: Iterable[int | None],
     arguments: Sequence[Any],
 ) -> Any:
-    """Results of vmap, stacked along a new first axis: one call for each sample.
+    """Call the op once per sample of vmap, and stack the results along a new first axis.
 
-    Samples cannot be batch entries of one call: each has gradients of weights, and draws of dropout, of its own.
+    Samples cannot be batch entries of one call, because each sample has its own gradients of
+    weights and its own dropout mask.
 
     Args:
         call: the op.
-        returns: what the op's schema returns.
-        samples: how many there are.
-        dims: the axis of samples of each argument; None: all samples share the argument.
-        arguments: of the op.
+        returns: makes the container of results that the op's schema returns.
+        samples: number of samples.
+        dims: the axis of samples of each argument; None if all samples share the argument.
+        arguments: the op's arguments.
 
     Raises:
-        InputError: there are no samples, so that nothing says what the results' shapes are.
+        InputError: there are no samples, so the shapes of the results are unknown.
     """
     if samples == 0:
         raise InputError(explain("samples of vmap", 0, "there must be one at least", "1, 2, ..."))
@@ -247,15 +254,18 @@ def _sample_by_sample(
 
 
 def _vmapped(op: OpOverload, returns: Callable[..., Any], info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
-    """The batching rule of ``torch.func.vmap``: results, and the axis of samples of each."""
+    """Apply the batching rule of ``torch.func.vmap``: return results and the axis of samples of
+    each.
+    """
     results = _sample_by_sample(op, returns, info.batch_size, dims, arguments)
     return results, returns(0 for _ in results)
 
 
 def _vmapped_by_autograd(op: OpOverload, returns: Callable[..., Any], *arguments: Any) -> Any:
-    """The batching rule of ``torch.autograd.grad(..., is_grads_batched=True)``.
+    """Apply the batching rule of ``torch.autograd.grad(..., is_grads_batched=True)``.
 
-    It does not use ``torch.func`` but tensors of an older kind. They have one level, because nothing nests such calls.
+    PyTorch uses legacy batched tensors there instead of ``torch.func``. They have one level,
+    because such calls are never nested.
     """
     level = 1
     dims = [0 if isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) else None for x in arguments]
@@ -269,7 +279,7 @@ def _vmapped_by_autograd(op: OpOverload, returns: Callable[..., Any], *arguments
 
 
 class _Op(NamedTuple):
-    """A registered op, and what computes and differentiates it."""
+    """A registered op, the function that computes it and the class that differentiates it."""
 
     registered: OpOverload
     kernel: Callable[..., Any]
@@ -282,8 +292,8 @@ _OPS: dict[str, _Op] = {}
 def run(name: str, *arguments: Any) -> Any:
     """Call a registered op.
 
-    Where PyTorch's dispatcher would only pass the arguments on, they take the way that it knows without it, which saves
-    a quarter of a call's time on the CPU, and more where gradients are asked for.
+    Where PyTorch's dispatcher would only pass the arguments on, the kernel is called directly. That
+    saves a quarter of a call's time on the CPU, and more where gradients are needed.
     """
     op = _OPS[name]
     if torch.compiler.is_compiling() or not _passed_on(arguments):
@@ -292,11 +302,14 @@ def run(name: str, *arguments: Any) -> Any:
 
 
 def _passed_on(arguments: Iterable[Any]) -> bool:
-    """Whether all arguments are ordinary, and no mode, transform, tracer or profiler wants to see the op."""
+    """Return whether the dispatcher would only pass the call on.
+
+    It would if all arguments are ordinary and no mode, transform, tracer or profiler watches ops.
+    """
     if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():
         return False
     ordinary = _ordinary_keys(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    for x in arguments:  # a loop takes less time than all() of a generator
+    for x in arguments:  # a loop is faster than all() of a generator
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             if torch._C._dispatch_keys(x).raw_repr() not in ordinary:
@@ -307,33 +320,40 @@ def _passed_on(arguments: Iterable[Any]) -> bool:
 
 
 def _thread_state() -> tuple[int, int]:
-    """What modes of this thread add to the keys of all tensors, and what they take away."""
+    """Return the dispatch keys that modes of this thread add to all tensors, and those they take
+    away.
+    """
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     return included.raw_repr(), excluded.raw_repr()
 
 
 @cache
 def _ordinary_states() -> frozenset[tuple[int, int]]:
-    """Those of a new thread, which no mode has changed yet, of inference mode, and of both in a backward pass."""
+    """Return the thread states in which a call is ordinary.
+
+    They are the state of a new thread, which no mode has changed yet, that of inference mode, and
+    both of them in a backward pass.
+    """
     with ThreadPoolExecutor(1) as thread:
-        made = [thread.submit(torch.inference_mode(mode)(_thread_state)).result() for mode in (False, True)]
-    try:  # While PyTorch has tensors with names, 2.11 still, backward passes take their key away.
+        states = [thread.submit(torch.inference_mode(mode)(_thread_state)).result() for mode in (False, True)]
+    try:  # PyTorch with named tensors (2.11 still has them) excludes their key in backward passes.
         named = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Named")).raw_repr()
     except RuntimeError:
         named = 0
-    return frozenset((included, excluded | key) for included, excluded in made for key in (0, named))
+    return frozenset((included, excluded | key) for included, excluded in states for key in (0, named))
 
 
 @cache
 def _ordinary_keys(on_gpus: bool) -> frozenset[int]:
-    """The dispatch keys of tensors that hold numbers as they are, of inference mode or not.
+    """Return the dispatch keys of plain dense tensors, made in inference mode or not.
 
     Args:
-        on_gpus: whether tensors may be there. To ask for one would start CUDA, which a forked process cannot.
+        on_gpus: whether to include tensors on GPUs. Making one starts CUDA, which a forked process
+            cannot do.
     """
     devices = ("cpu", "cuda") if on_gpus else ("cpu",)
-    made = [torch.inference_mode(mode)(torch.empty)(0, device=x) for x in devices for mode in (False, True)]
-    return frozenset(torch._C._dispatch_keys(x).raw_repr() for x in made)
+    samples = [torch.inference_mode(mode)(torch.empty)(0, device=x) for x in devices for mode in (False, True)]
+    return frozenset(torch._C._dispatch_keys(x).raw_repr() for x in samples)
 
 
 def register_op(
@@ -343,14 +363,14 @@ def register_op(
     function: type[Recorded],
     flop: Callable[..., int],
 ) -> None:
-    """Make an op of the namespace ``mtagen``, which :func:`run` calls by its name.
+    """Register an op in the namespace ``mtagen``, which :func:`run` calls by its name.
 
     Args:
-        schema: the name, the arguments and what is returned, as ``torch.library.Library.define`` takes it.
+        schema: the op's schema, as ``torch.library.Library.define`` takes it.
         kernel: computes the op.
-        fake: gives the results' shapes.
-        function: differentiates it.
-        flop: counts its operations.
+        fake: returns empty results, for tracing.
+        function: differentiates the op.
+        flop: counts the op's flop.
     """
     name, _, _ = schema.partition("(")
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,10 +1,10 @@
-"""From a spec and a target to a plan: stencils, tile geometry, resources, cost.
+"""Make a plan from a spec and a target: stencils, geometry of blocks, resources, cost.
 
-Pure: no torch, no GPU, no files written.
+The planner is pure: it needs neither torch nor a GPU, and writes no files.
 """
 
-from .choice import BACKENDS
+from .choice import BACKENDS, Backend
 from .plan import Plan, plan
 from .targets import TARGETS, Target, get_target, target_for_capability
 
-__all__ = ["BACKENDS", "TARGETS", "Plan", "Target", "get_target", "plan", "target_for_capability"]
+__all__ = ["BACKENDS", "TARGETS", "Backend", "Plan", "Target", "get_target", "plan", "target_for_capability"]

@@ -1,4 +1,5 @@
-"""Kernels with their arguments and grids, and buffers: values that sources, host code and notes are printed from.
+"""Kernels with their arguments and grids, and buffers: values from which sources and host code are
+printed.
 
 Sizes are sympy expressions in the symbols below, which host code has under the same names.
 """
@@ -21,17 +22,17 @@ class Argument:
     """A parameter of a kernel.
 
     Attributes:
-        name: its name in the kernel, and of what the host passes.
-        type: C type of the value, or of what it points to; ``Element`` is that of q, k and v.
-            In Triton ``memory``, ``int64``, ``int32`` or ``float``; or ``descriptor`` or ``tiles``: a tensor that is
-            read or written by tiles of its last two axes; or ``matrices``: the same of which each packed document is a
-            matrix of its own.
-        pointer: whether it points to memory of the device.
-        written: whether the kernel writes there.
-        restrict: whether the kernel is promised that nothing else leads to what it points to.
-        optional: whether it may be null.
-        block: of a descriptor, the constants that are the extents of its tiles.
-        axes: of tiles and of matrices, what the strides of all axes but the last are called.
+        name: name of the parameter in the kernel, and of the value in host code.
+        type: C type of the value, or of the memory that it points to; ``Element`` is that of q, k
+            and v. In Triton ``memory``, ``int64``, ``int32`` or ``float``; or ``descriptor`` or
+            ``tiles``: a tensor that is read or written by tiles of its last two axes; or
+            ``matrices``: a tensor of which each packed document is a matrix.
+        pointer: whether the argument points to memory of the device.
+        written: whether the kernel writes to that memory.
+        restrict: whether no other pointer of the kernel leads to that memory.
+        optional: whether the pointer may be null.
+        block: for a descriptor, the constants that are the extents of its tiles.
+        axes: for tiles and matrices, names of the strides of all axes except the last.
     """
 
     name: str
@@ -45,34 +46,36 @@ class Argument:
 
     @property
     def kind(self) -> str:
-        """What a launcher passes: ``pointer``, or the type of a number."""
+        """The kind of value that a launcher passes: ``pointer``, or the type of a number."""
         return "pointer" if self.pointer else self.type
 
     @property
     def declaration(self) -> str:
-        """In C."""
+        """The declaration of the parameter in C."""
         if not self.pointer:
             return f"{self.type} {self.name}"
         return f"{'' if self.written else 'const '}{self.type}* {'__restrict__ ' if self.restrict else ''}{self.name}"
 
 
 def reads(type: str, *names: str, restrict: bool = True, optional: bool = False) -> tuple[Argument, ...]:
-    """Pointers to what a kernel reads."""
+    """Return pointers to memory that a kernel reads."""
     return tuple(Argument(name, type, pointer=True, restrict=restrict, optional=optional) for name in names)
 
 
 def writes(type: str, *names: str, restrict: bool = True) -> tuple[Argument, ...]:
-    """Pointers to what a kernel writes."""
+    """Return pointers to memory that a kernel writes."""
     return tuple(Argument(name, type, pointer=True, written=True, restrict=restrict) for name in names)
 
 
 def strides(*tensors: str, axes: str = "bhn") -> tuple[Argument, ...]:
-    """The strides, in elements, of tensors laid out (B, H, N, D) or as ``axes`` say, less the last, which is 1."""
+    """Return the strides, in elements, of tensors (B, H, N, D), or of other ``axes``, without the
+    last.
+    """
     return tuple(Argument(f"{tensor}_stride_{axis}", "long long") for tensor in tensors for axis in axes)
 
 
 def numbers(type: str, *names: str) -> tuple[Argument, ...]:
-    """Numbers passed by value."""
+    """Return numbers that are passed by value."""
     return tuple(Argument(name, type) for name in names)
 
 
@@ -81,14 +84,14 @@ class Kernel:
     """One kernel of a pass.
 
     Attributes:
-        role: what it does in its pass, e.g. ``forward`` or ``backward_rows``.
-        name: its entry point.
-        arguments: in order.
-        grid: blocks along x, then along y and z if there are more.
+        role: the kernel's task in its pass, e.g. ``forward`` or ``backward_rows``.
+        name: name of the entry point.
+        arguments: the arguments in their order.
+        grid: blocks along x, then along y and z if there are any.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
-        registers: registers a thread is expected to take at most.
-        constants: (name, value) of what Triton's compiler is told besides the source.
+        registers: expected upper limit of registers per thread.
+        constants: (name, value) of the ``tl.constexpr`` parameters of a Triton kernel.
         stages: depth of the pipeline that Triton's compiler makes of the main loop.
     """
 
@@ -108,12 +111,12 @@ class Buffer:
     """Memory that the host allocates for a pass.
 
     Attributes:
-        name: its name in the host's code, and of the argument it is passed as.
-        shape: its extents.
-        dtype: ``fp32``, ``int32``, or the name of the argument whose dtype it has.
-        like: the argument whose shape it has; ``shape`` is then empty.
-        zeroed: whether it starts as zeros; else it may hold anything.
-        option: name of the host's option without which it is empty.
+        name: name in host code, and of the argument that the buffer is passed as.
+        shape: extents of the buffer.
+        dtype: ``fp32``, ``int32``, or the name of an argument with the same dtype.
+        like: name of an argument with the same shape; ``shape`` is then empty.
+        zeroed: whether the buffer starts as zeros; otherwise it may hold anything.
+        option: name of a host option; the buffer is empty if the option is off.
     """
 
     name: str

@@ -7,7 +7,10 @@ from .geometry.mask import Mask
 
 
 def suffix(spec: Spec, target: str) -> str:
-    """The part of kernel names that tells plans apart, e.g. ``cq6_ck11_d128_bf16_causal_sm90a``."""
+    """Return the part of kernel names that tells plans apart, e.g.
+
+    ``cq6_ck11_d128_bf16_causal_sm90a``.
+    """
     parts = [f"cq{spec.cq}", f"ck{spec.ck}", f"d{spec.head_dim}"]
     parts += [f"dv{spec.value_head_dim}"] * (spec.value_head_dim != spec.head_dim)
     parts += [spec.dtype, Mask.of(spec).name]
@@ -18,7 +21,10 @@ def suffix(spec: Spec, target: str) -> str:
 
 
 def other_stages(spec: Spec) -> str:
-    """The stages besides a convolution before the softmax, e.g. ``mix16_post_cq6_ck11_postmix16``."""
+    """Return the other stages than a convolution before the softmax, e.g.
+
+    ``mix16_post_cq6_ck11_postmix16``.
+    """
     parts = [f"mix{spec.mixed_heads}"] * (spec.mixed_heads is not None)
     parts += ["post_cq{}_ck{}".format(*kernel) for kernel in (spec.post_kernel,) if kernel]
     parts += [f"postmix{spec.post_mixed_heads}"] * (spec.post_mixed_heads is not None)
@@ -26,5 +32,5 @@ def other_stages(spec: Spec) -> str:
 
 
 def kernel_name(lowering: str, role: str, spec: Spec, target: str) -> str:
-    """Name of one kernel, e.g. ``mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a``: a profiler tells lowerings apart."""
+    """Return the name of one kernel, e.g. ``mta_tile_fwd_cq6_ck11_d128_bf16_causal_sm90a``."""
     return f"mta_{lowering}_{role}_{suffix(spec, target)}"

@@ -1,4 +1,4 @@
-"""What every plan of a pass has, whatever lowering and backend make it."""
+"""The interface of a pass's plan, common to all lowerings and backends."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ Fields: TypeAlias = Mapping[str, Any]  # JSON-ready
 
 
 def passes_of(spec: Spec) -> tuple[str, ...]:
-    """The passes that a spec has: packed documents and dropout are for training."""
+    """Return the passes of a spec. With packed documents or dropout it has no decode pass."""
     return PASSES[:2] if spec.packed or spec.dropout else PASSES
 
 
 class PassPlan(ABC):
     """How one pass of a spec is computed on a target. Implementations are frozen dataclasses.
 
-    What is left open by spec and target is one or more decisions, each with a key that says what it depends on and
-    fields that say what was decided: tables hold them, tuning varies them, and they tell candidates from one another.
+    A plan consists of one or more decisions. The key of a decision names everything that it depends
+    on; the fields of a decision are what was decided. Tables store decisions, tuning varies them,
+    and candidates differ in them.
 
     Attributes:
         lowering: ``lift``, ``tile``, ``strip`` or ``tiled ops``.
-        backend: what runs it: ``triton``, ``cuda`` or ``torch``.
+        backend: ``triton``, ``cuda`` or ``torch``.
         spec: the request.
         target: name of the target.
         pass_name: one of ``PASSES``.
-        sums_again: whether a backward pass sums the probabilities of each row anew, see :func:`rounds_alike`.
+        sums_again: whether a backward pass normalises each row of P again, see
+            :func:`rounds_alike`.
     """
 
     lowering: str
@@ -44,7 +46,7 @@ class PassPlan(ABC):
     @property
     @abstractmethod
     def cost(self) -> float:
-        """Modelled multiprocessor cycles per score; of decode, per key."""
+        """Modelled multiprocessor cycles per score; for decode, per key."""
 
     @property
     @abstractmethod
@@ -53,13 +55,13 @@ class PassPlan(ABC):
 
     @abstractmethod
     def decisions(self) -> Mapping[str, Fields]:
-        """What was decided, by key."""
+        """Return the fields of each decision, by key."""
 
     def check_key(self, key: str) -> None:
-        """Check that there is a decision of this key.
+        """Check that the plan has a decision with this key.
 
         Raises:
-            PlanError: there is none.
+            PlanError: the plan has no such decision.
         """
         if key not in self.decisions():
             rule = f"is no decision of the {self.pass_name} pass by {self.backend}"
@@ -67,49 +69,53 @@ class PassPlan(ABC):
 
     @abstractmethod
     def alternatives(self, key: str) -> Sequence[PassPlan]:
-        """Plans that fit the target and differ in this decision only, this one among them; the cheapest first.
+        """Return the plans that fit the target and differ in this decision only, the cheapest
+        first.
+
+        This plan is one of them.
 
         Raises:
-            PlanError: there is no such decision.
+            PlanError: the plan has no such decision.
         """
 
     @abstractmethod
     def decided(self, key: str, fields: Fields) -> PassPlan:
-        """The plan with this decision taken so.
+        """Return the plan with these fields of a decision.
 
         Raises:
-            PlanError: it is not legal here, or there is no such decision.
+            PlanError: the fields are not legal here, or the plan has no such decision.
         """
 
     @abstractmethod
     def decision_cost(self, key: str) -> float:
-        """The part of the modelled cost that this decision changes.
+        """Return the part of the modelled cost that this decision changes.
 
         Raises:
-            PlanError: there is no such decision.
+            PlanError: the plan has no such decision.
         """
 
     @abstractmethod
     def rows_of_table(self) -> Iterable[tuple[str, str, str]]:
-        """Facts for the plan's table, as (section, name, value)."""
+        """Return facts for the plan's table, as (section, name, value)."""
 
 
 def rounds_alike(forward: PassPlan, backward: PassPlan) -> bool:
-    """Whether a backward pass may follow a forward pass: the only pairs that a plan has.
+    """Return whether a backward pass may follow a forward pass in a plan.
 
-    The backward pass takes P = exp(C - lse), where C are its own scores and lse is the forward pass's. Lowerings and
-    backends round scores differently, and then a row of P does not sum to 1: gradients lose the accuracy of either. So
-    both passes are of one lowering and backend, or the backward pass sums each row of P anew.
+    The backward pass takes P = exp(C - lse), where C are its own scores and lse is that of the
+    forward pass. If two lowerings or backends round scores differently, the rows of P do not sum to
+    1, and the gradients are less accurate than those of either. So both passes must have the same
+    lowering and backend, unless the backward pass normalises each row of P again.
     """
     alike = (forward.lowering, forward.backend) == (backward.lowering, backward.backend)
     return alike or backward.sums_again
 
 
 def check_convolves_only(spec: Spec, backend: str) -> None:
-    """Check that a lowering that convolves scores before the softmax, and nothing else, can make a spec.
+    """Check that a spec has no stage except a convolution before the softmax.
 
     Raises:
-        PlanError: there are other stages.
+        PlanError: the spec has another stage.
     """
     for name in ("mixed_heads", "post_kernel", "post_mixed_heads"):
         if (stage := getattr(spec, name)) is not None:
@@ -118,5 +124,5 @@ def check_convolves_only(spec: Spec, backend: str) -> None:
 
 
 def describe(fields: Fields) -> str:
-    """Fields as a line of text, such as ``warps=12 keys=64``."""
+    """Return fields as a line of text, such as ``warps=12 keys=64``."""
     return " ".join(f"{name}={value}" for name, value in fields.items())

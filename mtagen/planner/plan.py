@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import PlanError, SpecError, check_choice, explain
 from ..spec import Spec
 from . import torch_ops
-from .choice import BACKENDS, GENERATED, Choice, PlannedPass, choose_backends, lowerings, plan_pass
+from .choice import BACKENDS, GENERATED, Backend, Choice, PlannedPass, choose_backends, lowerings, plan_pass
 from .geometry.mask import Mask
 from .geometry.stencil import pipeline_stencil
 from .lift.passes import LiftPass
@@ -26,12 +26,13 @@ from .tile.passes import TilePass
 
 @dataclass(frozen=True)
 class Plan:
-    """How one spec is computed on one target. Comparable, hashable, printable; JSON round trip.
+    """How one spec is computed on one target. Comparable, hashable, printable, and convertible to
+    JSON.
 
     Attributes:
-        spec: what was asked for.
-        target: name of the target planned for.
-        passes: forward, backward, and decode where the spec has it.
+        spec: the request.
+        target: name of the target.
+        passes: forward, backward, and decode if the spec has it.
     """
 
     spec: Spec
@@ -41,49 +42,54 @@ class Plan:
     @property
     def backend(self) -> str:
         """The backend of all passes, or several such as ``cuda+triton``."""
-        used = {one.backend for one in self.passes}
+        used = {planned.backend for planned in self.passes}
         return "+".join(backend for backend in BACKENDS if backend in used)
 
     @property
     def reason(self) -> str:
-        """Why this backend; pass by pass if that differs."""
-        reasons = {one.reason for one in self.passes}
+        """The reason for the backend, or the reason for each pass if they differ."""
+        reasons = {planned.reason for planned in self.passes}
         if len(reasons) == 1:
             return reasons.pop()
-        return "; ".join(f"{one.plan.pass_name}: {one.reason}" for one in self.passes)
+        return "; ".join(f"{planned.plan.pass_name}: {planned.reason}" for planned in self.passes)
 
     def served_by(self, backend: str) -> tuple[str, ...]:
-        """The passes that ``backend`` computes."""
-        return tuple(one.plan.pass_name for one in self.passes if one.backend == backend)
+        """Return the passes that ``backend`` computes."""
+        return tuple(planned.plan.pass_name for planned in self.passes if planned.backend == backend)
 
     def __getitem__(self, pass_name: str) -> PassPlan:
-        """How a pass is computed."""
-        return next(one.plan for one in self.passes if one.plan.pass_name == pass_name)
+        """Return the plan of a pass."""
+        return next(planned.plan for planned in self.passes if planned.plan.pass_name == pass_name)
 
     @cached_property
     def tile(self) -> Mapping[str, TilePass]:
         """The passes of the lowering "tile", by name."""
-        return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, TilePass)}
+        plans = (planned.plan for planned in self.passes)
+        return {plan.pass_name: plan for plan in plans if isinstance(plan, TilePass)}
 
     @cached_property
     def lift(self) -> Mapping[str, LiftPass]:
         """The passes of the lowering "lift", by name."""
-        return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, LiftPass)}
+        plans = (planned.plan for planned in self.passes)
+        return {plan.pass_name: plan for plan in plans if isinstance(plan, LiftPass)}
 
     @cached_property
     def strip(self) -> Mapping[str, StripPass]:
         """The passes of the lowering "strip", by name."""
-        return {one.plan.pass_name: one.plan for one in self.passes if isinstance(one.plan, StripPass)}
+        plans = (planned.plan for planned in self.passes)
+        return {plan.pass_name: plan for plan in plans if isinstance(plan, StripPass)}
 
     @cached_property
     def cuda(self) -> Mapping[str, TilePass | StripSource]:
-        """What CUDA sources are printed from, by role: of fused passes, of kernels in strips."""
+        """The plans from which CUDA sources are printed, by role: fused passes, and kernels of
+        strips.
+        """
         passes: tuple[TilePass | StripPass, ...] = (*self.tile.values(), *self.strip.values())
-        return {role: source for one in passes for role, source in one.cuda.items()}
+        return {role: source for plan in passes for role, source in plan.cuda.items()}
 
     @property
     def triton(self) -> tuple[str, ...]:
-        """The passes whose host functions, and some kernels at least, are in a module of Triton's."""
+        """The passes whose host functions and at least some kernels are in a Triton module."""
         return (*self.lift, *self.strip)
 
     @property
@@ -93,63 +99,70 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Name of the plan, and with the lowering of its generated modules."""
+        """The name of the plan, which the names of its generated modules extend by the lowering."""
         return f"mta_{self.suffix}"
 
     def replaced(self, changed: PassPlan) -> Plan:
-        """The plan with another plan of one pass."""
+        """Return the plan with another plan of one pass."""
         passes = (
-            PlannedPass(changed, one.reason, one.sources) if one.plan.pass_name == changed.pass_name else one
-            for one in self.passes
+            PlannedPass(changed, planned.reason, planned.sources)
+            if planned.plan.pass_name == changed.pass_name
+            else planned
+            for planned in self.passes
         )
         return Plan(self.spec, self.target, tuple(passes))
 
     def decided(self, key: str, fields: Fields) -> Plan:
-        """The plan with a decision taken so, by all passes that have it: they may share a kernel."""
-        made = self
-        for one in self.passes:
-            if key in one.plan.decisions():
-                made = made.replaced(one.plan.decided(key, fields))
-        return made
+        """Return the plan with this decision in all passes that have it, because they may share a
+        kernel.
+        """
+        result = self
+        for planned in self.passes:
+            if key in planned.plan.decisions():
+                result = result.replaced(planned.plan.decided(key, fields))
+        return result
 
     def flops_per_score(self) -> dict[str, int]:
-        """Multiply-add flop per (row, key) pair of each training pass, and of attention without convolution."""
+        """Return the flop per (row, key) pair of each training pass and of plain attention.
+
+        A multiply-add is 2 flop.
+        """
         flop = {}
-        for one in (planned.plan for planned in self.passes if planned.plan.pass_name != "decode"):
-            lowering = lowerings(one.backend, self.spec)[one.lowering]
-            flop[one.pass_name] = lowering.flop_per_score(one.pass_name, self.spec)
+        for plan in (planned.plan for planned in self.passes if planned.plan.pass_name != "decode"):
+            lowering = lowerings(plan.backend, self.spec)[plan.lowering]
+            flop[plan.pass_name] = lowering.flop_per_score(plan.pass_name, self.spec)
         return flop | {"plain attention forward": 2 * (self.spec.head_dim + self.spec.value_head_dim)}
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict; :meth:`from_dict` inverts it."""
+        """Return a JSON-ready dict; :meth:`from_dict` inverts it."""
         return {
             "spec": self.spec.to_dict(),
             "target": self.target,
-            "passes": {one.plan.pass_name: one.to_dict() for one in self.passes},
+            "passes": {planned.plan.pass_name: planned.to_dict() for planned in self.passes},
         }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """Inverse of :meth:`to_dict`.
+        """Return the plan that :meth:`to_dict` made ``fields`` from.
 
         Raises:
-            PlanError: a decision is none that this version of mtagen can take.
+            PlanError: this version of mtagen cannot take one of the decisions.
         """
         spec, target = Spec.from_dict(fields["spec"]), fields["target"]
-        passes = (PlannedPass.from_dict(name, spec, target, one) for name, one in fields["passes"].items())
+        passes = (PlannedPass.from_dict(name, spec, target, planned) for name, planned in fields["passes"].items())
         return cls(spec, target, tuple(passes))
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of :meth:`to_json`."""
+        """Return the plan that :meth:`to_json` made ``text`` from."""
         return cls.from_dict(json.loads(text))
 
     def table(self) -> list[tuple[str, str, str]]:
-        """What was decided and why, as (section, name, value) rows."""
+        """Return the decisions and their reasons, as (section, name, value) rows."""
         spec = self.spec
         rows = [
             *(("request", name, value) for name, value in _stages(spec)),
@@ -159,20 +172,23 @@ class Plan:
             ("request", "dtype", spec.dtype),
             ("choice", "target", self.target),
         ]
-        if len({(one.backend, one.reason) for one in self.passes}) == 1:
+        if len({(planned.backend, planned.reason) for planned in self.passes}) == 1:
             rows.append(("choice", "backend", f"{self.backend}: {self.reason}"))
         else:
-            rows += [("choice", f"{one.plan.pass_name} backend", f"{one.backend}: {one.reason}") for one in self.passes]
+            rows += [
+                ("choice", f"{planned.plan.pass_name} backend", f"{planned.backend}: {planned.reason}")
+                for planned in self.passes
+            ]
         forward = pipeline_stencil(spec)
         backward = forward.then(forward.adjoint())
         for name, stencil in (("forward", forward), ("backward", backward)):
             above, below, left, right = stencil.halo
             rows.append(("stencil", f"{name} halo", f"rows {above} + {below}, keys {left} + {right}"))
         rows += [("cost", f"flop per score, {name}", str(flop)) for name, flop in self.flops_per_score().items()]
-        for one in self.passes:
-            decisions = one.plan.decisions()
-            rows += [(one.plan.pass_name, key, f"{describe(decisions[key])} ({source})") for key, source in one.sources]
-            rows += one.plan.rows_of_table()
+        for planned in self.passes:
+            pass_name, decisions = planned.plan.pass_name, planned.plan.decisions()
+            rows += [(pass_name, key, f"{describe(decisions[key])} ({source})") for key, source in planned.sources]
+            rows += planned.plan.rows_of_table()
         return rows
 
     def __str__(self) -> str:
@@ -187,7 +203,7 @@ class Plan:
 
 
 def _stages(spec: Spec) -> Iterator[tuple[str, str]]:
-    """The stages of a pipeline, for the table."""
+    """Yield the stages of a pipeline as (name, value), for the table."""
     for when, kernel, mixed in (
         ("before the softmax", spec.kernel, spec.mixed_heads),
         ("after the softmax", spec.post_kernel, spec.post_mixed_heads),
@@ -202,7 +218,7 @@ def _stages(spec: Spec) -> Iterator[tuple[str, str]]:
 def plan(
     spec: Spec,
     target: str | Target = "sm_90a",
-    backend: str = "auto",
+    backend: Backend = "auto",
     available: Collection[str] = GENERATED,
     tables: Sequence[Table] | None = None,
 ) -> Plan:
@@ -211,13 +227,15 @@ def plan(
     Args:
         spec: the request.
         target: a target, its name, or ``"cpu"``.
-        backend: ``cuda``, ``triton``, ``torch``, or ``auto``: on GPUs the generated kernels expected to be faster, pass
-            by pass; on the CPU tiled PyTorch ops.
-        available: the backends that ``auto`` may choose from on GPUs.
-        tables: measured decisions, the first that has one is followed; by default the target's table in the package.
+        backend: ``cuda``, ``triton``, ``torch``, or ``auto``. On GPUs ``auto`` takes the generated
+            kernels that are expected to be faster, for each pass; on the CPU it takes tiled PyTorch
+            ops.
+        available: the backends from which ``auto`` may choose on GPUs.
+        tables: measured decisions. The first table that has a decision is followed. By default only
+            the target's table in the package is used.
 
     Raises:
-        SpecError: an argument is of a wrong type; unknown target or backend.
+        SpecError: an argument is of a wrong type; the target or backend is unknown.
         PlanError: the backend cannot do this spec on this target; the message names the limit.
     """
     _check_arguments(spec, target, backend, available, tables)
@@ -237,16 +255,20 @@ def plan(
 
 
 def _check_arguments(spec: object, target: object, backend: object, available: object, tables: object) -> None:
-    """Refuse what :func:`plan` cannot take, before anything asks it a question that it cannot answer."""
+    """Check the types and values of the arguments of :func:`plan`."""
     if not isinstance(spec, Spec):
         raise SpecError(explain("spec", spec, "must be a Spec", "such as mtagen.Spec(kernel=(6, 11), head_dim=64)"))
     if not isinstance(target, (str, Target)):
         raise SpecError(explain("target", target, "must be a target or its name", ("cpu", *TARGETS)))
+    if isinstance(target, str):
+        names = ("cpu", *TARGETS)
+        rule = f"is not known; backend={target!r} says how to compute" if target in BACKENDS else "is not known"
+        check_choice("target", target, names, rule)
     check_choice("backend", backend, BACKENDS, "is not built")
     if not isinstance(available, (tuple, list, set, frozenset)) or not all(
-        isinstance(one, str) and one in GENERATED for one in available
+        isinstance(name, str) and name in GENERATED for name in available
     ):
         raise SpecError(explain("available", available, "must hold backends that generate kernels", GENERATED))
-    if not (tables is None or (isinstance(tables, (tuple, list)) and all(isinstance(one, Table) for one in tables))):
+    if not (tables is None or (isinstance(tables, (tuple, list)) and all(isinstance(x, Table) for x in tables))):
         rule = "must be a tuple or list of tables, or None"
         raise SpecError(explain("tables", tables, rule, "mtagen.planner.tables.Table"))

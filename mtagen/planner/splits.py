@@ -1,4 +1,6 @@
-"""How many parts are made of the keys where there is too little else to share out: of a few rows, or heads."""
+"""Split the keys into parts that CTAs process in parallel, where rows and heads alone do not fill
+the GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,18 @@ from sympy import Expr
 from .geometry.mask import Mask
 
 _N_MAX, _N_NEW = sympy.symbols("n_max n_new", integer=True, positive=True)  # keys of a cache, and new tokens
-_MIN_TILES = 4  # a split shorter than this spends its time on starting
+_MIN_TILES = 4  # a shorter split spends most of its time on its prologue
 _MAX_WAVES = 4
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """What the number of splits is chosen with at run time, by ``templates/host/splits.py``.
+    """The numbers from which ``templates/host/splits.py`` chooses the number of splits at run time.
 
     Attributes:
-        slots: CTAs the target holds at once.
-        min_keys: keys of a split, at least.
-        max_waves: rounds of ``slots`` CTAs, at most, that splitting may make.
+        slots: number of CTAs that are resident on the target at once.
+        min_keys: lower limit of a split's keys.
+        max_waves: upper limit of waves of ``slots`` CTAs that splitting may make.
     """
 
     slots: int
@@ -30,10 +32,13 @@ class SplitRule:
 
 
 def split_rule(resident: int, block_n: int, multiprocessors: int, max_waves: int = _MAX_WAVES) -> SplitRule:
-    """The rule for a kernel of which a multiprocessor holds ``resident`` CTAs."""
+    """Return the rule for a kernel with ``resident`` CTAs per multiprocessor."""
     return SplitRule(resident * multiprocessors, _MIN_TILES * block_n, max_waves)
 
 
 def split_keys(mask: Mask) -> Expr:
-    """Keys of a cache that are split, at most: those that some new token sees; in names of the host code."""
+    """Return the upper limit of a cache's keys that are split: those that any new token sees.
+
+    The expression uses the names of host code.
+    """
     return _N_MAX if mask.left is None else sympy.Min(_N_MAX, _N_NEW + mask.left)

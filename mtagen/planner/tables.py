@@ -1,4 +1,4 @@
-"""Measured decisions: which candidates are the fastest on a GPU, and CUDA's time over Triton's.
+"""Tables of measured decisions: the fastest candidates on a GPU, and CUDA's time over Triton's.
 
 A table for a target ships with the package (``tables/<target>.json``); ``mtagen tune`` makes one on the user's machine.
 """
@@ -21,18 +21,18 @@ SHIPPED, TUNED = "measured", "tuned here"
 
 
 class Shape(NamedTuple):
-    """What the choice of a backend depends on."""
+    """The properties of a request that the choice of a backend depends on."""
 
     cq: int
     ck: int
     head_dim: int
     mask: str
-    stages: str = ""  # besides a convolution before the softmax
-    value_head_dim: int = 0  # 0: as head_dim
+    stages: str = ""  # stages other than a convolution before the softmax
+    value_head_dim: int = 0  # 0 means the same as head_dim
 
     @classmethod
     def of(cls, spec: Spec) -> Shape:
-        """The shape of a request."""
+        """Return the shape of a request."""
         other = spec.value_head_dim if spec.value_head_dim != spec.head_dim else 0
         return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name, other_stages(spec), other)
 
@@ -44,10 +44,10 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one device.
+    """Decisions and ratios that were measured on one device.
 
     Attributes:
-        source: what a plan says of decisions that come from here.
+        source: the name by which plans cite the table, ``SHIPPED`` or ``TUNED``.
         decisions: fields by key, see :class:`mtagen.planner.passes.PassPlan`.
         cuda_over_triton: pass -> shape -> time of CUDA's kernels over Triton's.
     """
@@ -57,7 +57,7 @@ class Table:
     cuda_over_triton: Mapping[str, Mapping[Shape, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict; :meth:`from_dict` inverts it."""
+        """Return a JSON-ready dict; :meth:`from_dict` inverts it."""
         return {
             "decisions": {key: dict(fields) for key, fields in sorted(self.decisions.items())},
             "cuda_over_triton": {
@@ -68,7 +68,10 @@ class Table:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], source: str) -> Table:
-        """Inverse of :meth:`to_dict`; what else ``fields`` holds, such as the device, is for readers."""
+        """Return the table that :meth:`to_dict` made ``fields`` from.
+
+        Other entries, e.g. the device, are ignored.
+        """
         ratios = {
             pass_name: {_read(shape): ratio for shape, ratio in shapes.items()}
             for pass_name, shapes in fields["cuda_over_triton"].items()
@@ -76,7 +79,7 @@ class Table:
         return cls(source, fields["decisions"], ratios)
 
     def updated(self, newer: Table) -> Table:
-        """This table, with ``newer``'s decisions where both have one."""
+        """Return this table with the entries of ``newer``, which replace those of this one."""
         passes = {*self.cuda_over_triton, *newer.cuda_over_triton}
         ratios = {
             name: {**self.cuda_over_triton.get(name, {}), **newer.cuda_over_triton.get(name, {})} for name in passes
@@ -86,7 +89,7 @@ class Table:
 
 @cache
 def shipped(target: str) -> Table:
-    """The table that comes with the package; empty if there is none for ``target``."""
+    """Return the table that comes with the package; empty if there is none for ``target``."""
     path = files(__package__) / "tables" / f"{target}.json"
     return Table.from_dict(json.loads(path.read_text()), SHIPPED) if path.is_file() else Table(SHIPPED)
 

@@ -1,9 +1,10 @@
 """The GPUs that kernels are planned for: one row per target.
 
-Sizes are those a kernel may use, rates the vendor's peaks for dense work; L2 rates are estimates, to rank
-plans with. Sources: the CUDA C++ Programming Guide (technical specifications per compute capability); NVIDIA's data
-sheets of the A100, L40S and H200, its GA102 white paper for the RTX 3090 and its RTX Blackwell white paper for the
-RTX 5090; AMD's CDNA 3 white paper and the MI300X data sheet.
+Sizes are those that a kernel may use. Rates are the vendor's peaks for dense work. L2 rates are
+estimates, for ranking plans only. Sources: the CUDA C++ Programming Guide (technical specifications
+per compute capability); NVIDIA's data sheets of the A100, L40S and H200, its GA102 white paper for
+the RTX 3090 and its RTX Blackwell white paper for the RTX 5090; AMD's CDNA 3 white paper and the
+MI300X data sheet.
 """
 
 from __future__ import annotations
@@ -13,43 +14,45 @@ from dataclasses import dataclass
 
 from ..errors import SpecError, check_choice, explain
 
-GRID_X = 2**31 - 1  # blocks along x of a grid, at most
-GRID_YZ = 2**16 - 1  # along y, and along z
-SHARED_BYTES_PER_CYCLE = 128  # of an NVIDIA multiprocessor
+GRID_X = 2**31 - 1  # upper limit of blocks along x of a grid
+GRID_YZ = 2**16 - 1  # upper limit along y, and along z
+SHARED_BYTES_PER_CYCLE = 128  # per NVIDIA multiprocessor
 _KIB = 1024
-RESERVED_SHARED = _KIB  # bytes that the system takes of every CTA's share
-# Families of matrix instructions: those of a warp on NVIDIA GPUs since 8.0, of a warpgroup, of AMD's wavefronts. Where
-# one architecture alone has a family, which later ones do not keep, it stands here.
+RESERVED_SHARED = _KIB  # bytes of shared memory that the system reserves per CTA
+# Families of matrix instructions, with the architecture if only one has them: instructions of a warp (NVIDIA GPUs since
+# 8.0), of a warpgroup, and of AMD's wavefronts.
 _MATRIX: dict[str, int | None] = {"mma": None, "wgmma": 90, "mfma": None}
-# Shared memory that a block may take, in KiB, on GPUs that have no row here, and on those that are not known.
+# Shared memory in KiB that a block may use on GPUs without a row here, and on unknown GPUs.
 _SHARED = {(8, 7): 163, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED = 99
-_CLOCK_GHZ = 1.7  # about an H200's under load, on which the cost models' cycles were measured
+_CLOCK_GHZ = 1.7  # about that of an H200 under load, where the cost models' cycles were measured
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan needs to know of a GPU.
+    """The properties of a GPU that plans depend on.
 
     Attributes:
         name: the target's name in plans, kernel names and cache paths.
-        device: the product whose rates these are.
+        device: the product that has these rates.
         backend: Triton's backend, ``cuda`` or ``hip``.
         arch: the architecture: ten times the compute capability, such as 90, or a gfx name.
         warp_size: threads that run in lockstep.
         multiprocessors: SMs, or compute units on AMD.
-        shared_per_block: bytes of shared memory one block may take.
-        shared_per_multiprocessor: bytes of shared memory its resident blocks share.
-        registers_per_multiprocessor: 32-bit registers its resident threads share.
-        registers_per_thread: the most one thread may hold before it spills.
+        shared_per_block: bytes of shared memory that one block may use.
+        shared_per_multiprocessor: bytes of shared memory for all resident blocks of a
+            multiprocessor.
+        registers_per_multiprocessor: 32-bit registers for all resident threads of a multiprocessor.
+        registers_per_thread: registers that one thread can have before it spills.
         tensor_tflops: dense bf16 matrix rate with fp32 accumulation, TFLOP/s.
         dram_gbps: memory bandwidth, GB/s.
-        l2_gbps: estimated bandwidth of the last-level cache all multiprocessors share, GB/s.
-        matrix: the families of matrix instructions that its kernels may use: ``mma``, ``wgmma``, ``mfma``.
-        dtypes: element types its kernels may have.
+        l2_gbps: estimated bandwidth of the last-level cache, which all multiprocessors share, GB/s.
+        matrix: families of matrix instructions that kernels may use: ``mma``, ``wgmma``, ``mfma``.
+        dtypes: element types that kernels may have.
 
     Raises:
-        SpecError: its architecture lacks a family of matrix instructions; the name is that of another architecture.
+        SpecError: the architecture lacks a family of matrix instructions, or the name is that of
+            another architecture.
     """
 
     name: str
@@ -79,20 +82,24 @@ class Target:
 
     @property
     def is_specific(self) -> bool:
-        """Whether its kernels may use what one architecture alone has."""
+        """Whether kernels may use instructions that only this architecture has."""
         return any(_MATRIX[family] for family in self.matrix)
 
     @property
     def sm(self) -> str:
-        """What CUDA sources are compiled for; the ``a`` marks code that runs on one architecture alone."""
+        """The architecture for which CUDA sources are compiled.
+
+        ``a`` marks code that no other one runs.
+        """
         return f"sm_{self.arch}{'a' if self.is_specific else ''}"
 
     @property
     def tensor_descriptors(self) -> bool:
-        """Whether it loads and stores tiles by descriptors of tensors (TMA). Elsewhere Triton's kernels take pointers.
+        """Whether Triton's kernels load and store tiles by tensor descriptors (TMA) instead of
+        pointers.
 
-        Triton compiles descriptors for any target, but where there is no TMA it knows nothing of their alignment, and
-        makes narrow loads that are not pipelined.
+        Triton compiles descriptors for any target. Without TMA it does not know their alignment,
+        and makes narrow loads that are not pipelined.
         """
         return isinstance(self.arch, int) and self.arch >= 90
 
@@ -103,7 +110,9 @@ class Target:
 
     @property
     def mma_flop_per_cycle(self) -> float:
-        """The same of ``mma.sync``, which does not reach the rate of ``wgmma``: 0.62 of it, measured on an H200."""
+        """Dense bf16 flop per cycle with ``mma.sync``, which on an H200 reached 0.62 of the rate of
+        ``wgmma``.
+        """
         return self.tensor_flop_per_cycle * (0.62 if "wgmma" in self.matrix else 1)
 
     @property
@@ -222,17 +231,17 @@ _ROWS = (
         name="generic",
         device="any GPU that Triton's CUDA backend serves, cautiously",
         backend="cuda",
-        arch=80,  # what the tests compile for
+        arch=80,  # the architecture for which the tests compile
         warp_size=32,
         multiprocessors=64,
-        shared_per_block=48 * _KIB,  # what a block gets without opting in to more
+        shared_per_block=48 * _KIB,  # the limit without opting in to more
         shared_per_multiprocessor=64 * _KIB,
         registers_per_multiprocessor=65536,
         registers_per_thread=255,
         tensor_tflops=100,
         dram_gbps=600,
         l2_gbps=2000,
-        matrix=(),  # not known, and Triton does not ask
+        matrix=(),  # unknown, and not needed for Triton's kernels
     ),
 )
 
@@ -242,21 +251,22 @@ _BY_CAPABILITY = {divmod(target.arch, 10): target for target in _ROWS if isinsta
 
 
 def get_target(name: str) -> Target:
-    """The target called ``name``.
+    """Return the target called ``name``.
 
     Raises:
-        SpecError: there is none; the message lists the names.
+        SpecError: no target has this name; the message lists the names.
     """
     check_choice("target", name, tuple(TARGETS), "is not known")
     return TARGETS[name]
 
 
 def target_for_capability(capability: tuple[int, int]) -> Target:
-    """The target for a CUDA compute capability (major, minor).
+    """Return the target for a CUDA compute capability (major, minor).
 
-    A capability without a row of its own gets that of an earlier one whose kernels use ``mma`` alone, which every GPU
-    since 8.0 has, and no more shared memory than this GPU is known to have: the row with the most of it, and of those
-    the latest. GPUs before 8.0 get ``generic``.
+    A capability without a row gets the row of an earlier one. Kernels of that row must use ``mma``
+    alone, which every GPU since 8.0 has, and no more shared memory than this GPU is known to have.
+    Among such rows the one with the most shared memory is taken, and the latest of several. GPUs
+    before 8.0 get ``generic``.
     """
     if capability in _BY_CAPABILITY:
         return _BY_CAPABILITY[capability]

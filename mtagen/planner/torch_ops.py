@@ -1,4 +1,4 @@
-"""Passes made of PyTorch ops, which leave nothing to decide."""
+"""Plans of passes that are made of PyTorch ops. They have no decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .targets import Target
 
 @dataclass(frozen=True)
 class TorchPass(PassPlan):
-    """One pass made of tiled PyTorch ops, on any device. It leaves nothing to decide, so that no cost is asked for."""
+    """One pass made of tiled PyTorch ops, on any device.
+
+    It has no decisions, so its cost is never compared.
+    """
 
     spec: Spec
     target: str
@@ -52,17 +55,19 @@ class TorchPass(PassPlan):
 
 
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[TorchPass]:
-    """The one plan there is."""
+    """Return the only plan of a pass."""
     return [from_fields(pass_name, spec, target.name, {})]
 
 
 def flop_per_score(pass_name: str, spec: Spec) -> int:
-    """Flop per (row, key) pair of a training pass: as of Triton's kernels, which lift or strip as these ops do."""
+    """Return the flop per (row, key) pair of a training pass: that of Triton's kernels of the same
+    lowering.
+    """
     if spec.convolves_only:
         return lift.flop_per_score(pass_name, spec)
     return strip.LOWERINGS["triton"].flop_per_score(pass_name, spec)
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> TorchPass:
-    """The one plan there is; the target may be ``cpu``."""
+    """Return the only plan of a pass; the target may be ``cpu``."""
     return TorchPass(spec, target, pass_name)

@@ -44,16 +44,16 @@ from ..version import __version__
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 MANIFEST = "manifest.json"
-# Tells backup tools of a cache directory (https://bford.info/cachedir), and `Cache.clear` that it is ours.
+# Marks a cache directory for backup tools (https://bford.info/cachedir), and as mtagen's for `Cache.clear`.
 TAG = "CACHEDIR.TAG"
 TAG_CONTENT = b"Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtagen.\n"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _KEY = re.compile(r"[0-9a-f]{64}")
-_OWNED = re.compile(rf"(?P<entry>{_NAME.pattern}-[0-9a-f]{{16}})(\.[0-9a-f]{{32}}\.tmp|\.lock)?")
+_ENTRY_NAME = re.compile(rf"(?P<entry>{_NAME.pattern}-[0-9a-f]{{16}})(\.[0-9a-f]{{32}}\.tmp|\.lock)?")
 
-_LATEST = 2.0**37  # a Unix time that dates can still say
-# Whatever the umask, nobody but the owner may write what the cache makes.
+_LATEST = 2.0**37  # a Unix time that dates can still represent
+# Whatever the umask, only the owner may write the files and folders of the cache.
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # No link is followed, and a pipe that stands where a file should be does not block. Windows has neither flag.
@@ -64,7 +64,7 @@ _private: dict[tuple[Path, str], Entry] = {}  # entries that could not be publis
 
 
 class UntrustedError(PermissionError):
-    """A folder or file of the cache is a link, or another user owns it or may write it."""
+    """Error: a folder or file of the cache is a link, or another user owns it or may write it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Entry:
         name: readable kernel name.
         arch: target architecture.
         key: sha256 key, 64 hex digits.
-        version: the mtagen version that made it.
+        version: the mtagen version that wrote the entry.
         created: Unix time of its creation, in seconds.
         metadata: free JSON fields given at its creation.
         files: content by file name.
@@ -93,12 +93,13 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes in its files, the manifest not counted."""
+        """Bytes in the entry's files, without the manifest."""
         return sum(map(len, self.files.values()))
 
 
 def cache_key(*parts: bytes | Json) -> str:
-    """sha256, as 64 hex digits, of an unambiguous serialisation of the parts: bytes, or any JSON value.
+    """Return the sha256, as 64 hex digits, of an unambiguous serialisation of the parts: bytes, or
+    any JSON value.
 
     Raises:
         TypeError: a part is neither bytes nor JSON-able.
@@ -128,7 +129,8 @@ class Cache:
         sources: Mapping[str, bytes] = MappingProxyType({}),
         renew: bool = False,
     ) -> Entry:
-        """The entry of ``key``; built and published first when no valid one is there, or if it is to be renewed.
+        """Return the entry of ``key``; build and publish it first if there is no valid entry or
+        ``renew`` is set.
 
         A process that finds the entry being built by another waits for it, at most
         ``MTAGEN_CACHE_LOCK_TIMEOUT`` seconds. Past that, or when the cache cannot be written or trusted, the entry
@@ -137,8 +139,8 @@ class Cache:
         Args:
             name: readable kernel name; letters, digits and ``_.+-``.
             arch: target architecture; the same characters.
-            key: made by :func:`cache_key`.
-            build: makes the content that ``sources`` lack, by plain file name.
+            key: a result of :func:`cache_key`.
+            build: returns the content that ``sources`` lack, by plain file name.
             metadata: free JSON fields to keep in the manifest.
             sources: the part of the content that the caller has, by plain file name. An entry that holds anything
                 else in these files is rebuilt.
@@ -153,7 +155,7 @@ class Cache:
         if not renew and (entry := self.find(name, arch, key, sources)):
             return entry
 
-        def make() -> Entry:
+        def build_entry() -> Entry:
             files = {**sources, **build()}
             for file in files:
                 _check(_NAME, file=file)
@@ -167,14 +169,14 @@ class Cache:
                 self._check_trusted(folder)
             lock = _lock(path).acquire(Config.from_env().cache_lock_timeout)
         except OSError as error:  # filelock's Timeout is one
-            return self._keep_privately(make(), error)
+            return self._keep_privately(build_entry(), error)
         with lock:
             if not renew and (entry := _load(path, key, sources)):
                 return entry
-            for leftover in _staged(path):  # of a builder that was killed
+            for leftover in _staged(path):  # from a process that was killed while it built the entry
                 with suppress(OSError):
                     _remove(leftover)
-            entry = make()
+            entry = build_entry()
             try:
                 self._tag()
                 _publish(entry)
@@ -184,7 +186,8 @@ class Cache:
             return entry
 
     def find(self, name: str, arch: str, key: str, sources: Mapping[str, bytes] = MappingProxyType({})) -> Entry | None:
-        """The valid entry of ``key``, if there is one; as for :meth:`get_or_build`, it must hold the ``sources``.
+        """Return the valid entry of ``key``, if any; as for :meth:`get_or_build`, it must hold the
+        ``sources``.
 
         A ``RuntimeWarning`` says, once, that the cache is not trusted.
 
@@ -192,7 +195,7 @@ class Cache:
             SpecError: the name, the arch or the key is not legal.
         """
         path = self._path(name, arch, key)
-        if entry := _private.get((path, key)):  # it has replaced what could not be written
+        if entry := _private.get((path, key)):  # it stands in for an entry that could not be written
             return entry
         try:
             self._check_trusted(*self._above(path))
@@ -202,33 +205,34 @@ class Cache:
         return _load(path, key, sources)
 
     def entries(self) -> Iterator[Entry]:
-        """The valid entries of all mtagen versions and architectures, in order of path.
+        """Yield the valid entries of all mtagen versions and architectures, in order of path.
 
         Raises:
             OSError: the cache cannot be read, or is not to be trusted.
         """
-        for path in self._owned():
+        for path in self._entry_paths():
             if entry := _load(path):
                 yield entry
 
     def clear(self) -> tuple[int, int]:
-        """Remove the entries of all mtagen versions; gives their number and the bytes freed.
+        """Remove the entries of all mtagen versions; return their number and the bytes freed.
 
-        Only what the cache made is removed, in folders that carry its tag; no link is followed. Entries that a running
-        process is building are left to it. Processes that have loaded an entry keep it.
+        Only entries are removed, in folders that carry the cache's tag; no link is followed.
+        Entries that a running process is building are left to it. Processes that have loaded an
+        entry keep it.
 
         Raises:
             OSError: the cache cannot be written, or is not to be trusted.
         """
         count = freed = 0
-        for path in self._owned():
+        for path in self._entry_paths():
             lock = _lock(path)
             with suppress(Timeout), lock.acquire(timeout=0):
                 doomed = [*filter(os.path.lexists, [path]), *_staged(path)]
                 count += path in doomed
                 freed += sum(map(_size, doomed))
-                for one in doomed:
-                    _discard(one)
+                for folder in doomed:
+                    _discard(folder)
                 # Safe while held: filelock does not accept a lock on an unlinked file.
                 Path(lock.lock_file).unlink()
         return count, freed
@@ -238,8 +242,9 @@ class Cache:
         _check(_KEY, key=key)
         return self.root / __version__ / arch / f"{name}-{key[:16]}"
 
-    def _owned(self) -> list[Path]:
-        """Paths of all entries, whole or not, in version directories that carry our tag.
+    def _entry_paths(self) -> list[Path]:
+        """Return the paths of all entries, whole or not, in version directories that carry mtagen's
+        tag.
 
         Raises:
             OSError: a folder cannot be read, or is not to be trusted.
@@ -248,16 +253,18 @@ class Cache:
             return []
         versions = [version for version in _folders(self.root) if _is_tagged(version)]
         archs = [arch for version in versions for arch in _folders(version)]
-        owned = {arch / match["entry"] for arch in archs for x in arch.iterdir() if (match := _OWNED.fullmatch(x.name))}
-        self._check_trusted(self.root, *sorted({folder for path in owned for folder in self._above(path)}))
-        return sorted(owned)
+        files = [file for arch in archs for file in arch.iterdir()]
+        paths = {file.parent / match["entry"] for file in files if (match := _ENTRY_NAME.fullmatch(file.name))}
+        self._check_trusted(self.root, *sorted({folder for path in paths for folder in self._above(path)}))
+        return sorted(paths)
 
     def _above(self, path: Path) -> tuple[Path, Path, Path]:
-        """The folders of the cache that the entry at ``path`` is in."""
+        """Return the folders of the cache that contain the entry at ``path``."""
         return self.root, path.parent.parent, path.parent
 
     def _check_trusted(self, *folders: Path) -> None:
-        """Check those of the folders that are there. The root may be a link; what it leads to is checked.
+        """Check the folders that exist. The root may be a link; then the check is of the link's
+        target.
 
         Raises:
             UntrustedError: a folder is not trusted.
@@ -265,7 +272,7 @@ class Cache:
         for folder in folders:
             try:
                 status = folder.stat() if folder == self.root else folder.lstat()
-            except OSError:  # it is absent, or it cannot be used, and the error of who uses it says why
+            except OSError:  # the folder is absent or cannot be used; the error of its use says why
                 continue
             if fault := _distrust(status):
                 raise UntrustedError(
@@ -278,7 +285,7 @@ class Cache:
         if not _is_tagged(folder):
             staging = _staging(folder / TAG)
             _write(staging, TAG_CONTENT)
-            staging.replace(folder / TAG)  # what stood there may be a link
+            staging.replace(folder / TAG)  # a link of this name is replaced, not followed
 
     def _warn(self, error: OSError) -> None:
         known = {Timeout: "waited too long for", UntrustedError: "does not trust"}
@@ -294,11 +301,11 @@ class Cache:
 
     def _keep_privately(self, entry: Entry, error: OSError) -> Entry:
         self._warn(error)
-        kept = replace(entry, path=_private_root(os.getpid()) / entry.path.relative_to(self.root))
-        _make_folder(kept.path.parent)
-        _publish(kept)
-        _private[entry.path, entry.key] = kept
-        return kept
+        private = replace(entry, path=_private_root(os.getpid()) / entry.path.relative_to(self.root))
+        _make_folder(private.path.parent)
+        _publish(private)
+        _private[entry.path, entry.key] = private
+        return private
 
 
 def _canonical(value: Json) -> bytes:
@@ -324,7 +331,10 @@ def _staged(path: Path) -> list[Path]:
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """What lets another user decide what a file or folder of the cache holds, in words; None if nothing does."""
+    """Return, in words, why another user could change a file or folder of the cache;
+
+    None if nobody could.
+    """
     if stat.S_ISLNK(status.st_mode):
         return "is a link"
     if sys.platform == "win32":  # access control lists are no part of the status
@@ -337,12 +347,13 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a trusted regular file that is no link.
+    """Return the content of a trusted regular file that is no link.
 
-    What is checked is the file that was opened, so that nobody can exchange it between the check and the reading.
+    The check is of the open file, so that nobody can exchange the file between the check and the
+    reading.
 
     Raises:
-        OSError: it is anything else, or cannot be read.
+        OSError: the path is anything else, or cannot be read.
     """
     # Path.open takes no opener.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ_FLAGS)) as file:
@@ -355,13 +366,13 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Make a file, which must not be there."""
+    """Write a new file; it must not exist."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, _FILE_MODE)) as file:
         file.write(content)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing."""
+    """Create a folder and its missing parents."""
     for missing in reversed([*takewhile(lambda x: not x.exists(), (folder, *folder.parents))]):
         missing.mkdir(_FOLDER_MODE, exist_ok=True)
 
@@ -376,7 +387,9 @@ def _is_tagged(folder: Path) -> bool:
 
 
 def _load(path: Path, key: str | None = None, sources: Mapping[str, bytes] = MappingProxyType({})) -> Entry | None:
-    """The entry at ``path`` if it is whole and trusted, holds these sources and (when given) has this key."""
+    """Return the entry at ``path`` if it is whole and trusted, holds these sources and (when given)
+    has this key.
+    """
     try:
         if _distrust(path.lstat()):
             return None
@@ -395,7 +408,7 @@ def _load(path: Path, key: str | None = None, sources: Mapping[str, bytes] = Map
         if any(fields["files"][name] != _digest(content) for name, content in unknown.items()):
             return None
         return Entry(**{**fields, "path": path, "files": files})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # absent, or anything but what _publish wrote
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # absent, or not written by _publish
         return None
 
 
@@ -417,7 +430,8 @@ def _publish(entry: Entry) -> None:
             _write(staging / name, content)
         manifest = {"sha256": cache_key(fields), "entry": fields}
         _write(staging / MANIFEST, json.dumps(manifest, indent=2).encode())
-        # A damaged entry, or what else stands there: a folder with files, a file or a link is not replaced in one step.
+        # At the path may be a damaged entry or anything else; folders with files, files and links are not replaced in
+        # one step.
         if os.path.lexists(entry.path):
             _discard(entry.path)
         staging.replace(entry.path)
@@ -431,7 +445,7 @@ def _discard(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with all that it holds, a file, or a link but not what it leads to."""
+    """Remove a folder with its content, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -439,7 +453,7 @@ def _remove(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; of a link its own."""
+    """Return the bytes of a file, of all files below a folder, or of a link itself."""
     files = [path, *path.rglob("*")] if not path.is_symlink() else [path]
     return sum(status.st_size for status in map(os.lstat, files) if not stat.S_ISDIR(status.st_mode))
 
@@ -450,7 +464,9 @@ def _digest(content: bytes) -> dict[str, Json]:
 
 @functools.cache
 def _private_root(pid: int) -> Path:
-    """A temporary directory removed at exit; a forked process, having another pid, gets its own."""
+    """Return a temporary directory that is removed at exit; a forked process, with another pid,
+    gets its own.
+    """
     root = Path(tempfile.mkdtemp(prefix="mtagen-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root

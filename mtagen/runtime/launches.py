@@ -1,4 +1,6 @@
-"""The launches that a plan's Triton module makes in a small call of each pass: to be run, compiled or looked at."""
+"""The launches of a plan's Triton module in a small call of each pass: to run, compile or inspect
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from ..spec import MAX_NEW_TOKENS
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch as the host code asked for it."""
+    """One kernel launch, as the host code requested it."""
 
     kernel: JITFunction
     grid: tuple[int, ...]
@@ -32,15 +34,16 @@ class Launch:
     options: dict[str, Any]
 
     def run(self) -> None:
-        """Launch it (again)."""
+        """Launch the kernel (again)."""
         self.kernel[self.grid](*self.args, **self.options)
 
 
 @contextmanager
 def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
-    """Collect every launch that ``module`` makes inside the block; with ``run=False`` nothing is launched.
+    """Collect every launch of ``module`` inside the block; with ``run=False`` nothing is launched.
 
-    Launches of other threads, which may call an op of the same module meanwhile, are run and not collected.
+    Launches from other threads, which may call an op of the same module at the same time, run and
+    are not collected.
     """
     launches: list[Launch] = []
     thread = get_ident()
@@ -51,16 +54,16 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*args: Any, **options: Any) -> None:
-                made, mine = Launch(self.kernel, grid, args, options), get_ident() == thread
-                if mine:
-                    launches.append(made)
-                if run or not mine:
-                    made.run()
+                requested, is_mine = Launch(self.kernel, grid, args, options), get_ident() == thread
+                if is_mine:
+                    launches.append(requested)
+                if run or not is_mine:
+                    requested.run()
 
             return launch
 
     jitted = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
-    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # which call the others
+    kernels = {name: value for name, value in jitted.items() if not name.startswith("_")}  # they call the others
     vars(module).update({name: Recorder(kernel) for name, kernel in kernels.items()})
     try:
         yield launches
@@ -69,24 +72,27 @@ def recorded(module: ModuleType, *, run: bool = True) -> Iterator[list[Launch]]:
 
 
 def dry_run(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device) -> list[Launch]:
-    """What a small call of each pass of ``hosts``, its module by its name, would launch; nothing is run."""
-    found: list[Launch] = []
+    """Return the launches of a small call of each pass, without launching.
+
+    ``hosts`` maps passes to their modules.
+    """
+    launches: list[Launch] = []
     for pass_name, module in hosts.items():
-        with recorded(module, run=False) as made:
+        with recorded(module, run=False) as pass_launches:
             exercise(plan, module, device, pass_name)
-        found += made
-    return found
+        launches += pass_launches
+    return launches
 
 
 def compile_launches(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.device) -> None:
-    """Compile what :func:`exercise` launches on the current device, several kernels at once.
+    """Compile the kernels that :func:`exercise` launches on the current device, several at once.
 
-    A kernel that does not compile is passed over here: its launch says why.
+    A kernel that does not compile is skipped here: its launch says why.
     """
     launches = dry_run(plan, hosts, device)
 
     def compile_all() -> None:
-        # MLIR's passes and ptxas, five sixths of the time, let go of the interpreter lock.
+        # MLIR's passes and ptxas, five sixths of the time, release the interpreter lock.
         with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for launch in launches:
                 launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
@@ -95,7 +101,10 @@ def compile_launches(plan: Plan, hosts: Mapping[str, ModuleType], device: torch.
 
 
 def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: str) -> None:
-    """Call a pass of the plan, whose host function ``module`` has, such that each of its kernels is launched."""
+    """Call a pass of the plan once or more, so that each of its kernels is launched;
+
+    ``module`` has its function.
+    """
     spec = plan.spec
     heads = 2 * math.lcm(*spec.mixed.values())
 
@@ -103,7 +112,7 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
         return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
     k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
-    others: list[Any] = []  # what is passed after the scale
+    others: list[Any] = []  # arguments after the scale
     if spec.packed:
         k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
         cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)

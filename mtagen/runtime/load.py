@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..codegen import Sources
 from ..errors import BackendError, explain
-from ..planner.choice import GENERATED
+from ..planner.choice import GENERATED, Backend
 from ..planner.plan import Plan
 from ..planner.targets import get_target
 from .cache import Cache, cache_key
@@ -26,10 +26,10 @@ from .triton import require_triton, triton_is_installed, triton_version
 
 @dataclass(frozen=True)
 class Passes:
-    """The host functions of a plan, whatever backend computes each.
+    """The host functions of a plan, from any backend.
 
-    After the scale, those of packed documents take cu_seq_q, cu_seq_k, max_q and max_k, and those of dropout its seed
-    and p.
+    After the scale, functions for packed documents take cu_seq_q, cu_seq_k, max_q and max_k;
+    functions with dropout then take the seed and p.
 
     Attributes:
         forward: (q, k, v, weight, scale) -> (out, lse).
@@ -43,34 +43,37 @@ class Passes:
     decode: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
-def available_backends() -> tuple[str, ...]:
-    """The backends of generated kernels whose packages are installed."""
+def available_backends() -> tuple[Backend, ...]:
+    """Return the backends of generated kernels whose packages are installed."""
     installed = {"cuda": cuda_is_installed(), "triton": triton_is_installed()}
     return tuple(backend for backend in GENERATED if installed[backend])
 
 
 def plan_key(plan: Plan, sources: Sources) -> str:
-    """Content hash of a plan, its sources and the packages that run them: an op's identity, and its cache entry's."""
+    """Return the hash of a plan, its sources and the packages that run them: identity of an op and
+    its cache entry.
+    """
     triton = triton_version() if plan.triton else None
     return cache_key(sources.digest, plan.to_dict(), torch.__version__, triton)
 
 
 def load(plan: Plan, sources: Sources) -> Passes:
-    """The passes of a plan of generated kernels. Nothing is compiled yet: see :func:`compile_kernels`.
+    """Return the passes of a plan of generated kernels. Nothing is compiled yet: see
+    :func:`compile_kernels`.
 
     Raises:
-        BackendError: a pass has kernels of Triton's, and the triton package is missing.
+        BackendError: a pass has Triton kernels, and the triton package is missing.
     """
     return Passes(**{name: getattr(load_host(plan, sources, name), name) for name in sources.hosts})
 
 
 def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
-    """The module with a pass's host function, made of the rendered text.
+    """Return the module with a pass's host function, from the rendered text.
 
     The cache keeps the text where tracebacks and debuggers find it, and the cubins that the module loads.
 
     Raises:
-        BackendError: it has kernels of Triton's, and the triton package is missing.
+        BackendError: the pass has Triton kernels, and the triton package is missing.
     """
     if pass_name in plan.triton:
         require_triton()
@@ -90,7 +93,8 @@ def load_host(plan: Plan, sources: Sources, pass_name: str) -> ModuleType:
 
 
 def compile_kernels(plan: Plan, sources: Sources) -> None:
-    """Compile every kernel and load it on the GPUs for the plan; without a GPU, compile CUDA's for the plan's target.
+    """Compile and load every kernel on the plan's GPUs; without a GPU, compile CUDA kernels for the
+    plan's target.
 
     Lengths, strides and head counts are run-time arguments, so nothing is left to compile in a later call.
 
@@ -99,13 +103,13 @@ def compile_kernels(plan: Plan, sources: Sources) -> None:
     """
     devices, arch = devices_for(plan.target), get_target(plan.target).sm
     if plan.cuda:
-        toolchain()  # it imports cuda.core, of which threads that import it at once may find a part only
+        toolchain()  # it imports cuda.core; threads that import cuda.core at once may find only a part of it
     hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in sources.hosts} if devices else {}
-    with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter lock
+    with ThreadPoolExecutor() as pool:  # NVRTC releases the interpreter lock
         if not devices:
             list(pool.map(lambda name: cached_cubin(sources.kernels[name], arch, plan.cuda[name].name), plan.cuda))
-        for device in devices:  # in turn: GPUs alike share what is compiled for the first
-            for module in dict.fromkeys(hosts.values()):  # passes of one lowering share theirs
+        for device in devices:  # in turn: equal GPUs share the cubins that are compiled for the first
+            for module in dict.fromkeys(hosts.values()):  # passes of one lowering share a module
                 list(pool.map(partial(_load, module, device), getattr(module, "SOURCES", ())))
     for device in devices if plan.triton else ():
         from .launches import compile_launches, exercise  # which needs triton
@@ -122,15 +126,17 @@ def _load(module: ModuleType, device: torch.device, pass_name: str) -> None:
         module.load(pass_name, device)
     except BackendError:
         raise
-    except RuntimeError as error:  # of emitted code, which knows no errors of mtagen's
+    except RuntimeError as error:  # from emitted code, which has no error classes of mtagen's
         raise BackendError(f"{module.__name__}: {error}") from error
 
 
 def arch_for(target: str, capability: tuple[int, int]) -> str:
-    """What sources planned for a target are compiled for on a GPU: its own architecture, for cubins run on no other.
+    """Return the architecture for which sources of a target are compiled on a GPU: the GPU's own.
+
+    A cubin runs only on the architecture that it was compiled for.
 
     Raises:
-        BackendError: the target's instructions are not those of the GPU.
+        BackendError: the GPU does not run the target's instructions.
     """
     planned, here = get_target(target), 10 * capability[0] + capability[1]
     if here == planned.arch:

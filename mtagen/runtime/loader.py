@@ -1,4 +1,7 @@
-"""Import of rendered Python source. The file that a module is named after is not read, and need not be there."""
+"""Import of rendered Python source.
+
+The file that a module is named after is not read and need not exist.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +32,24 @@ class _SourceLoader(ExecutionLoader):
 
 
 def load_module(path: Path, source: bytes) -> ModuleType:
-    """The module of one rendered file, executed once per process and content. Thread-safe.
+    """Return the module of one rendered file, executed once per process and content. Thread-safe.
 
     Args:
         path: the file; its folder and stem name the module, and tracebacks and ``inspect`` show it. It is not read.
         source: its content.
 
     Raises:
-        Exception: whatever executing the source raises; the module is then not kept.
+        Exception: the execution of the source raised it; the module is then discarded.
     """
-    # The content, not the location, makes the name unique: Triton's own cache then survives a move of ours.
+    # The content, not the location, makes the name unique: Triton's own cache then survives a move of mtagen's cache.
     digest = hashlib.sha256(source).hexdigest()[:16]
     name = re.sub(r"\W", "_", f"mtagen_{path.absolute().parent.name}_{path.stem}_{digest}")
     with _LOCK:
         if name in sys.modules:
             return sys.modules[name]
         loader = _SourceLoader(path.absolute(), importlib.util.decode_source(source))
-        # inspect.getsource, by which Triton takes the kernels it compiles, asks linecache, which would read the file.
-        # linecache never reads a file anew whose entry has no time.
+        # Triton gets the source of its kernels from inspect.getsource, which asks linecache, which would read the file.
+        # linecache does not read a file again if its entry has no time.
         lines = loader.source.splitlines(keepends=True)
         linecache.cache[str(loader.path)] = len(source), None, lines, str(loader.path)
         spec = importlib.util.spec_from_loader(name, loader)

@@ -10,13 +10,13 @@ from pathlib import Path
 from ..errors import BackendError, explain
 from .cache import Cache, cache_key
 
-_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")  # what the templates include
+_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")  # the templates include them
 _OPTIONS: dict[str, str | bool] = {"std": "c++17", "lineinfo": True}
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compiler that is installed.
+    """The installed compiler.
 
     Attributes:
         nvrtc: its version, e.g. ``13.0``.
@@ -46,7 +46,7 @@ def toolchain() -> Toolchain:
         _, major, minor = nvrtc.nvrtcVersion()
     except DynamicLibNotFoundError:
         raise _missing("the NVRTC library") from None
-    folder = find_nvidia_header_directory("cudart")  # of the wheel, if there is one
+    folder = find_nvidia_header_directory("cudart")  # the wheel's folder, if there is a wheel
     if folder is None:
         raise _missing("the folder of CUDA headers")
     include = Path(folder)
@@ -59,7 +59,7 @@ def toolchain() -> Toolchain:
 
 
 def cuda_is_installed() -> bool:
-    """Whether :func:`toolchain` finds what it needs."""
+    """Return whether :func:`toolchain` finds the compiler and its headers."""
     try:
         toolchain()
     except BackendError:
@@ -72,15 +72,15 @@ def _missing(what: str) -> BackendError:
 
 
 def compile_cubin(source: str, arch: str, name: str = "kernels") -> bytes:
-    """The cubin of CUDA C++ source.
+    """Compile CUDA C++ source to a cubin.
 
     Args:
-        source: what to compile; its kernels are ``extern "C"``.
-        arch: e.g. ``sm_90a``.
-        name: of the source in compiler messages and line tables.
+        source: the source; its kernels are ``extern "C"``.
+        arch: the architecture, e.g. ``sm_90a``.
+        name: name of the source in compiler messages and line tables.
 
     Raises:
-        BackendError: the compiler is missing, or does not take the source (the message holds its log).
+        BackendError: the compiler is missing, or refuses the source (the message holds its log).
     """
     include = toolchain().include
     from cuda.core import Program, ProgramOptions
@@ -93,10 +93,10 @@ def compile_cubin(source: str, arch: str, name: str = "kernels") -> bytes:
 
 
 def cached_cubin(source: str, arch: str, name: str) -> bytes:
-    """:func:`compile_cubin`, through mtagen's cache.
+    """Return :func:`compile_cubin`'s cubin, from mtagen's cache if it is there.
 
-    A cubin cannot be compared with a rendering. So its entry holds the source as well, and is only valid for an equal
-    source; its manifest binds the digests of both.
+    A cubin cannot be compared with rendered text. So its entry also holds the source and is valid
+    only for an equal source; the manifest holds the digests of both.
     """
     tools = toolchain()
     key = cache_key(source, arch, _OPTIONS, tools.nvrtc, tools.headers)

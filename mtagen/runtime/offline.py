@@ -1,4 +1,6 @@
-"""Compile kernels with no GPU, and read what they use: registers, spills, shared memory, instructions."""
+"""Compile kernels without a GPU, and read their usage: registers, spills, shared memory,
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from ..planner import Plan, get_target
 from .launches import Launch, dry_run
 from .load import load_host
 
-# As Triton spells them.
+# Triton's names of the dtypes.
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -36,13 +38,14 @@ _OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes.
+    """The resources and instructions of a compiled kernel.
 
     Attributes:
-        registers: of a thread.
-        stack: bytes of a thread.
-        shared: bytes of a CTA's shared memory.
-        disassemble: gives ``assembly``. The first time it takes about as long as to compile a small kernel.
+        registers: registers per thread.
+        stack: bytes of stack per thread.
+        shared: bytes of shared memory per CTA.
+        disassemble: returns ``assembly``. The first call takes about as long as the compilation of
+            a small kernel.
     """
 
     registers: int
@@ -52,31 +55,34 @@ class Usage:
 
     @property
     def assembly(self) -> str:
-        """The kernel's instructions, a line each."""
+        """The kernel's instructions, one per line."""
         return self.disassemble()
 
     @property
     def opcodes(self) -> Counter[str]:
-        """How often each instruction, such as ``HMMA.16816.F32``, stands in the kernel."""
+        """Number of occurrences of each instruction, such as ``HMMA.16816.F32``, in the kernel."""
         return Counter(_OPCODE.findall(self.assembly))
 
 
 def launches(plan: Plan) -> list[Launch]:
-    """Every Triton launch of a small forward, backward and decode call, each kernel once; nothing is run."""
+    """Return one launch of each Triton kernel, from small forward, backward and decode calls;
+    nothing runs.
+    """
     sources = render(plan)
     hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in plan.triton}
     return [*{launch.kernel.__name__: launch for launch in dry_run(plan, hosts, torch.device("cpu"))}.values()]
 
 
 def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:
-    """Compile every Triton kernel for the plan's target, without a GPU; kernel name -> what it uses.
+    """Compile every Triton kernel for the plan's target, without a GPU; return the usage by kernel
+    name.
 
     Only kernels whose name contains ``part`` are compiled.
 
-    On AMD, registers and stack are left 0.
+    On AMD, registers and stack stay 0.
 
     Raises:
-        Whatever Triton raises when it cannot compile.
+        Exception: Triton cannot compile a kernel.
     """
     target = get_target(plan.target)
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
@@ -101,7 +107,7 @@ def _source(launch: Launch) -> ASTSource:
         p.name: "constexpr" if p.is_constexpr else p.annotation_type or _type_of(arguments[p.name])
         for p in kernel.params
     }
-    # Every pointer the host passes is 16-byte aligned.
+    # The host passes pointers that are aligned to 16 bytes.
     pointers = [i for i, p in enumerate(kernel.params) if signature[p.name].startswith("*")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
@@ -116,12 +122,12 @@ def _type_of(value: object) -> str:
 
 
 def usage_of_cubins(*cubins: bytes) -> dict[str, Usage]:
-    """Kernel name -> what it uses, as written in the cubins; shared memory is the static part.
+    """Read the usage of each kernel, by name, from cubins; shared memory is the static part.
 
-    Read with the cuobjdump that the triton package carries; needs no GPU.
+    The reader is the triton package's cuobjdump, which needs no GPU.
 
     Args:
-        cubins: of kernels with names of their own.
+        cubins: cubins whose kernels have different names.
     """
     return {name: used for cubin in cubins for name, used in _usage_of_cubin(cubin).items()}
 

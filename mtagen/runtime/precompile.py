@@ -1,7 +1,7 @@
-"""Triton kernels compiled by several processes at once, which leave them in Triton's own cache.
+"""Compilation of Triton kernels in several processes at once, into Triton's own cache.
 
-Tuning compiles hundreds of kernels, which threads would make wait for each other: Triton turns Python into IR, a sixth
-of the time, under the interpreter's lock.
+Tuning compiles hundreds of kernels. Threads would wait for each other: Triton translates Python to
+IR, a sixth of the time, under the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .processes import run_jobs
 def precompile(jobs: Sequence[tuple[Plan, str]], processes: int) -> None:
     """Compile the kernels of the given passes of plans.
 
-    A kernel that does not compile is passed over here: its first use says why.
+    A kernel that does not compile is skipped here: its first use says why.
 
     Raises:
         subprocess.CalledProcessError: a process died.
@@ -29,7 +29,7 @@ def precompile(jobs: Sequence[tuple[Plan, str]], processes: int) -> None:
 
 
 def _compile(job: tuple[Mapping[str, Any], str]) -> None:
-    from .launches import exercise  # which needs triton
+    from .launches import exercise  # needs triton
 
     fields, pass_name = job
     plan = Plan.from_dict(fields)

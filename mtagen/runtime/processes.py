@@ -1,7 +1,8 @@
-"""Python processes that mtagen starts to do jobs side by side. They import nothing from the current folder.
+"""Python processes that mtagen starts to run jobs in parallel. They import nothing from the current
+folder.
 
-They are programs of their own, because :mod:`multiprocessing` would run the user's script again, and because its
-processes look for modules in the current folder first.
+:mod:`multiprocessing` is not used: it would run the user's script again, and its processes look for
+modules in the current folder first.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 _PACKAGE = Path(__file__).parents[1] / "__init__.py"
 
-# For `python -c`, which puts "", the current folder, before sys.path, and has imported nothing from it yet. The switch
-# -P and PYTHONSAFEPATH, which would keep it out, came with Python 3.11. The package is that of the process that starts
-# this one, even if it was found in the current folder.
+# The program of `python -c`, which puts "", the current folder, before sys.path and has imported nothing from it yet.
+# The switch -P and PYTHONSAFEPATH, which leave "" out, came with Python 3.11. The package is the one that the parent
+# process has imported, even if it was found in the current folder.
 _START = """
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -41,26 +42,27 @@ def run_jobs(
     processes: int,
     done: Callable[[Any, str | None], None] = lambda job, error: None,
 ) -> None:
-    """Do jobs in processes side by side, each of which takes the next job when it has done one.
+    """Run jobs in parallel processes, each of which takes the next job when it is ready.
 
     Args:
-        work: does a job; a function of a module of mtagen.
-        jobs: the arguments it is called with, JSON-able values.
-        processes: how many processes at most.
-        done: called, in some thread, after each job: with the job, and the first line of what ``work`` raised, if it
-            raised anything.
+        work: runs one job; a function of a module of mtagen.
+        jobs: its arguments, JSON-able values.
+        processes: the largest number of processes.
+        done: called, in some thread, after each job: with the job, and the first line of the error
+            that ``work`` raised, or None.
 
     Raises:
-        subprocess.CalledProcessError: a process died. Its last job is not done, and the others took the next ones.
+        subprocess.CalledProcessError: a process died. Its last job is not done; the other processes
+            did the rest.
     """
     waiting = deque(jobs)
     switches = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *switches, "-c", _START, str(_PACKAGE), work.__module__, work.__name__]
-    environment = os.environ | {"PYTHONSAFEPATH": "1"}  # for what the processes start in turn
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}  # for processes that these processes start
 
-    def employ() -> None:
+    def run_process() -> None:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        with suppress(BrokenPipeError, EOFError), process:  # errors that say that the process died
+        with suppress(BrokenPipeError, EOFError), process:  # these errors mean that the process died
             assert process.stdin
             assert process.stdout
             while waiting:
@@ -77,21 +79,21 @@ def run_jobs(
 
     count = min(processes, len(waiting))
     with ThreadPoolExecutor(max(1, count)) as pool:
-        employed = [pool.submit(employ) for _ in range(count)]
+        futures = [pool.submit(run_process) for _ in range(count)]
         try:
-            for one in employed:
-                one.result()
+            for future in futures:
+                future.result()
         except KeyboardInterrupt:
             waiting.clear()
             raise
 
 
 def serve(module: str, name: str) -> None:
-    """Do the job on each line of stdin, and answer it with a line on stdout: see :func:`run_jobs`."""
+    """Run the job on each line of stdin, and answer with a line on stdout: see :func:`run_jobs`."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # compilers print to stderr, so that stdout has answers only
     work = getattr(import_module(module), name)
-    with suppress(KeyboardInterrupt):  # which the process that started this one gets, too
+    with suppress(KeyboardInterrupt):  # the parent process gets the interrupt, too
         for line in sys.stdin:
             error = None
             try:

@@ -1,4 +1,4 @@
-"""The triton package, which is optional: only what loads or compiles a Triton kernel imports it."""
+"""The optional triton package: only code that loads or compiles a Triton kernel imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..planner.choice import INSTALL
 
 
 def triton_is_installed() -> bool:
-    """Whether the package is there; it is not imported to find out."""
+    """Return whether the package is installed, without importing it."""
     return find_spec("triton") is not None
 
 
@@ -28,7 +28,7 @@ def require_triton() -> None:
 
 
 def triton_version() -> str | None:
-    """The version of the package, which is imported for it; None if that fails."""
+    """Import the package and return its version; None if the import fails."""
     with suppress(ImportError):
         import triton
 

@@ -1,4 +1,6 @@
-"""Tables that tuning made on this machine, in the cache: one for each spec, target, device and set of versions."""
+"""Tuning's tables of this machine, in the cache: one for each spec, target, device and set of
+versions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _FILE = "table.json"
 
 
 def remember(spec: Spec, target: str, table: Table) -> None:
-    """Keep what was found for ``spec``, over what was found before.
+    """Store tuning's table for ``spec``; its decisions replace earlier ones.
 
     Raises:
         OSError: neither the cache nor a temporary directory can be written.
@@ -30,7 +32,9 @@ def remember(spec: Spec, target: str, table: Table) -> None:
 
 
 def remembered(spec: Spec, target: str) -> Table | None:
-    """What was found for ``spec`` on a GPU like this one with packages like these, if it was ever tuned."""
+    """Return the table for ``spec`` on this GPU model with these package versions, or None if it
+    was never tuned.
+    """
     if not torch.cuda.is_available():
         return None
     entry = Cache().find(*_entry(spec, target))
@@ -38,7 +42,9 @@ def remembered(spec: Spec, target: str) -> Table | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What measurements depend on: the device and the versions of what compiles for it."""
+    """Return the conditions of measurements: the device, and the versions of PyTorch and the
+    compilers.
+    """
     nvrtc = None
     with suppress(BackendError):
         nvrtc = toolchain().nvrtc
@@ -47,6 +53,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _entry(spec: Spec, target: str) -> tuple[str, str, str]:
-    """Name, target and key of the cache entry."""
+    """Return the name, target and key of the cache entry."""
     name = f"tuned_cq{spec.cq}_ck{spec.ck}_d{spec.head_dim}_{spec.dtype}"
     return name, target, cache_key("tuned", spec.to_dict(), describe_machine())

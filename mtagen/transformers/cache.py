@@ -1,4 +1,4 @@
-"""The cache that ``generate`` hands from call to call: of each layer the keys, the values and the last queries."""
+"""The cache that ``generate`` passes from call to call: keys, values and last queries per layer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..nn import Cache as LayerCache
 from ..nn import MultiTokenAttention
 from .configuration import CACHE_NAMES, MtaConfig
 
-# The name by which the installed transformers passes a cache on.
+# The argument's name under which the installed transformers passes a cache.
 CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
 
 def given_cache(cache: MtaCache | None, past_key_values: MtaCache | None) -> MtaCache | None:
-    """The cache of a call, by whichever name it was given.
+    """Return the cache of a call, whichever of its two names was used.
 
     Raises:
-        InputError: by both names; another cache than :class:`MtaCache`.
+        InputError: both names were used, or the cache is no :class:`MtaCache`.
     """
     if cache is not None and past_key_values is not None:
         raise InputError(
@@ -39,14 +39,14 @@ def given_cache(cache: MtaCache | None, past_key_values: MtaCache | None) -> Mta
 
 
 class MtaCacheLayer(CacheLayerMixin):
-    """A layer's :class:`mtagen.nn.Cache`, made in the layer's first call, which grows where it is full.
+    """A layer's :class:`mtagen.nn.Cache`, made in the layer's first call. It grows when it is full.
 
     Args:
-        max_len: tokens that each entry has room for at first; default those of the first call.
+        max_len: initial room for tokens of each entry; default the tokens of the first call.
 
     Attributes:
         state: the layer's cache, or None before the first call.
-        seen: tokens of each entry, padding included, as ``generate`` counts them.
+        token_count: number of tokens of each entry, padding included, as ``generate`` counts them.
     """
 
     is_compileable = False
@@ -57,26 +57,27 @@ class MtaCacheLayer(CacheLayerMixin):
         super().__init__()
         self.max_len = max_len
         self.state: LayerCache | None = None
-        self.seen = 0
+        self.token_count = 0
 
     def attend(
         self, attention: MultiTokenAttention, x: Tensor, positions: Tensor | None, padding: Sequence[int] | None
     ) -> Tensor:
-        """Attend to what the cache holds and to the next tokens, which it then holds as well.
+        """Attend to the cached and the next tokens, and add the next tokens to the cache.
 
-        Entries with different amounts of padding are taken one by one.
+        Entries with different amounts of padding are computed one by one.
 
         Args:
             attention: the layer.
             x: ``(B, N, dim)``, the next tokens.
-            positions: ``(1, N)`` or ``(B, N)``, or None to count on from what each entry holds.
-            padding: of each entry, how many of the N come before its first token; None: there are none.
+            positions: ``(1, N)`` or ``(B, N)``, or None to continue each entry's positions.
+            padding: for each entry, how many of the N places come before its first token; None for
+                no padding.
 
         Returns:
             ``(B, N, dim)``, zeros in the place of padding.
         """
         batch, count, _ = x.shape
-        state = self._with_room(attention, batch, self.seen + count)
+        state = self._with_room(attention, batch, self.token_count + count)
         if padding is None:
             out: Tensor = attention(x, positions=positions, cache=state)
         else:
@@ -84,19 +85,22 @@ class MtaCacheLayer(CacheLayerMixin):
                 positions = positions.expand(batch, -1)
             outs, states = [], []
             for entry, before in enumerate(padding):
-                own, one = slice(entry, entry + 1), state.select(torch.tensor([entry], device=state.lengths.device))
-                states.append(one)
+                row = slice(entry, entry + 1)
+                entry_state = state.select(torch.tensor([entry], device=state.lengths.device))
+                states.append(entry_state)
                 if before == count:
-                    outs.append(torch.zeros_like(x[own]))
+                    outs.append(torch.zeros_like(x[row]))
                     continue
-                at = None if positions is None else positions[own, before:]
-                outs.append(F.pad(attention(x[own, before:], positions=at, cache=one), (0, 0, before, 0)))
+                at = None if positions is None else positions[row, before:]
+                outs.append(F.pad(attention(x[row, before:], positions=at, cache=entry_state), (0, 0, before, 0)))
             out, state = torch.cat(outs), LayerCache.cat(states)
-        self.state, self.seen, self.is_initialized = state, self.seen + count, True
+        self.state, self.token_count, self.is_initialized = state, self.token_count + count, True
         return out
 
     def _with_room(self, attention: MultiTokenAttention, batch: int, tokens: int) -> LayerCache:
-        """The state, new in the first call, with room for so many tokens: what is full becomes twice as long."""
+        """Return the state with room for ``tokens`` tokens: new in the first call, doubled when
+        full.
+        """
         if self.state is None:
             return attention.new_cache(batch, max(tokens, self.max_len or 0))
         more = max(tokens, 2 * self.state.max_len) - self.state.max_len
@@ -110,7 +114,7 @@ class MtaCacheLayer(CacheLayerMixin):
             self.state = self.state.select(entries.to(self.state.lengths.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the entries of other beams."""
+        """Replace the entries by those of the chosen beams."""
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -124,20 +128,21 @@ class MtaCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.state, self.seen, self.is_initialized = None, 0, False
+        self.state, self.token_count, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing if no token is to be removed.
 
         Raises:
-            InputError: any is: the queries before it, which a convolution then needs, are no longer held.
+            InputError: a token is to be removed. The queries before it, which a convolution then
+                needs, are lost.
         """
         if tokens_to_remove != 0:
             rule = "queries of earlier tokens are no longer held, so that none can be taken back"
             raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, "0, or reset()"))
 
     def activate_past_recording(self) -> None:
-        """Refuse to prepare for tokens being taken back.
+        """Refuse to record queries so that tokens can be removed later.
 
         Raises:
             InputError: always.
@@ -146,22 +151,22 @@ class MtaCacheLayer(CacheLayerMixin):
         raise InputError(explain("activate_past_recording", "a call", rule, "generation without an assistant"))
 
     def get_seq_length(self) -> int:
-        """Tokens of each entry, padding included."""
-        return self.seen
+        """Return the number of tokens of each entry, padding included."""
+        return self.token_count
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
+        """Return -1, because the cache grows without limit."""
         return -1
 
-    get_max_cache_shape = get_max_length  # as earlier versions of transformers 5 call it
+    get_max_cache_shape = get_max_length  # the name in earlier versions of transformers 5
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many columns a mask has, and the first of them."""
-        return self.seen + query_length, 0
+        """Return the number of columns of a mask, and the first column."""
+        return self.token_count + query_length, 0
 
     @property
     def batch_size(self) -> int:
-        """Entries, -1 before the first call."""
+        """Number of entries; -1 before the first call."""
         return -1 if self.state is None else len(self.state.lengths)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
@@ -187,14 +192,15 @@ def _refuse_update() -> NoReturn:
 
 
 class MtaCache(Cache):
-    """What an mtagen model keeps of earlier tokens, for ``generate`` and for calls with ``cache``.
+    """The cache of an mtagen model, for ``generate`` and for calls with ``cache``.
 
-    It grows as needed, holds entries with different amounts of left padding, follows beams, and takes no token back:
-    a convolution needs queries that are no longer held.
+    The cache grows as needed, holds entries with different amounts of left padding, and can be
+    reordered for beam search. Tokens cannot be removed, because a convolution would need queries
+    that are no longer stored.
 
     Args:
-        config: of the model.
-        max_len: tokens that each entry has room for before the cache grows; default those of the first call.
+        config: the model's configuration.
+        max_len: initial room for tokens of each entry; default the tokens of the first call.
     """
 
     layers: list[MtaCacheLayer]

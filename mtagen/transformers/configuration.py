@@ -1,21 +1,27 @@
-"""The configuration of a decoder: the sizes of a Llama, and the options of its attention, which layers may override."""
+"""The configuration of a decoder: sizes as in Llama, and options of its attention, also per layer."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
 
+from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
 from ..nn import FrequencyScaling
+from ..nn.inputs import GateKind
+from ..planner import Backend
+from ..spec import KeyPadding, Mask
 
-# What a cache is called in calls and outputs of transformers, from 5.24 on and before.
+# Names of the cache in calls and outputs of transformers: from 5.24 on, and before.
 CACHE_NAMES = ("cache", "past_key_values")
 
-# What a layer may override, by the names that MultiTokenAttention has for it.
+# Options that a layer may override, by their names in MultiTokenAttention.
 LAYER_OPTIONS = (
     "kernel",
     "mixed_heads",
@@ -32,8 +38,8 @@ LAYER_OPTIONS = (
     "mask",
 )
 
-# What configurations of other models have under these names, with what there is here instead. Unlike other names,
-# which transformers keep as they are given, they would say something that the model does not do.
+# Options of other models' configurations, with what to pass here instead. transformers stores unknown options without
+# a check, so a configuration with these would describe something that the model does not do.
 _ELSEWHERE = {
     "attention_bias": "no biases in attention",
     "attention_dropout": "dropout=...",
@@ -41,56 +47,78 @@ _ELSEWHERE = {
     "rope_scaling": "frequency_scaling={'factor': ...}",
     "sliding_window": "window=(keys before its own, -1)",
 }
+# Names that the layer, the op or other code has for sizes.
+_SIZES = {
+    "dim": "hidden_size",
+    "heads": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+}
+_LIKENESS = 0.8  # of a name that is refused to one of ours: "kernal" is, "attention_dropout" is not
 
 
 class MtaConfig(PreTrainedConfig):
-    """Sizes of a decoder, by the names of ``LlamaConfig``, and options of its attention, by those of the layer.
+    """Sizes of a decoder, named as in ``LlamaConfig``, and options of its attention, named as in
+    the layer.
 
     The defaults are the sizes of the authors' 300M model with the layer's default stage, the convolution before the
-    softmax, in every layer. Options are checked where a model is made of them.
+    softmax, in every layer. Options are checked when a model is made.
 
     Args:
         vocab_size: number of tokens.
-        hidden_size: of a token's vector.
+        hidden_size: elements of a token's vector.
         intermediate_size: hidden units of the feed-forward network.
         num_hidden_layers: layers, each of attention and a feed-forward network.
         num_attention_heads: heads of queries.
-        num_key_value_heads: heads of keys and values, a divisor of the former; default as many.
+        num_key_value_heads: heads of keys and values, a divisor of num_attention_heads; default the
+            same number.
         head_dim: elements of a head's vector; default hidden_size / num_attention_heads.
-        hidden_act: of the feed-forward network, a name that transformers knows.
+        hidden_act: activation of the feed-forward network, a name that transformers knows.
         mlp_bias: whether the feed-forward network's matrices have biases.
-        max_position_embeddings: tokens that the model was trained with, for tools that ask; nothing enforces it.
-        initializer_range: standard deviation of matrices and embeddings at first; stages start as the identity.
-        rms_norm_eps: of the norms before attention, before the feed-forward network, and at the end.
+        max_position_embeddings: number of tokens that the model was trained with. Only other tools
+            read it.
+        initializer_range: initial standard deviation of matrices and embeddings; stages start as
+            the identity.
+        rms_norm_eps: epsilon of the norms before attention, before the feed-forward network, and at
+            the end.
         use_cache: whether calls without gradients, padding and packed documents return a cache by default.
-        tie_word_embeddings: whether the embeddings are the output layer, too.
-        kernel: extents of the convolution before the softmax, and all following: as of
-            :class:`mtagen.nn.MultiTokenAttention`.
-        mixed_heads: as of the layer.
-        post_kernel: as of the layer.
-        post_mixed_heads: as of the layer.
-        key_padding: as of the layer.
-        group_norm: as of the layer.
+        tie_word_embeddings: whether the output layer shares the embeddings' matrix.
+        kernel: extents of the convolution before the softmax. This argument and the following ones
+            are those of :class:`mtagen.nn.MultiTokenAttention`.
+        mixed_heads: as in the layer.
+        post_kernel: as in the layer.
+        post_mixed_heads: as in the layer.
+        key_padding: as in the layer.
+        group_norm: as in the layer.
         depth_rescale: whether the norm rescales by the layer's number.
-        gate: as of the layer.
-        rope_theta: as of the layer.
+        gate: as in the layer.
+        rope_theta: as in the layer.
         frequency_scaling: the fields of a :class:`mtagen.nn.FrequencyScaling` by their names, e.g. ``{"factor": 2.0}``.
-        dropout: as of the layer.
-        window: as of the layer.
-        causal: as of the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's own position.
-        mask: as of the layer.
-        backend: as of the layer, of this run rather than of the trained model.
-        compute_dtype: as of the layer, or its name, e.g. ``float32``, as which it is saved; of this run, too.
-        layer_overrides: by a layer's number from 0 on, options of :data:`LAYER_OPTIONS` in which it differs, e.g.
-            ``{2: {"kernel": (6, 11)}}``.
-        pad_token_id: of padding, whose embedding is not trained.
-        bos_token_id: of a text's begin.
-        eos_token_id: of a text's end.
-        **kwargs: as of ``PreTrainedConfig``.
+        dropout: as in the layer.
+        window: as in the layer.
+        causal: as in the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's
+            own position.
+        mask: as in the layer.
+        backend: as in the layer. It is an option of this run, not of the trained model.
+        compute_dtype: as in the layer, or the dtype's name, e.g. ``float32``; saved as the name. It
+            is an option of this run, too.
+        layer_overrides: options of :data:`LAYER_OPTIONS` in which layers differ, by the layer's
+            number from 0 on, e.g. ``{2: {"kernel": (6, 11)}}``.
+        pad_token_id: token of padding, whose embedding is not trained.
+        bos_token_id: token that begins a text.
+        eos_token_id: token that ends a text.
+        **kwargs: as in ``PreTrainedConfig``.
 
     Raises:
-        SpecError: ``layer_overrides`` names a layer or an option that there is not, or an option is given by the name
-            that it has in other models.
+        SpecError: ``layer_overrides`` names an unknown layer or option; an option has the name that it
+            has in other models, or looks like a misspelling of one of these; heads do not divide
+            their number or size. Other unknown names are kept, as transformers does.
     """
 
     model_type: ClassVar[str] = "mtagen"
@@ -116,18 +144,18 @@ class MtaConfig(PreTrainedConfig):
         mixed_heads: int | None = None,
         post_kernel: tuple[int, int] | None = None,
         post_mixed_heads: int | None = None,
-        key_padding: str = "both",
+        key_padding: KeyPadding = "both",
         group_norm: bool = False,
         depth_rescale: bool = False,
-        gate: str | None = None,
+        gate: GateKind | None = None,
         rope_theta: float | None = 100000.0,
         frequency_scaling: Mapping[str, float] | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
-        mask: str = "source",
-        backend: str = "auto",
-        compute_dtype: torch.dtype | str | None = None,
+        mask: Mask = "source",
+        backend: Backend = "auto",
+        compute_dtype: DTypeLike | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -137,6 +165,13 @@ class MtaConfig(PreTrainedConfig):
         for name, legal in _ELSEWHERE.items():
             if kwargs.get(name):
                 raise SpecError(explain(name, kwargs[name], "this model has no option of that name", legal))
+        _check_names(kwargs)
+        if head_dim is None and hidden_size % num_attention_heads:
+            rule = f"is no multiple of num_attention_heads = {num_attention_heads}"
+            raise SpecError(explain("hidden_size", hidden_size, rule, "a multiple, or head_dim=..."))
+        if num_key_value_heads is not None and num_attention_heads % num_key_value_heads:
+            rule, got = f"must divide num_attention_heads = {num_attention_heads}", num_key_value_heads
+            raise SpecError(explain("num_key_value_heads", got, rule, "a divisor, or None for as many"))
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -166,7 +201,7 @@ class MtaConfig(PreTrainedConfig):
         self.causal = causal
         self.mask = mask
         self.backend = backend
-        # JSON knows no dtypes.
+        # Stored as a name, because JSON has no dtypes.
         named = isinstance(compute_dtype, torch.dtype)
         self.compute_dtype = str(compute_dtype).removeprefix("torch.") if named else compute_dtype
         self.layer_overrides = _checked_overrides(layer_overrides, num_hidden_layers)
@@ -176,13 +211,13 @@ class MtaConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
     def attention_options(self, layer: int) -> dict[str, Any]:
-        """The arguments that :class:`mtagen.nn.MultiTokenAttention` takes by name, besides device and dtype.
+        """Return the keyword arguments of a layer's attention, except device and dtype.
 
         Args:
-            layer: its number, from 0 on.
+            layer: the layer's number, from 0 on.
         """
         options = {name: getattr(self, name) for name in LAYER_OPTIONS} | self.layer_overrides.get(str(layer), {})
-        for name in ("kernel", "post_kernel", "window"):  # JSON knows no tuples
+        for name in ("kernel", "post_kernel", "window"):  # JSON has no tuples
             options[name] = tuple(options[name]) if isinstance(options[name], list) else options[name]
         options["depth_rescale"] = layer if options["depth_rescale"] else None
         options["frequency_scaling"] = _frequency_scaling(options["frequency_scaling"])
@@ -195,11 +230,25 @@ class MtaConfig(PreTrainedConfig):
         }
 
 
-def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling | None:
-    """What the layer takes.
+def _check_names(others: Mapping[str, Any]) -> None:
+    """Check names that are not ours, most of which transformers gives a meaning, or another version of mtagen.
 
     Raises:
-        SpecError: a field is not known, or its value is not legal.
+        SpecError: one looks like a misspelling of ours, and would be kept without any effect.
+    """
+    ours = inspect.signature(MtaConfig.__init__).parameters
+    theirs = inspect.signature(PreTrainedConfig.__init__).parameters
+    for name, value in others.items():
+        alike = [_SIZES[name]] if name in _SIZES else difflib.get_close_matches(name, ours, 1, _LIKENESS)
+        if alike and name not in theirs and not name.endswith("_token_id"):  # of which transformers has many
+            raise SpecError(explain(name, value, "this model has no option of that name", f"{alike[0]}=..."))
+
+
+def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling | None:
+    """Make the layer's argument from a mapping of fields.
+
+    Raises:
+        SpecError: a field is unknown, or its value is not legal.
     """
     if fields is None:
         return None
@@ -210,10 +259,10 @@ def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling |
 
 
 def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers: int) -> dict[str, dict[str, Any]]:
-    """Overrides by the layer's number as a string, as JSON has it.
+    """Return the overrides with layers' numbers as strings, as JSON has them.
 
     Raises:
-        SpecError: there is no such layer or option.
+        SpecError: a layer or an option does not exist.
     """
     overrides = overrides or {}
     if not (isinstance(overrides, Mapping) and all(isinstance(options, Mapping) for options in overrides.values())):

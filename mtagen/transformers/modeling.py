@@ -1,4 +1,4 @@
-"""The decoder: transformers' Llama, but for its attention."""
+"""The decoder: transformers' Llama with multi-token attention instead of its attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .padding import Packing, check_position_ids, count_padding, find_documents,
 
 
 class MtaDecoderLayer(GradientCheckpointingLayer):
-    """Attention and a feed-forward network, each after a norm and beside a residual path."""
+    """A decoder layer: attention and a feed-forward network, each after a norm, with residuals."""
 
     def __init__(self, config: MtaConfig, layer: int) -> None:
         super().__init__()
@@ -40,14 +40,15 @@ class MtaDecoderLayer(GradientCheckpointingLayer):
         cache: MtaCacheLayer | None = None,
         padding: list[int] | None = None,
     ) -> Tensor:
-        """In the shape of ``hidden_states``, ``(B, N, hidden_size)``.
+        """Compute the next hidden states, in the shape of ``hidden_states``, ``(B, N,
+        hidden_size)``.
 
         Args:
-            hidden_states: of each token.
-            position_ids: that the rotary embedding takes, or None to count.
-            packing: the documents of the batch, or None if each row is one.
-            cache: of this layer, or None.
-            padding: with a cache, how much each entry has before its first token.
+            hidden_states: the vector of each token.
+            position_ids: positions for the rotary embedding, or None to count.
+            packing: the documents of the batch, or None if each row is one document.
+            cache: the cache of this layer, or None.
+            padding: with a cache, the amount of padding before the first token of each entry.
         """
         x = self.input_layernorm(hidden_states)
         if cache is not None:
@@ -62,7 +63,7 @@ class MtaDecoderLayer(GradientCheckpointingLayer):
 
 
 class MtaPreTrainedModel(PreTrainedModel):
-    """What transformers asks of models of a family: their configuration, their initial values, what they support."""
+    """The base class of mtagen's models in transformers: configuration, initial values, features."""
 
     config_class = MtaConfig
     config: MtaConfig
@@ -71,9 +72,24 @@ class MtaPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["MtaDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = [*CACHE_NAMES]
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """Refuse attention that is not mtagen's, before transformers advises to ask its authors for it.
+
+        Raises:
+            SpecError: another implementation than ``eager``, which is transformers' word for the model's own.
+        """
+        if attn_implementation not in (None, "eager"):
+            rule = "mtagen's kernels compute this model's attention, and no other can"
+            legal = "no attn_implementation; backend=... of the configuration says which kernels"
+            raise SpecError(explain("attn_implementation", attn_implementation, rule, legal))
+        adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        return adjusted
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Matrices as of transformers' models, stages as the identity, and what a checkpoint gave as it is."""
+        """Initialise matrices like transformers does, and stages as the identity; keep loaded
+        values.
+        """
         super()._init_weights(module)
         if isinstance(module, (MultiTokenAttention, Gate, HeadMixer, HeadNorm)):
             loaded = [
@@ -95,7 +111,7 @@ class MtaModel(MtaPreTrainedModel):
     """The decoder without an output layer.
 
     Args:
-        config: its sizes and options.
+        config: the model's sizes and options.
 
     Attributes:
         sees_later_keys: whether a token's output depends on later tokens, so that there is no cache.
@@ -137,35 +153,37 @@ class MtaModel(MtaPreTrainedModel):
         past_key_values: MtaCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """What the layers make of the tokens.
+        """Compute the hidden states of the tokens.
 
-        A row of the batch is a document; where positions do not count on by one, or ``seq_idx`` changes, another
-        begins, as ``DataCollatorWithFlattening`` packs them. Attention and convolutions stay within documents, and do
-        not see padding.
+        A row of the batch is a document. Another document begins in the row where positions do not
+        increase by one, or where ``seq_idx`` changes, as ``DataCollatorWithFlattening`` packs
+        documents. Attention and convolutions stay within documents, and do not see padding.
 
         Args:
             input_ids: ``(B, N)``; with a cache the next tokens of each entry.
             attention_mask: ``(B, N)``, with a cache ``(B, earlier + N)``: 1 for a token, 0 for padding, which may be
                 on the left or, without a cache, on the right of a row's tokens.
-            position_ids: ``(1, N)`` or ``(B, N)``, that the rotary embedding takes; by default they count from 0 in
-                each document, and on from what a cache holds.
-            cache: earlier tokens; only calls without gradients take and return it.
+            position_ids: ``(1, N)`` or ``(B, N)``, positions for the rotary embedding; by default
+                they count from 0 in each document, or continue from the cached tokens.
+            cache: the cache of earlier tokens; only calls without gradients take and return one.
             inputs_embeds: ``(B, N, hidden_size)`` instead of ``input_ids``.
-            use_cache: whether a cache is returned, a new one if none is given; by default as the configuration says
-                where no gradients are computed, queries see no later keys, and the batch has neither padding nor
-                packed documents.
+            use_cache: whether a cache is returned, a new one if none is given. By default the
+                configuration decides if no gradients are computed, queries see no later keys, and
+                the batch has neither padding nor packed documents; otherwise no cache is returned.
             output_hidden_states: whether the output of the embeddings and of each layer is returned, too.
-            output_attentions: not supported: there are no matrices of attention.
+            output_attentions: not supported, because kernels do not store attention matrices.
             seq_idx: ``(B, N)``, the number of each token's document.
             cu_seq_lens_q: ``(documents + 1,)`` int32 on the same device, where documents begin in the flattened batch.
-            cu_seq_lens_k: the same again, as ``DataCollatorWithFlattening`` gives it.
+            cu_seq_lens_k: the same as ``cu_seq_lens_q``; ``DataCollatorWithFlattening`` passes
+                both.
             max_length_q: tokens of the longest document.
-            max_length_k: the same again.
-            past_key_values: ``cache`` by the name that it has in transformers before 5.24.
-            **kwargs: what other parts of transformers pass on, e.g. ``num_items_in_batch``; not used.
+            max_length_k: the same as ``max_length_q``.
+            past_key_values: the name of ``cache`` in transformers before 5.24.
+            **kwargs: arguments that transformers passes and this model ignores, e.g.
+                ``num_items_in_batch``.
 
         Raises:
-            InputError: an argument does not fit, or asks for what is not supported.
+            InputError: an argument does not fit, or asks for an unsupported feature.
         """
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
@@ -173,8 +191,8 @@ class MtaModel(MtaPreTrainedModel):
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             rule = "kernels make no matrices of attention"
             raise InputError(explain("output_attentions", True, rule, False))
-        of_documents = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
-        for name, value in of_documents.items():
+        document_options = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
+        for name, value in document_options.items():
             if value is not None and cu_seq_lens_q is None:
                 raise InputError(explain(name, value, "is of packed documents", "cu_seq_lens_q besides, or None"))
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -201,14 +219,19 @@ class MtaModel(MtaPreTrainedModel):
                 raise InputError(explain("cache", "packed documents besides", rule, "use_cache=False"))
             first = cache.layers[0]
             lengths = None if first.state is None else first.state.lengths
-            padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.seen)
+            padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.token_count)
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states = [hidden_states]
         for i, layer in enumerate(self.layers):
-            own = None if cache is None else cache.layers[i]
-            hidden_states = layer(hidden_states, position_ids=position_ids, packing=packing, cache=own, padding=padding)
+            hidden_states = layer(
+                hidden_states,
+                position_ids=position_ids,
+                packing=packing,
+                cache=None if cache is None else cache.layers[i],
+                padding=padding,
+            )
             if output_hidden_states:
                 states.append(hidden_states)
         hidden_states = self.norm(hidden_states)
@@ -223,7 +246,7 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
     """The decoder with an output layer: a language model.
 
     Args:
-        config: its sizes and options.
+        config: the model's sizes and options.
 
     Raises:
         SpecError: an option is not legal, or queries see later keys.
@@ -257,23 +280,24 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         past_key_values: MtaCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """What each token's successor may be.
+        """Compute the logits of each token's successor, and the loss if labels are given.
 
         Args:
-            input_ids: this and other arguments as of :meth:`MtaModel.forward`.
-            attention_mask: as of the base model.
-            position_ids: as of the base model.
-            cache: as of the base model.
-            inputs_embeds: as of the base model.
-            labels: ``(B, N)``, the tokens again, -100 where none is to be predicted; the loss is then the mean
-                cross-entropy in nats, as transformers computes it.
-            use_cache: as of the base model.
-            logits_to_keep: of how many last tokens, or of which, logits are computed; 0: of all.
-            past_key_values: as of the base model.
-            **kwargs: for the base model and the loss.
+            input_ids: as in :meth:`MtaModel.forward`, like the other arguments of the base model.
+            attention_mask: as in the base model.
+            position_ids: as in the base model.
+            cache: as in the base model.
+            inputs_embeds: as in the base model.
+            labels: ``(B, N)``, the tokens again, or -100 for tokens that are not to be predicted.
+                The loss is then the mean cross-entropy in nats, as transformers computes it.
+            use_cache: as in the base model.
+            logits_to_keep: compute logits of this number of last tokens, or of the tokens with
+                these indices; 0 means all tokens.
+            past_key_values: as in the base model.
+            **kwargs: arguments of the base model and the loss.
 
         Raises:
-            InputError: as of the base model.
+            InputError: as in the base model.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -285,8 +309,8 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        selected = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, selected])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -308,7 +332,8 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         """Give ``generate`` a cache with queries that has room for all tokens.
 
         Raises:
-            InputError: another cache is asked for, tokens would have to be taken back, or a prompt ends in padding.
+            InputError: another cache is asked for, tokens would have to be removed later, or a
+                prompt ends in padding.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():

@@ -1,7 +1,8 @@
-"""Where the documents of a batch are: what masks, positions and boundaries of transformers say about its tokens.
+"""Find the documents of a batch from the masks, positions and boundaries that transformers passes.
 
-Padding is no token: a convolution is not to reach it, nor across it. So documents, each a run of tokens without padding
-in a row, are packed one after the other, for which the op has kernels, and put back into their places.
+A convolution must neither read padding nor reach across it. So documents (runs of tokens of a row
+without padding) are packed one after another, for which the op has kernels, and the results are put
+back into their places.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..nn import MultiTokenAttention
+from ..ops.inputs import check_boundaries
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +22,10 @@ class Packing:
     """The documents of a batch.
 
     Attributes:
-        tokens: ``(total,)``, where the tokens are in the flattened batch; None: there is no padding.
-        cu_seqlens: ``(documents + 1,)`` int32, where each document begins among them, and total.
+        tokens: ``(total,)``, indices of the tokens in the flattened batch; None if there is no
+            padding.
+        cu_seqlens: ``(documents + 1,)`` int32, where each document begins among the tokens, and
+            total.
         max_seqlen: tokens of the longest document, or more.
     """
 
@@ -60,23 +64,24 @@ def find_documents(
     position_ids: Tensor | None,
     seq_idx: Tensor | None,
 ) -> Packing | None:
-    """The documents of a batch of which no earlier tokens are cached.
+    """Find the documents of a batch without cached tokens.
 
-    A document begins with a row's first token, where positions do not count on by one, and where ``seq_idx`` changes.
-    The CPU waits for the GPU if there is something to look at: what is packed has shapes of its own.
+    A document begins at a row's first token, where positions do not increase by one, and where
+    ``seq_idx`` changes. The CPU waits for the GPU if any argument is given, because the shapes of
+    packed tensors depend on their values.
 
     Args:
         shape: ``(B, N)``.
-        device: of the batch.
+        device: device of the batch.
         mask: ``(B, N)``, 1 for a token, 0 for padding, or None.
         position_ids: ``(1, N)`` or ``(B, N)``, or None.
         seq_idx: ``(B, N)``, the number of each token's document, or None.
 
     Returns:
-        None if each row is one document without padding.
+        The documents; None if each row is one document without padding.
 
     Raises:
-        InputError: an argument does not fit, or tokens of a row stand on both sides of padding.
+        InputError: an argument does not fit, or a row has tokens on both sides of padding.
     """
     if mask is None and position_ids is None and seq_idx is None:
         return None
@@ -110,20 +115,23 @@ def find_documents(
 def given_documents(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, max_length_q: int | None, total: int
 ) -> Packing:
-    """The documents that arguments of FlashAttention state, of a batch without padding.
+    """Return the documents that FlashAttention's arguments describe, in a batch without padding.
 
     Args:
-        cu_seq_lens_q: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and the last one ends.
+        cu_seq_lens_q: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and
+            where the last document ends.
         cu_seq_lens_k: the same, or None.
         max_length_q: tokens of the longest document; default total.
-        total: tokens of the batch.
+        total: number of tokens of the batch.
 
     Raises:
-        InputError: keys have other documents than queries.
+        InputError: keys have other documents than queries, or boundaries or the longest length do not fit the batch.
     """
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and not cu_seq_lens_k.equal(cu_seq_lens_q):
         raise InputError(explain("cu_seq_lens_k", cu_seq_lens_k, "keys are of the queries' documents", cu_seq_lens_q))
-    return Packing(None, cu_seq_lens_q, total if max_length_q is None else int(max_length_q))
+    longest = total if max_length_q is None else int(max_length_q)
+    check_boundaries(("cu_seq_lens_q", cu_seq_lens_q), ("max_length_q", longest), total, cu_seq_lens_q.device)
+    return Packing(None, cu_seq_lens_q, longest)
 
 
 def count_padding(
@@ -132,35 +140,37 @@ def count_padding(
     mask: Tensor | None,
     position_ids: Tensor | None,
     lengths: Tensor | None,
-    seen: int,
+    earlier: int,
 ) -> list[int] | None:
-    """How many of the next tokens of each entry of a cache are padding before its first token.
+    """Count the padding before the first token of each entry, among the next tokens of a cache.
 
-    The CPU waits for the GPU once if there is a mask, or positions of several tokens.
+    The CPU waits for the GPU once if there is a mask, or if there are positions of several tokens.
 
     Args:
-        shape: ``(B, N)``, of the next tokens.
-        device: of the batch.
-        mask: ``(B, seen + N)``, 1 for a token, 0 for padding, of all tokens from the first on; or None.
+        shape: ``(B, N)``, the shape of the next tokens.
+        device: device of the batch.
+        mask: ``(B, earlier + N)``, 1 for a token, 0 for padding, for all tokens from the first on;
+            or None.
         position_ids: ``(1, N)`` or ``(B, N)``, or None.
-        lengths: ``(B,)``, tokens that the cache holds of each entry; None: none at all.
-        seen: tokens of each entry that were in earlier calls, padding included.
+        lengths: ``(B,)``, number of cached tokens of each entry; None if nothing is cached.
+        earlier: number of tokens of each entry in earlier calls, padding included.
 
     Returns:
-        None if there is no padding among them.
+        The amount of padding of each entry; None if no entry has padding.
 
     Raises:
-        InputError: an argument does not fit, padding follows a token, or positions do not count on by one.
+        InputError: an argument does not fit, padding follows a token, or positions do not increase
+            by one.
     """
     batch, count = shape
     if mask is None and (position_ids is None or count == 1):
         return None
-    real, is_binary = _real_tokens(mask, (batch, seen + count), device)
+    real, is_binary = _real_tokens(mask, (batch, earlier + count), device)
     late = (~real & _shifted(real)).any()
     changed = torch.zeros((), dtype=torch.bool, device=device)
     if lengths is not None and mask is not None:
-        changed = (real[:, :seen].sum(1) != lengths.to(device)).any()
-    new = real[:, seen:]
+        changed = (real[:, :earlier].sum(1) != lengths.to(device)).any()
+    new = real[:, earlier:]
     restarts = torch.zeros_like(late)
     if position_ids is not None:
         restarts = (new & _shifted(new) & _differs(position_ids.expand(shape), 1)).any()
@@ -183,7 +193,7 @@ def check_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> N
     """Check the shape of positions.
 
     Raises:
-        InputError: there is not one for each token.
+        InputError: the positions are not one for each token.
     """
     shapes = ((1, shape[1]), shape)
     if position_ids is not None and tuple(position_ids.shape) not in shapes:
@@ -191,10 +201,11 @@ def check_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> N
 
 
 def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which are tokens, ``shape`` bools, and whether the mask is made of zeros and ones.
+    """Return which places hold tokens, ``shape`` bools, and whether the mask has only zeros and
+    ones.
 
     Raises:
-        InputError: it has another shape or dtype.
+        InputError: the mask has another shape or dtype.
     """
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device), torch.ones((), dtype=torch.bool, device=device)
@@ -210,10 +221,10 @@ def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.devi
 
 
 def _check_values(binary: bool) -> None:
-    """Check that a mask is made of zeros and ones.
+    """Check that a mask has only zeros and ones.
 
     Raises:
-        InputError: it is not.
+        InputError: the mask has another value.
     """
     if not binary:
         rule = "says of each token whether it is padding"
@@ -221,10 +232,10 @@ def _check_values(binary: bool) -> None:
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """Each column's left neighbour, False left of the first."""
+    """Return each column's left neighbour, False for the first column."""
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
 
 
 def _differs(x: Tensor, step: int) -> Tensor:
-    """Where a column is not its left neighbour plus ``step``; True in the first."""
+    """Return where a column is not its left neighbour plus ``step``; True in the first column."""
     return torch.cat([torch.ones_like(x[:, :1], dtype=torch.bool), x.diff(dim=1) != step], 1)

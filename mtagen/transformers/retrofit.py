@@ -1,4 +1,4 @@
-"""Multi-token attention for a decoder that was trained without it."""
+"""Add multi-token attention to a decoder that was trained without it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
+from ..planner import Backend
+from ..spec import KeyPadding, Mask
 from .configuration import MtaConfig
 from .modeling import MtaForCausalLM
 
 _NOT_INITIALLY_THE_IDENTITY = ("group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window")
-# What a FrequencyScaling takes of a Llama's rope_parameters, by their rope_type.
+# Entries of a Llama's rope_parameters that a FrequencyScaling takes, by their rope_type.
 _SCALED_BY: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -31,32 +34,35 @@ def retrofit(
     mixed_heads: int | None = None,
     post_kernel: tuple[int, int] | None = None,
     post_mixed_heads: int | None = None,
-    key_padding: str = "both",
-    mask: str = "source",
-    backend: str = "auto",
-    compute_dtype: torch.dtype | str | None = None,
+    key_padding: KeyPadding = "both",
+    mask: Mask = "source",
+    backend: Backend = "auto",
+    compute_dtype: DTypeLike | None = None,
     layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> MtaForCausalLM:
-    """A copy of a trained Llama with stages over its scores that pass on, at first, what they get.
+    """Copy a trained Llama and give the copy multi-token attention, whose stages start as the
+    identity.
 
-    The copy computes what the model does until it is trained. Its queries and keys have other orders of elements than
-    the model's: transformers' Llama turns the elements p and p + D / 2 of a head together, the layer 2 p and 2 p + 1.
+    Until it is trained, the copy computes what the model does. Elements of its queries and keys are
+    in another order: the rotary embedding of transformers' Llama rotates the elements p and p + D /
+    2 of a head together, that of the layer 2 p and 2 p + 1.
 
     Args:
-        model: of transformers, on any device and of any dtype.
-        kernel: as of :class:`MtaConfig`, as all following.
-        mixed_heads: as of the configuration.
-        post_kernel: as of the configuration.
-        post_mixed_heads: as of the configuration.
-        key_padding: as of the configuration.
-        mask: as of the configuration.
-        backend: as of the configuration.
-        compute_dtype: as of the configuration.
-        layer_overrides: as of the configuration, of the stages alone: with a norm, a gate, a window or another rotary
-            embedding the copy would not compute what the model does.
+        model: a Llama of transformers, on any device and of any dtype.
+        kernel: as in :class:`MtaConfig`, like all following arguments.
+        mixed_heads: as in the configuration.
+        post_kernel: as in the configuration.
+        post_mixed_heads: as in the configuration.
+        key_padding: as in the configuration.
+        mask: as in the configuration.
+        backend: as in the configuration.
+        compute_dtype: as in the configuration.
+        layer_overrides: as in the configuration, for stages and dropout only. With a norm, a
+            gate, a window or another rotary embedding the copy would not compute what the model
+            does.
 
     Returns:
-        On the model's device, in its dtype, and in its mode of training or evaluation.
+        The copy on the model's device, in its dtype, and in its mode of training or evaluation.
 
     Raises:
         SpecError: an option is not legal, or the model has biases in its attention or a rotary embedding with a scaling
@@ -110,18 +116,18 @@ def retrofit(
 
 
 def _renamed(state: dict[str, Tensor], config: MtaConfig) -> dict[str, Tensor]:
-    """A Llama's state dict under the layer's names, with the rows of queries and keys in the layer's order."""
+    """Return a Llama's state dict with the layer's names and its order of rows of queries and keys."""
     renamed = {}
     for name, value in state.items():
-        for their_name, our_name in _PROJECTIONS.items():
-            name = name.replace(f"self_attn.{their_name}.", f"self_attn.{our_name}.")
-        turned = name.endswith(("self_attn.wq.weight", "self_attn.wk.weight"))
-        renamed[name] = interleave(value, config.head_dim) if turned else value
+        for llama_name, layer_name in _PROJECTIONS.items():
+            name = name.replace(f"self_attn.{llama_name}.", f"self_attn.{layer_name}.")
+        is_rotated = name.endswith(("self_attn.wq.weight", "self_attn.wk.weight"))
+        renamed[name] = interleave(value, config.head_dim) if is_rotated else value
     return renamed
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows p and p + D / 2 of each head become 2 p and 2 p + 1.
+    """Move rows p and p + D / 2 of each head to 2 p and 2 p + 1.
 
     Args:
         weight: ``(heads * D, dim)``, a projection of queries or keys.
@@ -134,7 +140,7 @@ def _check_llama(model: object) -> None:
     """Check that the layer can compute a model's attention.
 
     Raises:
-        SpecError: it cannot.
+        SpecError: the model is no Llama, or its attention has an option that the layer lacks.
     """
     if not isinstance(model, LlamaForCausalLM):
         raise SpecError(explain("model", type(model).__name__, "its attention is not known", "a LlamaForCausalLM"))

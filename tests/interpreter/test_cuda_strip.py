@@ -18,7 +18,7 @@ from mtagen import Plan, Spec, plan
 from mtagen.codegen import render
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.runtime.load import load_host
 
 pytestmark = pytest.mark.usefixtures("memory_starts_as_nan")
@@ -57,9 +57,7 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def build(
-    folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30, *, but: str | None = None
-) -> MultiTokenAttention:
+def build(folder: Path, stages: dict[str, Any], workspace_bytes: int = 2**30, *, but: str | None = None) -> AttentionOp:
     """The op of a plan for an H200 as ``auto`` makes it, with a workspace of this size.
 
     If ``but`` is given, all kernels but that one have the form that the cost model likes least.

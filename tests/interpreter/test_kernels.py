@@ -16,7 +16,7 @@ import mtagen
 from mtagen.check import failures
 from mtagen.errors import BackendError
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.lift.tiling import Tile
 
 TINY = (Sizes(4, 2, 1, 1, 1), Sizes(2, 2, 1, 9, 13))
@@ -39,12 +39,12 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
 
 
-def retiled(op: MultiTokenAttention, tile: Tile, workspace_bytes: int) -> MultiTokenAttention:
+def retiled(op: AttentionOp, tile: Tile, workspace_bytes: int) -> AttentionOp:
     """The op with small tiles of scores and a small workspace, so that small problems have many of both."""
     return assemble(host_functions.retiled(op.plan, tile, workspace_bytes), torch_on_cpu=False)
 
 
-def assert_accurate(op: MultiTokenAttention, sizes: tuple[Sizes, ...]) -> None:
+def assert_accurate(op: AttentionOp, sizes: tuple[Sizes, ...]) -> None:
     assert not failures(op, op.plan.spec, torch.device("cpu"), sizes)
 
 

@@ -19,7 +19,7 @@ from mtagen import Spec, plan
 from mtagen.codegen import render
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
-from mtagen.ops.attention import MultiTokenAttention, assemble
+from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.strip import kernels
 from mtagen.planner.strip import module as strip_module
 from mtagen.planner.strip.stages import Stages
@@ -75,20 +75,20 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def build(stages: dict[str, Any], **options: Any) -> MultiTokenAttention:
+def build(stages: dict[str, Any], **options: Any) -> AttentionOp:
     given = {"head_dim": 16, "value_head_dim": 24, "dtype": "fp32", "target": "generic"} | stages | options
     op = mtagen.build(**given, backend="triton")
     assert set(op.plan.strip) == {"forward", "backward", "decode"}
     return op
 
 
-def assert_accurate(op: MultiTokenAttention, *sizes: Sizes) -> None:
+def assert_accurate(op: AttentionOp, *sizes: Sizes) -> None:
     """Out, the log-sum-exp and all gradients, which come through both."""
     for one in sizes:
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, one))
 
 
-def assert_decodes(op: MultiTokenAttention, sizes: Sizes, *steps: tuple[int, tuple[int, ...], int | None]) -> None:
+def assert_decodes(op: AttentionOp, sizes: Sizes, *steps: tuple[int, tuple[int, ...], int | None]) -> None:
     """New tokens after caches of some lengths, past which they hold NaN, as do queries from before the sequence."""
     for new_tokens, lengths, splits in steps:
         problem = problems.random(op.plan.spec, sizes._replace(batch=len(lengths)), new_tokens=new_tokens)
@@ -106,7 +106,7 @@ def noting(empty: Callable[..., Tensor], sizes: list[int]) -> Callable[..., Tens
     return allocate
 
 
-def with_workspace(op: MultiTokenAttention, workspace_bytes: int, *, dropout: bool = False) -> MultiTokenAttention:
+def with_workspace(op: AttentionOp, workspace_bytes: int, *, dropout: bool = False) -> AttentionOp:
     """The op with another workspace in every pass."""
 
     def smaller(made: mtagen.Plan) -> mtagen.Plan:
@@ -120,7 +120,7 @@ def with_workspace(op: MultiTokenAttention, workspace_bytes: int, *, dropout: bo
     return assemble(smaller(op.plan), torch_on_cpu=False, dropout=dropout, plan_like=plan_like)
 
 
-def strips(op: MultiTokenAttention, sizes: Sizes, planes: int) -> tuple[int, int]:
+def strips(op: AttentionOp, sizes: Sizes, planes: int) -> tuple[int, int]:
     """Sequences and rows of a strip of a call with so many planes, as the host code cuts it."""
     module = load_host(op.plan, render(op.plan), "forward")
     workspace_bytes = op.plan.strip["forward"].workspace_bytes

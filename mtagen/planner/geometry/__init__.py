@@ -1,1 +1,3 @@
-"""Which scores count, which a convolution reads, and what tiles of them need: exact integer algebra."""
+"""Exact integer algebra of masks, stencils and blocks: the scores that count, and those that are
+read.
+"""

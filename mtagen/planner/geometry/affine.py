@@ -1,4 +1,4 @@
-"""Exact ranges and roots of affine integer expressions: the arithmetic beneath stencils and tile bounds."""
+"""Exact ranges and roots of affine integer expressions, from which stencils and loop bounds follow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ N_Q, N_K = sympy.symbols("n_q n_k", integer=True, nonnegative=True)  # queries a
 
 
 def interval_over(affine: Expr, box: Mapping[Symbol, Interval]) -> Interval:
-    """Exact minimum and maximum of ``affine`` when each symbol of ``box`` runs over its interval.
+    """Return the exact minimum and maximum of ``affine`` when each symbol of ``box`` is in its
+    interval.
 
-    An affine function takes its extrema at corners: each symbol sits at the end its slope points to.
+    An affine function has its extrema at corners of the box, which the signs of its slopes tell.
 
     Raises:
         ValueError: the sign of a slope is not known.
@@ -35,6 +36,6 @@ def interval_over(affine: Expr, box: Mapping[Symbol, Interval]) -> Interval:
 
 
 def root(affine: Expr, symbol: Symbol) -> Expr:
-    """The one value of ``symbol`` at which ``affine`` is zero."""
+    """Return the only value of ``symbol`` at which ``affine`` is zero."""
     (solution,) = sympy.solve(affine, symbol)
     return solution

@@ -1,15 +1,17 @@
-"""Loops of a CTA over tiles, as sympy expressions to be printed into a kernel.
+"""Loops of a CTA over tiles of scores, as sympy expressions that are printed into a kernel.
 
 A CTA owns a block of rows (queries) or of keys and streams tiles along the other axis. A tile is
 
-* skipped, when the mask hides every pair of it;
-* interior, when all its pairs are visible and at least ``band`` diagonals away from every edge of the mask;
-* edge otherwise: its pairs are checked one by one.
+* skipped, if the mask hides all its pairs (row, key);
+* interior, if all its pairs are visible and at least ``band`` diagonals away from every edge of the
+mask;
+* edge otherwise, and then its pairs are checked one by one.
 
-Each class is a bound on the extreme of p - j over the tile, p being a row's position and j a key. It is affine in the
-tile's place along the stream; so the bounds are roots of linear equations, aligned to tiles and clipped to the grid.
-They are exact: for an owned block that starts inside the grid, a tile is visited if and only if it holds a visible
-pair. Divisions have non-negative numerators, because Triton's ``//`` truncates.
+Each class is a bound on the minimum or maximum of p - j over the tile, where p is a row's position
+and j a key. These are affine in the tile's beginning, so the ends of the classes are roots of
+linear equations, aligned to tiles and clipped to the grid. They are exact: if the owned block
+starts inside the grid, a tile is visited if and only if it has a visible pair. Numerators of
+divisions are non-negative, because Triton's ``//`` truncates.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from .affine import N_K, N_Q, Size, interval_over, root
 from .mask import Mask
 
 I0, J0 = sympy.symbols("i0 j0", integer=True, nonnegative=True)  # first row or key of the owned block
-OFF = sympy.Symbol("off", integer=True)  # what ``Sequence.offset`` is called in a kernel
+OFF = sympy.Symbol("off", integer=True)  # the name of ``Sequence.offset`` in a kernel
 BLOCK_M, BLOCK_N = sympy.symbols("BLOCK_M BLOCK_N", integer=True, positive=True)
 
 _i, _j = sympy.symbols("i j", integer=True)  # any pair of a tile
-_s = sympy.Symbol("s", integer=True)  # where the streamed tile starts
-_AHEAD = _i + OFF - _j  # keys by which a row is ahead of a key
+_s = sympy.Symbol("s", integer=True)  # first row or key of the streamed tile
+_AHEAD = _i + OFF - _j  # position of a row minus a key
 
 
 class Segment(NamedTuple):
@@ -41,9 +43,11 @@ class Segment(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """[begin, interior_begin) edge, [interior_begin, interior_end) interior, [interior_end, end) edge.
+    """Positions along the streamed axis where the segments of a loop begin and end; they never
+    decrease.
 
-    Positions along the streamed axis, never decreasing. A segment starts at a multiple of the tile size or is empty.
+    [begin, interior_begin) are edge tiles, [interior_begin, interior_end) interior tiles,
+    [interior_end, end) edge tiles. A segment starts at a multiple of the tile size or is empty.
     """
 
     begin: Expr
@@ -53,23 +57,23 @@ class Loop(NamedTuple):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments, less those that are empty by construction."""
+        """The segments of the loop, without those that are empty for all sizes."""
         parts = zip(self[:-1], self[1:], (True, False, True), strict=True)
         return tuple(Segment(begin, end, edge) for begin, end, edge in parts if begin != end)
 
 
 @cache  # solving takes sympy some 50 ms
 def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> Loop:
-    """The key tiles of the CTA that owns rows [i0, i0 + block_m), i0 < n_q.
+    """Return the loop over key tiles of the CTA that owns rows [i0, i0 + block_m), i0 < n_q.
 
-    A tile that reaches past n_k is an edge tile. Rows past n_q add no tile: the loop ends at n_k once they appear.
-    (They count where the interior begins: of the last row block, if partial, a tile before it may be an edge tile
-    though all its real pairs are interior.)
+    A tile that reaches past n_k is an edge tile. Rows past n_q add no tile, because the loop ends
+    at n_k at the latest. They do count for the beginning of the interior: with a partial last row
+    block, a tile may be an edge tile although all its existing pairs are interior.
     """
     rows, tile = (I0, I0 + block_m - 1), (_s, _s + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: rows, _j: tile})
     begin = interior_begin = sympy.S.Zero
-    margins, end = [N_K - 1 - tile[1]], N_K  # an interior tile has no negative margin; these fall along the stream
+    margins, end = [N_K - 1 - tile[1]], N_K  # no margin of an interior tile is negative; they decrease along the loop
     if mask.right is not None:
         margins.append(least + mask.right - band)
         _, farthest = interval_over(_AHEAD + mask.right, {_i: rows})
@@ -85,11 +89,11 @@ def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
 
 @cache
 def row_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band: Size = 0) -> Loop:
-    """The row tiles of the CTA that owns keys [j0, j0 + block_n), j0 < n_k.
+    """Return the loop over row tiles of the CTA that owns keys [j0, j0 + block_n), j0 < n_k.
 
-    Rows past n_q and keys past n_k contribute nothing by construction, so they are not checked. (They count where the
-    interior is placed: of the last key block and of the last row tile, if partial, a tile may be an edge tile though
-    all its real pairs are interior.)
+    Rows past n_q and keys past n_k contribute nothing by construction, so they are not checked.
+    They do count for the place of the interior: with a partial last key block or row tile, a tile
+    may be an edge tile although all its existing pairs are interior.
     """
     tile, keys = (_s, _s + block_m - 1), (J0, J0 + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: tile, _j: keys})

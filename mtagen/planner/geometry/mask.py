@@ -1,4 +1,4 @@
-"""Which keys a query sees, as one value; what tiles of queries and keys see of each other follows from its limits."""
+"""The mask: the keys that a query sees, and from it the conditions for blocks of queries and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .affine import N_K, Interval, Size
 
 
 class Comparison(NamedTuple):
-    """``left`` ``operator`` ``right``, where the operator is ``<``, ``<=``, ``>`` or ``>=``, as in Python and C."""
+    """The comparison ``left`` ``operator`` ``right``, with ``<``, ``<=``, ``>`` or ``>=`` as in
+    Python and C.
+    """
 
     left: Expr
     operator: str
@@ -22,15 +24,16 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """The query at position p sees the keys p - left <= j <= p + right, of those that exist.
+    """A mask: the query at position p sees the existing keys p - left <= j <= p + right.
 
-    No limit is negative: a query sees the key at its own position.
+    No limit is negative, because a query sees the key at its own position.
 
     Attributes:
-        left: keys before its own position that a query sees; None is no limit.
-        right: keys after it; None is no limit. Causal attention has 0.
-        terms: which scores count in a convolution: ``source``, those whose own query sees their key, or ``output``,
-            those whose key the query of the convolution's result sees.
+        left: number of keys before its own position that a query sees; None is no limit.
+        right: number of keys after its own position that a query sees; None is no limit. Causal
+            attention has 0.
+        terms: the scores that count in a convolution. ``source``: scores whose own query sees their
+            key. ``output``: scores whose key is seen by the query of the convolution's result.
     """
 
     left: int | None
@@ -39,10 +42,12 @@ class Mask:
 
     @classmethod
     def of(cls, spec: Spec) -> Mask:
-        """The mask of a request. Where both kinds of terms are the same, they are ``source``.
+        """Return the mask of a request. If both kinds of terms are the same, ``terms`` is
+        ``source``.
 
-        They are in a convolution over a single row, and in one after the softmax unless earlier keys are hidden: rows
-        before see no key after the last that the row of the result sees, and what they do not see is 0.
+        They are the same in a convolution over a single row, and in a convolution after the softmax
+        if no earlier keys are hidden. In the latter case earlier rows see no key after the last
+        that the row of the result sees, and their probabilities of hidden keys are 0.
         """
         after = spec.post_kernel if spec.left is not None else None
         differ = spec.cq > 1 or (after is not None and after[0] > 1)
@@ -50,7 +55,7 @@ class Mask:
 
     @property
     def name(self) -> str:
-        """In names of kernels and in tables."""
+        """The name of the mask in names of kernels and in tables."""
         before = f"left{self.left}" if self.hides_earlier else ""
         after = {None: "", 0: "causal"}.get(self.right, f"right{self.right}")
         return "_".join(filter(None, (before, after))) or "full"
@@ -72,17 +77,17 @@ class Mask:
 
     @property
     def zeroes_scores(self) -> bool:
-        """Whether a convolution takes hidden scores as zeros, whatever row of outputs it makes."""
+        """Whether a convolution takes hidden scores as zeros in all rows of its result."""
         return self.hides and self.terms == "source"
 
     @property
     def zeroes_terms(self) -> bool:
-        """Whether a score counts in some rows of outputs and not in others."""
+        """Whether a score may count in one row of a convolution's result and not in another."""
         return self.hides and self.terms == "output"
 
     @property
     def bounds_keys(self) -> bool:
-        """Whether no query sees past its own position, so that none needs a comparison with the number of keys."""
+        """Whether no query sees past its own position, so that no comparison with n_k is needed."""
         return self.right is not None and self.right <= 0
 
     @property
@@ -90,36 +95,37 @@ class Mask:
         """Whether later rows see more keys, so that tiles of rows differ in their work."""
         return self.hides_later and not self.hides_earlier
 
-    # ---- Of one query or key; None where nothing but the ends of the sequence limits it.
+    # ---- Limits of one query or key; None where only the ends of the sequence limit it.
 
     def first_key(self, position: Size) -> Size | None:
-        """The first key that the query at a position sees."""
+        """Return the first key that the query at a position sees."""
         return None if self.left is None else position - self.left
 
     def begin(self, position: Size) -> Size:
-        """Where the keys begin that the query at a position sees, of those that exist."""
+        """Return the first existing key that the query at a position sees."""
         first = self.first_key(position)
         return sympy.S.Zero if first is None else sympy.Max(0, first)
 
     def last_key(self, position: Size) -> Size | None:
-        """The last key that the query at a position sees."""
+        """Return the last key that the query at a position sees."""
         return None if self.right is None else position + self.right
 
     def first_position(self, key: Size) -> Size | None:
-        """The first position whose query sees a key."""
+        """Return the first position whose query sees a key."""
         return None if self.right is None else key - self.right
 
     def last_position(self, key: Size) -> Size | None:
-        """The last position whose query sees a key."""
+        """Return the last position whose query sees a key."""
         return None if self.left is None else key + self.left
 
-    # ---- Of tiles, which are given by their first and last position or key.
+    # ---- Conditions for blocks, which are given by their first and last position or key.
 
     def hidden(self, positions: Interval, keys: Interval, *, n_k: Size | None = N_K) -> tuple[Comparison, ...]:
-        """Comparisons of which one holds if and only if some pair of a position and a key is hidden or past the keys.
+        """Return comparisons of which at least one holds iff some pair (position, key) is hidden or
+        past the keys.
 
-        ``mask.hidden((p, p), (j, j))`` is the rule for a single pair. Keys before the first are not looked for,
-        nor are those past the keys where ``n_k`` is None.
+        ``mask.hidden((p, p), (j, j))`` is the rule for a single pair. Negative keys are not
+        checked, and keys past the end are not checked if ``n_k`` is None.
         """
         (first_position, last_position), (first_key, last_key) = positions, keys
         comparisons = []

@@ -1,4 +1,4 @@
-"""Where queries stand among keys."""
+"""The alignment of queries to keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Length = TypeVar("Length", int, Expr)
 
 @dataclass(frozen=True)
 class Sequence(Generic[Length]):
-    """Queries that are aligned to the end of the keys: query i sits at position i + offset.
+    """A sequence whose queries are aligned to the end of the keys: query i sits at position i +
+    offset.
 
     Attributes:
-        n_q: number of queries; as a symbol where it is printed into a kernel.
-        n_k: number of keys, likewise.
+        n_q: number of queries; a symbol if it is printed into a kernel.
+        n_k: number of keys; a symbol if it is printed into a kernel.
     """
 
     n_q: Length
@@ -30,4 +31,4 @@ class Sequence(Generic[Length]):
         return self.n_k - self.n_q
 
 
-SEQUENCE: Sequence[Expr] = Sequence(N_Q, N_K)  # of a kernel's call
+SEQUENCE: Sequence[Expr] = Sequence(N_Q, N_K)  # the sequence of a kernel's call

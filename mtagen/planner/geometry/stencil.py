@@ -1,4 +1,4 @@
-"""Which scores a convolved score reads, and what follows: halos, outputs per tile."""
+"""Stencils: the scores that a convolved score reads, and from them halos and outputs per tile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .affine import Interval, Size
 
 @dataclass(frozen=True)
 class Stencil:
-    """The box of offsets an output reads: (i, j) reads inputs (i + r, j + c), r in ``rows``, c in ``cols``.
+    """The box of offsets that an output reads: (i, j) reads (i + r, j + c), r in ``rows``, c in
+    ``cols``.
 
-    Ends are included and may be symbolic. Every footprint here contains the origin.
+    Ends are included and may be symbolic. Every stencil contains the origin.
     """
 
     rows: Interval
@@ -24,16 +25,16 @@ class Stencil:
 
     @classmethod
     def forward(cls, cq: Size, pad_left: Size, pad_right: Size) -> Stencil:
-        """The convolution C[i, j] = sum W[u, v] S[i-(cq-1)+u, j-pL+v], 0 <= v <= pL + pR."""
+        """Return the stencil of the convolution C[i, j] = sum W[u, v] S[i-(cq-1)+u, j-pL+v]."""
         cq, pad_left, pad_right = map(sympy.sympify, (cq, pad_left, pad_right))
         return cls(rows=(1 - cq, sympy.S.Zero), cols=(-pad_left, pad_right))
 
     def adjoint(self) -> Stencil:
-        """The transposed operator: input (i, j) is read by the outputs at the negated offsets."""
+        """Return the stencil of the transposed operator, whose offsets are negated."""
         return Stencil(rows=_negated(self.rows), cols=_negated(self.cols))
 
     def then(self, other: Stencil) -> Stencil:
-        """The footprint of applying both, one after the other: the Minkowski sum of the boxes.
+        """Return the stencil of applying both, one after the other: the Minkowski sum of the boxes.
 
         The backward pass recomputes C, then scatters its gradient: ``forward.then(forward.adjoint())``.
         """
@@ -41,11 +42,14 @@ class Stencil:
 
     @property
     def halo(self) -> tuple[Expr, Expr, Expr, Expr]:
-        """Extra inputs a tile of outputs reads: (rows above, rows below, columns left, columns right)."""
+        """Extra inputs that a tile of outputs reads: (rows above, rows below, columns left, columns
+        right).
+        """
         return -self.rows[0], self.rows[1], -self.cols[0], self.cols[1]
 
     def effective(self, tile_rows: Size, tile_cols: Size) -> tuple[Expr, Expr]:
-        """(B_r, B_c): the outputs that a loaded tile of inputs yields, the tile less its halos.
+        """Return (B_r, B_c), the outputs that a loaded tile of inputs yields: the tile less its
+        halos.
 
         Raises:
             PlanError: the halo leaves no output.
@@ -58,13 +62,13 @@ class Stencil:
         return outputs
 
     def blocks(self, rows: Size, cols: Size, tile_rows: Size, tile_cols: Size) -> tuple[Expr, Expr]:
-        """Tiles that cover ``rows`` x ``cols`` outputs, along each axis: ceil(n / effective)."""
+        """Return the number of tiles along each axis that cover ``rows`` x ``cols`` outputs."""
         block_rows, block_cols = self.effective(tile_rows, tile_cols)
         return sympy.ceiling(rows / block_rows), sympy.ceiling(cols / block_cols)
 
 
 def pipeline_stencil(spec: Spec) -> Stencil:
-    """What a probability that multiplies values reads of the scores: both convolutions, one after the other."""
+    """Return the stencil of all convolutions of a pipeline, one after the other."""
     stencil = Stencil.forward(1, 0, 0)
     for cq, ck in spec.kernels.values():
         stencil = stencil.then(Stencil.forward(cq, *spec.padding(ck)))

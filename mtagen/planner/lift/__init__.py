@@ -1,1 +1,3 @@
-"""The lowering "lift": convolved scores are sums of dot products with filtered keys or queries. For Triton."""
+"""The lowering "lift" (Triton): convolved scores are sums of dot products with filtered keys or
+queries.
+"""

@@ -1,4 +1,6 @@
-"""The diagonals next to the mask's edges, on which the lifted score counts terms that the mask drops."""
+"""The band: diagonals next to the mask's edges, where the lifted score counts terms that the mask
+drops.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,31 @@ from ..geometry.affine import Size, interval_over
 from ..geometry.mask import Comparison, Mask
 from ..geometry.stencil import Stencil
 
-U, F, DELTA = sympy.symbols("u f delta", integer=True)  # a row of the weight, and diagonals of a term and a score
+U, F, DELTA = sympy.symbols("u f delta", integer=True)  # row of the weight, diagonal of a term, diagonal of a score
 
 
 @dataclass(frozen=True)
 class Band:
     """The diagonals next to one edge of the mask, on which the lifted score Ct differs from C.
 
-    A lifted score of the band may count hidden keys. So it is not used: C is summed anew from the terms that the mask
-    counts, and selected there. Diagonals are counted inwards from the edge: a row's diagonal 0 is the last key that the
-    row sees, or the first; the next key inwards is on diagonal 1; hidden keys are on negative diagonals. The terms of
-    a score are scores of rows on diagonals ``first`` to ``first + reach - 1`` of these rows, numbered by f from 0 on.
+    A lifted score of the band may count hidden keys. So it is not used: C is summed again from the
+    terms that the mask counts, and is selected instead of Ct. Diagonals are counted inwards from
+    the edge. A row's diagonal 0 is the last key that the row sees (or the first), the next key
+    inwards is on diagonal 1, and hidden keys are on negative diagonals. The terms of a score of the
+    band are scores on diagonals ``first`` to ``first + reach - 1`` of their own rows, which f
+    numbers from 0 on.
 
     Attributes:
-        later: whether the edge is at the last key that a row sees, or at the first.
-        limit: keys from the row's own position to that key.
+        later: whether the edge is at the last key that a row sees; otherwise it is at the first.
+        limit: number of keys from the row's own position to that key.
         width: F; C is selected on the diagonals 0 <= delta < F.
-        first: the outermost diagonal that a term is on in its row; negative where the mask of the result's row
-            drops terms.
-        reach: how many diagonals terms are on.
-        tap: v of the tap (u, v) that a term on diagonal f of the u-th row has in a score on diagonal delta. The score
-            has no such term if v is no column of the weight.
-        counted: what the mask asks of a term on diagonal f of the u-th row, besides 0 <= f < reach.
+        first: the outermost diagonal of a term in its own row; negative if the mask of the result's
+            row drops terms.
+        reach: number of diagonals that have terms.
+        tap: v of the tap (u, v) of a term on diagonal f of the u-th row, in a score on diagonal
+            delta. The score has no such term if v is no column of the weight.
+        counted: the conditions on a term on diagonal f of the u-th row to count, besides 0 <= f <
+            reach.
     """
 
     later: bool
@@ -48,39 +53,40 @@ class Band:
 
     @property
     def suffix(self) -> str:
-        """Tells the names of kernels and tensors of the two bands apart."""
+        """The suffix that tells the names of kernels and tensors of the two bands apart."""
         return "" if self.later else "_earlier"
 
     def key(self, position: Size, delta: Size) -> Size:
-        """The key on a diagonal of the row at a position."""
+        """Return the key on a diagonal of the row at a position."""
         return position + self.limit - delta if self.later else position - self.limit + delta
 
     def diagonal(self, position: Size, key: Size) -> Size:
-        """The diagonal, delta, that a key is on for the row at a position."""
+        """Return the diagonal, delta, of a key for the row at a position."""
         return position + self.limit - key if self.later else key - position + self.limit
 
     def position(self, key: Size, delta: Size) -> Size:
-        """The position of the row on whose diagonal a key is."""
+        """Return the position of the row that has a key on a diagonal."""
         return key - self.limit + delta if self.later else key + self.limit - delta
 
 
 @cache
 def bands(spec: Spec) -> tuple[Band, ...]:
-    """The bands of a request, from its stencil and its mask.
+    """Return the bands of a request, from its stencil and its mask.
 
-    The lifted sum keeps every term; the mask drops those past an edge of the term's own row (terms ``source``) or of
-    the output's row (``output``). A diagonal is in a band if its edge drops some term of a score there. In a narrow
-    window bands overlap; each counts what both edges leave.
+    The lifted sum keeps every term. The mask drops terms past an edge of the term's own row
+    (``source``) or of the result's row (``output``). A diagonal is in a band if the edge drops a
+    term of a score there. In a narrow window the two bands overlap; each then counts only the terms
+    that both edges keep.
     """
     return tuple(_bands(spec, Mask.of(spec)))
 
 
 def _bands(spec: Spec, mask: Mask) -> Iterator[Band]:
     r, c = sympy.symbols("r c", integer=True)
-    row = U - (spec.cq - 1)  # of a term, from that of the score
+    row = U - (spec.cq - 1)  # row of a term, relative to the score's
     stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
     box = {r: stencil.rows, c: stencil.cols}
-    # The diagonal of a row's last seen key, counted from the first one, if both edges hide keys.
+    # The diagonal of a row's last visible key, counted from its first one, if both edges hide keys.
     across = mask.left + mask.right if mask.left is not None and mask.right is not None else None
     for later, sign, limit in ((True, 1, mask.right), (False, -1, mask.left)):
         if limit is None:
@@ -94,7 +100,7 @@ def _bands(spec: Spec, mask: Mask) -> Iterator[Band]:
         last = width - 1 + most if across is None else min(width - 1 + most, across)
         begin, end = map(int, interval_over(sympy.expand(term - tested), box))
         counted: tuple[Comparison, ...] = ()
-        if mask.zeroes_terms:  # by the diagonal that the term's key is on in the row of the score
+        if mask.zeroes_terms:  # decided by the diagonal of the term's key in the row of the score
             diagonal = sympy.expand(begin + F - sign * row)
             counted = (Comparison(diagonal, ">=", sympy.S.Zero),)
             if across is not None:

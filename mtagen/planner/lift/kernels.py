@@ -1,6 +1,7 @@
-"""The Triton kernels of the lowering "lift" as values: arguments, constants, grids. Templates hold their bodies.
+"""The Triton kernels of the lowering "lift" as values: arguments, constants, grids.
 
-Sizes in grids are what the host code calls them, see ``templates/triton/host.j2``.
+Templates hold the bodies of the kernels. Sizes in grids have the names of the host code,
+``templates/triton/host.j2``.
 """
 
 from __future__ import annotations
@@ -22,25 +23,29 @@ from .tiling import Tile, block_dim, resources
 
 N_HEADS, ALL_HEADS, HEADS, KV_HEADS = sympy.symbols("n_heads all_heads heads kv_heads", integer=True, positive=True)
 N_X = sympy.Symbol("n_x", integer=True, nonnegative=True)  # rows of the lifted operand
-BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a strip
+BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a chunk
 N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 
 
-AXES = {4: ("b", "h", "n"), 3: ("slot", "row")}  # of tensors that are read by tiles, less the last, by their number
-PACKED_AXES = {4: ("n", "h"), 3: ("slot", "row")}  # of tensors that hold packed documents, by the axes of batches
-# Rows, or keys, of a document that a schedule of packed documents gives at once. Tiles of kernels divide it.
+# Axes of tensors that are read by tiles, without the last axis, by their number.
+AXES = {4: ("b", "h", "n"), 3: ("slot", "row")}
+# The same for tensors that hold packed documents, by the number of axes that a batch would have.
+PACKED_AXES = {4: ("n", "h"), 3: ("slot", "row")}
+# Rows or keys of a document in one entry of a schedule of packed documents. Block sizes of kernels divide it.
 DOCUMENT_TILE = 128
-ROW_TILES, KEY_TILES = sympy.symbols("n_row_tiles n_key_tiles", integer=True, positive=True)  # of such a schedule
+ROW_TILES, KEY_TILES = sympy.symbols("n_row_tiles n_key_tiles", integer=True, positive=True)  # entries of a schedule
 
 
 def tiled(target: str, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
-    """A tensor that is read or written by tiles of its last two axes, by descriptor where the target has them.
+    """Return the argument for a tensor that is read or written by tiles of its last two axes.
+
+    Tiles are accessed by descriptor if the target has descriptors.
 
     Args:
         target: name of the target.
-        name: of the tensor.
+        name: name of the tensor.
         block: the constants that are the extents of a tile.
-        axes: how many the tensor has, 4 or 3.
+        axes: number of the tensor's axes, 4 or 3.
     """
     if get_target(target).tensor_descriptors:
         return Argument(name, "descriptor", block=block)
@@ -48,12 +53,14 @@ def tiled(target: str, name: str, block: tuple[str, str], axes: int = 4) -> Argu
 
 
 def pointers(*names: str) -> tuple[Argument, ...]:
-    """Pointers to contiguous tensors."""
+    """Return pointers to contiguous tensors."""
     return tuple(Argument(f"{name}_ptr", "memory", pointer=True) for name in names)
 
 
 def strided(*names: str, axes: Sequence[str] = AXES[4]) -> tuple[Argument, ...]:
-    """Pointers to tensors (B, H, N, D), or of other axes, each with its strides in elements but the last, a 1."""
+    """Return pointers to tensors (B, H, N, D), or of other axes, each with its strides except the
+    last.
+    """
     return tuple(
         argument
         for name in names
@@ -64,13 +71,13 @@ def strided(*names: str, axes: Sequence[str] = AXES[4]) -> tuple[Argument, ...]:
 def pass_kernels(
     pass_name: str, spec: Spec, target: str, geometry: Lift, tiles: Mapping[str, Tile], heads_per_wave: int
 ) -> tuple[Kernel, ...]:
-    """The kernels of one pass, in the order of their first launch."""
+    """Return the kernels of one pass, in the order of their first launch."""
     make = _Maker(spec, target, geometry, tiles)
     if pass_name == "decode":
         return (*(make.decode(role) for role in decode_geometry(spec).roles), make.combine())
     bands = geometry.bands
-    of_bands = (made(band) for made in (make.band_terms, make.band_scores) for band in bands)
-    operands = (make.lifting(), *of_bands)
+    band_kernels = (make_kernel(band) for make_kernel in (make.band_terms, make.band_scores) for band in bands)
+    operands = (make.lifting(), *band_kernels)
     if pass_name == "forward":
         return (*operands, make.forward(heads_per_wave))
     return (
@@ -101,17 +108,17 @@ class _Maker:
         self._all_heads = N_HEADS if spec.packed else BATCH * N_HEADS
 
     def lifting(self) -> Kernel:
-        own = (*self._strided("src"), *pointers("weight", "lifted"))
+        tensors = (*self._strided("src"), *pointers("weight", "lifted"))
         owner = "keys" if self._lift.lifts_keys else "rows"
         heads = numbers("int32", "head0", "n_heads", "group")
         sizes = (*heads, *self._lengths(owner, "n_x"), *numbers("float", "factor"))
         block = self._tiles["lift"].block_m
         grid = self._blocks(owner, block, N_X) * HEADS
-        return self._make("operand", "lift", own + sizes, grid, {"BLOCK": block, **self._d})
+        return self._make("operand", "lift", tensors + sizes, grid, {"BLOCK": block, **self._d})
 
     def band_terms(self, band: Band) -> Kernel:
         tile = self._tiles["band_terms"]
-        diagonals = tile.block_n - tile.block_m + 1  # that a program's rows have in its window of keys
+        diagonals = tile.block_n - tile.block_m + 1  # diagonals of all of a program's rows in its window of keys
         arguments = (
             self._tiled("q", ("BLOCK", "D")),
             self._tiled("k", ("WINDOW", "D")),
@@ -159,7 +166,7 @@ class _Maker:
             *numbers("int32", "n_heads", "n_q"),
         )
         constants = {"BLOCK": self._tiles["rows"].block_m, **self._dv}
-        rows = TOTAL_Q if self._spec.packed else N_Q  # one by one, whatever document they are of
+        rows = TOTAL_Q if self._spec.packed else N_Q  # blocks of rows ignore the boundaries of documents here
         grid = ceiling(rows / self._tiles["rows"].block_m) * ALL_HEADS
         return self._make("bwd_rows", "rows", arguments, grid, constants)
 
@@ -264,37 +271,43 @@ class _Maker:
         return self._make("decode_combine", "combine", arguments, BATCH * N_HEADS * N_NEW, constants)
 
     def _operands(self) -> tuple[Argument, Argument]:
-        """The operands of scores, q and k. That which is lifted has an axis of slots and terms."""
+        """Return the operands of scores, q and k. The lifted one has an axis of slots and terms."""
         lifts_keys = self._lift.lifts_keys
         q = self._tiled("q", ("BLOCK_M", "D"), 4 if lifts_keys else 3)
         return q, self._tiled("k", ("BLOCK_N", "D"), 3 if lifts_keys else 4)
 
     def _g(self) -> Argument:
-        """The gradient of the scores, as it lies in the workspace."""
+        """Return the argument for the gradient of the scores in the workspace."""
         return self._tiled("g", ("BLOCK_M", "BLOCK_N") if self._lift.lifts_keys else ("BLOCK_N", "BLOCK_M"), 3)
 
     def _row_blocks(self, role: str) -> Size:
         return self._blocks("rows", self._tiles[role].block_m, N_Q)
 
     def _blocks(self, owner: str, block: int, length: Size) -> Size:
-        """Blocks of ``rows`` or ``keys``: so many as there are in ``length``, or in the tiles of packed documents."""
+        """Return the number of blocks of ``rows`` or ``keys`` in ``length``, or in a schedule of
+        documents.
+        """
         if not self._spec.packed:
             return ceiling(length / block)
         return DOCUMENT_TILE // block * (ROW_TILES if owner == "rows" else KEY_TILES)
 
     def _lengths(self, owner: str, *names: str) -> tuple[Argument, ...]:
-        """What tells a program of its sequence: lengths, or where to find the document of its ``rows`` or ``keys``."""
+        """Return the arguments that give a program the lengths of its sequence, or its packed
+        document.
+        """
         if not self._spec.packed:
             return numbers("int32", *names)
         tiles = {"rows": "row_tiles", "keys": "key_tiles"}[owner]
         return (*pointers(tiles, "cu_seq_q", "cu_seq_k"), *numbers("int32", f"n_{tiles}", "total_q", "total_k"))
 
     def _strided(self, *names: str) -> tuple[Argument, ...]:
-        """Pointers to tensors, each with its strides."""
+        """Return pointers to tensors, each with its strides."""
         return strided(*names, axes=PACKED_AXES[4] if self._spec.packed else AXES[4])
 
     def _tiled(self, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
-        """A tensor that is read or written by tiles; in a packed one each document is a matrix of its own."""
+        """Return the argument for a tensor that is accessed by tiles; a packed document is a matrix
+        of it.
+        """
         if self._spec.packed:
             return Argument(name, "matrices", axes=PACKED_AXES[axes])
         return tiled(self._target, name, block, axes)
@@ -302,7 +315,7 @@ class _Maker:
     def _make(
         self, name: str, tile_role: str, arguments: tuple[Argument, ...], grid: Size, constants: Mapping[str, int]
     ) -> Kernel:
-        """A kernel of which ``tile_role`` says what tile it has."""
+        """Return a kernel with the tile of ``tile_role``."""
         tile = self._tiles[tile_role]
         need = resources(tile_role, tile, self._spec, self._lift, get_target(self._target))
         return Kernel(
@@ -314,7 +327,7 @@ class _Maker:
             shared=need.shared,
             registers=need.registers,
             constants=tuple(constants.items()),
-            # A pipeline over terms has its own loop, so the loop over tiles is left alone.
+            # Kernels that pipeline the loop over terms do not pipeline the loop over tiles.
             stages=1 if tile.pipeline == "terms" else tile.num_stages,
         )
 
@@ -324,7 +337,7 @@ def _blocks(tile: Tile) -> dict[str, int]:
 
 
 def _extents(band: Band) -> dict[str, int]:
-    """The diagonals of a band and of its terms, with the sizes of tiles that products take of them."""
+    """Return the diagonals of a band and of its terms, and both padded for products."""
     padded = {"BAND_POW2": max(16, _power_of_2(band.width)), "REACH_POW2": max(16, _power_of_2(band.reach))}
     return {"BAND": band.width, "REACH": band.reach, **padded}
 

@@ -1,4 +1,4 @@
-"""What one Triton module holds: the passes of a plan that Triton serves."""
+"""The contents of one Triton module: the passes of a plan that use the lowering "lift"."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class LiftModule:
     """The kernels and host functions of some passes of one plan.
 
     Attributes:
-        passes: one or more, of one spec and target.
+        passes: one or more passes of one spec and target.
     """
 
     passes: tuple[LiftPass, ...]
 
     @classmethod
     def of(cls, passes: Iterable[LiftPass]) -> LiftModule:
-        """The module of these passes."""
+        """Make the module of some passes."""
         return cls(tuple(passes))
 
     @property
@@ -59,53 +59,53 @@ class LiftModule:
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """The mask."""
         return self.lift.mask
 
     def has(self, pass_name: str) -> bool:
-        """Whether it computes a pass."""
-        return any(one.pass_name == pass_name for one in self.passes)
+        """Return whether the module computes a pass."""
+        return any(plan.pass_name == pass_name for plan in self.passes)
 
     def __getitem__(self, pass_name: str) -> LiftPass:
-        """How it computes a pass."""
-        return next(one for one in self.passes if one.pass_name == pass_name)
+        """Return the plan of a pass."""
+        return next(plan for plan in self.passes if plan.pass_name == pass_name)
 
     @cached_property
     def _tiles(self) -> dict[str, Tile]:
-        return {role: tile for one in self.passes for role, tile in one.tiles}
+        return {role: tile for plan in self.passes for role, tile in plan.tiles}
 
     @cached_property
     def _kernels(self) -> dict[str, Kernel]:
-        return {kernel.role: kernel for one in self.passes for kernel in one.kernels}
+        return {kernel.role: kernel for plan in self.passes for kernel in plan.kernels}
 
     def tile(self, role: str) -> Tile:
-        """The tile of a kernel."""
+        """Return the tile of a kernel."""
         return self._tiles[role]
 
     def kernel(self, role: str) -> Kernel:
-        """A kernel; passes that share one agree on it."""
+        """Return the kernel of a role, which is the same in all passes that have it."""
         return self._kernels[role]
 
     @property
     def block_d(self) -> int:
-        """Head dim on chip."""
+        """Head dim, padded as on chip."""
         return block_dim(self.spec.head_dim)
 
     @property
     def block_dv(self) -> int:
-        """Value head dim on chip."""
+        """Value head dim, padded as on chip."""
         return block_dim(self.spec.value_head_dim)
 
     @property
     def vector(self) -> int:
-        """Elements in 16 bytes: rows must start at multiples of it."""
+        """Number of elements in 16 bytes. Rows must start at multiples of it."""
         return 16 // self.spec.itemsize
 
     @property
     def strip_multiple(self) -> int:
-        """Rows of a backward strip are a multiple of this, so that no tile crosses from one strip into the next."""
+        """Divisor of the rows of a chunk in the backward pass, so that no block crosses chunks."""
         return max(128, *(tile.block_m for role, tile in self["backward"].tiles if role in TENSOR_ROLES))
 
     def split_rule(self, role: str) -> SplitRule:
-        """How many splits a decode kernel makes."""
+        """Return the rule for the number of splits of a decode kernel."""
         return self["decode"].split_rule(role)

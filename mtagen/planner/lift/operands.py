@@ -1,10 +1,10 @@
-"""The "lift" lowering: the convolution folded into one operand, so that a score is a sum of dot products.
+"""Geometry of the lowering "lift": the convolution is folded into one operand of the scores.
 
-With keys lifted (cq <= ck), C[i, j] = sum_t q[i + t - (cq-1)] . Khat_t[j],
-Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL];
-with queries lifted, the same with the axes exchanged: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL],
-Qhat_t[i] = scale * sum_s W[s, t] q[i + s - (cq-1)]. Scores next to the mask's
-edges are made otherwise (see :mod:`.band`).
+A convolved score is then a sum of dot products. With keys lifted (cq <= ck), C[i, j] = sum_t q[i +
+t - (cq-1)] . Khat_t[j], where Khat_t[j] = scale * sum_s W[t, s] k[j + s - pL]. With queries lifted,
+the axes change roles: C[i, j] = sum_t Qhat_t[i] . k[j + t - pL], where Qhat_t[i] = scale * sum_s
+W[s, t] q[i + s - (cq-1)]. Scores next to the mask's edges are computed in another way (see
+:mod:`.band`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ T = sympy.Symbol("t", integer=True, nonnegative=True)  # a term of the lifted sc
 
 @dataclass(frozen=True)
 class Contraction:
-    """One operand's gradient as a product of g, the gradient of the scores, with the other operand.
+    """The gradient of one operand: a product of g, the gradient of the scores, with the other
+    operand.
 
-    ``owner`` ("rows" | "keys") is the axis whose gradient it is. With ``sums_terms`` the terms are summed into one
-    gradient, g being read at the shifted position; otherwise each term has its own (of the lifted operand).
+    ``owner`` ("rows" | "keys") is the axis of the gradient. With ``sums_terms`` the terms are
+    summed into one gradient, and g is read at shifted positions. Otherwise each term has a gradient
+    of its own, that of the lifted operand.
     """
 
     owner: str
@@ -41,7 +43,7 @@ class Contraction:
 
     @property
     def role(self) -> str:
-        """The kernel's name in a plan: what it computes the gradient of."""
+        """The kernel's role, named after the gradient that it computes."""
         return {"rows": "dq", "keys": "dk"}[self.owner] + ("_shifted" if self.sums_terms else "_lifted")
 
 
@@ -50,15 +52,15 @@ class Lift:
     """The geometry of the lowering for one spec; every field follows from the spec.
 
     Attributes:
-        lifts_keys: keys are lifted (cq <= ck), else queries.
+        lifts_keys: whether keys are lifted (cq <= ck); otherwise queries are.
         terms: dot products per score, min(cq, ck).
-        taps: kernel entries summed into one lifted vector, max(cq, ck).
+        taps: filter entries that are summed into one lifted vector, max(cq, ck).
         pad: lifted vector x reads source vectors x + s - pad, 0 <= s < taps.
         row_shift, key_shift: term t pairs row i + row_shift with key j + key_shift.
-        kept_rows: rows of g that a strip of rows needs from the strip before it.
-        mask: which keys a query sees.
-        bands: where the lifted score is not used.
-        forward, scores: loops of the kernels of these names.
+        carried_rows: rows of g that a chunk of rows needs from the chunk before it.
+        mask: the mask.
+        bands: the diagonals on which the lifted score is not used.
+        forward, scores: loops of the kernels with these roles.
         contractions: the gradients of both operands.
     """
 
@@ -68,7 +70,7 @@ class Lift:
     pad: int
     row_shift: Expr
     key_shift: Expr
-    kept_rows: int
+    carried_rows: int
     mask: Mask
     bands: tuple[Band, ...]
     forward: Loop
@@ -78,14 +80,16 @@ class Lift:
 
 @cache
 def lift(spec: Spec) -> Lift:
-    """Lift along the shorter kernel axis, which costs min(cq, ck) dot products per score."""
+    """Return the geometry of lifting along the filter's shorter axis: min(cq, ck) dot products per
+    score.
+    """
     lifts_keys = spec.cq <= spec.ck
     stencil = Stencil.forward(spec.cq, spec.pad_left, spec.pad_right)
     above, _, left, right = (int(extent) for extent in stencil.halo)
     mask, width = Mask.of(spec), max((band.width for band in bands(spec)), default=0)
     row_shift = T - above if lifts_keys else sympy.S.Zero
     key_shift = sympy.S.Zero if lifts_keys else T - left
-    shifted = (0, above) if lifts_keys else (-right, left)  # where the shifted operand's gradient reads g
+    shifted = (0, above) if lifts_keys else (-right, left)  # offsets at which the shifted operand's gradient reads g
     zero = sympy.S.Zero
     lifted_gradient = Contraction(
         owner="keys" if lifts_keys else "rows",
@@ -108,7 +112,7 @@ def lift(spec: Spec) -> Lift:
         pad=left if lifts_keys else above,
         row_shift=row_shift,
         key_shift=key_shift,
-        kept_rows=above if lifts_keys else 0,
+        carried_rows=above if lifts_keys else 0,
         mask=mask,
         bands=bands(spec),
         forward=key_loop(mask, band=width),
@@ -118,19 +122,20 @@ def lift(spec: Spec) -> Lift:
 
 
 def _contraction_loop(mask: Mask, owner: str, reads: tuple[int, int]) -> Loop:
-    """The loop of a CTA that reads g at offsets ``reads`` (first, last) of its own block.
+    """Return the loop of a CTA that reads g at offsets ``reads`` (first, last) of its block.
 
-    A tile is visited if any of the reads may be visible, and interior if all of them are: the extreme blocks decide.
+    A tile is visited if any of the read blocks may be visible, and interior if all of them are. The
+    first and the last block decide both.
     """
-    if not mask.hides:  # then nothing is checked: the operand that g meets is zero past its end
+    if not mask.hides:  # no check is needed, because the operand that multiplies g is zero past its end
         length = N_K if owner == "rows" else N_Q
         return Loop(sympy.S.Zero, sympy.S.Zero, length, length)
     first, last = reads
-    own, loop = (I0, key_loop(mask)) if owner == "rows" else (J0, row_loop(mask))
-    begin, end = loop.begin.subs(own, own + first), loop.end.subs(own, own + last)
-    interior_begin = loop.interior_begin.subs(own, own + last)
-    interior_end = loop.interior_end.subs(own, own + first)
-    if mask.hides_earlier:  # in a narrow window the extreme blocks' interiors need not meet
+    start, loop = (I0, key_loop(mask)) if owner == "rows" else (J0, row_loop(mask))
+    begin, end = loop.begin.subs(start, start + first), loop.end.subs(start, start + last)
+    interior_begin = loop.interior_begin.subs(start, start + last)
+    interior_end = loop.interior_end.subs(start, start + first)
+    if mask.hides_earlier:  # in a narrow window the interiors of the two blocks need not meet
         interior_end = Max(begin, interior_end)
         interior_begin = Max(begin, Min(interior_begin, interior_end))
     return Loop(begin, interior_begin, interior_end, end)

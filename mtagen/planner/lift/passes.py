@@ -1,4 +1,4 @@
-"""The passes of the lowering "lift": which kernels there are, and a tile for each."""
+"""Plans of the passes of the lowering "lift": their kernels, and a tile for each kernel."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .tiling import (
     table_key,
 )
 
-MAX_TERMS = 16  # the kernel that lifts holds one vector per term
-# What backward may take for gradients of scores: eight heads of N = 8192, two of 16384. Each chunk of heads launches
-# all kernels anew.
+MAX_TERMS = 16  # upper limit, because the kernel that lifts holds one vector per term
+# Upper limit of the workspace for gradients of scores: eight heads of N = 8192, or two of N = 16384. All kernels are
+# launched once per group of heads that fits.
 WORKSPACE_BYTES = 5 * 2**28
 HEADS_PER_WAVE = 8
 
@@ -43,8 +43,9 @@ class LiftPass(PassPlan):
         target: name of the target.
         pass_name: ``forward``, ``backward`` or ``decode``.
         tiles: (role, tile) of each kernel.
-        workspace_bytes: what backward may take for the gradient of the scores and what is lifted; or for one strip of
-            one head of keys if that is more.
+        workspace_bytes: upper limit of the backward pass's workspace for the gradient of the scores
+            and the lifted operand. One chunk of rows of one key head is allocated even if it needs
+            more.
         heads_per_wave: heads whose blocks the forward kernel interleaves, the longest first.
     """
 
@@ -69,7 +70,7 @@ class LiftPass(PassPlan):
         return decode_geometry(self.spec)
 
     def tile(self, role: str) -> Tile:
-        """The tile of one kernel."""
+        """Return the tile of one kernel."""
         return dict(self.tiles)[role]
 
     @property
@@ -80,7 +81,7 @@ class LiftPass(PassPlan):
     def kernels(self) -> tuple[Kernel, ...]:
         return pass_kernels(self.pass_name, self.spec, self.target, self.lift, dict(self.tiles), self.heads_per_wave)
 
-    # ---- Decisions: the tiles of the kernels that multiply, one by one. The others follow a rule.
+    # ---- Decisions: a tile for each kernel that multiplies matrices. Tiles of other kernels follow a rule.
 
     @cached_property
     def _roles(self) -> Mapping[str, str]:
@@ -92,35 +93,35 @@ class LiftPass(PassPlan):
         return {key: asdict(self.tile(role)) for key, role in self._roles.items()}
 
     def role(self, key: str) -> str:
-        """The kernel that a decision is about.
+        """Return the role of the kernel that a decision is about.
 
         Raises:
-            PlanError: it is none of this pass.
+            PlanError: the decision is none of this pass.
         """
         self.check_key(key)
         return self._roles[key]
 
     def alternatives(self, key: str) -> Sequence[LiftPass]:
         tiles = proposals(self.role(key), self.spec, self.lift, get_target(self.target))
-        made = [self.decided(key, asdict(tile)) for tile in tiles]
-        if self in made:
-            return made
-        return sorted([self, *made], key=lambda one: one.decision_cost(key))  # a measured tile that no model proposes
+        plans = [self.decided(key, asdict(tile)) for tile in tiles]
+        if self in plans:
+            return plans
+        return sorted([self, *plans], key=lambda plan: plan.decision_cost(key))  # this plan's tile was only measured
 
     def decided(self, key: str, fields: Fields) -> LiftPass:
         chosen = self.role(key)
         if fields.keys() != Tile.__dataclass_fields__.keys():
             raise PlanError(explain(key, describe(fields), "is no tile", tuple(Tile.__dataclass_fields__)))
-        made = Tile(**fields)
-        check_measured(chosen, made, self.spec, self.lift, get_target(self.target))
-        return replace(self, tiles=tuple((r, made if r == chosen else tile) for r, tile in self.tiles))
+        new_tile = Tile(**fields)
+        check_measured(chosen, new_tile, self.spec, self.lift, get_target(self.target))
+        return replace(self, tiles=tuple((role, new_tile if role == chosen else tile) for role, tile in self.tiles))
 
     def decision_cost(self, key: str) -> float:
         role = self.role(key)
         return cost(role, self.tile(role), self.spec, self.lift, get_target(self.target))
 
     def split_rule(self, role: str) -> SplitRule:
-        """How many splits a decode kernel makes."""
+        """Return the rule for the number of splits of a decode kernel."""
         tile, target = self.tile(role), get_target(self.target)
         resident = resident_ctas(resources(role, tile, self.spec, self.lift, target), tile, target)
         return split_rule(resident, tile.block_n, target.multiprocessors)
@@ -159,10 +160,11 @@ class LiftPass(PassPlan):
 
 
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]:
-    """The plan of a pass with the cheapest tile of each kernel; others follow from it by ``alternatives``.
+    """Return the plan of a pass with the cheapest tile of each kernel. ``alternatives`` returns
+    other plans.
 
     Raises:
-        PlanError: one does not fit; the message names the limit.
+        PlanError: a kernel does not fit the target; the message names the limit.
     """
     check_convolves_only(spec, "triton")
     if spec.dtype not in target.dtypes:
@@ -177,25 +179,28 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> LiftPass:
-    """The plan with these decisions.
+    """Return the plan with these decisions.
 
     Raises:
         PlanError: as :func:`candidates`.
     """
-    (made,) = candidates(pass_name, spec, get_target(target))
+    (plan,) = candidates(pass_name, spec, get_target(target))
     for key, fields in decisions.items():
-        made = made.decided(key, fields)
-    return made
+        plan = plan.decided(key, fields)
+    return plan
 
 
 def flop_per_score(pass_name: str, spec: Spec) -> int:
-    """Flop per (row, key) pair of a training pass, 2 per multiply-add: each of the lift's terms is a product."""
+    """Return the flop per (row, key) pair of a training pass, 2 per multiply-add.
+
+    Each term is a product.
+    """
     d, dv, terms = spec.head_dim, spec.value_head_dim, lift(spec).terms
     return {"forward": 2 * (terms * d + dv), "backward": 2 * (3 * terms * d + 2 * dv)}[pass_name]
 
 
 def _roles(pass_name: str, spec: Spec, geometry: Lift) -> tuple[str, ...]:
-    """The kernels of a pass that have a tile of their own."""
+    """Return the roles of a pass that have a tile of their own."""
     operands = ("lift", *(("band_terms", "band") if geometry.bands else ()))
     if pass_name == "forward":
         return (*operands, "forward")

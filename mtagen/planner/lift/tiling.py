@@ -1,8 +1,10 @@
-"""Tile shapes, warps and pipeline depth of each kernel: candidates, a resource model, a cost model, measured tables.
+"""Tile shape, warps and pipeline depth of each kernel: candidates, a resource model and a cost
+model.
 
-The resource model says what a kernel needs on chip; a candidate over the target's limits is infeasible. The cost model
-estimates the cycles that one tile takes a multiprocessor, fitted to measurements; the cheapest feasible candidate wins
-unless a table of measurements (:mod:`mtagen.planner.tables`) names another.
+The resource model estimates the on-chip memory of a kernel; a candidate over the target's limits is
+infeasible. The cost model, which was fitted to measurements, estimates the cycles of a
+multiprocessor for one tile. The cheapest feasible candidate is taken unless a table of measurements
+(:mod:`mtagen.planner.tables`) names another.
 """
 
 from __future__ import annotations
@@ -21,41 +23,43 @@ from .operands import Lift
 
 TENSOR_ROLES = ("forward", "scores", "dq_lifted", "dq_shifted", "dk_lifted", "dk_shifted")
 VECTOR_ROLES = ("lift", "band_terms", "band", "band_gather", "rows", "finish", "combine")
-_UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was seen to take besides the operands of unrolled terms
+_UNROLLED_SCRATCH = 5 * 1024  # bytes that the compiler was observed to need besides the operands of unrolled terms
 
 # The cost model's constants, fitted to benchmarks/results/h200_tune_*.json. Times are cycles of a multiprocessor.
-_SOFTMAX = 0.12  # a score's share of the vector units: exponential, sums
-_SCORE_GRADIENT = 0.25  # what its gradient adds, which changes layouts through shared memory
-_TILE = 100  # a tile's chain of reductions
-_STEP = 340  # a step's barriers
-_LATENCY = 740  # of a load from L2
-_STRIP_LATENCY = 490  # of a load of the gradient of the scores
-_STRIP_READ = 1.25  # of the time that memory takes to deliver that gradient at its full rate
-_COALESCING = 1.7  # requests of neighbours for the same bytes that L2 answers at once
+_SOFTMAX = 0.12  # vector units, per score: exponential and sums
+_SCORE_GRADIENT = 0.25  # vector units, per score, for the gradient, which changes layouts through shared memory
+_TILE = 100  # chain of reductions of a tile
+_STEP = 340  # barriers of a step
+_LATENCY = 740  # a load from L2
+_STRIP_LATENCY = 490  # a load of the gradient of the scores
+_STRIP_READ = 1.25  # time to read that gradient, over the time at full memory bandwidth
+_COALESCING = 1.7  # requests of neighbouring CTAs for the same bytes that L2 answers at once
 _CONTENTION = 0.5  # R CTAs of a multiprocessor take R**_CONTENTION times as long as one
-_MEAN_ROW = 4096  # keys that a causal row sees on average where tiles were timed
+_MEAN_ROW = 4096  # mean number of keys that a causal row sees in the measurements
 _SHARPNESS = 5.3  # order of the norm that combines bounds
-_TERM_REGISTERS = 52  # that a loop over terms takes beyond `resources`; it only spills them
-_UNROLLED_REGISTERS = 41  # the same of each unrolled term from the fourth on
-# Of decode:
-_DECODE_STEP = 340  # instructions of a warp for a tile
-_DECODE_ISSUE = 4.1  # instructions for a tap of a score that a thread holds
-_DECODE_CHAIN = 4.6  # cycles of dependent work for such a tap
-_DECODE_LATENCY = 1600  # of a load from memory
-_DECODE_REGISTERS = 7  # of a thread, for a score
+_TERM_REGISTERS = 52  # registers that a loop over terms needs beyond `resources` and spills
+_UNROLLED_REGISTERS = 41  # the same for each unrolled term from the fourth on
+# Constants for decode:
+_DECODE_STEP = 340  # instructions of a warp per tile
+_DECODE_ISSUE = 4.1  # instructions per tap of a score that a thread holds
+_DECODE_CHAIN = 4.6  # cycles of dependent work per such tap
+_DECODE_LATENCY = 1600  # a load from memory
+_DECODE_REGISTERS = 7  # registers of a thread per score
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of one kernel.
+    """The tile shape, warps and pipeline of one kernel.
 
     Attributes:
-        block_m: rows of a tile; for the kernels that move vectors only, vectors per block; for decode, pairs of a query
-            head and a new query.
-        block_n: keys of a tile; 0 where there are none.
+        block_m: rows of a tile. For kernels that only move vectors, vectors per block; for decode,
+            pairs of a query head and a new query.
+        block_n: keys of a tile; 0 if the kernel has no keys.
         num_warps, num_stages: warps per CTA; depth of the software pipeline.
-        pipeline: what is pipelined: ``tiles`` (operands of the owned block stay on chip, one stage is a whole tile) or
-            ``terms`` (one stage is the two operands of ``unroll`` terms).
+        pipeline: the stages of the pipeline. ``tiles``: a stage is a whole tile, and the operands
+            of the owned block stay on chip. ``terms``: a stage is the two operands of ``unroll``
+            terms.
+        unroll: terms per stage, with ``terms``.
     """
 
     block_m: int
@@ -67,89 +71,93 @@ class Tile:
 
 
 def reads_by_descriptor(spec: Spec, target: Target) -> bool:
-    """Whether tiles are loaded by descriptors of tensors. These do not know where a packed document ends."""
+    """Return whether tiles are loaded by tensor descriptors, which cannot stop at the end of a
+    document.
+    """
     return target.tensor_descriptors and not spec.packed
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Modelled need of one CTA: bytes of shared memory, registers per thread."""
+    """Modelled resources of one CTA: bytes of shared memory, registers per thread."""
 
     shared: int
     registers: int
 
 
 def block_dim(head_dim: int) -> int:
-    """Head dims are padded on chip to a power of two, at least 16."""
+    """Return a head dim as padded on chip: a power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> Resources:
-    """What one CTA of ``role`` needs.
+    """Model the resources of one CTA of ``role``.
 
-    Shared memory: every operand of a product, times the stages it is buffered in. Registers: fp32 accumulators and
-    score tiles, the probabilities in the input's type, and an allowance for addresses and statistics.
+    Shared memory holds every operand of a product, times the stages in which it is buffered.
+    Registers hold fp32 accumulators and score tiles, the probabilities in the input's type,
+    addresses and statistics.
 
-    Where tiles are read by pointers, loads that are not pipelined go through registers; and a product, unless it is of
-    warpgroups, reads its operands from shared memory before it begins, so that one stage less is buffered.
+    If tiles are read by pointers, loads that are not pipelined go through registers. A product,
+    except one of warpgroups, then reads its operands from shared memory before it begins, so that
+    one stage less is buffered.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
     by_descriptor = reads_by_descriptor(spec, target)
     in_place = by_descriptor or "wgmma" in target.matrix
     buffers = tile.num_stages if in_place else max(1, tile.num_stages - 1)
-    is_staged = not by_descriptor and tile.num_stages == 1  # what is streamed goes through registers
+    is_staged = not by_descriptor and tile.num_stages == 1  # whether streamed tiles go through registers
     if role in VECTOR_ROLES:
         vectors = lift.terms + 2 if role == "lift" else 3
         return Resources(shared=0, registers=40 + m * d * vectors // threads)
     if role in DECODE_ROLES:
         return _decode_resources(tile, spec)
     if role not in ("forward", "scores"):
-        own, streamed = (m, n) if role.startswith("dq") else (n, m)
+        owned, streamed = (m, n) if role.startswith("dq") else (n, m)
         shared = buffers * (m * n + streamed * d) * size
         staged = (m * n + streamed * d) * size // 4 if is_staged else 0
-        loop = 50 + (own * d + m * n * size // 8 + staged) // threads
-        # Masks, and gradients of keys that start from the strips before, take more outside the loop, where spills are
-        # cheap; but registers are allocated for all of a kernel.
-        started = own * d // 2 if role.startswith("dk") else 0
-        edges = 32 + (own * d + started + m * n * size // 2) // threads
+        loop = 50 + (owned * d + m * n * size // 8 + staged) // threads
+        # Masks, and gradients of keys that start from the sums of earlier chunks, need more registers outside the loop.
+        # Spills are cheap there, but a kernel's registers are allocated for all of it.
+        started = owned * d // 2 if role.startswith("dk") else 0
+        edges = 32 + (owned * d + started + m * n * size // 2) // threads
         if by_descriptor:
             edges = min(edges, 255)
         return Resources(shared=shared, registers=max(loop, edges))
-    own, streamed = (m, n) if role == "forward" else (n, m)
+    owned, streamed = (m, n) if role == "forward" else (n, m)
     # The backward kernel keeps its values, and passes P and g (in fp32 also dO, S and dP) through shared memory.
-    kept = n * dv * size if role == "scores" else 0
+    values = n * dv * size if role == "scores" else 0
     passed = (2 * m * n if size == 2 else 4 * m * n + m * dv) * size if role == "scores" else n * dv * size
-    # What dropout keeps is drawn in another layout than that of scores: a byte of each is passed.
+    # Dropout's mask is drawn in another layout than that of scores, so a byte per score is passed.
     drawn = m * n if spec.dropout else 0
     if tile.pipeline == "terms":
         pipelined = buffers * tile.unroll * (m + n) * d * size
-        shared = kept + (max(pipelined, passed, drawn) if size == 2 else pipelined + passed)
+        shared = values + (max(pipelined, passed, drawn) if size == 2 else pipelined + passed)
         shared += _UNROLLED_SCRATCH if tile.unroll > 1 else 0
     else:
         stage = (streamed * d * lift.terms + streamed * dv) * size
-        shared = own * d * lift.terms * size + buffers * stage + kept + drawn
+        shared = owned * d * lift.terms * size + buffers * stage + values + drawn
         shared += passed if role == "scores" else 0 if in_place else m * n * size
-    tiles = 1 if role == "forward" else 2  # s; dP as well
-    # A loop over terms pipelines what scores are made of, and not values or gradients of outputs.
+    tiles = 1 if role == "forward" else 2  # S, and in the backward pass dP
+    # A loop over terms pipelines the operands of scores, but not values or gradients of outputs.
     staged = streamed * dv if tile.pipeline == "terms" and not by_descriptor else 0
     staged += streamed * d if is_staged else 0
-    registers = 90 + (tiles * m * n + own * dv + m * n * size // 4 + staged * size // 4) // threads
+    registers = 90 + (tiles * m * n + owned * dv + m * n * size // 4 + staged * size // 4) // threads
     return Resources(shared=shared, registers=registers)
 
 
 def resident_ctas(need: Resources, tile: Tile, target: Target) -> int:
-    """CTAs that one multiprocessor holds at once."""
+    """Return the number of CTAs that are resident on one multiprocessor."""
     shared = target.shared_per_multiprocessor // (need.shared + RESERVED_SHARED)
-    registers = -(-min(need.registers, target.registers_per_thread) // 8) * 8  # as they are allocated
+    registers = -(-min(need.registers, target.registers_per_thread) // 8) * 8  # allocated in units of 8
     return max(1, min(shared, target.registers_per_multiprocessor // (registers * 32 * tile.num_warps)))
 
 
 def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
-    """Modelled multiprocessor cycles per score.
+    """Model the multiprocessor cycles per score.
 
-    What bounds a multiprocessor are its tensor cores, its vector units, its share of L2's bandwidth, the latency of the
-    loads in flight, and the chain of dependent work of its CTAs.
+    The bounds are the tensor cores, the vector units, the multiprocessor's part of L2's bandwidth,
+    the latency of loads in flight, and the chain of dependent work of a CTA.
     """
     if role in DECODE_ROLES:
         return _decode_cost(tile, spec, target)
@@ -159,12 +167,12 @@ def cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float
 
 
 def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
-    """The cost of a kernel that makes scores."""
+    """Model the cost of a kernel that computes scores."""
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     m, n, terms, threads = tile.block_m, tile.block_n, lift.terms, 32 * tile.num_warps
     by_terms = tile.pipeline == "terms"
-    # Triton gives every warp whole rows of a product whose result another one reads in the same iteration; warps that
-    # are too many for the rows then repeat the work of others.
+    # Triton gives every warp whole rows of a product if another one reads its result in the same iteration. If there
+    # are more warps than rows allow, the rest repeat the work of others.
     chained = not by_terms or tile.unroll > 1
     repeats = max(1.0, 16 * tile.num_warps / m) if chained else 1.0
     tensor = terms * repeats * _product_cycles(m, n, d, tile, size, target, splits=not chained)
@@ -190,10 +198,12 @@ def _score_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -
 
 
 def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> float:
-    """The cost of a kernel that contracts the gradient of the scores with an operand, once per term."""
+    """Model the cost of a kernel that multiplies the gradient of the scores by an operand, once per
+    term.
+    """
     d, size, m, n = block_dim(spec.head_dim), spec.itemsize, tile.block_m, tile.block_n
-    own, streamed = (m, n) if role.startswith("dq") else (n, m)
-    tensor = _product_cycles(own, d, streamed, tile, size, target)
+    owned, streamed = (m, n) if role.startswith("dq") else (n, m)
+    tensor = _product_cycles(owned, d, streamed, tile, size, target)
     moved = (m * n + streamed * d) * size
     bounds = _Bounds(tensor, moved, tensor + _STEP, 1, _STRIP_LATENCY, 2, 1, _edges(tile, lift))
     resident = resident_ctas(resources(role, tile, spec, lift, target), tile, target)
@@ -202,12 +212,12 @@ def _contraction_cost(role: str, tile: Tile, spec: Spec, lift: Lift, target: Tar
 
 
 def _edges(tile: Tile, lift: Lift) -> float:
-    """The share of tiles that an edge of the mask crosses, which are not pipelined."""
+    """Return the fraction of tiles that an edge of the mask crosses, which are not pipelined."""
     return (tile.block_m + tile.block_n) / _MEAN_ROW if lift.mask.hides else 0
 
 
 class _Bounds(NamedTuple):
-    """What may bound a tile.
+    """The quantities that bound the time of a tile.
 
     Attributes:
         busy: cycles of the busiest unit.
@@ -215,9 +225,9 @@ class _Bounds(NamedTuple):
         chain: cycles of the dependent work of a CTA.
         steps: steps of the pipeline.
         latency: cycles of a load.
-        loads: of a tile, each of which waits where nothing is pipelined.
+        loads: loads of a tile; without a pipeline each of them waits.
         exposed: loads that two stages do not hide.
-        edges: share of the tiles where nothing is pipelined.
+        edges: fraction of the tiles that are not pipelined.
     """
 
     busy: float
@@ -230,9 +240,10 @@ class _Bounds(NamedTuple):
     edges: float
 
     def cycles(self, tile: Tile, resident: int, target: Target) -> float:
-        """Of a multiprocessor for one tile, if it holds ``resident`` CTAs.
+        """Return the cycles of a multiprocessor for one tile, with ``resident`` CTAs.
 
-        An operand is read until its product has ended, so of s stages s - 2 are in flight during a step.
+        An operand is read until its product has ended, so s - 2 of s stages are in flight during a
+        step.
         """
         depth, overlap = tile.num_stages, math.pow(resident, 1 - _CONTENTION)
         waits = {1: self.loads, 2: self.exposed}.get(depth, 0) * self.latency
@@ -243,7 +254,7 @@ class _Bounds(NamedTuple):
 
 
 def _combined(*bounds: float) -> float:
-    """About the largest bound, a little more where several are close."""
+    """Return about the largest bound, and a little more if several are close."""
     return math.pow(sum(math.pow(bound, _SHARPNESS) for bound in bounds), 1 / _SHARPNESS)
 
 
@@ -258,9 +269,11 @@ def _product_cycles(
     splits: bool = True,
     a_in_registers: bool = False,
 ) -> float:
-    """Cycles of a product on the tensor cores, or of its operands through shared memory.
+    """Return the cycles of a product on the tensor cores, or of reading its operands from shared
+    memory.
 
-    A wgmma takes 64 rows of a warpgroup, an mma.sync 16 of a warp. Warps left over split the columns.
+    A wgmma takes 64 rows per warpgroup, an mma.sync 16 rows per warp. Further warps split the
+    columns.
     """
     wgmma = "wgmma" in target.matrix and rows >= 64
     height = 64 if wgmma else max(16, rows // tile.num_warps)
@@ -271,7 +284,7 @@ def _product_cycles(
 
 
 def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Tile]:
-    """Every tile worth asking for on ``target``, feasible or not."""
+    """Yield every tile that is worth a try on ``target``, feasible or not."""
     if role in DECODE_ROLES:
         yield from _decode_candidates(role, spec, target)
         return
@@ -288,10 +301,10 @@ def candidates(role: str, spec: Spec, lift: Lift, target: Target) -> Iterator[Ti
 
 
 def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
-    """The candidates that fit the target, the cheapest by the cost model first.
+    """Return the candidates that fit the target, the cheapest by the cost model first.
 
     Raises:
-        PlanError: none does; the message names the limit and by how much it is passed.
+        PlanError: no candidate fits; the message names the limit and by how much it is exceeded.
     """
     if role in VECTOR_ROLES:
         return [_vector_tile(role, spec, lift)]
@@ -309,10 +322,11 @@ def proposals(role: str, spec: Spec, lift: Lift, target: Target) -> list[Tile]:
 
 
 def check_measured(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> None:
-    """Check a tile of a table for what it was not measured for: tiles that descriptors load, read by pointers.
+    """Check that a table's tile, which was measured with descriptors, also fits if it is read by
+    pointers.
 
     Raises:
-        PlanError: by the resource model it does not fit then.
+        PlanError: it does not fit, by the resource model.
     """
     if role in TENSOR_ROLES and target.tensor_descriptors and not reads_by_descriptor(spec, target):
         need = resources(role, tile, spec, lift, target)
@@ -321,12 +335,12 @@ def check_measured(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target
 
 
 def _over(need: Resources, target: Target) -> float:
-    """The larger of the shares of a limit that a kernel needs."""
+    """Return the larger ratio of a kernel's need to the target's limit."""
     return max(need.shared / target.shared_per_block, need.registers / target.registers_per_thread)
 
 
 def table_key(role: str, spec: Spec, lift: Lift) -> str:
-    """What a measured choice depends on: role, padded head dims, terms, element size."""
+    """Return the key of a decision: role, padded head dims, terms, element size."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     if role in DECODE_ROLES:
         return f"lift {role} d{d} dv{dv} taps{decode_geometry(spec).taps} bytes{spec.itemsize}"
@@ -334,7 +348,10 @@ def table_key(role: str, spec: Spec, lift: Lift) -> str:
 
 
 def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
-    """A halo reaches back one tile at most, so a tile holds at least ck keys."""
+    """Yield the tiles of a decode kernel.
+
+    They hold at least ck keys, because a halo spans one tile at most.
+    """
     geometry = decode_geometry(spec)
     pairs = geometry.narrow if role == "decode" else geometry.wide
     stages = (1,) if target.backend == "hip" else (1, 2, 3)
@@ -345,10 +362,12 @@ def _decode_candidates(role: str, spec: Spec, target: Target) -> Iterator[Tile]:
 
 
 def _decode_resources(tile: Tile, spec: Spec) -> Resources:
-    """Shared memory: K and V tiles in flight, and scores on their way to another layout.
+    """Model the resources of a decode kernel.
 
-    Registers, fitted to what compilers used: per score the halo, the gather's indices and the product; K and V
-    fragments. A kernel that has too few spills, which is slow but right: registers never rule a tile out.
+    Shared memory holds K and V tiles in flight, and scores that change their layout. Registers were
+    fitted to those that compilers used: the halo, the gather's indices and the product per score,
+    and fragments of K and V. A kernel with too few registers spills, which is slow but correct, so
+    registers never exclude a tile.
     """
     d, dv, size = block_dim(spec.head_dim), block_dim(spec.value_head_dim), spec.itemsize
     rows, n = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n
@@ -359,15 +378,15 @@ def _decode_resources(tile: Tile, spec: Spec) -> Resources:
 
 
 def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
-    """Modelled cycles per key and pair: traffic, instructions issued, or latency of a tile's chain."""
+    """Model the cycles per key and pair, bound by traffic, instruction issue, or a tile's latency."""
     d, dv = block_dim(spec.head_dim), block_dim(spec.value_head_dim)
     rows, n, threads = max(16, tile.block_m * decode_geometry(spec).taps), tile.block_n, 32 * tile.num_warps
-    # As in chained products every warp holds whole rows, and warps beyond the rows repeat the work of others.
+    # As in `_score_cost`, every warp holds whole rows, and superfluous warps repeat the work of others.
     gathered = spec.ck * max(rows, 16 * tile.num_warps) * n / threads
     traffic = n * (d + dv) * spec.itemsize / target.dram_bytes_per_cycle
     issue = (_DECODE_STEP + _DECODE_ISSUE * gathered) * tile.num_warps / 4
     chain = _DECODE_CHAIN * gathered + _DECODE_LATENCY / max(0.5, tile.num_stages - 1)
-    # wgmma reads K and V from shared memory. A tile that does not fit registers spills: the last resort.
+    # wgmma reads K and V from shared memory. A tile that does not fit registers spills, so it is the last resort.
     fragments = 0 if "wgmma" in target.matrix and rows >= 64 else n * (d + dv) * spec.itemsize // 2 // threads
     if _DECODE_REGISTERS * rows * n // threads + fragments > target.registers_per_thread:
         chain, issue = 10 * chain, 10 * issue
@@ -376,11 +395,12 @@ def _decode_cost(tile: Tile, spec: Spec, target: Target) -> float:
 
 
 def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
-    """Small kernels, shaped by rule: the fp32 vectors a thread holds stay near 32 to 48 registers.
+    """Return the tile of a small kernel by rule: a thread's fp32 vectors take about 32 to 48
+    registers.
 
-    Measured on an H200 (benchmarks/NOTES.md): kernels that reduce over a vector run best with one warp per block, which
-    needs no barrier. ``band_terms`` is one product of a block of rows with the window of keys that its diagonals
-    meet, or some of them: what is on chip must fit every target.
+    Kernels that reduce over a vector run best with one warp per block, which needs no barrier
+    (measured on an H200, benchmarks/notes/triton.md). ``band_terms`` multiplies a block of rows by the
+    window of keys on its diagonals. Its blocks are small enough for every target.
     """
     d = block_dim(spec.head_dim)
     if role in ("band_gather", "rows"):
@@ -394,8 +414,8 @@ def _vector_tile(role: str, spec: Spec, lift: Lift) -> Tile:
         return Tile(block_m=rows, block_n=min(widest, 1 << (rows + reach - 2).bit_length()))
     if role == "finish":
         return Tile(block_m=max(1, 1024 // d), num_warps=1)
-    held = lift.terms if role == "lift" else 2
-    vectors = max(1, min(64, 48 * 128 // (held * d)))
+    vectors_per_row = lift.terms if role == "lift" else 2
+    vectors = max(1, min(64, 48 * 128 // (vectors_per_row * d)))
     return Tile(block_m=1 << (vectors.bit_length() - 1))
 
 

@@ -1,1 +1,3 @@
-"""The lowering "strip": whole rows of scores of all heads, in planes of a bounded workspace, in Triton kernels."""
+"""The lowering "strip": kernels stream over whole rows of scores of all heads, in a bounded
+workspace.
+"""

@@ -1,9 +1,10 @@
-"""Small groups of heads that are mixed after the softmax: the fused kernel of the lowering "tile", with longer values.
+"""Mix small groups of heads after the softmax with the fused kernel of the lowering "tile".
 
-To mix shares of a group's heads and multiply them by values is to multiply each head's shares by the values of all
-heads of its group, laid side by side, and to mix these products: sum over g of N[h, g] (P_g V_h). So the forward pass
-writes no scores. Its cost grows with the group, that of strips does not; and so does its memory, of m times the
-values and the outputs for groups of m heads. Its keys are never split.
+Mixing the probabilities of a group's heads and multiplying them by values is the same as
+multiplying each head's probabilities by the values of all heads of its group, side by side, and
+mixing these products: sum over g of N[h, g] (P_g V_h). So the forward pass writes no scores. Unlike
+those of strips, its cost and its memory grow with the group: m times the values and the outputs for
+groups of m heads. Its keys are never split.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .stages import Stages
 
 
 def concatenated(spec: Spec, target: str) -> TileForward | None:
-    """The fused forward kernel for values side by side, if there is one."""
+    """Return the fused forward kernel for values side by side; None if there is none."""
     stages = Stages(spec)
     if not stages.mixes_after_alone:
         return None
@@ -35,7 +36,7 @@ def concatenated(spec: Spec, target: str) -> TileForward | None:
 
 
 def rows_of_table(fused: TileForward) -> Iterator[tuple[str, str, str]]:
-    """Facts for the plan's table."""
+    """Yield facts for the plan's table."""
     width = fused.spec.value_head_dim
     yield "forward", "values", f"of each head's group side by side, {width} columns, in one fused kernel; then mixed"
     yield from fused.kernel_rows()

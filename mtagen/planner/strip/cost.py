@@ -1,10 +1,12 @@
-"""The cost model of strips: multiprocessor cycles of a kernel for each score of each head that a row sees.
+"""The cost model of strips: a kernel's multiprocessor cycles per score of each head that a row
+sees.
 
-A kernel streams planes from memory and to memory, and moves each element through shared memory to registers, or back,
-where tensor cores multiply. What takes longer hides most of the other. A CTA has nothing under way when it starts, and
-where its warps wait for each other; other CTAs of the multiprocessor fill these gaps, if there are any. At the end of a
-launch CTAs end one by one, the earlier the shorter their walks. The constants are fitted to the times of kernels that
-``benchmarks/NOTES.md`` gives for an H200.
+A kernel streams planes from and to memory, and moves each element between shared memory and
+registers, where tensor cores multiply. The longer of the two hides most of the other. A CTA has no
+loads in flight when it starts, and when its warps wait for each other. Other CTAs of the
+multiprocessor fill these gaps, if there are any. At the end of a launch CTAs end one by one; the
+shorter a CTA's range of keys, the earlier they end. The constants were fitted to the times of
+kernels on an H200 in ``benchmarks/notes/strips.md``.
 """
 
 from __future__ import annotations
@@ -14,33 +16,33 @@ from dataclasses import dataclass
 
 from ..targets import Target
 
-MEAN_ROW, LONGEST_ROW = 4096, 8192  # keys that causal rows see where kernels were timed
-STRIP_ROWS, _STRIP_HEADS = 1024, 16  # rows of a strip there, and heads
-START, DRAIN = 4500, 1000  # cycles without loads under way: at a CTA's start, and where its warps wait for each other
-_STREAMED = 0.85  # of the memory's peak rate, which a copy reaches
-_MOVE = 0.1  # cycles to move an element between shared memory and registers, and to work on it there
-_HEAD_PRODUCT = 0.03  # cycles of a score's share in a product of heads with heads, whose operands are transposed
-_SHARPNESS = 4  # order of the norm that combines what memory takes and what a multiprocessor takes
-_ALONE = 0.3  # by which the work of one warp, which waits for its own results, takes longer than that of many
-_HELD = 0.1  # by which work takes longer with half the registers that the compiler asks for
-_TAIL = 0.25  # of the time of the last CTAs in which others are idle
+MEAN_ROW, LONGEST_ROW = 4096, 8192  # mean and largest number of keys that causal rows see in the measurements
+STRIP_ROWS, _STRIP_HEADS = 1024, 16  # rows of a strip and heads in the measurements
+START, DRAIN = 4500, 1000  # cycles without loads in flight: at a CTA's start, and when its warps wait for each other
+_STREAMED = 0.85  # fraction of the memory's peak rate that a copy reaches
+_MOVE = 0.1  # cycles to move an element between shared memory and registers, and to compute on it
+_HEAD_PRODUCT = 0.03  # cycles per score of a product of heads with heads, whose operands are transposed
+_SHARPNESS = 4  # order of the norm that combines memory's time and a multiprocessor's time
+_ALONE = 0.3  # relative slowdown of a single warp, which waits for its own results
+_HELD = 0.1  # relative slowdown with half the registers that the compiler asks for
+_TAIL = 0.25  # fraction of the last CTAs' time in which other multiprocessors are idle
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the model wants to know of a kernel.
+    """The properties of a kernel that the cost model uses.
 
     Attributes:
-        traffic: bytes that are read and written for a score.
-        moved: elements that are moved between shared memory and registers for a score.
-        warps, ctas: warps of a CTA that do the work, and CTAs that a multiprocessor holds.
-        scores: scores that a CTA makes, or those of one row if it owns several.
-        tensor: cycles of the tensor cores for a score.
-        head_products: products of heads with heads, sums over keys.
+        traffic: bytes that are read and written per score.
+        moved: elements that are moved between shared memory and registers per score.
+        warps, ctas: computing warps of a CTA, and resident CTAs per multiprocessor.
+        scores: scores that a CTA computes, or those of one row if it owns several.
+        tensor: cycles of the tensor cores per score.
+        head_products: number of products of heads with heads, which sum over keys.
         registers: registers of a thread that the compiler asks for.
-        gap: cycles meanwhile in which the CTA has no loads under way.
-        setup: cycles of work of a CTA before its first score.
-        even: whether the CTAs of a launch end together, because it begins with the longest.
+        gap: cycles in which the CTA has no loads in flight, over all its scores.
+        setup: cycles of a CTA before its first score.
+        even: whether the CTAs of a launch end together, because the longest start first.
     """
 
     traffic: float
@@ -56,7 +58,7 @@ class Work:
     even: bool = False
 
     def cycles(self, target: Target) -> float:
-        """The modelled cost."""
+        """Return the modelled cycles per score."""
         memory = self.traffic / (_STREAMED * target.dram_bytes_per_cycle)
         warps = self.warps * self.ctas
         missing = max(0.0, self.registers * target.warp_size * warps / target.registers_per_multiprocessor - 1)
@@ -70,10 +72,10 @@ class Work:
 
 
 def streamed(role: str, itemsize: int, target: Target) -> float:
-    """What memory alone costs a kernel, or a product of a plane with rows, whoever makes it."""
+    """Return the cycles per score of a kernel, or of cuBLAS's product, if memory is the only bound."""
     return _PLANES.get(role.removeprefix("decode_"), 2) * itemsize / (_STREAMED * target.dram_bytes_per_cycle)
 
 
-# Planes that kernels read and write, one that is read twice counted twice; convolutions, and other mixtures, have 2.
+# Number of planes that kernels read and write. A plane that is read twice counts twice. The default is 2.
 _PLANES = {"scores": 1, "grad_shares": 1, "values": 1, "softmax": 3, "post_mix_backward": 4, "softmax_backward": 6}
 _PLANES |= dict.fromkeys(("outputs", "grad_queries", "grad_keys", "grad_values"), 1)

@@ -1,4 +1,4 @@
-"""Which kernels of a pass of the lowering "strip" CUDA makes instead of Triton."""
+"""Choose the kernels of the lowering "strip" that are CUDA's instead of Triton's."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from .values import ValuesKernel
 
 
 def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[StripSource, ...]:
-    """Those of Triton's kernels of a pass that CUDA has, too, and a product that is cuBLAS's beside Triton's.
+    """Return the CUDA kernels that replace Triton kernels of a pass.
 
-    Each is in the form that the cost model expects to be the fastest.
+    One of them, ``grad_shares``, may also replace a product that cuBLAS computes beside Triton's
+    kernels. Each kernel has the form that the cost model expects to be the fastest.
 
     Raises:
-        PlanError: there are none; the message says why.
+        PlanError: no CUDA kernel fits; the message says why.
     """
     if spec.dtype not in ("bf16", "fp16"):
         raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
     if "mma" not in get_target(target).matrix:
         legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
         raise PlanError(explain("target", target, "the cuda backend's kernels are made of mma instructions", legal))
-    found = {source.role: made[0] for source in _candidates(spec, target, kernels) if (made := source.variants)}
+    fastest = {source.role: forms[0] for source in _candidates(spec, target, kernels) if (forms := source.variants)}
     roles = [kernel.role for kernel in kernels]
     if "softmax_backward" in roles and "grad_shares" not in roles:
-        roles.append("grad_shares")  # which cuBLAS makes otherwise
-    made = tuple(found[role] for role in roles if role in found)
-    if not made:
+        roles.append("grad_shares")  # otherwise computed by cuBLAS
+    sources = tuple(fastest[role] for role in roles if role in fastest)
+    if not sources:
         rule = (
             f"cuda mixes up to {rows.MAX_HEADS} heads, and takes each score for all rows of results or for none, "
             "and values by 16 columns"
         )
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
-    return made
+    return sources
 
 
 def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[StripSource]:
     stages = Stages(spec)
     yield from (product_kernel(spec, target, role) for role in products.ROLES)
     for stage in stages.convolutions:
-        # Shares that nothing mixes any more are multiplied with values.
+        # Probabilities that no later stage mixes are multiplied by values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
         results = {"": result, "adjoint": spec.dtype, "gradient": spec.dtype}
         yield from (PlaneKernel(spec, target, stage, part, results[part]) for part in PARTS)

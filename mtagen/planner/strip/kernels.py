@@ -1,4 +1,7 @@
-"""The Triton kernels of the lowering "strip" as values: arguments, constants, grids. Templates hold their bodies."""
+"""The Triton kernels of the lowering "strip" as values: arguments, constants, grids.
+
+Templates hold the bodies of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,55 +22,60 @@ from .documents import PART, TILE
 from .sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from .stages import Convolution, Stages, block_of
 
-PROGRAMS = 512  # of a bundle in the backward pass, which add up gradients of matrices
-# Tiles of products: rows, keys, stages and warps. The first that shared memory holds is taken.
+PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices
+# Tiles of products: rows, keys, stages and warps. The first tile that fits shared memory is taken.
 PRODUCT_TILES = (
     *((128, 64, stages, 4) for stages in (4, 3, 2)),
     *((64, 64, stages, 4) for stages in (3, 2)),
     *((rows, 64, 1, 4) for rows in (128, 64, 32)),
     (32, 32, 1, 4),
 )
-NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # of at most 64 columns
+NARROW_PRODUCT_TILES = ((128, 128, 3, 8), *PRODUCT_TILES)  # tiles for head dims up to 64
 DECODE_PRODUCT_TILES = ((128, 4), (128, 3), (128, 2), (128, 1), (64, 2), (64, 1), (32, 1))  # keys and stages
 PRODUCT_CHUNK = 512  # keys of a program
 CONVOLUTION_ROWS, CONVOLUTION_CHUNK = 128, 512
-CONVOLUTION_KEYS = (32, 16)  # of a tile of a convolution; the first that shared memory holds is taken
-GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # a tile of the gradient of a convolution's weight
-GRADIENT_STAGES = (3, 2, 1)  # the first that shared memory holds is taken
-GRADIENT_CHUNK = 2048  # keys of a program that adds it up
+CONVOLUTION_KEYS = (32, 16)  # keys of a convolution's tile; the first that fits shared memory is taken
+GRADIENT_ROWS, GRADIENT_KEYS = 64, 64  # tile of the gradient of a convolution's weight
+GRADIENT_STAGES = (3, 2, 1)  # stages of that gradient; the first that fits shared memory is taken
+GRADIENT_CHUNK = 2048  # keys of a program of that gradient
 SPLIT = 1024  # keys of a split in decode
-OUTPUT_ROWS = 32  # of a block of outputs that are mixed
-VALUE_ROWS, VALUE_KEYS = 16, 64  # a tile of the product of a decode step's shares with values
+OUTPUT_ROWS = 32  # rows of a block of outputs that are mixed
+VALUE_ROWS, VALUE_KEYS = 16, 64  # tile of the product of a decode step's probabilities with values
 ROW_KEYS, BACKWARD_ROW_KEYS = 256, 128  # keys of a tile of rows of 16 heads
 
-# Tiles of products of planes with rows of packed documents: those of the result, those that are summed, stages, warps.
+# Tiles of products of planes with rows of packed documents: rows (or keys) of the result, of the sum, stages, warps.
 CONTRACTION_TILES = (
     *((128, 64, stages, 8) for stages in (4, 3, 2)),
     *((64, 64, stages, 4) for stages in (2, 1)),
     (64, 32, 1, 4),
     (32, 32, 1, 4),
 )
-# Sums over rows are added to what strips before have summed up, which takes registers.
+# Sums over rows are added to those of earlier strips, which takes registers.
 ROW_CONTRACTION_TILES = ((64, 64, 4, 4), *CONTRACTION_TILES[3:])
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 _PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
-_KEEP_SCALE = numbers("float", "keep_scale")  # what is kept is multiplied by it
+_KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
 
 
 def by_descriptor(spec: Spec, target: str) -> bool:
-    """Whether tensor descriptors load and store tiles, where the target has them: they do not see documents end."""
+    """Return whether tensor descriptors load and store tiles.
+
+    They cannot stop at the end of a document.
+    """
     return get_target(target).tensor_descriptors and not spec.packed
 
 
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
-    """The kernels of a pass."""
+    """Return the kernels of a pass."""
     maker = _Maker(spec, target)
     return tuple({"forward": maker.forward, "backward": maker.backward, "decode": maker.decode}[pass_name]())
 
 
 def mixed_outputs(spec: Spec, target: str) -> Kernel:
-    """The kernel that mixes what a fused kernel has made of shares that are not mixed yet."""
+    """Return the kernel that mixes the products of unmixed probabilities that a fused kernel has
+    computed.
+    """
     return _Maker(spec, target).mixed_outputs()
 
 
@@ -92,7 +100,11 @@ class _Maker:
             yield self._contraction("outputs", self._spec.value_head_dim)
 
     def decode(self) -> Iterator[Kernel]:
-        """The forward kernels on strips of a few rows of sequences with lengths of their own, and one for values."""
+        """Yield the kernels of a decode step.
+
+        They are the forward kernels for a few rows of sequences with different lengths, and a
+        product with values.
+        """
         stages, spec = self._stages, self._spec
         lengths, rows = (*pointers("seqlens"), *step_keys(spec)), decode_rows(spec)
         yield self._product("decode_scores", spec.head_dim, rows, lengths)
@@ -131,26 +143,24 @@ class _Maker:
         yield self._product("scores", spec.head_dim)
         if stages.convolution:
             yield self._convolution(stages.convolution)
-        if stages.owns_grad_shares:
+        if stages.has_gradient_product:
             yield self._product("grad_shares", spec.value_head_dim)
         valid = numbers("int32", "n_q", "valid")
         if stages.post_is_separate:
             yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)
         if stages.separate_post_mix:
-            pointers_of = ("x", "dy", "out", "post_head_weight", "partial")
-            yield self._rows(
-                "post_mix_backward", pointers_of, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True
-            )
+            names = ("x", "dy", "out", "post_head_weight", "partial")
+            yield self._rows("post_mix_backward", names, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
         if stages.post_convolution:
             yield self._convolution(stages.post_convolution)
             yield from self._adjoints(stages.post_convolution)
-        shares = () if stages.post_is_separate else ("shares",)
+        probabilities = () if stages.post_is_separate else ("shares",)
         partials = (
             *(("mix_partial",) if stages.mix else ()),
             *(("post_mix_partial",) if stages.fused_post_mix else ()),
         )
-        pointers_of = ("x", "g", "lse", "grad_lse", "dx", *shares, *self._weights(), *partials)
-        yield self._rows("softmax_backward", pointers_of, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
+        names = ("x", "g", "lse", "grad_lse", "dx", *probabilities, *self._weights(), *partials)
+        yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
         if spec.packed:
@@ -183,9 +193,10 @@ class _Maker:
         )
 
     def _convolution_tile(self, stage: Convolution, rows: int) -> Mapping[str, int]:
-        """The tile of a convolution. Its band matrices lie in shared memory beside the window that they multiply.
+        """Return the tile of a convolution.
 
-        In fp32 they are split in two. Kernels so large that no tile fits have the first one.
+        The filter's band matrices, which in fp32 are split in two, are in shared memory beside the
+        window that they multiply. A filter for which no tile fits gets the first tile.
         """
         spec, target = self._spec, get_target(self._target)
         windows, parts = 2 if self._by_descriptor else 1, 2 if spec.dtype == "fp32" else 1
@@ -198,11 +209,11 @@ class _Maker:
         return {"BLOCK_M": rows, "BLOCK_N": keys, "WINDOW": stage.window(keys), "CHUNK": CONVOLUTION_CHUNK}
 
     def _gradient_stages(self, stage: Convolution) -> int:
-        """Stages of the kernel that makes the gradient of a convolution's weight."""
+        """Return the number of stages of the kernel for the gradient of a convolution's weight."""
         target = get_target(self._target)
         tiles = self._spec.itemsize * GRADIENT_ROWS * (GRADIENT_KEYS + stage.window(GRADIENT_KEYS))
-        more = 1 if self._by_descriptor else -1  # copies of tiles that are multiplied, next to those in flight
-        fitting = (one for one in GRADIENT_STAGES if max(1, one + more) * tiles <= target.shared_per_block)
+        more = 1 if self._by_descriptor else -1  # copies of the multiplied tiles, besides those in flight
+        fitting = (stages for stages in GRADIENT_STAGES if max(1, stages + more) * tiles <= target.shared_per_block)
         return next(fitting, GRADIENT_STAGES[-1])
 
     def _product(self, role: str, width: int, decode_rows: int = 0, more: tuple[Argument, ...] = ()) -> Kernel:
@@ -229,26 +240,26 @@ class _Maker:
         )
 
     def _windows(self, plane: str) -> Argument:
-        """A plane that is read in windows."""
+        """Return the argument for a plane that is read in windows."""
         return self._tiled(plane, ("BLOCK_M", "WINDOW"), 3)
 
     def _tiled(self, name: str, block: tuple[str, str], axes: int = 4) -> Argument:
-        """A tensor that is read or written by tiles of its last two axes."""
+        """Return the argument for a tensor that is accessed by tiles of its last two axes."""
         if self._by_descriptor:
             return tiled(self._target, name, block, axes)
         return Argument(name, "tiles", axes=AXES[axes])
 
     def _strip(self, *more: str) -> tuple[Argument, ...]:
-        """Where the strip is, and other numbers."""
+        """Return the arguments that describe the strip, and other numbers."""
         if self._spec.packed:
             return (*pointers("documents"), *numbers("int32", *_PACKED_STRIP, *more))
         return numbers("int32", *_STRIP, *more)
 
     def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
-        """The first tile whose operands and products fit shared memory.
+        """Return the first tile whose operands and products fit shared memory.
 
         Raises:
-            PlanError: none does.
+            PlanError: no tile fits.
         """
         spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
         needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, keys, stages, _ in tiles]
@@ -259,25 +270,26 @@ class _Maker:
         raise PlanError(explain("head dim", width, rule, "a smaller one, or backend='torch'"))
 
     def _contraction(self, role: str, width: int, *, over_rows: bool = False) -> Kernel:
-        """A product of a plane with rows of packed documents: a sum over keys, or over rows of the plane.
+        """Return the product of a plane with rows of packed documents: a sum over keys, or over
+        rows of the plane.
 
         Raises:
             PlanError: no tile fits shared memory.
         """
         spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
         needs = {
-            tile: spec.itemsize * tile[2] * tile[1] * (tile[0] + d)  # what is summed of both operands
+            tile: spec.itemsize * tile[2] * tile[1] * (tile[0] + d)  # both operands
             for tile in (ROW_CONTRACTION_TILES if over_rows else CONTRACTION_TILES)
         }
         fitting = [tile for tile, need in needs.items() if need <= limit]
         if not fitting:
             rule = f"{self._target} has {limit} bytes of shared memory, a product of {spec.dtype} planes needs "
             raise PlanError(explain("head dim", width, f"{rule}{min(needs.values())}", "a smaller one"))
-        made, summed, stages, warps = fitting[0]
-        blocks = {"BLOCK_M": summed, "BLOCK_N": made} if over_rows else {"BLOCK_M": made, "BLOCK_N": summed}
+        block, summed, stages, warps = fitting[0]
+        blocks = {"BLOCK_M": summed, "BLOCK_N": block} if over_rows else {"BLOCK_M": block, "BLOCK_N": summed}
         tiles = ceiling(COUNT / TILE)
-        shares = ceiling(ceiling(KEYS / made) / tiles)  # of a tile's programs: together there is one for each block
-        grid = tiles * shares * KV_HEADS if over_rows else ceiling(COUNT / made) * SLOTS
+        tile_programs = ceiling(ceiling(KEYS / block) / tiles)  # enough that all tiles have one for each block
+        grid = tiles * tile_programs * KV_HEADS if over_rows else ceiling(COUNT / block) * SLOTS
         return self._make(
             role,
             (
@@ -334,7 +346,9 @@ class _Maker:
         )
 
     def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:
-        """What a kernel takes if it drops: the seed, what draws depend on besides, and more."""
+        """Return the arguments of a kernel that applies dropout: the seed, other numbers for draws,
+        and ``more``.
+        """
         if role not in self._stages.dropping:
             return ()
         return (*pointers("seed"), *numbers("int32", *dropout_numbers(self._spec)), *more)
@@ -363,28 +377,33 @@ class _Maker:
 
 
 def bundles(heads: int) -> Size:
-    """Bundles of heads that mix with each other, of all sequences of a strip."""
+    """Return the number of bundles of heads that mix with each other, over all sequences of a
+    strip.
+    """
     return (B1 - B0) * ceiling(N_HEADS / heads)
 
 
 def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
-    """Keys of the cache, which a decode step's kernels take where its planes have those of a window only."""
+    """Return the argument for the keys of a cache, which decode kernels need if planes hold a
+    window's keys only.
+    """
     return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
 
 
 def dropout_numbers(spec: Spec) -> tuple[str, ...]:
-    """What draws depend on besides the seed and places in planes, which in a window have the keys from key0 on.
+    """Return the names of numbers that draws depend on besides the seed and the place in a plane.
 
-    Where the keys of packed documents begin, kernels find themselves.
+    With a window, planes hold the keys from key0 on. With packed documents kernels compute key0
+    themselves.
     """
     return ("threshold", "key0") if Mask.of(spec).hides_earlier and not spec.packed else ("threshold",)
 
 
 def decode_rows(spec: Spec) -> int:
-    """Rows of a decode step on chip."""
+    """Return the number of rows of a decode step, padded as on chip."""
     return max(16, 1 << (spec.context + MAX_NEW_TOKENS - 1).bit_length())
 
 
 def row_keys(heads: int, keys: int = ROW_KEYS) -> int:
-    """Keys of a tile of a row of so many heads, where it has `keys` of 16."""
+    """Return the keys of a tile of rows of ``heads`` heads, if a tile of 16 heads has ``keys``."""
     return keys * 16 // block_of(heads)

@@ -1,4 +1,4 @@
-"""What one module of the lowering "strip" holds."""
+"""The contents of one Python module of the lowering "strip"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, by_descr
 from .passes import ENOUGH_ROWS, KEY_MULTIPLE, WINDOW_ROWS, StripPass
 from .planes import PlaneKernel
 from .source import StripSource
-from .stages import SCORE_SCALE, SHARE_SCALE, Stages
+from .stages import PROBABILITY_SCALE, SCORE_SCALE, Stages
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class StripModule:
     """The kernels and host functions of some passes of one plan.
 
     Attributes:
-        passes: one or more, of one spec and target.
+        passes: one or more passes of one spec and target.
     """
 
     passes: tuple[StripPass, ...]
 
     @classmethod
     def of(cls, passes: Iterable[StripPass]) -> StripModule:
-        """The module of these passes."""
+        """Make the module of some passes."""
         return cls(tuple(passes))
 
     @property
@@ -52,50 +52,50 @@ class StripModule:
 
     @cached_property
     def stages(self) -> Stages:
-        """What the kernels are made for."""
+        """The stages that the kernels compute."""
         return Stages(self.spec)
 
     @cached_property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """The mask."""
         return Mask.of(self.spec)
 
     def has(self, pass_name: str) -> bool:
-        """Whether it computes a pass."""
-        return any(one.pass_name == pass_name for one in self.passes)
+        """Return whether the module computes a pass."""
+        return any(plan.pass_name == pass_name for plan in self.passes)
 
     @property
     def fuses(self) -> bool:
-        """Whether a fused kernel makes the forward pass, so that it has no strips."""
+        """Whether a fused kernel computes the forward pass, instead of strips."""
         return self.has("forward") and self["forward"].fused is not None
 
     @property
     def trains(self) -> bool:
-        """Whether it computes passes of training by strips."""
+        """Whether the module computes a pass of training by strips."""
         return self.has("backward") or (self.has("forward") and not self.fuses)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What roles of kernels begin with that passes of training and decode both have."""
+        """Role prefixes of the kernels that training and decode share."""
         forward = self.has("forward") and not self.fuses
         return (*([""] if forward else ()), *(["decode_"] if self.has("decode") else ()))
 
     @cached_property
     def cuda(self) -> Mapping[str, StripSource | TileForward]:
-        """The kernels that CUDA makes, by role."""
-        return {role: source for one in self.passes for role, source in one.cuda.items()}
+        """The CUDA kernels, by role."""
+        return {role: source for plan in self.passes for role, source in plan.cuda.items()}
 
     @cached_property
     def _kernels(self) -> Mapping[str, Kernel]:
-        return {kernel.role: kernel for one in self.passes for kernel in one.kernels}
+        return {kernel.role: kernel for plan in self.passes for kernel in plan.kernels}
 
     def kernel(self, role: str) -> Kernel:
-        """A kernel; passes that share one agree on it."""
+        """Return the kernel of a role, which is the same in all passes that have it."""
         return self._kernels[role]
 
     def __getitem__(self, pass_name: str) -> StripPass:
-        """How it computes a pass."""
-        return next(one for one in self.passes if one.pass_name == pass_name)
+        """Return the plan of a pass."""
+        return next(plan for plan in self.passes if plan.pass_name == pass_name)
 
     @property
     def enough_rows(self) -> int:
@@ -103,23 +103,27 @@ class StripModule:
         return ENOUGH_ROWS
 
     @property
-    def most_rows(self) -> int | None:
-        """Rows of a strip at most, context included, where a window bounds what they see. Of more, more is hidden."""
+    def max_rows(self) -> int | None:
+        """Upper limit of a strip's rows, context included, with a window on both sides; None
+        otherwise.
+
+        Longer strips would spend more of their area on hidden scores.
+        """
         return WINDOW_ROWS if self.mask.hides_later and self.mask.hides_earlier else None
 
     @property
     def reach(self) -> int:
-        """Keys past the last that a query sees whose scores a convolution needs."""
+        """Number of keys past the last visible key whose scores a convolution needs."""
         return self.spec.cq - 1 if self.mask.zeroes_terms else 0
 
     @property
     def block_d(self) -> int:
-        """Head dim on chip."""
+        """Head dim, padded as on chip."""
         return block_dim(self.spec.head_dim)
 
     @property
     def block_dv(self) -> int:
-        """Value head dim on chip."""
+        """Value head dim, padded as on chip."""
         return block_dim(self.spec.value_head_dim)
 
     @property
@@ -129,54 +133,54 @@ class StripModule:
 
     @property
     def pitch_multiple(self) -> int:
-        """Rows of planes hold whole tiles of keys."""
+        """Divisor of the pitch of planes, whose rows hold whole tiles of keys."""
         return max(128, row_keys(self.stages.heads), row_keys(self.stages.post_heads))
 
     @property
     def split(self) -> int:
-        """Keys of a split in decode, where none are asked for."""
+        """Default number of keys of a split in decode."""
         return SPLIT
 
     @property
     def row_multiple(self) -> int:
-        """Rows of a strip, its context among them, are a multiple of this, but for the last one's."""
+        """Divisor of a strip's rows, context included; the last strip may have any number."""
         return CONVOLUTION_ROWS
 
     @property
     def key_multiple(self) -> int:
-        """Keys of a strip are a multiple of this, or all there are."""
+        """Divisor of a strip's keys, unless they are all keys."""
         return KEY_MULTIPLE
 
     @property
     def begin_multiple(self) -> int:
-        """In a window, the first key of a strip, or of a document in it, is a multiple of this."""
+        """Divisor of the first key of a strip, or of a document in it, with a window."""
         return begin_multiple(self.spec)
 
     @property
-    def fewest_rows(self) -> int:
-        """The fewest rows of a strip: whole tiles, of which at most half are context."""
+    def min_rows(self) -> int:
+        """Lower limit of a strip's rows: whole tiles, of which at most half are context."""
         if self.spec.packed:
             return self.context_places + TILE
         return -(-2 * max(self.spec.context, 1) // CONVOLUTION_ROWS) * CONVOLUTION_ROWS
 
     @property
     def tile(self) -> int:
-        """Places of a tile: a document's begin with one, and so do strips of packed documents."""
+        """Places of a tile. Documents and strips of packed documents begin at multiples of it."""
         return TILE
 
     @property
     def record(self) -> tuple[str, ...]:
-        """What kernels are told of each tile of places."""
+        """Fields of the record of each tile of places, which kernels read."""
         return RECORD
 
     @property
     def context_places(self) -> int:
-        """Places of a strip before those of its outputs, of packed documents."""
+        """Places of a strip of packed documents before those of its outputs."""
         return context_places(self.spec.context)
 
     @property
     def part(self) -> int:
-        """Places of a partial sum of the gradient of a convolution's weight, of packed documents."""
+        """Places of packed documents per partial sum of the gradient of a convolution's weight."""
         return PART
 
     @property
@@ -186,42 +190,42 @@ class StripModule:
 
     @property
     def programs(self) -> int:
-        """Partial sums of a gradient of matrices, of each bundle."""
+        """Number of partial sums of a gradient of matrices, per bundle."""
         return PROGRAMS
 
     @property
     def gradient_chunk(self) -> int:
-        """Keys of a partial sum of the gradient of a convolution's weight."""
-        sources = (one for one in self.cuda.values() if isinstance(one, PlaneKernel) and one.part == "gradient")
-        return min((one.tile_keys for one in sources), default=GRADIENT_CHUNK)
+        """Keys per partial sum of the gradient of a convolution's weight."""
+        sources = (source for source in self.cuda.values() if isinstance(source, PlaneKernel))
+        return min((source.tile_keys for source in sources if source.part == "gradient"), default=GRADIENT_CHUNK)
 
     @property
     def score_scale(self) -> float:
-        """What planes hold of a scaled score."""
+        """Factor of scores in planes."""
         return SCORE_SCALE
 
     @property
-    def share_scale(self) -> float:
-        """What planes hold of a probability."""
-        return SHARE_SCALE
+    def probability_scale(self) -> float:
+        """Factor of probabilities in planes."""
+        return PROBABILITY_SCALE
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the numbers of the source mean."""
+        """Lines of the source's comment that explain its numbers."""
         if self.spec.packed:
             yield from self._legend_of_documents
             return
         yield f"Mask {self.mask.name}; query i sits at position i + off."
-        yield "In a strip: rows first .. first + count of queries, of which the first `skip` are context and the first"
-        yield "`valid` have scores that lack context of their own; keys 0 .. keys; `pitch` elements from row to row."
+        yield "A strip has queries first .. first + count. The first `skip` rows are context. The first `valid`"
+        yield "rows have scores without whole context. There are keys 0 .. keys, and `pitch` elements from row to row."
         if self.mask.hides_earlier:
-            yield "Its keys are those that its rows see; j, and with it `off`, counts from the first of them."
+            yield "The keys of a strip are those that its rows see; j, and with it `off`, counts from the first key."
 
     @property
     def _legend_of_documents(self) -> Iterator[str]:
-        yield f"Mask {self.mask.name}. The rows of a document have places, one after the other, from a multiple of"
-        yield f"{TILE} on: a tile of {TILE} places belongs to one document. A strip is `count` places from `place0` on,"
-        yield "of whose outputs those of the first `skip` are another strip's, and the first `valid` have no scores."
-        yield "Of a tile's document, row r of the strip is query first + r, at position first + r + off, and"
-        yield "top <= r < bottom are its rows. key0 is the first of the keys that these see; j counts from it, and"
-        yield "there are `keys` of them, or none if the tile has no rows. It is `pitch` elements from row to row."
+        yield f"Mask {self.mask.name}. The rows of a document have consecutive places from a multiple of {TILE} on;"
+        yield f"a tile of {TILE} places is in one document. A strip is `count` places from `place0` on. Outputs of the"
+        yield "first `skip` places belong to another strip, and the first `valid` places have no scores. Row r of the"
+        yield "strip is query first + r of its tile's document, at position first + r + off; the document's rows are"
+        yield "top <= r < bottom. key0 is the first key that these rows see. j counts from key0, and there are `keys`"
+        yield "keys, or none if the tile has no rows. `pitch` elements lead from row to row."

@@ -1,10 +1,11 @@
-"""The CUDA kernels of the lowering "strip": convolutions of planes on the tensor cores.
+"""CUDA kernels of the lowering "strip" that convolve planes, on the tensor cores.
 
-A CTA convolves a block of rows of one plane and walks along their keys, tile by tile. A tile's window lies in shared
-memory as a slab of :mod:`mtagen.planner.tile.toeplitz`, whose first row and first column are before the tile's: by the
-rows that the kernel reaches up, and by the keys that it reaches left, in whole chunks of 8. The taps begin as many
-columns later as that is too far. The adjoint is the convolution by the kernel turned by 180 degrees, which reaches down
-and right. The gradient of the weight multiplies the transposed slab with a tile of the results' gradient.
+A CTA convolves a block of rows of one plane and loops over a range of their keys, tile by tile. A
+tile's window is in shared memory, as a score tile ("slab") of :mod:`mtagen.planner.tile.toeplitz`.
+The slab begins before the tile: by the rows that the filter reaches up, and by the keys that it
+reaches left, rounded up to whole chunks of 8. Columns that the rounding adds have taps of zero. The
+adjoint is the convolution with the filter turned by 180 degrees, which reaches down and right. The
+gradient of the weight multiplies the transposed slab by a tile of the results' gradient.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from .sizes import COUNT, KEYS, SLOTS
 from .source import Form, StripSource
 from .stages import Convolution
 
-COLLECTED = 64  # columns of results that a warp collects before it writes them, whole lines at a time
-RESIDENT_WARPS = 16  # of a multiprocessor: of 128 registers a thread
-_SETUP = 20  # instructions for a register of taps
+COLLECTED = 64  # columns of results that a warp collects, so that it writes whole lines
+RESIDENT_WARPS = 16  # resident warps per multiprocessor, with 128 registers per thread
+_SETUP = 20  # instructions per register of taps
 PARTS = ("", "adjoint", "gradient")
-# Each warp has 16 rows. A CTA that makes the gradient of a weight owns a tile's keys, and walks along all rows.
+# Each warp has 16 rows. A CTA of the gradient of a weight owns a tile's keys, and loops over all rows.
 _FORMS = tuple(Form(warps, keys=keys, walk=walk) for warps in (4, 8) for keys in (128, 64) for walk in (512, 256, 1024))
 _GRADIENT_FORMS = tuple(Form(4, keys=keys) for keys in (64, 128))
 
 
 @dataclass(frozen=True)
 class PlaneKernel(StripSource):
-    """A convolution of planes, its adjoint or the gradient of its weight: one kernel, in a source file of its own.
+    """The kernel of a convolution of planes, of its adjoint, or of the gradient of its weight.
 
     Attributes:
         spec: the request.
         target: name of the target.
         stage: the convolution.
-        part: one of ``PARTS``: the convolution itself, its adjoint, the gradient of its weight.
-        result: type of the elements of the results, of a convolution ``fp16`` or that of q.
+        part: one of ``PARTS``: "" for the convolution itself, its adjoint, the gradient of its
+            weight.
+        result: element type of the results; for a convolution ``fp16`` or that of q.
     """
 
     spec: Spec
@@ -66,40 +68,40 @@ class PlaneKernel(StripSource):
 
     @property
     def adjoint(self) -> bool:
-        """Whether the kernel is turned."""
+        """Whether the filter is turned."""
         return self.part == "adjoint"
 
     @property
     def reads(self) -> str:
-        """The plane that is convolved."""
+        """Name of the plane that is convolved."""
         return "dy" if self.adjoint else "x"
 
     @property
     def writes(self) -> str:
-        """The plane of results."""
+        """Name of the plane of results."""
         return "dx" if self.adjoint else "out"
 
     @property
     def source(self) -> str:
-        """Type of the elements that are convolved."""
+        """Element type of the convolved plane."""
         return self.spec.dtype if self.adjoint else "fp16"
 
     # ---- The window of a tile
 
     @property
     def rows_above(self) -> int:
-        """Rows from the slab's first to the tile's."""
+        """Number of rows of the slab above the tile."""
         return 0 if self.adjoint else self.stage.cq - 1
 
     @property
-    def lead(self) -> int:
-        """Keys from the slab's first to the tile's."""
-        return self.stage.lead_right if self.adjoint else self.stage.lead_left
+    def keys_left(self) -> int:
+        """Number of keys of the slab to the left of the tile."""
+        return self.stage.aligned_right if self.adjoint else self.stage.aligned_left
 
     @property
     def spare(self) -> int:
-        """Columns of a window that come before the first tap's."""
-        return self.lead - (self.stage.pad_right if self.adjoint else self.stage.pad_left)
+        """Number of columns of a window before that of the first tap."""
+        return self.keys_left - (self.stage.pad_right if self.adjoint else self.stage.pad_left)
 
     @cached_property
     def toeplitz(self) -> Toeplitz:
@@ -110,49 +112,53 @@ class PlaneKernel(StripSource):
 
     @property
     def slab_rows(self) -> int:
-        """Rows of a slab, an even number."""
+        """Number of rows of a slab, which is even."""
         return (self.rows + self.stage.cq) // 2 * 2
 
     @property
     def slab_chunks(self) -> int:
-        """Chunks of a row that are filled."""
+        """Number of chunks of a row that are filled."""
         return self.tile_keys // CHUNK + self.toeplitz.chunks - 1
 
     @property
     def slab_row(self) -> int:
-        """Bytes from a row to the next of its parity: an odd number of chunks, so that a matrix's rows lie in different
-        banks."""
+        """Bytes from a row of a slab to the next of its parity: an odd number of chunks avoids bank
+        conflicts.
+        """
         return 2 * CHUNK * (self.slab_chunks | 1)
 
     @property
     def tile_row(self) -> int:
-        """The same of a tile of the results' gradient."""
+        """Bytes of a row of a tile of the results' gradient: an odd number of chunks."""
         return 2 * self.tile_keys + 2 * CHUNK
 
     @property
     def staged_row(self) -> int:
-        """The same of collected results."""
+        """Bytes of a row of collected results: an odd number of chunks."""
         return 2 * COLLECTED + 2 * CHUNK
 
     @cached_property
     def buffer(self) -> SharedMap:
-        """What is loaded of a tile. There are two: one is loaded while the other is worked on."""
+        """The map of a buffer for a tile.
+
+        There are two buffers: one is loaded while the other is used.
+        """
         tile = self.rows * self.tile_row if self.part == "gradient" else 0
         return SharedMap.of((("SLAB", self.slab_rows * self.slab_row, 16), ("TILE", tile, 16)))
 
     @property
     def staged(self) -> int:
-        """Bytes of a warp's results that are collected."""
+        """Bytes of a warp's collected results."""
         return 0 if self.part == "gradient" else 16 * self.staged_row
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return 2 * self.buffer.size + self.warps * self.staged
 
     @property
     def fits(self) -> bool:
-        if self.mask.zeroes_terms:  # a score that counts for some rows of results and not for others
+        if self.mask.zeroes_terms:  # a score may count in some rows of results and not in others
             return False
         try:
             _ = self.toeplitz
@@ -160,7 +166,7 @@ class PlaneKernel(StripSource):
             return False
         return self.shared_bytes <= self.shared_of(1)
 
-    # ---- What is decided of it
+    # ---- The decision
 
     @property
     def forms(self) -> Sequence[Form]:
@@ -174,7 +180,7 @@ class PlaneKernel(StripSource):
     def cost(self) -> float:
         target = get_target(self.target)
         window = self.slab_rows * self.slab_chunks * CHUNK / (self.rows * self.tile_keys)
-        tiles, setup = self.walk, _SETUP / 4 * self.warps * 2 * self.mma
+        tiles, setup = self.tiles_per_cta, _SETUP / 4 * self.warps * 2 * self.mma
         if self.part == "gradient":
             tiles, setup = STRIP_ROWS // self.rows, 0
         work = Work(
@@ -193,34 +199,34 @@ class PlaneKernel(StripSource):
 
     @property
     def first_weight_chunk(self) -> int:
-        """Chunk of the slab, relative to that of the results, in which a window starts."""
+        """The chunk of the slab in which a window starts, relative to the chunk of results."""
         return 0
 
     @property
     def owned_gradient(self) -> tuple[int, int]:
-        """First column of the results' gradient, and the end."""
+        """First column of the results' gradient, and the end of its columns."""
         return 0, self.tile_keys
 
     @property
     def weight_chunks(self) -> int:
-        """Chunks of the slab that the windows of a chunk of results touch."""
+        """Number of chunks of the slab that the windows of a chunk of results touch."""
         return (CHUNK - 1 + self.spare + self.stage.ck - 1) // CHUNK + 1
 
     @property
     def places(self) -> int:
-        """Places of packed documents that a CTA sums up."""
+        """Places of packed documents over which a CTA sums."""
         return PART
 
     @cached_property
     def weight_gradient(self) -> WeightGradient:
-        """How warps share it."""
+        """The division of the gradient among warps."""
         return weight_gradient(self.stage.cq, self.weight_chunks)
 
     # ---- The kernel
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA."""
+        """Number of warps of a CTA."""
         return self.form.warps
 
     @property
@@ -230,7 +236,7 @@ class PlaneKernel(StripSource):
 
     @property
     def ctas(self) -> int:
-        """CTAs of a multiprocessor."""
+        """Number of resident CTAs per multiprocessor."""
         return RESIDENT_WARPS // self.warps
 
     @property
@@ -239,31 +245,31 @@ class PlaneKernel(StripSource):
         return self.form.keys
 
     @property
-    def walk(self) -> int:
-        """Tiles of a convolution that a CTA makes."""
+    def tiles_per_cta(self) -> int:
+        """Number of tiles of a convolution that a CTA computes."""
         return self.form.walk // self.form.keys
 
     @property
     def collected(self) -> int:
-        """Columns of results that a warp collects."""
+        """Number of columns of results that a warp collects before it writes them."""
         return COLLECTED
 
     @property
     def mma(self) -> int:
-        """mma.m16n8k16 for 16 x 8 scores."""
+        """Number of mma.m16n8k16 per 16 x 8 scores."""
         if self.part == "gradient":
             return len(self.weight_gradient.products) * self.weight_gradient.sets
         return self.toeplitz.mma_per_tile
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the kernel computes."""
+        """Lines of the source's comment: the formula of the kernel."""
         stage, x = self.stage, f"x[r - {self.stage.cq - 1} + u, j - {self.stage.pad_left} + v]"
         yield f"{stage.title} of multi-token attention, kernel {stage.cq} x {stage.ck} over (queries, keys)."
         yield "In every plane [slot, r, j] of a strip, where rows 0 <= r < count and keys 0 <= j < keys exist:"
         if self.part == "gradient":
             yield f"the gradient of W: partial[u, v] += {1 / stage.scale} * sum over r, j of dy[r, j] {x},"
-            yield "in a sum of its own for each slot and tile of keys."
+            yield "one sum per slot and tile of keys."
             return
         if self.adjoint:
             dy = f"dy[r + {stage.cq - 1} - u, j + {stage.pad_left} - v]"
@@ -278,9 +284,9 @@ class PlaneKernel(StripSource):
 
     @property
     def summary(self) -> str:
-        """In the plan's table."""
-        made = f"tiles of {self.rows} rows and {self.tile_keys} keys, {self.warps} warps"
-        return f"CUDA, {made}, {self.mma} mma.m16n8k16 for 16 x 8 scores"
+        """The kernel's line in the plan's table."""
+        shape = f"tiles of {self.rows} rows and {self.tile_keys} keys, {self.warps} warps"
+        return f"CUDA, {shape}, {self.mma} mma.m16n8k16 for 16 x 8 scores"
 
     @property
     def kernel(self) -> Kernel:

@@ -1,7 +1,9 @@
-"""The CUDA kernels of the lowering "strip" that fill planes: products of rows of two tensors, on the tensor cores.
+"""CUDA kernels of the lowering "strip" that fill planes with products of rows of two tensors, on
+the tensor cores.
 
-A CTA has rows of the first tensor, as many keys as it walks over of the second, and collects results in shared memory,
-so that it writes whole lines. Where the target has products of warpgroups, those make all but a decode step's few rows.
+A CTA has a block of rows of the first tensor and loops over a range of keys of the second. It
+collects results in shared memory, so that it writes whole lines. If the target has products of
+warpgroups, they are used for all products except those of a decode step, which has few rows.
 """
 
 from __future__ import annotations
@@ -24,27 +26,27 @@ from .kernels import decode_rows, step_keys
 from .sizes import COUNT, KEYS, SLOTS
 from .source import DECODE, Form, StripSource
 
-WARPS = 8  # that multiply
-TILES = 2  # of keys in shared memory
-ROWS, ROW_WARPS = 128, 4  # of a tile, and the warps that share its rows
+WARPS = 8  # multiplying warps
+TILES = 2  # tiles of keys in shared memory
+ROWS, ROW_WARPS = 128, 4  # rows of a tile, and number of warps among which they are divided
 _WALKS = (512, 256, 1024)
 _FORMS = tuple(Form(keys=64, walk=walk) for walk in _WALKS)
 _WARPGROUP_FORMS = tuple(Form(keys=128, walk=walk) for walk in _WALKS)
 _DECODE_FORMS = (Form(keys=128, walk=512),)  # a decode step has few rows
-_HELD_WIDTH = 128  # rows of so many columns fit registers
+_HELD_WIDTH = 128  # rows of up to this many columns fit registers
 _SCORES, _GRAD_SHARES = "scores", "grad_shares"
 ROLES = (_SCORES, _GRAD_SHARES, f"{DECODE}{_SCORES}")
 
 
 def product_kernel(spec: Spec, target: str, role: str) -> ProductKernel:
-    """The kernel of one of ``ROLES``."""
+    """Return the kernel of one of ``ROLES``."""
     warpgroups = "wgmma" in get_target(target).matrix and not role.startswith(DECODE)
     return (WarpgroupProduct if warpgroups else MmaProduct)(spec, target, role)
 
 
 @dataclass(frozen=True)
 class ProductKernel(StripSource):
-    """A product of rows with rows.
+    """The kernel of a product of rows with rows.
 
     Attributes:
         spec: the request.
@@ -62,12 +64,12 @@ class ProductKernel(StripSource):
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return self.spec.value_head_dim if self.role == _GRAD_SHARES else self.spec.head_dim
 
     @property
     def result(self) -> str:
-        """Type of the elements of the plane."""
+        """Element type of the plane."""
         return self.spec.dtype if self.role == _GRAD_SHARES else "fp16"
 
     @property
@@ -77,16 +79,20 @@ class ProductKernel(StripSource):
 
     @property
     def zeroes(self) -> bool:
-        """Whether hidden results are zeros: a convolution reads them. Nothing else looks at them."""
-        return self.stages.masks_grad_shares if self.role == _GRAD_SHARES else self.stages.convolution is not None
+        """Whether hidden results are set to zeros, because a convolution reads them."""
+        return (
+            self.stages.masks_probability_gradients
+            if self.role == _GRAD_SHARES
+            else self.stages.convolution is not None
+        )
 
     @property
     def fits(self) -> bool:
-        # Rows fall into whole steps of an mma, and no scores are asked for but those that rows see.
+        # Rows must be whole steps of an mma, and no hidden scores may be needed.
         whole = self.width % 16 == 0 and not self.mask.zeroes_terms
         return whole and self.shared.size <= self.shared_of(1)
 
-    # ---- What is decided of it
+    # ---- The decision
 
     @property
     def depends(self) -> str:
@@ -95,12 +101,12 @@ class ProductKernel(StripSource):
     @property
     @abstractmethod
     def flop_per_cycle(self) -> float:
-        """Rate of its products."""
+        """Flop per cycle of the products on one multiprocessor."""
 
     @property
     @abstractmethod
     def gap(self) -> int:
-        """Cycles of a CTA without loads under way."""
+        """Cycles in which a CTA has no loads in flight."""
 
     @property
     def cost(self) -> float:
@@ -110,41 +116,41 @@ class ProductKernel(StripSource):
             tensor=2 * self.width / self.flop_per_cycle,
             warps=self.warps,
             ctas=self.ctas,
-            scores=self.rows * self.walk,
+            scores=self.rows * self.cta_keys,
             gap=self.gap,
         )
         return work.cycles(get_target(self.target))
 
-    # ---- How the work is shared
+    # ---- The division of the work
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA that multiply."""
+        """Number of multiplying warps of a CTA."""
         return WARPS
 
     @property
     def rows(self) -> int:
-        """Rows of a CTA."""
+        """Number of rows of a CTA."""
         return ROWS
 
     @property
     def keys(self) -> int:
-        """Keys of a tile."""
+        """Number of keys of a tile."""
         return self.form.keys
 
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
 
     @property
-    def walk(self) -> int:
-        """Keys of a CTA."""
+    def cta_keys(self) -> int:
+        """Number of keys of a CTA."""
         return self.form.walk
 
     @property
     def ctas(self) -> int:
-        """CTAs of a multiprocessor."""
+        """Number of resident CTAs per multiprocessor."""
         return 2 if self.shared.size <= self.shared_of(2) else 1
 
     # ---- Shared memory
@@ -157,7 +163,7 @@ class ProductKernel(StripSource):
     @property
     @abstractmethod
     def shared(self) -> SharedMap:
-        """The CTA's shared memory."""
+        """The map of the CTA's shared memory."""
 
     def _shared(self, *others: tuple[str, int, int]) -> SharedMap:
         operands = (("X", swizzled_bytes(self.rows, self.width), 1024), ("Y", TILES * self.y_tile, 1024))
@@ -174,7 +180,7 @@ class ProductKernel(StripSource):
             *numbers("float", "factor"),
             *self.dropout,
         )
-        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.walk) * SLOTS,)
+        grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.cta_keys) * SLOTS,)
         registers = min(255, self.registers_of(self.threads // 32 * self.ctas) // 8 * 8)
         return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, registers)
 
@@ -182,8 +188,8 @@ class ProductKernel(StripSource):
     def legend(self) -> Iterator[str]:
         zeros = ["hidden results"] * self.zeroes + ["those of rows before `skip`"] * self.skips
         yield "Products of rows, a slot for each sequence and head: plane[slot, r, j] = factor * x[first + r] . y[j],"
-        made = f"; {' and '.join(zeros)} are zeros" if zeros else ""
-        yield f"for query first + r, which sits at position first + r + off{made}."
+        zeroed = f"; {' and '.join(zeros)} are zeros" if zeros else ""
+        yield f"for query first + r, which sits at position first + r + off{zeroed}."
         if self.drops:
             yield "Results that dropout drops are zeros, too."
         if self.decodes:
@@ -195,18 +201,18 @@ class ProductKernel(StripSource):
 
 
 class MmaProduct(ProductKernel):
-    """The product by mma instructions. Its warps lie in a grid, and all of them load tiles."""
+    """The product by mma instructions. All warps load tiles and multiply."""
 
     template = "plane_product.cu.j2"
 
     @property
     def fits(self) -> bool:
-        # Where no zeros are asked for, cuBLAS makes gradients of shares, faster than mma instructions.
-        return super().fits and (self.role != _GRAD_SHARES or self.stages.owns_grad_shares)
+        # If no results need to be zeros, cuBLAS computes the gradient of probabilities, faster than mma instructions.
+        return super().fits and (self.role != _GRAD_SHARES or self.stages.has_gradient_product)
 
     @property
     def row_warps(self) -> int:
-        """Warps that share the rows."""
+        """Number of warps among which the rows are divided."""
         return 1 if self.decodes else ROW_WARPS
 
     @property
@@ -223,7 +229,7 @@ class MmaProduct(ProductKernel):
 
     @property
     def gap(self) -> int:
-        return START + DRAIN * self.walk // self.keys
+        return START + DRAIN * self.cta_keys // self.keys
 
     @property
     def threads(self) -> int:
@@ -236,7 +242,7 @@ class MmaProduct(ProductKernel):
 
     @property
     def result_row(self) -> int:
-        """Bytes from a row of results to the next."""
+        """Bytes of a row of results."""
         return 2 * (self.keys + CHUNK)
 
     @cached_property
@@ -245,7 +251,7 @@ class MmaProduct(ProductKernel):
 
 
 class WarpgroupProduct(ProductKernel):
-    """The product by warpgroups (sm_90a). A warp more for each tile in shared memory loads it."""
+    """The product by warpgroups (sm_90a). Each tile in shared memory has a producer warp."""
 
     template = "plane_product_sm90.cu.j2"
 
@@ -267,7 +273,7 @@ class WarpgroupProduct(ProductKernel):
 
     @property
     def tiles(self) -> int:
-        """Tiles of keys in shared memory."""
+        """Number of tiles of keys in shared memory."""
         return TILES
 
     @property

@@ -1,9 +1,10 @@
-"""The CUDA kernels of the lowering "strip" that own rows: mixtures of heads by mma instructions, and the softmax.
+"""CUDA kernels of the lowering "strip" for rows: mixtures of heads by mma instructions, and the
+softmax.
 
-A CTA owns a row of the heads that mix with each other, up to 16 of them, and passes over its keys once or twice; each
-of its warps takes a block of keys at a time. Arguments are those of Triton's kernels of the same roles, and so are
-grids, save in a decode step: it has few rows, of which only those are made that are needed, and several CTAs share a
-row that needs no sums over its keys.
+A CTA owns a row of up to 16 heads that mix with each other, and loops over the row's keys once or
+twice; each of its warps takes a block of keys at a time. Arguments and grids are those of Triton's
+kernels of the same roles. Grids of a decode step differ: only rows that are needed are computed,
+and several CTAs divide a row that needs no sums over keys.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
 from .kernels import PROGRAMS, bundles
 from .sizes import COUNT, KEYS
 from .source import Form, StripSource
-from .stages import SCORE_SCALE, SHARE_SCALE
+from .stages import PROBABILITY_SCALE, SCORE_SCALE
 
 MAX_HEADS = 16  # rows of an mma
-_BLOCK_KEYS = 64  # of a warp, as in rows.cuh
+_BLOCK_KEYS = 64  # keys of a warp's block, as in rows.cuh
 _BLOCK_BYTES = _BLOCK_KEYS * MAX_HEADS * 2
 _MAX_DEPTH = 8
-WALK = 2048  # keys of a CTA that mixes a row of a decode step
+WALK = 2048  # keys of a CTA that mixes a part of a row of a decode step
 
 
-_MIN_WARPS, _MAX_WARPS = 8, 24  # of a multiprocessor
-_LEAST_HELD = 0.6  # of the registers that the compiler asks for: it keeps few values on the stack then
-# With more warps or CTAs of a multiprocessor, more loads are under way; with fewer, more of a row stays on chip.
+_MIN_WARPS, _MAX_WARPS = 8, 24  # limits of resident warps per multiprocessor
+_LEAST_HELD = 0.6  # least fraction of the registers that the compiler asks for, with which it spills little
+# With more warps or CTAs per multiprocessor, more loads are in flight; with fewer, more of a row stays on chip.
 _FORMS = tuple(
     Form(warps, ctas) for ctas in (3, 2, 1) for warps in (16, 12, 8, 4) if _MIN_WARPS <= warps * ctas <= _MAX_WARPS
 )
 
 
 class _Role(NamedTuple):
-    """What depends on the role: the template, registers that the compiler asks for, and forms."""
+    """The properties of a role: the template, registers that the compiler asks for, and forms."""
 
     template: str
     registers: int
@@ -62,12 +63,12 @@ ROLES = tuple(_ROLES)
 
 @dataclass(frozen=True)
 class RowKernel(StripSource):
-    """A mixture or a softmax of rows.
+    """The kernel of a mixture or a softmax of rows.
 
     Attributes:
         spec: the request.
         target: name of the target.
-        triton: Triton's kernel of the same role.
+        triton: the Triton kernel of the same role.
     """
 
     spec: Spec
@@ -85,17 +86,17 @@ class RowKernel(StripSource):
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA."""
+        """Number of warps of a CTA."""
         return self.form.warps
 
     @property
     def ctas(self) -> int:
-        """CTAs of a multiprocessor."""
+        """Number of resident CTAs per multiprocessor."""
         return self.form.ctas
 
     @property
     def heads(self) -> int:
-        """Heads of a row."""
+        """Number of heads of a row."""
         return dict(self.triton.constants)["HEADS"]
 
     @property
@@ -111,25 +112,25 @@ class RowKernel(StripSource):
     def depends(self) -> str:
         stages = (
             ("mix", self.stages.mix),
-            ("shares", self.backward and self.stores_shares),
+            ("shares", self.backward and self.stores_probabilities),
             ("post_mix", self.mixes_results),
         )
-        kept = (name for name, there in stages if there and self.reads_scores)
-        return "_".join((f"heads{self.heads}", *kept))
+        names = (name for name, applies in stages if applies and self.reads_scores)
+        return "_".join((f"heads{self.heads}", *names))
 
     @property
     def cost(self) -> float:
-        passes = 2 if self.reads_scores and not self.again else 1
-        results = 2 if self.backward and (self.stores_shares or not self.reads_scores) else 1
-        kept = min(1.0, _BLOCK_KEYS * self.depth * self.warps / LONGEST_ROW)
-        waits = passes - 1
-        if self.depth == 1:  # a warp has no room for the next block while it works on one
-            waits += passes * MEAN_ROW // (_BLOCK_KEYS * self.warps)
-        again = (passes - 1) * (1 - kept) ** 2  # of all rows, what a second pass does not find in shared memory
+        sweeps = 2 if self.reads_scores and not self.knows_lse else 1  # loops over the keys of a row
+        results = 2 if self.backward and (self.stores_probabilities or not self.reads_scores) else 1
+        on_chip = min(1.0, _BLOCK_KEYS * self.depth * self.warps / LONGEST_ROW)
+        waits = sweeps - 1
+        if self.depth == 1:  # a warp has no room for the next block while it works on a block
+            waits += sweeps * MEAN_ROW // (_BLOCK_KEYS * self.warps)
+        read_again = (sweeps - 1) * (1 - on_chip) ** 2  # fraction of all rows that is no longer in shared memory
         matrices = (self.stages.mix is not None) + self.mixes_results if self.reads_scores else 1
         work = Work(
-            traffic=2 * (self.planes * (1 + again) + results),
-            moved=(self.planes * passes + results) * MAX_HEADS / self.heads,
+            traffic=2 * (self.planes * (1 + read_again) + results),
+            moved=(self.planes * sweeps + results) * MAX_HEADS / self.heads,
             head_products=matrices if self.backward else 0,
             warps=self.warps,
             ctas=self.ctas,
@@ -142,120 +143,124 @@ class RowKernel(StripSource):
 
     @property
     def programs(self) -> int:
-        """CTAs that share the rows in the backward pass, each with sums of its own."""
+        """Number of CTAs that divide the rows of a bundle in the backward pass, each with its own
+        partial sums.
+        """
         return PROGRAMS
 
     @property
     def score_scale(self) -> float:
-        """What planes hold of a score."""
+        """Factor of scores in planes."""
         return SCORE_SCALE
 
     @property
-    def share_scale(self) -> float:
-        """What planes hold of a probability."""
-        return SHARE_SCALE
+    def probability_scale(self) -> float:
+        """Factor of probabilities in planes."""
+        return PROBABILITY_SCALE
 
     @property
-    def log2_share_scale(self) -> float:
-        """Its logarithm to base 2."""
-        return math.log2(SHARE_SCALE)
+    def log2_probability_scale(self) -> float:
+        """Base-2 logarithm of the factor of probabilities in planes."""
+        return math.log2(PROBABILITY_SCALE)
 
     @property
     def first_row(self) -> int:
-        """The first row of a decode step that is needed."""
+        """First row of a decode step that is needed."""
         return self.stages.first_valid if self.reads_scores else self.spec.context
 
     @property
-    def walks(self) -> bool:
-        """Whether several CTAs share a row."""
+    def divides_rows(self) -> bool:
+        """Whether several CTAs divide the keys of a row."""
         return self.decodes and not self.reads_scores
 
     @property
-    def walk(self) -> int:
-        """Keys of a CTA then."""
+    def cta_keys(self) -> int:
+        """Number of keys of a CTA if several CTAs divide a row."""
         return WALK
 
     @property
     def bundle_ctas(self) -> Size:
-        """CTAs of a bundle of heads, which are neighbours in the grid."""
+        """Number of CTAs of a bundle of heads, which are neighbours in the grid."""
         if self.backward:
             return Min(PROGRAMS, COUNT)
         rows = COUNT - self.first_row if self.decodes else COUNT
-        return rows * ceiling(KEYS / WALK) if self.walks else rows
+        return rows * ceiling(KEYS / WALK) if self.divides_rows else rows
 
-    # ---- What the role asks for
+    # ---- Properties of the role
 
     @property
     def reads_scores(self) -> bool:
-        """Whether it takes the softmax."""
+        """Whether the kernel computes a softmax, or its gradient, from scores."""
         return "post_mix" not in self.role
 
     @property
-    def again(self) -> bool:
-        """Whether the logarithms of sums are known."""
+    def knows_lse(self) -> bool:
+        """Whether the log-sum-exps are an input."""
         return self.role == "probabilities"
 
     @property
     def backward(self) -> bool:
-        """Whether it makes gradients."""
+        """Whether the kernel computes gradients."""
         return self.role.endswith("backward")
 
     @property
     def mixes_results(self) -> bool:
-        """Whether the heads are mixed after the softmax, too."""
+        """Whether the kernel also mixes the heads after the softmax."""
         return self.stages.fused_post_mix and self.reads_scores
 
     @property
     def scales_results(self) -> bool:
-        """Whether results are scaled: fp16 holds them, in planes or as operands."""
+        """Whether results are scaled, because fp16 holds them in planes or as operands."""
         return self.stages.post_is_separate or self.mixes_results
 
     @property
-    def stores_shares(self) -> bool:
-        """Whether a backward kernel makes what multiplies the values."""
+    def stores_probabilities(self) -> bool:
+        """Whether a backward kernel stores the probabilities that multiply the values."""
         return not self.stages.post_is_separate
 
     @property
     def matrices(self) -> bool:
-        """Whether it makes gradients of matrices."""
+        """Whether the kernel computes gradients of mixing matrices."""
         return self.stages.mix is not None or self.mixes_results
 
     @property
     def result(self) -> str:
-        """Type of the elements of ``out``."""
+        """Element type of ``out``."""
         return "Score" if self.stages.post_is_separate and self.reads_scores else "Element"
 
     # ---- Shared memory
 
     @property
     def sums_bytes(self) -> int:
-        """For sums over warps: of gradients of matrices, or over a row."""
+        """Bytes for sums over warps: of gradients of matrices, or over a row."""
         sums = MAX_HEADS * MAX_HEADS if self.backward and (self.matrices or not self.reads_scores) else 2 * MAX_HEADS
         return 4 * sums * self.warps
 
     @property
     def block_bytes(self) -> int:
-        """What a warp works on at a time."""
+        """Bytes of a warp's block."""
         return _BLOCK_BYTES
 
     @property
     def planes(self) -> int:
-        """Planes that it reads."""
+        """Number of planes that the kernel reads."""
         return 2 if self.backward else 1
 
     @property
-    def kept_bytes(self) -> int:
-        """For what dropout keeps of a block, a word a lane, if a second pass over the row wants to know it again."""
+    def mask_bytes(self) -> int:
+        """Bytes of a block's dropout mask, a word per lane, if a second loop over the row needs it
+        again.
+        """
         return 4 * 32 if self.drops and self.backward and self.reads_scores else 0
 
     @property
     def slot_bytes(self) -> int:
-        """A block of each plane, and what belongs to it."""
-        return self.planes * _BLOCK_BYTES + self.kept_bytes
+        """Bytes of a slot: a block of each plane, and its dropout mask."""
+        return self.planes * _BLOCK_BYTES + self.mask_bytes
 
     @property
     def depth(self) -> int:
-        """Blocks of each plane that a warp copies to shared memory ahead of its work."""
+        """Number of blocks of each plane that a warp copies to shared memory ahead of its work."""
         free = self.shared_of(self.ctas) - self.sums_bytes
         return min(_MAX_DEPTH, free // (self.slot_bytes * self.warps))
 
@@ -273,30 +278,30 @@ class RowKernel(StripSource):
         )
 
     def _argument(self, triton: Argument) -> Argument:
-        """An argument of Triton's kernel in C. Results may take the place of what they are made of."""
+        """Return an argument of the Triton kernel in C. Results may overwrite inputs."""
         name = triton.name.removesuffix("_ptr")
         if name == triton.name:
             (number,) = numbers("float" if triton.type == "float" else "int", name)
             return number
         written = {"out": self.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
-            (made,) = writes(written[name], name, restrict=False)
+            (pointer,) = writes(written[name], name, restrict=False)
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
-            (made,) = writes("float", name)
+            (pointer,) = writes("float", name)
         else:
             types = {"x": "Score", "g": "Element", "seqlens": "int", "documents": "int", "seed": "long long"}
-            (made,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
-        return made
+            (pointer,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
+        return pointer
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the kernel computes."""
+        """Lines of the source's comment: the formula of the kernel."""
         mixed = "M x" if self.stages.mix else "x"
-        shares = f"N softmax({mixed})" if self.mixes_results else f"softmax({mixed})"
+        probabilities = f"N softmax({mixed})" if self.mixes_results else f"softmax({mixed})"
         yield "Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:"
         match self.role:
             case "softmax" | "decode_softmax":
-                yield f"out = {shares}, over keys; and lse of rows from `skip` on."
+                yield f"out = {probabilities}, over keys; and lse of rows from `skip` on."
             case "probabilities":
                 yield f"out = exp({mixed} - lse)."
             case "post_mix":
@@ -306,17 +311,17 @@ class RowKernel(StripSource):
             case "post_mix_backward":
                 yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
             case _:
-                yield f"dx, the gradient of x, from g, that of {shares}; and gradients of matrices."
+                yield f"dx, the gradient of x, from g, that of {probabilities}; and gradients of matrices."
         if self.drops:
             gradient = ", and first to their gradient" if self.backward else ""
-            yield f"Shares are dropped last{gradient}: those that are kept are multiplied by keep_scale."
+            yield f"Dropout applies last to probabilities{gradient}; those that it keeps are multiplied by keep_scale."
         if self.backward and (self.matrices or not self.reads_scores):
-            yield "Each CTA has sums of its own of a matrix's gradient."
-        scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {SHARE_SCALE}"]
+            yield "Each CTA has its own partial sums of a matrix's gradient."
+        scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {PROBABILITY_SCALE}"]
         yield f"Planes of fp16 hold {', and '.join(scales)}."
         if self.decodes:
-            yield f"Rows before row {self.first_row} are not made. Query r sits at position r + off; each sequence has"
-            yield "a length of its own, and its last row is at its end."
+            yield f"Rows before row {self.first_row} are not computed. Query r sits at position r + off. A sequence has"
+            yield "its own length, and its last row is at its end."
         else:
             yield "Query first + r sits at position first + r + off; rows before `valid` count as unseen."
 

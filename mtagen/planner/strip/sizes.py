@@ -1,4 +1,6 @@
-"""What grids of strip kernels are counted in; host code has them under the same names (``strip_host.j2``)."""
+"""Symbols in the grids of strip kernels; host code has them under the same names
+(``strip_host.j2``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the CUDA kernels of the lowering "strip" have in common: each is a source file of its own."""
+"""The base class of the CUDA kernels of the lowering "strip", each of which has its own source
+file.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ from .documents import RECORD, TILE, begin_multiple
 from .kernels import dropout_numbers
 from .stages import Stages
 
-DECODE = "decode_"  # what roles of a decode step begin with
-_RESERVED = 1024  # bytes of shared memory that each CTA takes besides its own
+DECODE = "decode_"  # prefix of the roles of a decode step
+_RESERVED = 1024  # bytes of shared memory that the system reserves per CTA
 
 
 @dataclass(frozen=True)
 class Form:
-    """What request and target leave open of a kernel; 0 is what it does not choose.
+    """The decision about a kernel. A field is 0 if the kernel does not choose it.
 
     Attributes:
         warps: warps of a CTA.
-        ctas: CTAs of a multiprocessor.
+        ctas: resident CTAs per multiprocessor.
         keys: keys of a tile.
-        walk: keys that a CTA walks along, in whole tiles.
+        walk: keys of a CTA, in whole tiles.
     """
 
     warps: int = 0
@@ -40,19 +42,19 @@ class Form:
 
     @property
     def fields(self) -> Fields:
-        """What is chosen, JSON-ready."""
+        """The chosen fields, JSON-ready."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
 @dataclass(frozen=True)
 class StripSource(ABC):
-    """One kernel. Implementations are frozen dataclasses.
+    """The plan of one kernel and its source file. Implementations are frozen dataclasses.
 
     Attributes:
         spec: the request.
         target: name of the target.
         form: one of ``forms``.
-        template: the template that prints the source.
+        template: the template of the source.
     """
 
     spec: Spec
@@ -63,27 +65,27 @@ class StripSource(ABC):
     @property
     @abstractmethod
     def role(self) -> str:
-        """What the kernel does in its pass."""
+        """The kernel's role in its pass."""
 
     @property
     def decodes(self) -> bool:
-        """Whether sequences have lengths of their own, at whose ends their rows are."""
+        """Whether the kernel is one of a decode step, whose sequences have different lengths."""
         return self.role.startswith(DECODE)
 
     @property
     def name(self) -> str:
-        """Name of the source file and of the kernel."""
+        """The name of the source file and of the kernel."""
         return kernel_name("strip", self.role, self.spec, self.target)
 
     @property
     @abstractmethod
     def fits(self) -> bool:
-        """Whether it can do what the request asks, on the target."""
+        """Whether the kernel supports the request and fits the target."""
 
     @property
     @abstractmethod
     def kernel(self) -> Kernel:
-        """Its arguments and how it is launched."""
+        """The kernel's arguments and launch."""
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -93,34 +95,34 @@ class StripSource(ABC):
     @property
     @abstractmethod
     def legend(self) -> Iterator[str]:
-        """What it computes."""
+        """Lines of the source's comment: the formula of the kernel."""
 
     @property
     @abstractmethod
     def summary(self) -> str:
-        """In the plan's table."""
+        """The kernel's line in the plan's table."""
 
-    # ---- What is decided of it
+    # ---- The decision
 
     @property
     def forms(self) -> Sequence[Form]:
-        """What it may look like, on some target; one that is preferred to others of the same cost comes first."""
+        """All forms of the kernel. Among forms of equal cost, the first is taken."""
         return (Form(),)
 
     @property
     def variants(self) -> Sequence[StripSource]:
         """The kernel in each form that fits, the cheapest by the cost model first."""
-        made = (replace(self, form=form) for form in self.forms)
-        return sorted((one for one in made if one.fits), key=lambda one: one.cost)
+        sources = (replace(self, form=form) for form in self.forms)
+        return sorted((source for source in sources if source.fits), key=lambda source: source.cost)
 
     @property
     def depends(self) -> str:
-        """What the best form depends on, besides the role and the type of elements."""
+        """The part of the decision's key besides the role and the dtype."""
         return ""
 
     @property
     def key(self) -> str:
-        """Key of the decision about its form."""
+        """The key of the decision about the form."""
         return f"strip {self.role} {self.depends} {self.spec.dtype}"
 
     @property
@@ -130,45 +132,45 @@ class StripSource(ABC):
 
     @property
     def stages(self) -> Stages:
-        """What the kernels of the pass are made for."""
+        """The stages that the kernels of the pass compute."""
         return Stages(self.spec)
 
     @property
     def drops(self) -> bool:
-        """Whether it drops."""
+        """Whether the kernel applies dropout."""
         return self.role in self.stages.dropping
 
     @property
     def dropout(self) -> tuple[Argument, ...]:
-        """What it takes to draw what is kept, if it drops."""
+        """The arguments for drawing dropout masks; none if the kernel does not apply dropout."""
         return (*reads("long long", "seed"), *numbers("int", *dropout_numbers(self.spec))) if self.drops else ()
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """The mask."""
         return Mask.of(self.spec)
 
     @property
     def tile(self) -> int:
-        """Places of a tile: a document's begin with one."""
+        """Places of a tile. Documents begin at multiples of it."""
         return TILE
 
     @property
     def begin_multiple(self) -> int:
-        """In a window, the first key of a document in a strip is a multiple of this."""
+        """Divisor of the first key of a document in a strip, with a window."""
         return begin_multiple(self.spec)
 
     @property
     def record(self) -> tuple[str, ...]:
-        """What kernels are told of each tile of places."""
+        """Fields of the record of each tile of places, which kernels read."""
         return RECORD
 
     def strip_arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
-        """Where the strip is, and other numbers.
+        """Return the arguments that describe the strip, and other numbers.
 
         Args:
-            more: names of these.
-            skips: whether rows before ``skip`` differ from others. Of documents, rows that a strip does not need do.
+            more: names of the other numbers.
+            skips: whether rows before ``skip`` differ from others. With documents they always do.
         """
         if self.spec.packed:
             return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
@@ -176,9 +178,13 @@ class StripSource(ABC):
         return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
 
     def registers_of(self, warps: int) -> int:
-        """Registers that a thread may take where a multiprocessor holds so many warps."""
+        """Return the registers available to a thread with ``warps`` resident warps per
+        multiprocessor.
+        """
         return get_target(self.target).registers_per_multiprocessor // (32 * warps)
 
     def shared_of(self, ctas: int) -> int:
-        """Bytes of shared memory that each of so many CTAs of a multiprocessor may take."""
+        """Return the shared memory available to a CTA with ``ctas`` resident CTAs per
+        multiprocessor.
+        """
         return (get_target(self.target).shared_per_block + _RESERVED) // ctas - _RESERVED

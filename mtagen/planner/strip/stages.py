@@ -1,4 +1,6 @@
-"""What the kernels of a pipeline are made for: its convolutions, its mixtures, and what becomes of heads and planes."""
+"""The stages of a pipeline as strips compute them: convolutions, mixtures, bundles of heads,
+planes.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from dataclasses import dataclass
 
 from ...spec import MAX_MIXED_HEADS, Spec
 
-SCORE_SCALE = 2.0**-6  # what planes hold of a scaled score: fp16 reaches 4 million
-SHARE_SCALE = 2.0**8  # and of a probability: fp16 keeps 11 bits down to 2e-7
-_ALIGNED = 8  # keys: 16 bytes of the narrowest elements
-_DOT = 16  # rows, columns and terms of a product on tensor cores, at least
+SCORE_SCALE = 2.0**-6  # factor of scores in planes, with which fp16 reaches 4 million
+PROBABILITY_SCALE = 2.0**8  # factor of probabilities in planes, with which fp16 keeps 11 bits down to 2e-7
+_ALIGNED = 8  # keys in 16 bytes of the narrowest elements
+_DOT = 16  # least number of rows, columns and terms of a product on tensor cores
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,15 @@ class Convolution:
     """One convolution.
 
     Attributes:
-        name: of its kernels.
+        name: name of its kernels.
         weight: name of its weight.
-        title: what it is, for comments.
+        title: description, for comments.
         cq, ck: extents.
         pad_left, pad_right: keys before and after its own that a result reads.
-        final: whether its results are multiplied with values, or mixed before: hidden ones must be zeros.
-        scale: of what it convolves: planes hold scores, or probabilities, times this.
-        factor: what its results are multiplied by.
+        final: whether it follows the softmax. Its results are multiplied by values, maybe after
+            mixing, so hidden results must be zeros.
+        scale: factor of the scores or probabilities in the convolved plane.
+        factor: factor of the results.
     """
 
     name: str
@@ -41,26 +44,30 @@ class Convolution:
     factor: float
 
     @property
-    def lead_left(self) -> int:
-        """Keys before a tile of results from which its window starts: whole 16 bytes, as loads of tiles ask."""
+    def aligned_left(self) -> int:
+        """Keys before a tile of results at which its window starts: pad_left, rounded up to 16
+        bytes for loads.
+        """
         return _aligned(self.pad_left)
 
     @property
-    def lead_right(self) -> int:
-        """The same of the adjoint, which reads keys the other way round."""
+    def aligned_right(self) -> int:
+        """Keys before a tile at which the window of the adjoint starts: pad_right, rounded up."""
         return _aligned(self.pad_right)
 
     def left_of(self, key: str) -> str:
-        """Source of the first key of the window of a tile of results from ``key`` on."""
-        return f"{key} - {self.lead_left}" if self.lead_left else key
+        """Return source for the first key of the window of a tile of results from ``key`` on."""
+        return f"{key} - {self.aligned_left}" if self.aligned_left else key
 
     def right_of(self, key: str) -> str:
-        """The same of the adjoint."""
-        return f"{key} - {self.lead_right}" if self.lead_right else key
+        """Return source for the first key of the window of a tile of the adjoint from ``key`` on."""
+        return f"{key} - {self.aligned_right}" if self.aligned_right else key
 
     def window(self, keys: int) -> int:
-        """Keys that a tile of so many results reads, padded to a power of two."""
-        spare = max(self.lead_left - self.pad_left, self.lead_right - self.pad_right)
+        """Return the number of keys that a tile of ``keys`` results reads, padded to a power of
+        two.
+        """
+        spare = max(self.aligned_left - self.pad_left, self.aligned_right - self.pad_right)
         return max(_DOT, 1 << (keys + self.ck - 2 + spare).bit_length())
 
 
@@ -70,7 +77,7 @@ class Mixture:
 
     Attributes:
         weight: name of its matrices.
-        heads: of a group.
+        heads: number of heads of a group.
     """
 
     weight: str
@@ -78,7 +85,7 @@ class Mixture:
 
     @property
     def pointer(self) -> str:
-        """The matrices in kernels."""
+        """Name of the matrices' pointer in kernels."""
         return f"{self.weight}_ptr"
 
 
@@ -96,61 +103,68 @@ class Stages:
         if weight not in self.spec.kernels:
             return None
         (cq, ck), final = self.spec.kernels[weight], name != "convolution"
-        scale = SHARE_SCALE if final else SCORE_SCALE
-        factor = 1.0 if self.post_mix or not final else 1 / scale  # mixing, too, divides by it
+        scale = PROBABILITY_SCALE if final else SCORE_SCALE
+        factor = 1.0 if self.post_mix or not final else 1 / scale  # a mixture divides by the scale itself
         title, padding = f"The convolution {when}", self.spec.padding(ck)
         return Convolution(name, weight, title, cq, ck, *padding, final, scale, factor)
 
     @property
     def convolution(self) -> Convolution | None:
-        """The one before the softmax."""
+        """The convolution before the softmax, or None."""
         return self._convolution("convolution", "weight", "before the softmax")
 
     @property
     def post_convolution(self) -> Convolution | None:
-        """The one after it."""
+        """The convolution after the softmax, or None."""
         return self._convolution("post_convolution", "post_weight", "after the softmax")
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
-        """Both, of those there are."""
-        return tuple(one for one in (self.convolution, self.post_convolution) if one)
+        """All convolutions of the pipeline, in order."""
+        return tuple(stage for stage in (self.convolution, self.post_convolution) if stage)
 
     @property
     def mix(self) -> Mixture | None:
-        """The mixture before the softmax."""
+        """The mixture before the softmax, or None."""
         return Mixture("head_weight", self.spec.mixed_heads) if self.spec.mixed_heads else None
 
     @property
     def post_mix(self) -> Mixture | None:
-        """The mixture after it."""
+        """The mixture after the softmax, or None."""
         return Mixture("post_head_weight", self.spec.post_mixed_heads) if self.spec.post_mixed_heads else None
 
     @property
     def post_is_separate(self) -> bool:
-        """Whether probabilities are stored: a convolution follows, or a mixture that shares no bundle with mix."""
+        """Whether probabilities are stored, for a convolution, or for a mixture that does not fit
+        mix's bundles.
+        """
         return self.post_convolution is not None or (self.post_mix is not None and self._closed > MAX_MIXED_HEADS)
 
     @property
     def separate_post_mix(self) -> bool:
-        """Whether the mixture after the softmax is a kernel of its own."""
+        """Whether the mixture after the softmax has its own kernel."""
         return self.post_mix is not None and self.post_is_separate
 
     @property
-    def masks_grad_shares(self) -> bool:
-        """Whether hidden gradients of shares must be zeros. A mixture, and the softmax, look at what rows see only."""
+    def masks_probability_gradients(self) -> bool:
+        """Whether hidden gradients of probabilities must be zeros, because a convolution reads
+        them.
+        """
         return self.post_convolution is not None and self.post_mix is None
 
     @property
-    def owns_grad_shares(self) -> bool:
-        """Whether there is always a kernel for gradients of shares: a product of whole matrices knows no documents."""
-        return self.masks_grad_shares or self.spec.packed
+    def has_gradient_product(self) -> bool:
+        """Whether the gradient of probabilities needs a kernel: cuBLAS can neither mask it nor
+        respect documents.
+        """
+        return self.masks_probability_gradients or self.spec.packed
 
     @property
     def dropping(self) -> tuple[str, ...]:
-        """Roles of the kernels that drop: the last one that writes shares, and the first one that has their gradients.
+        """Roles of the kernels that apply dropout.
 
-        Of the backward pass, the kernel that mixes, or takes the softmax, does both.
+        They are the last kernel that writes probabilities and the first one that has their
+        gradients. In the backward pass, the kernel of the mixture or of the softmax is both.
         """
         if not self.spec.dropout:
             return ()
@@ -162,61 +176,68 @@ class Stages:
 
     @property
     def mixes_after_alone(self) -> bool:
-        """Whether heads are mixed after the softmax and nothing else is done around it but a convolution before.
+        """Whether a mixture after the softmax is the only stage, except maybe a convolution before
+        the softmax.
 
-        Then outputs may be mixed instead of shares (:mod:`.concatenation`). Dropout follows the mixture: shares must be
-        mixed then.
+        Then outputs may be mixed instead of probabilities (:mod:`.concatenation`). Dropout follows
+        the mixture, so with dropout the probabilities themselves must be mixed.
         """
         alone = self.post_mix is not None and self.mix is None and self.post_convolution is None
         return alone and not self.spec.dropout
 
     @property
     def normalizes_again(self) -> bool:
-        """Whether the backward pass sums its probabilities, which it must not take for 1 in sum.
+        """Whether the backward pass normalises its probabilities again.
 
-        The forward pass may be a fused kernel, which rounds scores otherwise.
+        The forward pass may be a fused kernel, which rounds scores differently, so that rows would
+        not sum to 1.
         """
         return self.mixes_after_alone or self.spec.convolves_only
 
     @property
     def fused_post_mix(self) -> bool:
-        """Whether the softmax's kernel mixes the heads after it."""
+        """Whether the softmax's kernel also mixes the heads after the softmax."""
         return self.post_mix is not None and not self.post_is_separate
 
     @property
     def _closed(self) -> int:
-        """The fewest heads that mix with each other only, before the softmax and after it."""
+        """The smallest number of consecutive heads that mix only with each other, before and after
+        the softmax.
+        """
         return math.lcm(self.spec.mixed_heads or 1, self.spec.post_mixed_heads or 1)
 
     @property
     def heads(self) -> int:
-        """Heads of a bundle, which one program of the softmax takes."""
+        """Number of heads of a bundle, which one program of the softmax takes."""
         return _bundle(self._closed if self.fused_post_mix else self.spec.mixed_heads or 1)
 
     @property
     def post_heads(self) -> int:
-        """Heads of a bundle of a mixture after the softmax that has kernels of its own."""
+        """Number of heads of a bundle in the kernels of a separate mixture after the softmax."""
         return _bundle(self.spec.post_mixed_heads or 1) if self.separate_post_mix else self.heads
 
     @property
     def post_context(self) -> int:
-        """Rows before its own that the convolution after the softmax reads."""
+        """Number of earlier rows that the convolution after the softmax reads."""
         return self.post_convolution.cq - 1 if self.post_convolution else 0
 
     @property
     def first_valid(self) -> int:
-        """The first row of a decode step whose scores have all of their context. None before is needed."""
+        """First row of a decode step whose scores have their whole context.
+
+        Earlier rows are not needed.
+        """
         return self.spec.context - self.post_context
 
     @property
     def forward_planes(self) -> tuple[str, ...]:
-        """The planes of a strip."""
+        """Names of the planes of a strip in the forward pass."""
         convolved = ("convolved",) if self.convolution else ()
         return ("scores", *convolved, *(("convolved_shares",) if self.post_convolution else ()))
 
     @property
     def backward_planes(self) -> tuple[str, ...]:
-        """Those of the backward pass."""
+        """Names of the planes of a strip in the backward pass."""
         convolved = ("convolved",) if self.convolution else ()
         if not self.post_is_separate:
             return ("scores", *convolved, "grad_shares", "shares")
@@ -224,9 +245,9 @@ class Stages:
 
     @property
     def matrix_partials(self) -> Mapping[str, int]:
-        """Partial sums of gradients of matrices, each with the heads of its bundles."""
-        found = {"mix_partial": self.heads} if self.mix else {}
-        return found | ({"post_mix_partial": self.post_heads} if self.post_mix else {})
+        """Names of the partial sums of matrices' gradients, each with the heads of its bundles."""
+        partials = {"mix_partial": self.heads} if self.mix else {}
+        return partials | ({"post_mix_partial": self.post_heads} if self.post_mix else {})
 
 
 def _aligned(keys: int) -> int:
@@ -234,10 +255,10 @@ def _aligned(keys: int) -> int:
 
 
 def block_of(heads: int) -> int:
-    """Heads of a bundle on chip."""
+    """Return the heads of a bundle, padded as on chip."""
     return max(_DOT, 1 << (heads - 1).bit_length())
 
 
 def _bundle(closed: int) -> int:
-    """Heads of a bundle: whole groups, and as many as a product takes anyway."""
+    """Return the heads of a bundle: whole groups, enough to fill a product."""
     return closed * max(1, _DOT // closed)

@@ -1,9 +1,10 @@
-"""The CUDA kernels of the lowering "strip" that convolve the few rows of a decode step, on the tensor cores.
+"""CUDA kernels of the lowering "strip" that convolve the few rows of a decode step, on the tensor
+cores.
 
-A tile of :mod:`mtagen.planner.strip.planes` has 16 rows for each warp, most of which a decode step does not have or
-does not need. Here the rows of an mma are 16 chunks of 8 keys of one row, as in the fused decode kernel, and only rows
-are made that later kernels read: those of the new tokens and, before the softmax, those that the convolution after it
-needs besides.
+A tile of :mod:`mtagen.planner.strip.planes` has 16 rows per warp, most of which a decode step does
+not have or does not need. Here the 16 rows of an mma are chunks of 8 keys of one row, as in the
+fused decode kernel. Only rows that later kernels read are computed: those of the new tokens and,
+before the softmax, those that the convolution after the softmax needs.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from .source import DECODE, StripSource
 from .stages import Convolution
 
 WARPS = 4
-WARP_KEYS = 16 * CHUNK  # of a tile
-WALK = 4  # tiles that a CTA makes
-MAX_ROWS = 8  # of a CTA, whose sums are in registers
-MAX_DEPTH = 3  # slabs in shared memory
-_FEW_TAPS = 48  # registers of a thread for taps, of which 4 CTAs fit a multiprocessor
+WARP_KEYS = 16 * CHUNK  # keys of a warp in a tile
+WALK = 4  # tiles per CTA
+MAX_ROWS = 8  # upper limit of a CTA's rows, whose sums are in registers
+MAX_DEPTH = 3  # upper limit of slabs in shared memory
+_FEW_TAPS = 48  # registers of a thread for taps up to which 4 CTAs fit a multiprocessor
 
 
 @dataclass(frozen=True)
 class StepKernel(StripSource):
-    """A convolution of planes in a decode step.
+    """The kernel of a convolution of planes in a decode step.
 
     Attributes:
         spec: the request.
         target: name of the target.
         stage: the convolution.
-        result: type of the elements of the results, ``fp16`` or that of q.
+        result: element type of the results, ``fp16`` or that of q.
     """
 
     spec: Spec
@@ -48,7 +49,7 @@ class StepKernel(StripSource):
     result: str
 
     template = "plane_step.cu.j2"
-    source = "fp16"  # type of the elements that are convolved
+    source = "fp16"  # element type of the convolved plane
 
     @property
     def role(self) -> str:
@@ -56,7 +57,7 @@ class StepKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        if self.mask.zeroes_terms:  # a score that counts for some rows of results and not for others
+        if self.mask.zeroes_terms:  # a score may count in some rows of results and not in others
             return False
         try:
             _ = self.window_chunks
@@ -68,67 +69,69 @@ class StepKernel(StripSource):
 
     @property
     def first_row(self) -> int:
-        """The first row of results that is needed."""
+        """First row of results that is needed."""
         return self.spec.context if self.stage.final else self.stages.first_valid
 
     @property
     def rows(self) -> int:
-        """Rows of a CTA, an even number: those that one new token needs, unless they are too many."""
+        """Number of rows of a CTA, which is even: those that one new token needs, up to
+        ``MAX_ROWS``.
+        """
         return min(MAX_ROWS, -(-(self.spec.context - self.first_row + 1) // 2) * 2)
 
     # ---- The window of a tile
 
     @property
-    def lead(self) -> int:
-        """Keys from the slab's first to the tile's."""
-        return self.stage.lead_left
+    def keys_left(self) -> int:
+        """Number of keys of the slab to the left of the tile."""
+        return self.stage.aligned_left
 
     @property
     def spare(self) -> int:
-        """Columns of a window that come before the first tap's."""
-        return self.lead - self.stage.pad_left
+        """Number of columns of a window before that of the first tap."""
+        return self.keys_left - self.stage.pad_left
 
     @cached_property
     def window_chunks(self) -> int:
-        """Chunks that a chunk of results reads.
+        """Number of chunks that a chunk of results reads.
 
         Raises:
-            PlanError: the kernel is too large.
+            PlanError: the filter is too large.
         """
         return toeplitz(self.stage.cq, self.stage.ck + self.spare, pairs=False).chunks
 
-    # ---- How the work is shared
+    # ---- The division of the work
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA."""
+        """Number of warps of a CTA."""
         return WARPS
 
     @property
     def warp_keys(self) -> int:
-        """Keys of a warp, of a tile."""
+        """Number of keys of a warp in a tile."""
         return WARP_KEYS
 
     @property
-    def walk(self) -> int:
-        """Tiles that a CTA makes."""
+    def tiles_per_cta(self) -> int:
+        """Number of tiles that a CTA computes."""
         return WALK
 
     @property
     def ctas(self) -> int:
-        """CTAs of a multiprocessor."""
+        """Number of resident CTAs per multiprocessor."""
         return 4 if 2 * (self.stage.cq + 1) * self.window_chunks <= _FEW_TAPS else 2
 
     # ---- Shared memory
 
     @property
     def slab_rows(self) -> int:
-        """Rows of a slab, an even number."""
+        """Number of rows of a slab, which is even."""
         return (self.rows + self.stage.cq) // 2 * 2
 
     @property
     def slab_chunks(self) -> int:
-        """Chunks of a row."""
+        """Number of chunks of a row."""
         return WARPS * WARP_KEYS // CHUNK + self.window_chunks - 1
 
     @property
@@ -137,7 +140,7 @@ class StepKernel(StripSource):
 
     @property
     def depth(self) -> int:
-        """Slabs of a ring: one is worked on while the others are loaded."""
+        """Number of slabs of the ring: one is used while the others are loaded."""
         return min(MAX_DEPTH, self.shared_of(1) // self._slab_bytes)
 
     @property
@@ -162,7 +165,7 @@ class StepKernel(StripSource):
         yield f"{stage.title} of multi-token attention in a decode step, kernel {stage.cq} x {stage.ck}."
         yield "In every plane [slot, r, j], where rows 0 <= r < count exist, and the keys j of its sequence:"
         yield f"out[r, j] = {factor}sum over u, v of W[u, v] x[r - {stage.cq - 1} + u, j - {stage.pad_left} + v],"
-        yield f"for rows from {self.first_row} on; the last one is at the end of its sequence. Hidden ones are zeros."
+        yield f"for rows from {self.first_row} on; the last row is the end of its sequence. Hidden results are zeros."
 
     @property
     def summary(self) -> str:

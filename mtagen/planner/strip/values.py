@@ -1,7 +1,8 @@
-"""The CUDA kernel of the lowering "strip" that multiplies a decode step's shares with values, by mma instructions.
+"""The CUDA kernel of the lowering "strip" that multiplies a decode step's probabilities by values.
 
-It reads all values once, and little else, so that its warps need no more than to keep copies under way: each has a ring
-of blocks of its own and waits for no other warp before the end, when their sums are added up.
+The kernel reads all values once and little else, so keeping copies in flight is all that matters.
+Each warp has its own ring of blocks and waits for other warps only at the end, when their sums are
+added.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .sizes import B0, B1, N_NEW, SPLITS
 from .source import DECODE, StripSource
 
 WARPS = 4
-BLOCK_KEYS = 16  # of a warp at a time: the terms of an mma
-MAX_CTAS = 3  # of a multiprocessor
-MIN_DEPTH, MAX_DEPTH = 3, 4  # blocks of a ring; the fewest for which several CTAs share a multiprocessor, and the most
+BLOCK_KEYS = 16  # keys of a warp's block: the terms of an mma
+MAX_CTAS = 3  # upper limit of resident CTAs per multiprocessor
+MIN_DEPTH, MAX_DEPTH = 3, 4  # limits of a ring's blocks; MIN_DEPTH only if several CTAs are resident
 
 
 @dataclass(frozen=True)
 class ValuesKernel(StripSource):
-    """The product of shares with values.
+    """The kernel of the product of probabilities with values.
 
     Attributes:
         spec: the request.
@@ -44,29 +45,31 @@ class ValuesKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        # Columns of values are rows of an mma, and one block is copied while another is worked on.
+        # Columns of values are rows of an mma, and one block is copied while another is used.
         return self.spec.value_head_dim % 16 == 0 and self.depth >= 2
 
-    # ---- How the work is shared
+    # ---- The division of the work
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA."""
+        """Number of warps of a CTA."""
         return WARPS
 
     @property
     def rows(self) -> int:
-        """Rows of shares of a CTA."""
+        """Number of rows of probabilities of a CTA."""
         return VALUE_ROWS
 
     @property
     def keys(self) -> int:
-        """Keys of a block."""
+        """Number of keys of a block."""
         return BLOCK_KEYS
 
     @property
     def ctas(self) -> int:
-        """CTAs of a multiprocessor: as many as have rings that are deep enough."""
+        """Number of resident CTAs per multiprocessor: the largest whose rings have MIN_DEPTH
+        blocks, else 1.
+        """
         return next(ctas for ctas in range(MAX_CTAS, 0, -1) if ctas == 1 or self._depth(ctas) >= MIN_DEPTH)
 
     # ---- Shared memory
@@ -78,7 +81,7 @@ class ValuesKernel(StripSource):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in a ring: values, and the rows' shares."""
+        """Bytes of a block in a ring: values, and the rows' probabilities."""
         return self.value_bytes + 2 * BLOCK_KEYS * VALUE_ROWS
 
     def _depth(self, ctas: int) -> int:
@@ -86,7 +89,7 @@ class ValuesKernel(StripSource):
 
     @property
     def depth(self) -> int:
-        """Blocks of a ring: one is worked on while the others are copied."""
+        """Number of blocks of a ring: one is used while the others are copied."""
         return self._depth(self.ctas)
 
     @property
@@ -108,7 +111,7 @@ class ValuesKernel(StripSource):
     def legend(self) -> Iterator[str]:
         yield "Outputs of a decode step, each a sum over the keys of one part:"
         yield "partial[part, b, h, n] = sum over j of plane[slot, count - n_new + n, j] v[b, h / group, j],"
-        yield "where a part has `split` of the keys that the sequence has, or as many as are left."
+        yield "where a part has `split` keys of the sequence, and the last part has the rest."
 
     @property
     def summary(self) -> str:

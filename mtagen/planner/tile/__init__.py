@@ -1,1 +1,3 @@
-"""The lowering "tile": tiles of scores are made and convolved on chip, by the tensor cores. For CUDA."""
+"""The lowering "tile" (CUDA): tiles of scores are computed and convolved on chip, by the tensor
+cores.
+"""

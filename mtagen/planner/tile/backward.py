@@ -1,20 +1,26 @@
-"""The fused backward pass: a CTA owns keys and streams rows past them in steps, all query heads of its keys in turn.
+"""Plan of the fused backward pass: a CTA owns keys and loops over steps of rows, for all query
+heads of its keys.
 
     S = K-tile scores       C = conv(S)      P = exp(C - lse)     dP = dO V^T       G = P (dP - D)
     dS = adjoint conv(G)    dV += P^T dO     dK += dS^T Q         dQ += dS K        dW += diagonals of S^T G
 
-Columns. A CTA whose first column is key c0 keeps S at column j - c0 of a slab in shared memory. Output column x of a
-convolution reads columns x .. x+halo of a slab, so C, P and G have key j at column j - c0 - pad_left: the CTA owns the
-keys of those columns whose windows lie in the slab. G goes to its slab ``halo`` columns further right, with zeros on
-both sides, so that its adjoint convolution has key j at column j - c0 again. dS of a key near the first or the last
-column takes in gradients that the CTA before or behind owns. As dQ and dK are linear in dS, each CTA multiplies what
-its own G adds to dS; dQ is summed in global memory anyway, and dK of the ``halo`` first and last columns is handed on
-in fp32, where the last kernel adds the neighbours' parts.
+S and G are stored in shared memory, in a score tile each ("slab" in names).
 
-Rows. The slabs are rings of row tiles, 16 rows each, a warp's share of a step. Row i of C needs rows i-(cq-1) .. i of
-S, row i of dS rows i .. i+(cq-1) of G: dS lags a row tile behind a step, and its product with Q takes the last row tile
-of the step before. So does the gradient of W where a helper converts scores in their slab: the next step's convolution
-still reads the last row tile.
+Columns. A CTA whose first column is key c0 stores S of key j at column j - c0 of the score tile.
+Output column x of a convolution reads columns x .. x+halo of a score tile, so C, P and G have key j
+at column j - c0 - pad_left. The CTA owns the keys of the columns whose windows lie in the score
+tile. G is stored ``halo`` columns further right in its own tile, with zeros on both sides, so that
+its adjoint convolution has key j at column j - c0 again. dS of a key near the first or last column
+also depends on gradients of the neighbouring CTA. dQ and dK are linear in dS, so each CTA
+multiplies only the part of dS that comes from its own G. dQ is summed in global memory anyway. dK
+of the ``halo`` first and last columns is written in fp32, and the last kernel adds the neighbours'
+parts.
+
+Rows. Both tiles are rings of row tiles of 16 rows, one per warp and step. Row i of C needs rows
+i-(cq-1) .. i of S, and row i of dS needs rows i .. i+(cq-1) of G. So dS lags a row tile behind a
+step, and its product with Q reads the last row tile of the step before. The gradient of W lags as
+well if producer warps convert scores in place, because the next step's convolution still reads the
+last row tile of S.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from ..geometry.mask import Mask
 from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
-from .kept import DRAW, KEEP_SCALE, KeptBits
+from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
 from .layout import LAYERS, Layout
 from .memory import PANEL, SharedMap
 from .passes import TilePass
@@ -45,17 +51,17 @@ from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
 _RESERVED_REGISTERS = 24  # addresses and loop state
-_HELPER_REGISTERS = 56
-_RESERVED_HELPER_REGISTERS = 12  # of those, for addresses and loop state
-_DRAWING_REGISTERS = 4  # of the helper's, too, where it draws what dropout keeps
-# The cost model; fitted to benchmarks/results/h200_tune_*.json.
-_STEP_LATENCY = 4000  # cycles of a step that nothing hides
-_SPILL_BYTES = 8 * 4  # a thread's traffic in a step for a register that it does not have
+_PRODUCER_REGISTERS = 56
+_RESERVED_PRODUCER_REGISTERS = 12  # part of the producer's registers: addresses and loop state
+_DRAWING_REGISTERS = 4  # part of the producer's registers with dropout, whose mask it draws
+# The cost model, fitted to benchmarks/results/h200_tune_*.json.
+_STEP_LATENCY = 4000  # cycles of a step that are not hidden
+_SPILL_BYTES = 8 * 4  # a thread's traffic per step for each spilled register
 
 ROW_PITCH, KEY_BLOCKS, DQ_PIECES, DW_TERMS, DK_PIECES = sympy.symbols(
     "row_pitch key_blocks dq_pieces dw_terms dk_pieces", integer=True, positive=True
 )
-_C0, _OFFSET, _ROW_HALO = sympy.symbols("c0 offset ROW_HALO", integer=True)  # as the templates call them
+_C0, _OFFSET, _ROW_HALO = sympy.symbols("c0 offset ROW_HALO", integer=True)  # names in the templates
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,10 @@ class TileBackward(TilePass):
     Attributes:
         spec: the request.
         target: name of the target.
-        hopper: wgmma, and a warpgroup that loads and makes the gradient of W (sm_90a); else mma.sync, all warps alike.
-        warps: warps that compute, each a row tile of a part of the columns; on Hopper 64 columns, a warpgroup a part.
+        hopper: whether the kernel uses wgmma and a producer warpgroup, which also computes the
+            gradient of W (sm_90a); otherwise it uses mma.sync, and all warps do the same.
+        warps: number of computing warps. Each has a row tile of a part of the columns; on Hopper a
+            part is 64 columns of a warpgroup.
         rows: rows of a step.
         keys: columns of S.
     """
@@ -86,7 +94,7 @@ class TileBackward(TilePass):
 
     @property
     def name(self) -> str:
-        """Name of the source file and of its main kernel."""
+        """The name of the source file and of its main kernel."""
         return kernel_name("tile", "bwd", self.spec, self.target)
 
     @property
@@ -101,22 +109,25 @@ class TileBackward(TilePass):
         rate = target.tensor_flop_per_cycle if self.hopper else target.mma_flop_per_cycle
         mma = self.toeplitz.mma_of_scores + 2 * self.toeplitz.mma_per_tile  # with the adjoint and the gradient of W
         products, convolutions = 10 * self.spec.head_dim / rate, 32 * mma / target.mma_flop_per_cycle
-        wanted = self.registers + (self.toeplitz.registers if self.hopper else 0)  # B operands stay where they fit
-        spilled = max(0, wanted - self.register_split[0])
+        needed = self.registers + (self.toeplitz.registers if self.hopper else 0)  # B operands stay in registers
+        spilled = max(0, needed - self.register_split[0])
         spills = _SPILL_BYTES * spilled * 32 * self.warps / SHARED_BYTES_PER_CYCLE
         waits = (_STEP_LATENCY + spills) / (self.rows * self.keys)
         return (products + convolutions + waits) * self.keys / self.owned
 
-    # ---- Which rows and columns the mask leaves, in names of the source
+    # ---- Rows and columns that the mask leaves, in names of the source
 
     @cached_property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """The mask."""
         return Mask.of(self.spec)
 
     @property
     def first_row(self) -> Expr:
-        """Row 0 of step 0: those before it have no scores with the CTA's keys, nor do those that their scores feed."""
+        """First query row that the CTA needs.
+
+        Earlier rows see none of its keys, directly or through the convolution.
+        """
         position = self.mask.first_position(_C0)
         if position is None:
             return sympy.S.Zero
@@ -124,7 +135,7 @@ class TileBackward(TilePass):
 
     @property
     def end_row(self) -> Expr:
-        """Rows from here on have no scores with the CTA's keys."""
+        """End of the query rows that the CTA needs: later rows see none of its keys."""
         position = self.mask.last_position(_C0 + self.keys - 1)
         return N_Q if position is None else sympy.Min(N_Q, position - _OFFSET + 1)
 
@@ -132,65 +143,74 @@ class TileBackward(TilePass):
 
     @property
     def row_tiles(self) -> int:
-        """Row tiles of a step."""
+        """Number of row tiles of a step."""
         return self.rows // ROW_TILE
 
     @cached_property
     def score_ring(self) -> int:
-        """Row tiles of S: a step's, and the last of the step before.
+        """Number of row tiles of S in shared memory: those of a step, and the last of the step
+        before.
 
-        On Hopper, all from the first that the gradient of W takes in a step to the last of the next step's, which are
-        stored meanwhile. Where there is no room for so many, a helper reads the first ones early.
+        On Hopper the ring spans from the first row tile that the gradient of W reads in a step to
+        the last of the next step, which is stored meanwhile. If shared memory has no room for that,
+        the producer warps must finish with the first row tiles before they are overwritten.
         """
         if not self.hopper:
             return self.row_tiles + 1
         room, least = get_target(self.target).shared_per_block, 2 * self.row_tiles
-        return next((n for n in range(self._wanted_ring, least, -1) if self._shared(n).size <= room), least)
+        return next((n for n in range(self._full_score_ring, least, -1) if self._shared(n).size <= room), least)
 
     @property
-    def _wanted_ring(self) -> int:
-        """Row tiles of S with which nobody waits for a helper."""
+    def _full_score_ring(self) -> int:
+        """Number of row tiles of S with which no computing warp waits for a producer warp."""
         return 2 * self.row_tiles + 1 + self.converts_scores
 
     @property
-    def waits_for_helper(self) -> bool:
-        """Whether the next step's scores take the place of some that a helper may still be reading."""
-        return self.hopper and self.score_ring < self._wanted_ring
+    def waits_for_producer(self) -> bool:
+        """Whether the next step's scores overwrite row tiles that a producer warp may still be
+        reading.
+        """
+        return self.hopper and self.score_ring < self._full_score_ring
 
     @property
-    def early_row_tiles(self) -> int:
-        """Of a helper warp's row tiles of a step, those that it is done with before the next step's scores are stored.
+    def row_tiles_before_overwrite(self) -> int:
+        """How many row tiles a producer warp must finish before the next step may overwrite S.
 
-        If these take the place of n row tiles of S, the first n of the gradient of W are the last to read them.
+        If the next step overwrites n row tiles of S, the first n row tiles of the gradient of W are
+        the last to read them.
         """
-        missing = self._wanted_ring - self.score_ring
+        missing = self._full_score_ring - self.score_ring
         return -(-missing * self.weight_gradient.sets // self.row_tiles)
 
     @property
     def gradient_ring(self) -> int:
-        """Row tiles of G: a step's, and the last of the step before."""
+        """Number of row tiles of G in shared memory: those of a step, and the last of the step
+        before.
+        """
         return self.row_tiles + 1
 
     # ---- Columns
 
     @property
-    def widened(self) -> bool:
-        """Whether W is taken for one of 9 columns, with zeros from its own on: at 7 and 8 rows by 6 to 9 columns.
+    def pads_weight(self) -> bool:
+        """Whether to pad W to 9 columns with zeros. It pays for 7 or 8 rows and 6 to 9 columns.
 
-        G then begins with a chunk of its own, so that a helper, which has four row shifts in each of two row tiles
-        there, multiplies a chunk less. Other extents gain little or lose by it: benchmarks/NOTES.md,
-        "Kernels of 7 and 8 rows".
+        G then begins at the beginning of a chunk, so that each producer warp, which has four row
+        shifts in each of two row tiles there, multiplies one chunk fewer. Other extents gain little
+        or lose (benchmarks/notes/cuda-backward.md, "Kernels of 7 and 8 rows").
         """
         return self.hopper and self.spec.cq in (7, 8) and 6 <= self.spec.ck <= 9
 
     @property
     def taps(self) -> int:
-        """Columns of W, made odd by one of zeros: slabs are written two columns at a time."""
-        return 9 if self.widened else self.spec.ck | 1
+        """Number of columns of W, padded with zeros to an odd number: tiles are written two columns
+        at a time.
+        """
+        return 9 if self.pads_weight else self.spec.ck | 1
 
     @property
     def halo(self) -> int:
-        """Columns that a window has beyond its first."""
+        """Number of columns of a window after its first."""
         return self.taps - 1
 
     @cached_property
@@ -200,25 +220,30 @@ class TileBackward(TilePass):
 
     @property
     def parts(self) -> int:
-        """Parts of the columns, each of ``row_tiles`` warps; the warpgroups that compute on Hopper."""
+        """Number of parts of the columns, each of ``row_tiles`` warps: on Hopper, of computing
+        warpgroups.
+        """
         return self.warps // self.row_tiles
 
     @property
     def owned(self) -> int:
-        """Keys whose P and G a CTA makes, from c0 + pad_left on: columns whose windows lie in the slab of S."""
+        """Number of keys whose P and G a CTA computes, from c0 + pad_left on: windows must lie in
+        the tile of S.
+        """
         return self.keys - self.halo
 
     @property
     def pad_left(self) -> int:
-        """C, P and G have key j at column j - c0 - pad_left."""
+        """Shift of columns: C, P and G have key j at column j - c0 - pad_left."""
         return self.spec.pad_left
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that a warp makes; operands of wgmma must not cross a panel.
+        """Columns of dQ that a warp computes; operands of wgmma must not cross a panel.
 
-        A warpgroup that makes them reads all of dS from shared memory. So as few do as have registers for the sums: at
-        a head dim of 64 each of three warpgroups has room for 32 columns, not for 64.
+        A warpgroup that computes columns of dQ reads all of dS from shared memory, so as few
+        warpgroups do so as have registers for the sums. At a head dim of 64, each of three
+        warpgroups has room for 32 columns, not for 64.
         """
         dim = self.spec.head_dim
         if not self.hopper:
@@ -227,14 +252,16 @@ class TileBackward(TilePass):
 
     @property
     def dq_parts(self) -> int:
-        """Parts that make dQ, each some of its columns."""
+        """Number of parts of the warps that compute dQ, each some of its columns."""
         return -(-self.spec.head_dim // self.dq_columns)
 
     # ---- Gradients of K and V without wgmma: a warp has blocks of 16 x 16 sums
 
     @property
     def dim_warps(self) -> int:
-        """Warps that share the columns of dK and dV: as square a share as divides evenly."""
+        """Number of warps that divide the columns of dK and dV, so that a warp's part is about
+        square.
+        """
         blocks = self.spec.head_dim // 16
         splits = [n for n in range(1, self.warps + 1) if blocks % n == self.warps % n == 0]
         splits = [n for n in splits if self.keys // 16 % (self.warps // n) == 0]
@@ -242,76 +269,89 @@ class TileBackward(TilePass):
 
     @property
     def key_warps(self) -> int:
-        """Warps that share the keys."""
+        """Number of warps that divide the keys of dK and dV."""
         return self.warps // self.dim_warps if self.dim_warps else 0
 
     # ---- Gradient of W
 
     @cached_property
     def weight_gradient(self) -> WeightGradient:
-        """How the gradient of W is shared.
+        """The division of the gradient of W among warps.
 
-        A helper loads operands as they are multiplied. With one set of row shifts that was measured to take longer, in
-        bf16: benchmarks/NOTES.md, "Scores are converted once".
+        Producer warps load operands as they are multiplied, unless there is one set of row shifts,
+        for which that took longer in bf16 (benchmarks/notes/cuda-backward.md, "Scores are converted once").
         """
         return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts, loaded=self.hopper)
 
     @property
     def converts_scores(self) -> bool:
-        """Whether a helper makes elements of the slab of S, which is fp16, in place, when convolutions have read it.
+        """Whether producer warps convert S from fp16 to elements, in place, after convolutions have
+        read it.
 
-        The next step's convolution reads the last row tile, too, so that the gradient of W is a row tile late, like dS.
+        The next step's convolution reads the last row tile, too, so the gradient of W lags by a row
+        tile, like dS.
         """
         return self.weight_gradient.loaded and self.spec.dtype != "fp16"
 
     @property
     def weight_ahead(self) -> int:
-        """Chunks by which a helper loads operands ahead of the products that take them: what its registers hold."""
-        room = _HELPER_REGISTERS - _RESERVED_HELPER_REGISTERS - _DRAWING_REGISTERS * self.spec.dropout
+        """Chunks by which a producer warp loads operands ahead of their products, as its registers
+        allow.
+        """
+        room = _PRODUCER_REGISTERS - _RESERVED_PRODUCER_REGISTERS - _DRAWING_REGISTERS * self.spec.dropout
         return next((ahead for ahead in (2, 1) if self.weight_gradient.registers(ahead) <= room), 0)
 
     @property
     def first_weight_chunk(self) -> int:
-        """Chunk of S, relative to that of G, in which the window of G's first column starts."""
+        """The chunk of S in which the window of G's first column starts, relative to the chunk of
+        G.
+        """
         return -self.halo // CHUNK
 
     @property
     def weight_chunks(self) -> int:
-        """Chunks of S that the windows of a chunk of G touch, the last of them its own."""
+        """Number of chunks of S that the windows of a chunk of G touch; the last has the same
+        number as G's.
+        """
         return 1 - self.first_weight_chunk
 
     @property
     def owned_gradient(self) -> tuple[int, int]:
-        """First owned column of G in its slab, and the end."""
+        """First owned column of G in its tile, and the end of the owned columns."""
         return self.halo, self.keys
 
     # ---- Shared memory and registers
 
     @property
     def panels(self) -> int:
-        """Panels of 64 columns of a tile of vectors (rows of Q, dO, K or V)."""
+        """Number of panels of 64 columns of a tile of vectors (rows of Q, dO, K or V)."""
         return -(-self.spec.head_dim // PANEL)
 
     @property
     def slab_row(self) -> int:
-        """Bytes from a slab's row to the next of its parity: its columns and an odd chunk, for no bank conflicts."""
+        """Bytes from a row of a score tile to the next of its parity; an odd chunk avoids bank
+        conflicts.
+        """
         return 2 * self.keys + 16
 
     @property
     def tap_words(self) -> int:
-        """Words of the table of pairs of neighbouring taps of a row of W, zeros on both sides."""
+        """Words of the table of pairs of neighbouring taps of a row of W, with zeros on both sides."""
         return CHUNK * self.toeplitz.chunks + 6
 
     @cached_property
-    def kept(self) -> KeptBits | None:
-        """What dropout keeps of a step's P, of two steps where a helper draws it; keys begin anywhere in a group."""
+    def dropout_bits(self) -> DropoutBits | None:
+        """The dropout mask of a step's P, or of two steps if producer warps draw it.
+
+        Keys begin anywhere in a group.
+        """
         if not self.spec.dropout:
             return None
-        return KeptBits(self.rows, self.keys, self.owned, self.parts, False, 1 + self.hopper)
+        return DropoutBits(self.rows, self.keys, self.owned, self.parts, False, 1 + self.hopper)
 
     @cached_property
     def shared(self) -> SharedMap:
-        """The CTA's shared memory."""
+        """The map of the CTA's shared memory."""
         return self._shared(self.score_ring)
 
     def _shared(self, score_ring: int) -> SharedMap:
@@ -326,34 +366,36 @@ class TileBackward(TilePass):
                 ("DO", buffers * self.rows * vectors, 1024),
                 ("P", scores, 1024),
                 ("DS", scores if self.hopper else 0, 1024),
-                ("S", 2 * score_ring * parity + 16, 16),  # windows that do not count end past the last row
-                ("G", 2 * self.gradient_ring * parity + 16, 16),  # as zeros that the last row's windows reach
+                ("S", 2 * score_ring * parity + 16, 16),  # unused windows end past the last row
+                ("G", 2 * self.gradient_ring * parity + 16, 16),  # the last row's windows reach zeros after it
                 ("TAPS", 2 * 4 * self.spec.cq * self.tap_words, 16),
                 ("STATISTICS", 2 * 2 * 4 * self.rows if self.hopper else 0, 16),
-                ("KEPT", self.kept.size if self.kept else 0, 16),
+                ("DROPOUT", self.dropout_bits.size if self.dropout_bits else 0, 16),
                 ("BARRIERS", 40 if self.hopper else 0, 8),
             )
         )
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Number of threads of a CTA."""
         return 32 * self.warps + (128 if self.hopper else 0)
 
     @property
     def register_split(self) -> tuple[int, int]:
-        """Registers a thread that computes, and of the helper."""
+        """Registers of a thread that computes, and of a thread of the producer warpgroup."""
         target = get_target(self.target)
         equal = target.registers_per_multiprocessor // self.threads
         if not self.hopper:
             return min(equal, target.registers_per_thread), 0
         launch = min(equal // 8 * 8, 248)
-        share = (launch * (self.parts + 1) - _HELPER_REGISTERS) // self.parts
-        return min(share // 8 * 8, 240), _HELPER_REGISTERS
+        available = (launch * (self.parts + 1) - _PRODUCER_REGISTERS) // self.parts
+        return min(available // 8 * 8, 240), _PRODUCER_REGISTERS
 
     @property
     def registers(self) -> int:
-        """Estimate for a thread that computes: dK, dV, C, dP, some state; without a helper also the gradient of W."""
+        """Estimated registers of a computing thread: dK, dV, C, dP, state; before Hopper also the
+        gradient of W.
+        """
         sums = 2 * self.keys * (self.spec.head_dim + self.rows) // (32 * self.warps)
         weights = 0 if self.hopper else 4 * len(self.weight_gradient.products) + self.toeplitz.registers
         return sums + weights + _RESERVED_REGISTERS
@@ -372,25 +414,27 @@ class TileBackward(TilePass):
 
     @property
     def row_lanes(self) -> int:
-        """Threads that share a row of 16-byte columns: a power of two."""
+        """Number of threads that share a row of 16-byte columns, a power of two."""
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
 
     @cached_property
     def layout(self) -> Layout:
-        """Where sequences lie."""
+        """The layout of sequences."""
         return Layout.of(self.spec)
 
     @property
     def row_room(self) -> int:
-        """Statistics past a sequence's last row: a CTA may load the step past the one that holds the row after it."""
+        """Rows of statistics past a sequence's last row, which a CTA may load: up to a step and a
+        row tile more.
+        """
         return ROW_TILE + 2 * self.rows
 
     @property
     def sizes(self) -> Mapping[str, Expr]:
-        """What grids, buffers and arguments are counted in.
+        """Values of the symbols in grids, buffers and arguments.
 
-        A head's statistics have ``row_pitch`` rows. Sums of dQ are finished in ``dq_pieces`` of 16, those of dK's
-        shared columns in ``dk_pieces``.
+        A head's statistics have ``row_pitch`` rows. The last kernel finishes the sums of dQ in
+        ``dq_pieces`` of 16, and dK of columns that CTAs share in ``dk_pieces``.
         """
         layout, pieces = self.layout, self.spec.head_dim // 16
         return {
@@ -403,10 +447,11 @@ class TileBackward(TilePass):
 
     @property
     def sections(self) -> Sections | None:
-        """How CTAs whose rows end with those of an entry of a batch share L2; measured on sm_90a alone.
+        """The sections of heads whose CTAs share L2; None except for batches on sm_90a, where it
+        was measured.
 
-        Where the sums of dQ have an order, each CTA waits for the one before of its head. With fewer heads beside each
-        other more of them would wait.
+        Sections are not used if gradients must be deterministic. Then each CTA waits for the one
+        before it of its head, and with fewer heads side by side more CTAs would wait.
         """
         if not self.hopper or self.layout.packed or self.mask.hides_earlier:
             return None
@@ -414,25 +459,30 @@ class TileBackward(TilePass):
 
     @property
     def blocks_of_keys(self) -> Expr:
-        """Blocks of keys that CTAs of a head own."""
+        """Number of blocks of keys of a head, each owned by a CTA."""
         return self.layout.blocks(self.layout.keys, self.owned)
 
     @property
     def layers(self) -> Expr | None:
-        """Layers of blocks of keys, which lie along y and z; None where z has another use."""
+        """Number of layers along z of blocks of keys, which lie along y;
+
+        None if z has another use.
+        """
         return None if self.sections else self.layout.layers(self.blocks_of_keys)
 
     @property
     def tile_order(self) -> str:
-        """In which order CTAs take tiles of documents, see ``templates/host/documents.j2``: long ones first.
+        """The order in which CTAs take blocks of documents (``templates/host/documents.j2``): long
+        ones first.
 
-        Those of a document come in the order of its keys: a CTA may wait for the one before.
+        Blocks of a document come in the order of its keys, because a CTA may wait for the one
+        before it.
         """
         return "earlier" if self.mask.favours_later_rows else "longest"
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """What the host allocates: results, then what the kernels hand on."""
+        """The buffers that the host allocates: results, then intermediate values of the kernels."""
         taps, heads = self.spec.cq * self.spec.ck, self.layout.batch * HEADS
         return (
             *(Buffer(f"d{name}", "q", like=name) for name in "qkv"),
@@ -447,12 +497,14 @@ class TileBackward(TilePass):
 
     @property
     def score_exponent(self) -> int:
-        """The slab of S holds q.k 2^-exponent."""
+        """Exponent of the scale of S in shared memory, which holds q.k 2^-exponent."""
         return SCORE_EXPONENT
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """D and zeroes first, then the gradients, then dQ and dW out of their fp32 sums."""
+        """The kernels: the first computes D and zeroes sums, the second gradients, the third dQ and
+        dW from sums.
+        """
         spec, layout = self.spec, self.layout
         dk_parts = ("dk_parts",) if self.halo else ()
 
@@ -514,7 +566,7 @@ class TileBackward(TilePass):
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the kernels do one after the other, and what they hand on."""
+        """Lines of the source's comment: what the kernels do in turn, and the buffers between them."""
         taps = self.spec.cq * self.spec.ck
         batch, key_blocks = "batch * ", f"ceil(n_k / {self.owned})"
         if self.spec.packed:
@@ -540,7 +592,7 @@ class TileBackward(TilePass):
         return f"convolution {self.toeplitz.mma_of_scores} and adjoint {self.toeplitz.mma_per_tile} mma.m16n8k16"
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
-        """Facts for the plan's table."""
+        """Yield facts for the plan's table."""
         step = f"{self.keys} columns ({self.owned} owned), {self.rows} rows a step"
         yield "backward", "CTA", f"{step}, {self.threads} threads"
         yield "backward", "convolutions", self._convolutions
@@ -548,10 +600,10 @@ class TileBackward(TilePass):
 
 
 def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
-    """The fused backward kernels that fit registers and shared memory.
+    """Return the plans of the fused backward pass that fit registers and shared memory.
 
     Raises:
-        PlanError: none does; the message names the limit.
+        PlanError: no plan fits; the message names the limit.
     """
     check_supported(spec, target)
     if spec.value_head_dim != spec.head_dim:
@@ -572,7 +624,7 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
 
 
 def _candidates(spec: Spec, target: Target) -> Iterator[TileBackward]:
-    """From most to least work a CTA, the last one the smallest there is."""
+    """Yield candidates from most to least work per CTA."""
     if "wgmma" in target.matrix:
         for parts in (3, 2):
             yield TileBackward(spec, target.name, True, 4 * parts, 64, PANEL * parts)

@@ -17,30 +17,31 @@ _KINDS: Mapping[str, type[TilePass]] = {kind.pass_name: kind for kind in (TileFo
 
 
 def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[TilePass]:
-    """The plans of a pass that fit the target, the cheapest by the cost model first.
+    """Return the plans of a pass that fit the target, the cheapest by the cost model first.
 
     Raises:
-        PlanError: none fits; the message names the limit.
+        PlanError: no plan fits; the message names the limit.
     """
     return ranked(_KINDS[pass_name], spec, target)
 
 
 def from_fields(pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> TilePass:
-    """The plan with these decisions.
+    """Return the plan with these decisions.
 
     Raises:
-        PlanError: it is no candidate.
+        PlanError: no candidate has these decisions.
     """
-    made = candidates(pass_name, spec, get_target(target))[0]
+    plan = candidates(pass_name, spec, get_target(target))[0]
     for key, fields in decisions.items():
-        made = made.decided(key, fields)
-    return made
+        plan = plan.decided(key, fields)
+    return plan
 
 
 def flop_per_score(pass_name: str, spec: Spec) -> int:
-    """Flop per (row, key) pair of a training pass, 2 per multiply-add.
+    """Return the flop per (row, key) pair of a training pass, 2 per multiply-add.
 
-    Scores are convolved in the forward pass; in the backward pass scores, their gradients, and for the weight's.
+    The forward pass has one convolution. The backward pass has three: of the scores, the adjoint of
+    their gradients, and the gradient of the weight.
     """
     d, dv, convolution = spec.head_dim, spec.value_head_dim, toeplitz(spec.cq, spec.ck)
     if pass_name == "forward":

@@ -1,7 +1,8 @@
-"""Splits of the keys: what each makes of a row, and the kernel that merges it.
+"""The partial results of splits of the keys, and the kernel that merges them.
 
-A split leaves its part of each output and the log-sum-exp of its keys. The merged output is the mean of the parts,
-weighted with exp2 of these; splits that see no key have no weight.
+A split writes its part of each output and the log-sum-exp (log2) of its keys. The merged output is
+the mean of the parts, weighted with exp2 of their log-sum-exps. Splits that see no key have no
+weight.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _REGISTERS = 64
 
 @dataclass(frozen=True)
 class Combine:
-    """How a pass merges its splits.
+    """The merging of a pass's splits.
 
     Attributes:
         spec: the request.
         target: name of the target.
-        pass_name: the pass, as kernels' names have it.
-        rows: extents of the rows of outputs, whose product is their number.
+        pass_name: the pass, as in kernels' names.
+        rows: extents of the rows of outputs; their product is the number of rows.
         warps: warps that share the splits of a row.
     """
 
@@ -39,14 +40,14 @@ class Combine:
 
     @property
     def partials(self) -> tuple[Buffer, ...]:
-        """The results of splits, which the host allocates where there are several."""
+        """The buffers for the results of splits, which the host allocates for several splits."""
         rows = (*self.rows, SPLITS)
         partial = Buffer("partial", "fp32", (*rows, self.spec.value_head_dim))
         return (partial, Buffer("partial_lse", "fp32", rows))
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel, launched where there are several splits: a CTA takes a row."""
+        """The kernel, which is launched for several splits. A CTA takes a row."""
         arguments = (
             *reads("float", "partial", "partial_lse"),
             *writes("Element", "out"),

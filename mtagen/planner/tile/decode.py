@@ -1,16 +1,20 @@
-"""Fused split-K decode: the scores of a few queries, convolved on the tensor cores, keys and values read once.
+"""Plan of fused split-K decode: scores of a few queries, convolved on the tensor cores; K and V are
+read once.
 
-A CTA owns a split, a range of keys, and some query heads that share them, each with its last cq - 1 + n_new query rows.
-It streams K and V through a ring of tiles and shares out its work anew at each step:
+A CTA owns a split (a range of keys) and some query heads that share these keys, with the last cq -
+1 + n_new query rows of each head. It streams K and V through a ring of tiles, and its warps divide
+each part of the work in another way:
 
-    scores^T [keys, rows] = K Q^T            a warp takes some keys of the tile, for all rows, 8 rows to an mma
-    slab    [rows, keys]                    the scores in fp16, behind the last ck - 1 columns of the tile before
-    c        [16, 8] += slab x T            a warp takes some (head, new token)s; 16 = (new token, chunk of 8 keys)
-    out^T    [dv, pairs] += V^T P^T          a warp takes some keys, for all pairs (head, new token), 8 pairs to an mma
+    scores^T [keys, rows] = K Q^T            a warp takes some keys of the tile, for all rows, 8
+    rows to an mma slab    [rows, keys]                    the score tile in fp16, after the last ck
+    - 1 columns of the tile before c        [16, 8] += slab x T            a warp takes some (head,
+    new token)s; 16 = (new token, chunk of 8 keys) out^T    [dv, pairs] += V^T P^T          a warp
+    takes some keys, for all pairs (head, new token), 8 pairs to an mma
 
-A chunk of the slab, 8 keys in 16 bytes, is a row of an ldmatrix operand, and the operand one chunk on is the same a
-row further. So a tap of the convolution is a (query row, chunk of the window), and an mma sums two taps. Outputs lag
-the keys by ``pad_right`` columns, so that a tile's windows end inside it.
+A chunk of the score tile, 8 keys in 16 bytes, is a row of an ldmatrix operand. The operand that
+begins one chunk later is the same operand shifted by a row. So a tap of the convolution is a (query
+row, chunk of the window), and an mma sums two taps. Outputs lag the keys by ``pad_right`` columns,
+so that the windows of a tile end inside it.
 """
 
 from __future__ import annotations
@@ -36,15 +40,15 @@ from .passes import TilePass
 from .supported import check_supported
 from .toeplitz import CHUNK, SCORE_EXPONENT
 
-_FIRST_POSITION = sympy.Symbol("first_position", integer=True)  # of the first new token, in the template
-# Of each kernel: query heads and pairs (query head, new token) of a CTA, at most, and its warps.
+_FIRST_POSITION = sympy.Symbol("first_position", integer=True)  # position of the first new token, in the template
+# For each kernel: upper limits of a CTA's query heads and of its pairs (query head, new token), and its warps.
 _KERNELS = ((1, 8, 4), (4, 8, 4), (8, 16, 8))
-_HEAD_ROWS = 6  # query rows a head, where a CTA takes several: one new token of cq = 6
-_BUSY_WARPS = 8  # of a multiprocessor, such that loads, products and softmax overlap
+_HEAD_ROWS = 6  # query rows per head if a CTA takes several heads: one new token with cq = 6
+_BUSY_WARPS = 8  # warps of a multiprocessor with which loads, products and softmax overlap
 _STAGES = (3, 2)
-_TILE_ELEMENTS = 128 * 128  # of K or V in a tile, at most: 32 KiB
-_COMBINE_WARPS = 4  # that share the splits of a row
-_REGISTERS = 128  # that a thread is given at least
+_TILE_ELEMENTS = 128 * 128  # upper limit of the elements of K or V in a tile: 32 KiB
+_COMBINE_WARPS = 4  # warps that share the splits of a row
+_REGISTERS = 128  # lower limit of a thread's registers
 
 N_NEW, CTA_HEADS = sympy.symbols("n_new cta_heads", integer=True, positive=True)
 
@@ -55,11 +59,11 @@ class DecodeTile:
 
     Attributes:
         spec: the request.
-        heads: query heads of a CTA, at most.
-        pairs: (query head, new token) pairs of a CTA, at most; a multiple of 8.
+        heads: upper limit of the query heads of a CTA.
+        pairs: upper limit of the (query head, new token) pairs of a CTA; a multiple of 8.
         warps: warps of a CTA.
         keys: keys of a tile; a power of two, up to 128.
-        stages: tiles, of K and V in turn, in the ring.
+        stages: tiles in the ring, which are of K and V in turn.
     """
 
     spec: Spec
@@ -71,52 +75,57 @@ class DecodeTile:
 
     @property
     def role(self) -> str:
-        """Its name among the pass's kernels."""
+        """The kernel's role in its pass."""
         return f"decode_{self.heads}"
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA, at most; enough for one head with the most new tokens."""
+        """Upper limit of a CTA's query rows; enough for one head with the most new tokens."""
         return -(-max(self.spec.cq - 1 + MAX_NEW_TOKENS, _HEAD_ROWS * self.heads) // 8) * 8
 
     @property
     def chunks(self) -> int:
-        """Chunks of 8 keys in a tile."""
+        """Number of chunks of 8 keys in a tile."""
         return self.keys // CHUNK
 
     @property
     def tokens(self) -> int:
-        """New tokens that one convolved tile of 16 rows holds."""
+        """Number of new tokens in one convolved tile of 16 rows."""
         return 16 // self.chunks
 
     @property
     def slab_row(self) -> int:
-        """Bytes from one row of the slab to the next: an odd number of chunks, for no bank conflicts."""
+        """Bytes from one row of the score tile to the next: an odd number of chunks avoids bank
+        conflicts.
+        """
         return 16 * (self.chunks + window_chunks(self.spec) - 1 | 1)
 
     @property
     def weights_row(self) -> int:
-        """Bytes from one pair's softmax weights to the next's, likewise."""
+        """Bytes from the probabilities of one pair to those of the next; an odd number of chunks."""
         return 2 * self.keys + 16
 
     @property
     def ring_tile(self) -> int:
-        """Bytes of a tile of K or V: rows padded by 16 bytes, for no bank conflicts."""
+        """Bytes of a tile of K or V. Rows are padded by 16 bytes to avoid bank conflicts."""
         return self.keys * (2 * max(self.spec.head_dim, self.spec.value_head_dim) + 16)
 
     def heads_that_fit(self, n_new: int) -> int:
-        """Heads of a CTA, at most."""
+        """Return the upper limit of a CTA's heads for a number of new tokens."""
         return min(self.heads, self.rows // (self.spec.cq - 1 + n_new), self.pairs // n_new)
 
     @property
     def convolved_tiles(self) -> int:
-        """Convolved tiles of a CTA, at most."""
+        """Upper limit of a CTA's convolved tiles."""
         counts = range(1, MAX_NEW_TOKENS + 1)
         return max(self.heads_that_fit(n_new) * -(-n_new // self.tokens) for n_new in counts)
 
     @cached_property
     def shared(self) -> SharedMap:
-        """The CTA's shared memory; in the end the ring takes every warp's outputs."""
+        """The map of the CTA's shared memory.
+
+        After the key loop, the ring holds the outputs of every warp.
+        """
         outputs = self.warps * self.pairs * self.spec.value_head_dim * 4
         return SharedMap.of(
             (
@@ -133,18 +142,20 @@ class DecodeTile:
         )
 
     def resident(self, target: Target) -> int:
-        """CTAs that a multiprocessor is to hold: what its shared memory allows, with registers enough for each."""
+        """Return the number of resident CTAs per multiprocessor, as shared memory and registers
+        allow.
+        """
         by_shared = target.shared_per_multiprocessor // (self.shared.size + RESERVED_SHARED)
         by_registers = target.registers_per_multiprocessor // (_REGISTERS * 32 * self.warps)
         return max(1, min(by_shared, by_registers))
 
     def registers(self, target: Target) -> int:
-        """Registers a thread may have, which the compiler is told by way of ``resident``."""
-        share = target.registers_per_multiprocessor // (self.resident(target) * 32 * self.warps)
-        return min(target.registers_per_thread, share // 8 * 8)
+        """Return the upper limit of a thread's registers, which ``__launch_bounds__`` implies."""
+        available = target.registers_per_multiprocessor // (self.resident(target) * 32 * self.warps)
+        return min(target.registers_per_thread, available // 8 * 8)
 
     def rule(self, target: Target) -> SplitRule:
-        """How a sequence is split."""
+        """Return the rule for the number of splits."""
         return split_rule(self.resident(target), self.keys, target.multiprocessors)
 
 
@@ -155,7 +166,7 @@ class TileDecode(TilePass):
     Attributes:
         spec: the request.
         target: name of the target.
-        tiles: its decode kernels, by the number of heads they take.
+        tiles: the decode kernels, in the order of their numbers of heads.
     """
 
     spec: Spec
@@ -171,78 +182,81 @@ class TileDecode(TilePass):
 
     @property
     def name(self) -> str:
-        """Name of the source file."""
+        """The name of the source file."""
         return kernel_name("tile", "decode", self.spec, self.target)
 
     @property
     def fields(self) -> Fields:
-        """The tiles."""
+        """The fields of the decision: the tiles."""
         names = ("heads", "pairs", "warps", "keys", "stages")
         return {"tiles": [{name: getattr(tile, name) for name in names} for tile in self.tiles]}
 
     @property
     def cost(self) -> float:
-        """Multiprocessor cycles per key of one head: those of reading its key and value."""
+        """Multiprocessor cycles per key of one head, which are those of reading its key and value."""
         target = get_target(self.target)
         bytes_per_key = (self.spec.head_dim + self.spec.value_head_dim) * self.spec.itemsize
         return bytes_per_key / target.dram_bytes_per_cycle
 
     @property
     def score_exponent(self) -> int:
-        """Slabs hold q.k 2^-score_exponent."""
+        """Exponent of the scale of scores in shared memory, which holds q.k 2^-exponent."""
         return SCORE_EXPONENT
 
     @property
     def scales_queries(self) -> bool:
-        """Whether 2^-8 is applied to Q: exact in bf16's range; fp16 scores are scaled one by one."""
+        """Whether Q is scaled by 2^-8, which is exact in bf16.
+
+        With fp16 the scores are scaled one by one.
+        """
         return self.spec.dtype == "bf16"
 
     @property
     def window_chunks(self) -> int:
-        """Chunks that 8 output columns read."""
+        """Number of chunks that 8 output columns read."""
         return window_chunks(self.spec)
 
     @property
     def steps(self) -> int:
-        """mma's that convolve a tile."""
+        """Number of mma's that convolve a tile."""
         return convolution_steps(self.spec)
 
     @property
     def combine(self) -> Combine:
-        """How splits are merged."""
+        """The merging of splits."""
         return Combine(self.spec, self.target, "decode", (BATCH, HEADS, N_NEW), _COMBINE_WARPS)
 
     @cached_property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """The mask."""
         return Mask.of(self.spec)
 
     @property
     def key_begin(self) -> Expr:
-        """The first key that some new token sees, in the template's names."""
+        """First key that any new token sees, in the template's names."""
         return self.mask.begin(_FIRST_POSITION)
 
     @property
     def split_keys(self) -> Expr:
-        """Keys of a cache that are split, at most."""
+        """Upper limit of the keys of a cache that are split."""
         return split_keys(self.mask)
 
     @property
     def masks_windows(self) -> bool:
-        """Whether a window holds scores that count for some new tokens and not for others."""
+        """Whether a window may hold scores that count for some new tokens and not for others."""
         return self.mask.zeroes_terms and (self.mask.hides_earlier or self.spec.pad_right > 0)
 
     def resident(self, tile: DecodeTile) -> int:
-        """CTAs of a kernel that a multiprocessor is to hold."""
+        """Return the number of resident CTAs of a kernel per multiprocessor."""
         return tile.resident(get_target(self.target))
 
     def rule(self, tile: DecodeTile) -> SplitRule:
-        """How a kernel's calls are split."""
+        """Return the rule for the number of splits of a kernel."""
         return tile.rule(get_target(self.target))
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The results, which the host allocates."""
+        """The buffers of results, which the host allocates."""
         out = Buffer("out", "q", (BATCH, HEADS, N_NEW, self.spec.value_head_dim))
         return (out, Buffer("lse", "fp32", (BATCH, HEADS, N_NEW)))
 
@@ -254,7 +268,7 @@ class TileDecode(TilePass):
             *reads("float", "weight", restrict=False),
             *reads("int", "seqlens", restrict=False, optional=True),
             *writes("Element", "out", restrict=False),
-            *writes("float", "lse", "partial", "partial_lse", restrict=False),  # of one split the same memory
+            *writes("float", "lse", "partial", "partial_lse", restrict=False),  # the same memory if there is one split
             *strides("q", "k", "v"),
             *numbers("int", "n_max", "kv_heads", "group", "n_new", "cta_heads", "num_splits"),
             *numbers("float", "scale"),
@@ -276,31 +290,35 @@ class TileDecode(TilePass):
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the numbers of the source mean."""
+        """Lines of the source's comment that explain its numbers."""
         yield "n_max keys a cache, of which seqlens[b] (or all, if null) are in use, the new tokens' included;"
         yield f"q holds the {self.spec.cq - 1} queries before the new ones, then the new ones; cta_heads heads a CTA."
         yield "partial (batch * heads * n_new, num_splits, dv) and partial_lse (log2) are not used for one split."
         yield f"Convolution: {self.steps} mma.m16n8k16 for 16 x 8 scores; outputs lag keys by {self.spec.pad_right}."
 
     def rows_of_table(self) -> Iterator[tuple[str, str, str]]:
-        """Facts for the plan's table."""
+        """Yield facts for the plan's table."""
         for tile in self.tiles:
             yield tile.role, "CTA", f"up to {tile.heads} heads, {tile.keys} keys a tile, {tile.warps} warps"
             yield tile.role, "shared memory", f"{tile.shared.size} bytes, {tile.stages} stages"
 
 
 def window_chunks(spec: Spec) -> int:
-    """Chunks of 8 columns that 8 neighbouring outputs read."""
+    """Return the number of chunks of 8 columns that 8 neighbouring outputs read."""
     return -(-(spec.ck + CHUNK - 1) // CHUNK)
 
 
 def convolution_steps(spec: Spec) -> int:
-    """mma's of a convolved tile: a tap is a row shift and a chunk of the window, an mma sums two."""
+    """Return the mma's of a convolved tile.
+
+    A tap is a row shift and a chunk; an mma sums two taps.
+    """
     return -(-spec.cq * window_chunks(spec) // 2)
 
 
 def decode_candidates(spec: Spec, target: Target) -> tuple[TileDecode]:
-    """The decode kernels: one candidate, for reading keys and values bounds them all.
+    """Return the only plan of decode: one candidate, because reading keys and values bounds them
+    all.
 
     Raises:
         PlanError: the shape does not fit; the message names the limit.
@@ -311,7 +329,7 @@ def decode_candidates(spec: Spec, target: Target) -> tuple[TileDecode]:
 
 
 def _fit(spec: Spec, target: Target, heads: int, pairs: int, warps: int) -> DecodeTile:
-    """The largest tile that lets a multiprocessor hold enough warps, else the largest that fits."""
+    """Return the largest tile with enough warps per multiprocessor, else the largest that fits."""
     candidates = [
         DecodeTile(spec, heads, pairs, min(warps, keys // 16), keys, stages)
         for keys in (128, 64, 32)

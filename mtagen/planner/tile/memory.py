@@ -1,4 +1,4 @@
-"""Shared-memory maps: named regions, aligned and laid out one after the other."""
+"""Maps of shared memory: named regions, aligned and laid out one after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PANEL = 64  # columns of 16 bits that are swizzled together, 128 bytes a row
 
 
 def swizzled_bytes(rows: int, columns: int) -> int:
-    """Bytes of a tile of 16-bit elements in whole panels, as in swizzle.cuh."""
+    """Return the bytes of a tile of 16-bit elements in whole panels, as in swizzle.cuh."""
     return -(-columns // PANEL) * PANEL * 2 * rows
 
 
@@ -30,7 +30,7 @@ class SharedMap:
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[str, int, int]]) -> SharedMap:
-        """Lay out (name, bytes, alignment) in order; regions of no bytes are left out."""
+        """Lay out (name, bytes, alignment) in order; regions without bytes are left out."""
         regions, end = [], 0
         for name, size, alignment in sizes:
             if size:
@@ -41,7 +41,7 @@ class SharedMap:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes from the first region's beginning to the last region's end."""
         return max((region.offset + region.size for region in self.regions), default=0)
 
     def __getitem__(self, name: str) -> Region:

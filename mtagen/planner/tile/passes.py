@@ -1,4 +1,4 @@
-"""What the passes of the lowering "tile" have in common."""
+"""The base class of plans of the lowering "tile"."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..targets import Target, get_target
 
 
 class TilePass(PassPlan):
-    """One pass made of CUDA kernels; all of it is one decision.
+    """One pass made of CUDA kernels. It has one decision.
 
     Attributes:
-        template: the template that prints its source.
+        template: the template of its source.
     """
 
     lowering = "tile"
@@ -26,32 +26,32 @@ class TilePass(PassPlan):
 
     @property
     def cuda(self) -> Mapping[str, TilePass]:
-        """What its sources are printed from, by role."""
+        """The plans from which the pass's sources are printed, by role."""
         return {self.pass_name: self}
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of the source file."""
+        """The name of the source file."""
 
     @classmethod
     @abstractmethod
     def fitting(cls, spec: Spec, target: Target) -> Sequence[TilePass]:
-        """The plans that fit the target.
+        """Return the plans that fit the target.
 
         Raises:
-            PlanError: none does; the message names the limit.
+            PlanError: no plan fits; the message names the limit.
         """
 
     @property
     def fields(self) -> Fields:
-        """What spec and target leave open."""
-        own = (field.name for field in fields(self) if field.name not in ("spec", "target"))  # type: ignore[arg-type]
-        return {name: getattr(self, name) for name in own}
+        """The fields of the decision: all fields except spec and target."""
+        names = (field.name for field in fields(self) if field.name not in ("spec", "target"))  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def key(self) -> str:
-        """What the decision depends on."""
+        """The key of the decision."""
         spec = self.spec
         shape = f"cq{spec.cq} ck{spec.ck} d{spec.head_dim} dv{spec.value_head_dim}"
         return f"{self.lowering} {self.pass_name} {shape} {spec.dtype}"
@@ -78,9 +78,9 @@ class TilePass(PassPlan):
 
 @cache
 def ranked(kind: type[TilePass], spec: Spec, target: Target) -> tuple[TilePass, ...]:
-    """The plans that fit, the cheapest by the cost model first.
+    """Return the plans that fit, the cheapest by the cost model first.
 
     Raises:
-        PlanError: none fits; the message names the limit.
+        PlanError: no plan fits; the message names the limit.
     """
     return tuple(sorted(kind.fitting(spec, target), key=lambda candidate: candidate.cost))

@@ -1,4 +1,6 @@
-"""In which order the CTAs of long sequences run: those of a few heads at a time, so that L2 keeps what they stream."""
+"""Sections of a grid: CTAs of a few heads run at a time, so that L2 holds the rows that they
+stream.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from sympy import Expr, floor
 from ..geometry.affine import Size
 
 TOGETHER = sympy.Symbol("together", integer=True, positive=True)  # heads of a section
-# From so many numbers of a head's queries on, kernels of (6, 11), causal, with 64 and 128 columns gain 1 to 4 % on an
-# H100; others were not timed. Those of shorter sequences gain nothing or lose, because the CTAs that run last are of
-# fewer heads then, and their lengths differ more.
+# A sequence is long if a head streams this many elements. From this length on, sections make (6, 11), causal, with head
+# dims 64 and 128, 1 to 4 % faster on an H100; other shapes were not timed. Shorter sequences gain nothing or lose,
+# because the CTAs that run last are of fewer heads then, and their lengths differ more.
 _LONG = 2**22
 
 
@@ -21,17 +23,17 @@ _LONG = 2**22
 class Sections:
     """A grid of CTAs, each for a tile of a head, that is cut into sections of heads.
 
-    A GPU starts blocks in the order of x, then of y and z. So along x are the heads of a section, along y their tiles,
-    along z sections. The host chooses by ``templates/host/sections.py`` how many heads a section has: ``few`` where
-    CTAs stream a long sequence, else all.
+    A GPU starts blocks in the order of x, then of y and z. So the heads of a section lie along x,
+    their tiles along y, and sections along z. The host chooses the number of heads of a section by
+    ``templates/host/sections.py``: ``few`` if CTAs stream a long sequence, else all.
 
     Attributes:
-        heads: heads through the batch that CTAs are for.
-        few: heads of a section of a long sequence.
-        streamed: rows of a sequence that a CTA streams.
-        head_dim: size of a row.
-        tiles: tiles of a head.
-        option: name of the host's option that asks for one section, if any.
+        heads: number of heads in the whole batch.
+        few: heads of a section if the sequence is long.
+        streamed: number of rows that a CTA streams.
+        head_dim: elements of a row.
+        tiles: number of tiles of a head.
+        option: name of the host's option that forces one section, if any.
     """
 
     heads: Expr
@@ -43,15 +45,15 @@ class Sections:
 
     @property
     def long(self) -> int:
-        """Rows of a long sequence."""
+        """Number of rows from which on a sequence is long."""
         return _LONG // self.head_dim
 
     @property
     def grid(self) -> tuple[Expr, ...]:
-        """CTAs, one for each tile of each head."""
+        """The grid: a CTA for each tile of each head."""
         return TOGETHER, self.tiles, floor(self.heads / TOGETHER)
 
     @property
     def legend(self) -> Iterator[str]:
-        """What the grid's first and third extents mean."""
-        yield "The CTAs of `together` heads run beside each other, then those of as many others, and so on."
+        """Lines of the source's comment that explain the grid's first and third extents."""
+        yield "The CTAs of `together` heads run side by side, then those of the next `together` heads, and so on."

@@ -1,4 +1,4 @@
-"""What all fused passes need of a request."""
+"""The check that fused passes support a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .toeplitz import toeplitz
 
 
 def check_supported(spec: Spec, target: Target) -> None:
-    """What every fused pass needs of a spec.
+    """Check the limits that all fused passes have.
 
     Raises:
         PlanError: the dtype, the head dims or the target is out of range.
@@ -26,4 +26,4 @@ def check_supported(spec: Spec, target: Target) -> None:
         raise PlanError(
             explain("target", target.name, "the cuda backend's kernels are made of mma instructions", legal)
         )
-    toeplitz(spec.cq, spec.ck)  # raises for kernels that are too large
+    toeplitz(spec.cq, spec.ck)  # raises if the convolution is too large

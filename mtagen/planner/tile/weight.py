@@ -1,4 +1,6 @@
-"""The gradient of a convolution's weight on the tensor cores: which products make it, and which warps."""
+"""The gradient of a convolution's weight on the tensor cores: its products, and their division
+among warps.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ class Operand(NamedTuple):
 
     Attributes:
         u: row shift of the first.
-        u2: row shift of the second; -1 without one.
-        apart: chunks from the first to the second.
+        u2: row shift of the second; -1 if there is none.
+        apart: distance in chunks from the first to the second.
     """
 
     u: int
@@ -22,20 +24,22 @@ class Operand(NamedTuple):
 
 
 class WeightGradient(NamedTuple):
-    """How warps share the gradient of W: by row shifts, then by row tiles.
+    """The division of the gradient of W among warps: by row shifts, then by row tiles.
 
-    An mma multiplies two 8x8 blocks (u, d) of transposed scores (row shift u, chunk d of a window) by 8 columns of G;
-    its diagonals are the gradients of W[u].
+    An mma multiplies two 8x8 blocks (u, d) of transposed scores (row shift u, chunk d of a window)
+    by 8 columns of G. The diagonals of the result are the gradients of W[u].
 
     Attributes:
-        shifts: row shifts of a warp.
-        sets: sets of row shifts; the warps that have the same set share the row tiles of a step.
+        shifts: row shifts per warp.
+        sets: number of sets of row shifts. Warps with the same set divide the row tiles of a step.
         chunks: chunks of a window.
-        loaded: scores are elements in shared memory already, and an ldmatrix gives an operand as it is multiplied, but
-            for those whose blocks are chunks apart. There are three row shifts then, and the operand of row shifts 0
-            and 2 has the words of all, of which the one of row shift 1 is made.
-        products: the pairs of blocks. If the last block is left over, its partner is one that has been paired before,
-            and whose second sums do not count: the operand is then that of the next chunk's first pair.
+        loaded: whether scores in shared memory are already elements, so that an ldmatrix loads an
+            operand as it is multiplied. The exception is an operand whose blocks are chunks apart.
+            There are three row shifts then, and the words of the operand of row shifts 0 and 2 give
+            that of row shift 1.
+        products: the pairs of blocks. A last block without a partner is paired with one that has
+            been paired before. The second sums of that block are not used; the operand is then that
+            of the next chunk's first pair.
     """
 
     shifts: int
@@ -46,7 +50,7 @@ class WeightGradient(NamedTuple):
 
     @property
     def sums(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(u, d, product, half of its rows) of the blocks whose sums count, each once."""
+        """The (u, d, product, half of its rows) of the blocks whose sums are used, each once."""
         places: dict[Block, tuple[int, int]] = {}
         for product, pair in enumerate(self.products):
             for half, block in enumerate(pair):
@@ -56,23 +60,27 @@ class WeightGradient(NamedTuple):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The operands of products, each once."""
+        """The distinct operands of the products."""
         return tuple(dict.fromkeys(_operand(*blocks) for blocks in self.products))
 
     @property
     def terms(self) -> tuple[tuple[int, int], ...]:
-        """Of each product the place of its operand, and the chunk of a window that has the first block."""
+        """For each product, the number of its operand, and the chunk of a window that has the first
+        block.
+        """
         return tuple((self.operands.index(_operand(*blocks)), blocks[0][1]) for blocks in self.products)
 
     @property
     def loads(self) -> int:
-        """ldmatrix.x4 for the matrices of a chunk."""
+        """Number of ldmatrix.x4 for the matrices of a chunk."""
         return -(-(self.shifts + 1) // 4)
 
     def registers(self, ahead: int) -> int:
-        """Registers of a thread for sums, and for operands that are loaded so many chunks ahead of their products."""
-        made = sum(operand.apart for operand in self.operands)  # operands, for which one more chunk of words is kept
-        scores = 4 * ((len(self.operands) - made) * (1 + made + ahead) + made)
+        """Return a thread's registers for sums, and for operands loaded ``ahead`` chunks before
+        their products.
+        """
+        derived = sum(operand.apart for operand in self.operands)  # each needs the words of one more chunk
+        scores = 4 * ((len(self.operands) - derived) * (1 + derived + ahead) + derived)
         return 4 * len(self.products) + scores + 2 * (self.chunks + ahead)
 
 
@@ -81,9 +89,11 @@ def _operand(first: Block, second: Block | None) -> Operand:
 
 
 def weight_gradient(cq: int, chunks: int, sets: int = 1, loaded: bool = False) -> WeightGradient:
-    """The gradient of W with at most four row shifts a warp, in at least so many sets.
+    """Return the division of the gradient of W with at most four row shifts per warp, in ``sets``
+    sets or more.
 
-    Operands are ``loaded`` only where there are several sets, each of which would have to convert the scores.
+    Operands are ``loaded`` only if there are several sets, each of which would otherwise convert
+    the scores.
     """
     sets = max(sets, 1 if cq <= 3 else 2 if cq <= 8 else 4)
     shifts, loaded = -(-cq // sets), loaded and sets > 1

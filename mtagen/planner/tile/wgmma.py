@@ -17,7 +17,7 @@ class Wgmma(NamedTuple):
 
     @property
     def operands(self) -> int:
-        """Registers of a and b in the instruction's operand list."""
+        """Number of registers of a and b in the instruction's operand list."""
         return 5 if self.a_in_registers else 2
 
     @property

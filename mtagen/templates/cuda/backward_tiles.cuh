@@ -4,8 +4,9 @@
 
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
 //
-// A slab is a ring of row tiles. It keeps even and odd rows apart, because the convolution's fragments take every other
-// row of a row tile together. TABLE is the table of taps that convolves it, HALO_ABOVE the rows that this reads above.
+// A slab is a score tile in shared memory, a ring of row tiles. Even and odd rows are stored apart, because the
+// convolution's fragments take every other row of a row tile together. TABLE is the table of taps that convolves the
+// slab, HALO_ABOVE the number of rows that the convolution reads above.
 struct Scores {
   using Type = fp16;
   static constexpr int SHARED = SHARED_S, RING = SCORE_RING, TABLE = 0, HALO_ABOVE = ROW_HALO;
@@ -50,11 +51,12 @@ DEVICE float2 load_pair(u32 from) {
   return make_float2(__uint_as_float(x[0]), __uint_as_float(x[1]));
 }
 
-// The row at a place of a tile of Q or dO: of each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
-// fragments have them.
+// The row at a place of a tile of Q or dO. In each row tile, row 2 r is at place r and row 2 r + 1 at place r + 8, as
+// in fragments.
 DEVICE constexpr int interleaved(int place) { return (place & ~15) + 2 * (place & 7) + (place >> 3 & 1); }
 
-// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS; rows outside [0, rows) become zeros.
+// COPIERS threads copy COUNT rows, from row `first` on, into a tile of TILE_ROWS rows. Rows outside [0, rows) are
+// zeros.
 template <int COUNT, int TILE_ROWS, bool INTERLEAVED, int COPIERS>
 DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first, int rows, int thread) {
   constexpr int SWEEP = COPIERS / ROW_LANES;
@@ -73,7 +75,7 @@ DEVICE void copy_rows(u32 tile, const Element* from, long long stride, int first
   }
 }
 
-// Whether a CTA before or behind adds to a column of dS, too, and the column's row among the parts of dK.
+// Whether a neighbouring CTA contributes to a column of dS, too, and the column's row among the parts of dK.
 DEVICE constexpr bool is_shared(int column) { return column < HALO || column >= OWNED; }
 
 DEVICE constexpr int part_row(int column) { return column < HALO ? column : column - OWNED + HALO; }
@@ -83,7 +85,7 @@ DEVICE void fill_zeros(u32 base, int begin, int end, int thread) {
   for (int at = begin + thread * 16; at < end; at += THREADS * 16) store_shared(base + at, 0, 0, 0, 0);
 }
 
-// The threads of the CTA make two tables of pairs of neighbouring taps of head h, the convolution's and its adjoint's.
+// The threads of the CTA fill two tables of pairs of neighbouring taps of head h: the convolution's and its adjoint's.
 DEVICE void fill_taps(u32 base, const float* weight, int h, int thread) {
   for (int i = thread; i < 2 * CQ * TAP_WORDS; i += THREADS) {
     const bool adjoint = i >= CQ * TAP_WORDS;
@@ -97,7 +99,7 @@ DEVICE void fill_taps(u32 base, const float* weight, int h, int thread) {
   }
 }
 
-// Taps (u, v) and (u, v + 1) of the convolution, table 0, or of its adjoint, table 1.
+// Taps (u, v) and (u, v + 1) of the convolution (table 0) or of its adjoint (table 1).
 DEVICE u32 load_taps(u32 base, int table, int u, int v) {
   return load_shared(base + SHARED_TAPS + (table * CQ * TAP_WORDS + u * TAP_WORDS + v + (CHUNK - 1)) * 4);
 }

@@ -2,12 +2,12 @@
 
 #include "swizzle.cuh"
 
-// ---- Products out of shared memory -------------------------------------------------------------------------------
+// ---- Products of tiles in shared memory --------------------------------------------------------------------------
 
-// The addresses that a lane gives ldmatrix, of a tile of TILE_ROWS in blocks of 16 rows by 16 columns. The four 8x8
-// matrices of a block go down first and then right; or, EXCHANGED, right first, for operands that memory does not hold
-// as the instruction takes them. Blocks are counted from the first one, whose column is below a power of two that
-// divides those of the others.
+// The addresses that a lane passes to ldmatrix, for a tile of TILE_ROWS rows in blocks of 16 rows by 16 columns. The
+// four 8x8 matrices of a block are ordered down first, then right. EXCHANGED: right first, for operands that memory
+// holds in another order than the instruction takes. Blocks are counted from the first block, whose column is below a
+// power of two that divides the other columns.
 template <int TILE_ROWS, bool EXCHANGED>
 struct Blocks {
   u32 at;
@@ -29,8 +29,8 @@ DEVICE void load_block(u32 (&x)[4], u32 row) {
     load_matrices(x, row);
 }
 
-// c[16 M x 16 N] += a[16 M x 16 K] b[16 K x 16 N]. a(m, k) and b(k, n) give the addresses of blocks, which are loaded
-// transposed if A, or B.
+// c[16 M x 16 N] += a[16 M x 16 K] b[16 K x 16 N]. a(m, k) and b(k, n) return the addresses of blocks. A and B say
+// whether the blocks of a and b are loaded transposed.
 template <bool A, bool B, int K, int M, int N, class Left, class Right>
 DEVICE void multiply(float (&c)[M][N][8], Left a, Right b) {
 #pragma unroll

@@ -6,20 +6,20 @@
 
 constexpr int BARRIER = 8;  // bytes of an mbarrier in shared memory
 
-// Makes a barrier whose phases end after so many arrivals.
+// Initialises a barrier whose phases end after `arrivals` arrivals.
 DEVICE void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the other threads, once they have met.
+// Makes initialised barriers visible to the other threads after the next synchronisation.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives, after what this thread did to memory before.
+// Arrives with release semantics: earlier writes of this thread are visible to threads that wait.
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives when this thread's asynchronous copies have landed.
+// Arrives when this thread's asynchronous copies are complete.
 DEVICE void barrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -43,7 +43,7 @@ DEVICE void store_matrices(u32 row, const u32 (&x)[4]) {
                : "memory");
 }
 
-// Changes how many registers each thread of the warpgroup has.
+// Changes the number of registers of each thread of the warpgroup.
 template <int REGISTERS>
 DEVICE void registers_up_to() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -57,10 +57,10 @@ DEVICE void registers_down_to() {
 // Orders this thread's accesses to registers and shared memory before the products that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products since the last commit are waited for together.
+// Commits the products since the last commit as a group, for wgmma_wait.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits are done.
+// Waits until the products of all but the last PENDING groups are complete.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -71,16 +71,15 @@ DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile: `panel` bytes from a panel to the next, which matters only where the
-// axis that is not summed over runs along the rows, and 1024 bytes from 8 rows to the next 8.
+// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
+// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What to add to the descriptor of an operand of `rows` rows to get at columns 16 k and on, where rows are summed
-// along.
+// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// What to add to get at rows 16 k and on, where columns are summed along.
+// The offset of rows 16 k and on in the descriptor of an operand that is summed along columns.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }

@@ -2,7 +2,7 @@
 
 #include "ptx.cuh"
 
-// ---- Convolution with a kernel of one tap: scores are multiplied where they are, in registers -----------------------
+// ---- Convolution with a filter of one tap: scores are multiplied in their registers ---------------------------------
 
 // c = s times the tap; finish(n) is called when the 8 columns of tile n are complete.
 template <int N, class Finish>

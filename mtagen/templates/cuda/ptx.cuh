@@ -21,17 +21,17 @@ constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`, while the thread goes on.
+// Copies 16 bytes to shared memory, or zeros if not `valid`, asynchronously.
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Copies `bytes` of 16, and zeros in place of the others.
+// Copies the first `bytes` of 16 bytes, and zeros instead of the others.
 DEVICE void copy_part_async(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// copy_async for data that is read in order: the rest of the 128 bytes comes to L2 with it.
+// copy_async for data that is read in order: the rest of its 128 bytes is prefetched to L2.
 DEVICE void copy_async_stream(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
@@ -42,12 +42,12 @@ DEVICE void copy_word_async(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The copies since the last commit are waited for together.
+// Commits the copies since the last commit as a group, for copy_wait.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Waits until those of all but the last PENDING commits have landed.
+// Waits until the copies of all but the last PENDING groups have arrived.
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -83,7 +83,7 @@ DEVICE u32 load_shared(u32 from) {
   return x;
 }
 
-// Stores 16 bytes to global memory at once; L2 need not keep them.
+// Stores 16 bytes to global memory with a hint that L2 need not keep them.
 DEVICE void store_global(void* to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.cs.v4.b32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -99,9 +99,9 @@ DEVICE void load_shared(u32 (&x)[4], u32 from) {
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, or two; lane l gives the address of row l % 8 of matrix l / 8. Of each
-// matrix a lane receives row lane_row = lane / 4, and of that row pair lane_pair = lane % 4: columns 2 lane_pair and
-// the next.
+// Loads four or two 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In each
+// matrix a lane receives columns 2 lane_pair and 2 lane_pair + 1 of row lane_row, where lane_row = lane / 4 and
+// lane_pair = lane % 4.
 DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -116,7 +116,7 @@ DEVICE void load_matrices(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// The same of the transposed matrices.
+// The same for transposed matrices.
 DEVICE void load_matrices_transposed(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -131,14 +131,14 @@ DEVICE void load_matrices_transposed(u32 (&x)[2], u32 row) {
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, held as load_matrices gives it, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements in the layout of load_matrices.
 DEVICE u32 transposed(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// Stores four 8 x 8 matrices transposed, held and addressed as load_matrices_transposed gives them.
+// Stores four 8 x 8 matrices transposed, in the layout and with the addresses of load_matrices_transposed.
 DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(row), "r"(x[0]),
@@ -154,9 +154,9 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. Each operand is made of 8 x 8 matrices, which lanes hold as load_matrices gives
-// them: a of those at (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8), b of two, transposed, the upper one first, and
-// c of two matrices of floats, the upper one first.
+// c[16 x 8] += a[16 x 16] b[16 x 8]. The operands are 8 x 8 matrices in the layout of load_matrices. a has those at
+// (row, column) = (0, 0), (8, 0), (0, 8) and (8, 8); b has two, transposed, the upper one first; c has two matrices of
+// floats, the upper one first.
 template <class Element>
 DEVICE void mma(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi);
 
@@ -231,7 +231,7 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// Below every score, yet finite: exp2_fast(-inf - NO_PEAK) is 0.
+// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
 constexpr float NO_PEAK = -1e30f;
 
 // Waits at barrier `id` for the other threads, `threads` in all.
@@ -242,48 +242,50 @@ DEVICE void add_to_global(float* to, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
 
-// Sets a counter, which tells other CTAs what this thread and those it has met at a barrier have done to global memory.
+// Sets a counter with release semantics: for a CTA that reads it, writes to global memory of this thread, and of
+// threads that it met at a barrier, are visible.
 DEVICE void store_release(int* to, int x) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// Reads a counter that another CTA sets with store_release; what that CTA did before is visible then.
+// Reads a counter that another CTA sets with store_release. Earlier writes of that CTA are then visible.
 DEVICE int load_acquire(const int* from) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
 
-// A number that all lanes of the warp have, for which the compiler then needs no register a lane.
+// Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// threadIdx.x, read anew: what follows from it needs no register before or after its use.
+// Reads threadIdx.x again, so that values derived from it take no register before or after their use.
 DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// The same of what a pointer, which it returns, leads to.
+// Returns a pointer whose memory the compiler reads again, for the same reason.
 template <class T>
 DEVICE const T* anew(const T* from) {
   asm volatile("" : "+l"(from));
   return from;
 }
 
-// Past here the compiler moves no load: for all that it knows, the thread may end. x is not negative.
+// Keeps the compiler from moving loads across this point, where, as far as it knows, the thread may exit. x is not
+// negative.
 DEVICE void schedule_fence(int x) {
   asm volatile("{ .reg .pred ends; setp.lt.s32 ends, %0, 0; @ends exit; }" ::"r"(x) : "memory");
 }
 
-// For ptxas these values are defined from here on. Nobody uses those to which nothing else is written.
+// Makes ptxas consider these registers defined from here on. Registers that are written only here are never read.
 template <int N>
 DEVICE void mark_defined(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(x[i]));
 }
 
-// Makes a value exist here, in a register of its own: it is neither computed later nor computed again.
+// Keeps a value in a register from here on, so that it is neither computed later nor computed again.
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 template <int N>

@@ -5,10 +5,10 @@
 
 // ---- Dropout of blocks of a row ------------------------------------------------------------------------------------
 //
-// A line of a lane has 8 keys of a head, for which one draw tells what is kept. So lanes draw for the lines that they
-// copy, each number once. Bits 15 - i and 31 - i tell it of word i of a lane's 16, 4 of each line.
+// A lane's line has 8 keys of a head, for which one draw gives the mask. So lanes draw for the lines that they copy,
+// and no number is drawn twice. Bits 15 - i and 31 - i are those of word i of a lane's 16 words, 4 per line.
 
-// What is kept of a lane's lines of the block from key `key` of the sequence on. The row is that of query `query`, its
+// The mask of a lane's lines of the block from key `key` of the sequence on, in the row of query `query`. The row's
 // first head has slot `first_slot`.
 DEVICE u32 kept_of_block(const Dropout& dropout, u32 first_slot, u32 query, u32 key, int lane) {
   u32 bits = 0;
@@ -22,7 +22,7 @@ DEVICE u32 kept_of_block(const Dropout& dropout, u32 first_slot, u32 query, u32 
   return bits;
 }
 
-// Lanes make zeros of what is not kept of a block, which they have stored before or will read after.
+// Lanes set the dropped keys of a block to zeros. They have stored the block before, or will read it after.
 DEVICE void drop_block(u32 block, u32 kept, int lane) {
   __syncwarp();
 #pragma unroll

@@ -2,24 +2,24 @@
 
 #include "ptx.cuh"
 
-// ---- Softmax of two rows a thread -----------------------------------------------------------------------------------
+// ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
-// Probabilities are taken relative to a reference that is at least the row's maximum less log2(LIMIT), as it was some
-// tiles ago. So they need not wait for the whole tile, nor for the other threads of the row. A tile that exceeds the
-// reference of some row is done again. That row's own maximum becomes its reference; the other rows of the warp keep
-// theirs. The rows of a warp see different keys, so if a row changed its reference with another row, the last bits of
-// its results would show keys that are hidden from it.
+// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So
+// they need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a
+// row, the tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their
+// references. The rows of a warp see different keys, so if a row changed its reference because of another row, the last
+// bits of its results would depend on keys that are hidden from it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// The most that a thread's probabilities of a row and tile may add up to: fp16 holds each of them, with its precision.
+// Upper limit of the sum of a thread's probabilities of a row and tile, so that fp16 can hold each of them precisely.
 constexpr float LIMIT = 16384.f;
 
-// Minus the reference of a row that has seen nothing. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
+// Minus the reference of a row that has seen no key. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
-// What a convolved score, held times `score_scale`, is multiplied by to be an exponent of 2. It is never 0: -inf stays
-// -inf.
+// The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
+// so that -inf stays -inf.
 DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
@@ -29,13 +29,13 @@ template <class Element>
 struct Softmax {
   float exponent;                                 // a convolved score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
-  float sum[2] = {0.f, 0.f};                      // of the probabilities of each row, of this thread's columns
-  float added[2];                                 // to `sum` by the tile that has begun
+  float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
+  float added[2];                                 // sum of the probabilities of the current tile
 
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Makes the probabilities of 8 columns of both rows, one half of an A operand.
+  // Computes the probabilities of 8 columns of both rows, one half of an A operand.
   DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -49,11 +49,9 @@ struct Softmax {
   // Adds two probabilities of row r.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
-  // Begins the first tile, in which every row exceeds its reference, because it has none.
-  DEVICE void begin_first() { sum[0] = sum[1] = -0.f; }
-
-  // Ends the tile. Returns false if some thread of the warp has exceeded a reference by too much: restart() then ends
-  // the tile. Until then the sign of `sum` says which rows have, because a flag would take a register.
+  // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then
+  // end the tile. Until then the sign of `sum` marks the rows that have, because a flag would take a register. It is
+  // negative from the start, because no row has a reference before the first tile.
   DEVICE bool end() {
     if (!__any_sync(~0u, fmaxf(added[0], added[1]) > LIMIT)) {
       sum[0] += added[0], sum[1] += added[1];
@@ -63,14 +61,14 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      sum[r] = most > LIMIT ? -sum[r] : sum[r] + added[r];
+      sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r] + added[r];
     }
     return false;
   }
 
-  // Does a tile again. The maximum of a row that has exceeded its reference becomes the reference. Outputs that were
-  // summed before must be multiplied by `rescale`. Other rows have the sums that end() made: on a masked tile those are
-  // of rounded probabilities, unlike the sums that are made here.
+  // Does a tile again. If a row has exceeded its reference, its maximum becomes the reference, and outputs that were
+  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums
+  // of rounded probabilities, unlike the sums computed here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
     bool exceeds[2];
@@ -95,7 +93,7 @@ struct Softmax {
       if (exceeds[r]) sum[r] += added[r];
   }
 
-  // The whole row's sum, in every thread that has a part of the row.
+  // The sum of the whole row, in every thread that has a part of the row.
   DEVICE float total(int r) const {
     float x = sum[r];
     x += __shfl_xor_sync(~0u, x, 1);

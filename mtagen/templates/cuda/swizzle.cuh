@@ -4,8 +4,9 @@
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
-// A tile of 16-bit elements lies in panels of 64 columns, 128 bytes a row. The eight columns of 16 bytes in a panel's
-// row are exchanged by row % 8, as wgmma's 128-byte swizzle does; so the rows of a column lie in different banks, too.
+// A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
+// panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
+// banks.
 
 constexpr int PANEL = 64;       // columns
 constexpr int PANEL_ROW = 128;  // bytes
@@ -16,15 +17,16 @@ DEVICE u32 tile_address(u32 tile, int row, int column) {
   return tile + (column >> 3) * (ROWS * PANEL_ROW) + row * PANEL_ROW + (((column ^ row) & 7) << 4);
 }
 
-// The address `rows` rows below that of a row r and `columns` columns right of that of a column c, where r and c are
-// less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a multiple of 8.
+// The address `rows` rows below and `columns` columns to the right of `at`, the address of row r and column c. r and c
+// must be less than a power of two that divides `rows` and `columns` respectively; any r will do if `rows` is a
+// multiple of 8.
 template <int ROWS>
 DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows, into a tile. Rows that do not exist become
-// zeros.
+// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
+// exist are zeros.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row

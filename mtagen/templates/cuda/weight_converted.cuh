@@ -2,21 +2,21 @@
 
 #include "ptx.cuh"
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are fp16, and become
-// Elements here. seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead =
-// column - r, counted from the lane's first such.
+// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are fp16 and
+// are converted to Elements here. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead =
+// column - r, counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
   u32 score_rows[WEIGHT_LOADS];
 #pragma unroll
   for (int l = 0; l < WEIGHT_LOADS; ++l) {
-    // Shifts past the kernel, which sum_diagonals leaves out, stop at CQ: the next row tile may be being written.
+    // Shifts past the filter, which sum_diagonals ignores, stop at CQ, because the next row tile may be being written.
     const int shift = min(set * WEIGHT_SHIFTS + min(4 * l + (lane >> 3), WEIGHT_SHIFTS), CQ);
     score_rows[l] = slab_row<Scores>(base, in_s, lane & 7, shift - ROW_HALO);
   }
   const u32 gradient_rows = slab_row<Gradients>(base, in_g, lane & 7, lane >> 3 & 1);
-  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
+  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // chunks of S from FIRST_WINDOW on
   u32 loaded[SCORE_CHUNKS][WEIGHT_LOADS][4], scores[SCORE_CHUNKS][WEIGHT_SHIFTS + 1];
   u32 gradients[GRADIENT_CHUNKS + 1][2];
   auto load = [&](int chunk) {

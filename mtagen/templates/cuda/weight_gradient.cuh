@@ -2,7 +2,7 @@
 
 #include "ptx.cuh"
 
-// Adds the diagonals of a warp's sums up, to one sum for each tap, in `tap_sums`. `block` is room for 64 words.
+// Sums the diagonals of a warp's sums, one sum per tap, to `tap_sums`. `block` has room for 64 words.
 DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block, float* tap_sums, int set, int lane) {
   for (int i = lane; i < CQ * CK; i += 32) tap_sums[i] = 0.f;
 #pragma unroll
@@ -23,7 +23,7 @@ DEVICE void sum_diagonals(const float (&sums)[WEIGHT_PRODUCTS][4], float* block,
   }
 }
 
-// The sum of a tap over those of COUNT warps that have its row shift.
+// The sum of a tap over those of COUNT warps that have the tap's row shift.
 template <int COUNT>
 DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   float sum = 0.f;
@@ -31,7 +31,8 @@ DEVICE float sum_of_tap(const float* tap_sums, int tap) {
   return sum;
 }
 
-// COUNT warps add up their sums of the taps of head h: a term of entry b of `batch`, the `tile`-th of `tiles`.
+// COUNT warps add their sums of the taps of head h, and store a term: that of entry b of `batch`, the `tile`-th of
+// `tiles`.
 template <int COUNT>
 DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, int batch, int b, u32 tiles, u32 tile,
                                   int thread) {

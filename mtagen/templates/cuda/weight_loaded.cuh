@@ -2,32 +2,32 @@
 
 #include "ptx.cuh"
 
-// Of three row shifts, operand 0 is that of 0 and 2. Its words are the scores of row shifts 0 and 2, which outputs in
-// even rows see, and of 1 and 3, which outputs in odd rows see. This is where those of a row shift are.
+// With three row shifts, operand 0 is that of row shifts 0 and 2. Its words are the scores of row shifts 0 and 2 for
+// outputs in even rows, and of 1 and 3 for outputs in odd rows. This is the number of a row shift's word.
 DEVICE constexpr int word_of_shift(int shift) { return 2 * (shift & 1) + (shift >> 1); }
 
-// Adds a row tile, at these places in the slabs, to the sums of the row shifts of `set`. Scores are Elements. Operands
-// are loaded as they are multiplied, but for one whose blocks are chunks apart, which is made of operand 0's words.
-// seen(x, ahead) is what outputs see of x, the scores of a column with rows r and r + 2, where ahead = column - r,
-// counted from the lane's first such.
+// Adds a row tile, at places in_s and in_g of the slabs, to the sums of the row shifts of `set`. Scores are Elements.
+// Operands are loaded as they are multiplied, except an operand whose blocks are chunks apart, which is derived from
+// operand 0's words. seen(x, ahead) masks x, the scores of a column in rows r and r + 2, where ahead = column - r,
+// counted from the lane's first column and row.
 template <class Seen>
 DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int in_s, int in_g, int set, int lane,
                                 Seen seen) {
-  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // of S, from FIRST_WINDOW on
-  const bool second = lane >> 3 & 1, odd = lane >> 4;                // which matrix the lane has a row's address of
+  constexpr int SCORE_CHUNKS = GRADIENT_CHUNKS + WEIGHT_CHUNKS - 1;  // chunks of S from FIRST_WINDOW on
+  const bool second = lane >> 3 & 1, odd = lane >> 4;                // the matrix whose row the lane addresses
   u32 score_rows[WEIGHT_OPERANDS];
 #pragma unroll
   for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
     const WeightOperand x = weight_operand(i);
     const int shift = set * WEIGHT_SHIFTS + (second && x.u2 >= 0 ? x.u2 : x.u) + odd;
-    // Shifts past the kernel, which sum_diagonals leaves out, may end past the row tile, and begin with it again.
+    // Shifts past the filter, which sum_diagonals ignores, may end past the row tile and wrap to its beginning.
     const int row = 2 * (lane & 7) + shift - ROW_HALO, above = in_s ? in_s - 1 : SCORE_RING - 1;
     score_rows[i] = row_of_first_tile<Scores>(base, row & ROW_TILE - 1) + (row < 0 ? above : in_s) * SLAB_TILE;
   }
   const u32 gradient_rows = row_of_first_tile<Gradients>(base, 2 * (lane & 7) + second) + in_g * SLAB_TILE;
 
-  // The compiler would copy the words of an operand that is made for each product that takes it. An exclusive or with a
-  // zero that it cannot see, another for each block, avoids that.
+  // The compiler would copy the words of a derived operand for each product that takes it. An exclusive or with a zero
+  // that the compiler cannot see, another one for each block, avoids that.
   u32 zeros[2] = {static_cast<u32>(in_s), static_cast<u32>(in_g)};
 #pragma unroll
   for (u32& zero : zeros) {
@@ -58,7 +58,7 @@ DEVICE void add_weight_gradient(float (&sums)[WEIGHT_PRODUCTS][4], u32 base, int
 #pragma unroll
   for (int chunk = 0; chunk < SCORE_CHUNKS; ++chunk) {
     load(chunk + WEIGHT_AHEAD);
-    if (WEIGHT_AHEAD) schedule_fence(in_g);  // else the compiler moves loads to where their words are used
+    if (WEIGHT_AHEAD) schedule_fence(in_g);  // otherwise the compiler would move loads to the use of their words
 #pragma unroll
     for (int i = 0; i < WEIGHT_OPERANDS; ++i) {
       const WeightOperand x = weight_operand(i);

@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         "backward-sm90-scores-overwritten-while-read",
         f"{CUDA}/backward_sm90.cu.j2",
-        "barrier_wait(above_taken, ~done & 1);",
+        "barrier_wait(above_read, ~done & 1);",
         "",
         "Where the slab has no room for the row tiles, the next step's scores replace those that the gradient of W is "
         "still being made of.",
@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "backward-sm90-widened-by-too-few-columns",
         "mtagen/planner/tile/backward.py",
-        "return 9 if self.widened",
-        "return 7 if self.widened",
+        "return 9 if self.pads_weight",
+        "return 7 if self.pads_weight",
         "Kernels of 8 and 9 columns lose their last taps.",
         ("tests/test_tile_backward.py::test_widened_weights_save_the_helper_a_chunk",),
     ),
@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "backward-sm90-scores-read-while-they-are-converted",
         f"{CUDA}/backward_sm90.cu.j2",
-        """        named_barrier(HELPER, WARPGROUP);
+        """        named_barrier(PRODUCER, WARPGROUP);
 {% endif %}
 """,
         "{% endif %}\n",

@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "cache-list-and-clear-trust-all",
         CACHE,
-        "        self._check_trusted(self.root, *sorted({folder for path in owned for folder in self._above(path)}))\n",
+        "        self._check_trusted(self.root, *sorted({folder for path in paths for folder in self._above(path)}))\n",
         "",
         "Folders that others may write are read by the list, and emptied by clear.",
         (f"{TESTS}::test_folder_that_others_may_write_is_left_alone",),

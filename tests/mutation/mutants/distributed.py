@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         "ranks-own-gradients-missing",
         "mtagen/distributed/context_parallel.py",
-        "of_keys, of_values = map(plan.own_gradients, (dks, dvs))",
+        "of_keys, of_values = map(plan.local_gradients, (dks, dvs))",
         "of_keys, of_values = [], []",
         "Gradients of keys and values are those of the other ranks' outputs.",
         ("tests/test_distributed.py::test_pipelines",),

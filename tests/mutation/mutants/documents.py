@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "documents-log-sum-exps-of-the-first-head",
-        f"{CUDA}/work_tile.j2",
+        f"{CUDA}/output_tile.j2",
         "return static_cast<long long>(h) * total_q + q0 + i;",
         "return q0 + i;",
         "All heads write the log-sum-exps of the first.",

@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "dropout-of-the-first-column",
-        f"{CUDA}/kept.cuh",
+        f"{CUDA}/dropout_bits.cuh",
         "signs_of_bytes(word[0], word[1], 0x4400",
         "signs_of_bytes(word[0], word[0], 0x4400",
         "Of two neighbouring keys the second is dropped with the first.",
@@ -24,14 +24,14 @@ MUTANTS = (
     Mutant(
         "dropout-by-own-bits-alone",
         f"{CUDA}/dropout.cuh",
-        "< shared ? 0x01010101u : 0u",
-        "< shared ? 0u : 0u",
+        "< lower ? 0x01010101u : 0u",
+        "< lower ? 0u : 0u",
         "p is rounded down to a multiple of 1 / 128.",
         (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),
     ),
     Mutant(
         "dropout-in-bits-of-shorter-rows",
-        "mtagen/planner/tile/kept.py",
+        "mtagen/planner/tile/dropout_bits.py",
         "return 4 * (last_first // 32 + -(-part // 32) + 1)",
         "return 4 * (-(-part // 32) + 1)",
         "Threads of a tile's last part read bits beyond their row, and beyond the last one.",
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "dropout-not-of-gradients",
         f"{CUDA}/backward_scores.j2",
-        '"kept.one(dp[4 * n + e], e >> 1, n, e & 1)" if plan.kept else ',
+        '"mask.element(dp[4 * n + e], e >> 1, n, e & 1)" if plan.dropout_bits else ',
         "",
         "Scores get gradients through values that were dropped.",
         (f"{EMULATED}::test_dropout",),
@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "dropout-bits-of-two-steps-in-one-place",
         f"{CUDA}/backward_scores.j2",
-        "(step & 1) * KEPT_TILE",
-        "0 * KEPT_TILE",
+        "(step & 1) * DROPOUT_TILE",
+        "0 * DROPOUT_TILE",
         "The helper draws the next step's bits over those in use.",
         (f"{EMULATED}::test_no_races[backward-{SM90}-dropout]",),
     ),

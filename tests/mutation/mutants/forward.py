@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "forward-negative-number-of-steps",
-        f"{CUDA}/work_tile.j2",
+        f"{CUDA}/output_tile.j2",
         "max(0, (keys_seen(rows) + LAG + KEYS - 1) / KEYS)",
         "(keys_seen(rows) + LAG + KEYS - 1) / KEYS",
         "Where there are far more queries than keys nothing is loaded, and the warps that compute wait for ever.",
@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "forward-split-with-outputs-of-the-one-before",
         f"{CUDA}/forward_masks.j2",
-        "blockIdx.z > 0 ? {{ plan.repeated }} : 0",
+        "blockIdx.z > 0 ? {{ plan.repeated_columns }} : 0",
         "0",
         "Outputs whose windows begin before a split are made of the rest of them, and counted twice.",
         (f"{EMULATED}::test_splits_of_the_keys",),
@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "combine-takes-outputs-without-weight",
         f"{CUDA}/combine.j2",
-        "share == 0.f ? 0.f : share * partial",
-        "share * partial",
+        "factor == 0.f ? 0.f : factor * partial",
+        "factor * partial",
         "What a split without keys has not written is multiplied by 0, which NaN survives.",
         (f"{EMULATED}::test_splits_of_the_keys",),
     ),

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "model-positions-of-padding",
         "mtagen/transformers/cache.py",
-        "positions[own, before:]",
-        "positions[own, : count - before]",
+        "positions[row, before:]",
+        "positions[row, : count - before]",
         "Tokens after padding are turned by the angles of padding.",
         ("tests/test_transformers.py::test_generation_with_and_without_a_cache",),
     ),

@@ -51,7 +51,7 @@ MUTANTS = (
         "op-pickled-by-its-key",
         "mtagen/ops/attention.py",
         "return self._build_again, ()",
-        "return partial(MultiTokenAttention, self.plan, self._key, self.dtypes, self._drops), ()",
+        "return partial(AttentionOp, self.plan, self._key, self.dtypes, self._drops), ()",
         "An op that another process unpickles was never built there.",
         (PICKLED,),
     ),

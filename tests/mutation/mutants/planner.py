@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "measured-tile-not-among-alternatives",
         "mtagen/planner/lift/passes.py",
-        "return sorted([self, *made], key=lambda one: one.decision_cost(key))",
-        "return made",
+        "return sorted([self, *plans], key=lambda plan: plan.decision_cost(key))",
+        "return plans",
         "Tuning loses the tile that is planned if the register model refuses it.",
         ("tests/test_plan.py",),
     ),

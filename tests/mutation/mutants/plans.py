@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         "plans-cuda-however-slow",
         "mtagen/planner/choice.py",
-        'ratio <= (1.0 if made["cuda"].lowering == "strip" else CUDA_UP_TO)',
+        'ratio <= (1.0 if plans["cuda"].lowering == "strip" else CUDA_UP_TO)',
         "ratio <= CUDA_UP_TO",
         "Strips, whose calls take no less of the CPU's time than Triton's, are chosen where they are slower.",
         ("tests/test_golden_plans.py", "tests/test_choice.py"),
@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "plans-costs-of-the-whole-pass",
         "mtagen/tuning.py",
-        "Timed(one.key, one.fields, one.cost, _time(one))",
-        "Timed(one.key, one.fields, one.pass_plan.cost, _time(one))",
+        "Timed(key, fields, candidate.cost, _time(candidate))",
+        "Timed(key, fields, candidate.pass_plan.cost, _time(candidate))",
         "The cost model is judged by sums over decisions that are not varied.",
         ("tests/test_tuning.py::test_costs_are_those_of_the_decision",),
     ),

@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "gradient-of-hidden-probabilities",
         PIPELINE,
-        ".view_as(p).masked_fill(forbidden, 0), kept)",
-        ".view_as(p), kept)",
+        ".view_as(p).masked_fill(forbidden, 0), factors)",
+        ".view_as(p), factors)",
         "Probabilities that the mask removes after their convolution have a gradient.",
         ("tests/test_pipeline.py::test_equals_reference",),
     ),
@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "weights-without-a-stage",
         "mtagen/ops/inputs.py",
-        "if (weight is not None) != (name in spec.weight_names):",
-        "if weight is None and name in spec.weight_names:",
+        'raise InputError(explain(told, got, rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))',
+        "return None",
         "A weight that the op has no stage for is ignored.",
         ("tests/test_inputs.py::test_a_weight_that_the_op_does_not_have",),
     ),

@@ -1,4 +1,6 @@
-"""What dropout keeps of a tile of probabilities: bits in shared memory, which other warps may draw a step ahead."""
+"""The dropout mask of a tile of probabilities: bits in shared memory, which producer warps may draw
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,24 @@ from dataclasses import dataclass
 from ...spec import DROPOUT_GROUP
 from ..kernel import numbers, reads
 
-# What kernels take: those that draw, and those that scale what is kept.
+# Arguments of kernels that draw masks, and of kernels that scale the probabilities that are kept.
 DRAW = (*reads("long long", "seed"), *numbers("int", "threshold"))
 KEEP_SCALE = numbers("float", "keep_scale")
 _LAST_PAIR = 6  # the first column of a chunk's last pair, which the last thread of four has
 
 
 @dataclass(frozen=True)
-class KeptBits:
-    """The bits of a tile, in the order of the keys.
+class DropoutBits:
+    """The bits of a tile's dropout mask, in the order of the keys.
 
     Attributes:
         rows: rows of the tile.
-        columns: its keys.
-        drawn: the first of them that are drawn.
-        parts: parts of its keys, each of which other warps read.
-        aligned: whether its first key is the first of a group, else any key of one.
-        buffers: tiles whose bits are kept at a time.
+        columns: keys of the tile.
+        drawn: number of keys, from the first on, whose bits are drawn.
+        parts: number of parts of the keys, each read by other warps.
+        aligned: whether the first key is the first of a dropout group; otherwise it may be any key
+            of a group.
+        buffers: number of tiles whose bits are stored at a time.
     """
 
     rows: int
@@ -35,12 +38,12 @@ class KeptBits:
 
     @property
     def groups(self) -> int:
-        """Groups of keys that are drawn of a row."""
+        """Number of groups of keys that are drawn per row."""
         return -(-(self.drawn + (0 if self.aligned else DROPOUT_GROUP - 1)) // DROPOUT_GROUP)
 
     @property
     def row(self) -> int:
-        """Bytes of a row: the words that threads read, whose part's first bit may lie anywhere in a word."""
+        """Bytes of a row: whole words, although a part's first bit may be any bit of a word."""
         part = self.columns // self.parts
         if self.aligned:
             return 4 * -(-self.columns // 32)
