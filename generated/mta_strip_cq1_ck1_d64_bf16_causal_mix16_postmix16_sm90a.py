@@ -310,7 +310,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
             post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
             # Not p * dp alone: where a score of this row overflowed, D is NaN, and 0 * NaN would reach unseen keys.
-            dc = tl.where(j < end, p * (tl.dot(post_mix_t, g) + minus_d[:, None]), 0.0).to(tl.bfloat16)
+            dp = tl.dot(post_mix_t, g) + minus_d[:, None]
+            dc = tl.where(j < end, p * dp, 0.0).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])

@@ -867,7 +867,8 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
             # Not p * dp alone: where a score of this row overflowed, D is NaN, and 0 * NaN would reach unseen keys.
-            dc = tl.where(j < end, p * (g.to(tl.float32) + minus_d[:, None]), 0.0).to(tl.bfloat16)
+            dp = g.to(tl.float32) + minus_d[:, None]
+            dc = tl.where(j < end, p * dp, 0.0).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])

@@ -22,7 +22,8 @@ struct Dropout {
   u32 key[2], offset;  // parts of the seed
   u32 upper, lower;    // threshold: its upper 7 bits in each byte; its lower 8 bits, four bits apart
 
-  DEVICE Dropout(const long long* seed, int threshold) : upper((threshold >> 8) * 0x01010101u), lower(threshold & 0xff) {
+  DEVICE Dropout(const long long* seed, int threshold)
+      : upper((threshold >> 8) * 0x01010101u), lower(threshold & 0xff) {
     lower = (lower | lower << 12) & 0x000f000fu;
     lower = (lower | lower << 6) & 0x03030303u;
     lower = (lower | lower << 3) << 3 & 0x88888888u;
