@@ -14,32 +14,32 @@ Forward and backward put the convolution into the keys, which are then "lifted".
     K_t[j]  = scale * sum_(s < 1) W[t, s] * k[j + s]
     C[i, j] = sum_(t < 1) q[i + t] . K_t[j]
 
-Decode puts the convolution into the few new queries, less the terms that the mask drops:
+Decode puts the convolution into the few new queries, without the terms that the mask hides:
 
     Q_v[i]  = scale * sum_(u < 1) W[u, v] * q[i + u]
     C[i, j] = sum_(v < 1) Q_v[i] . k[j + v]
 
 Symbols
-    i, j                query, which is a row of scores, and key; there are n_q and n_k of them, off = n_k - n_q
+    i, j                query, which is a row of scores, and key; there are n_q queries, n_k keys, off = n_k - n_q
     b, h                batch entry and head of queries; a group of `group` heads reads the same head of keys
-    d, e                places in a vector of q or k and in one of v
+    d, e                index within a vector of q or k, and of v
     D, DV               head dims, 128 and 128, padded to powers of two
     c                   the scores C of a tile
     units of log2       C and lse are kept multiplied by log2(e), so that exp is exp2
-    head, slot          h numbered through the batch; its place among the heads of a launch, which begin with head0
+    head, slot          h numbered through the batch; its index among the heads of a launch, which begin with head0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
-    x                   a vector of the operand that is lifted, or of any gradient; there are n_x of them
+    x                   a vector of the lifted operand, or of any gradient; there are n_x vectors
     t, s                term, one of the 1 dot products; tap, one of 1 weights in a term
     interior, edge      tiles: interior if no score is hidden or past the keys, else edge
-    p, dp, g            of a tile: softmax and its gradient, and the gradient of C
-    strip               the rows strip_begin <= i < strip_end, whose g is in the workspace at once
+    p, dp, g            a tile's attention probabilities, their gradient, and the gradient of C
+    strip               a chunk of rows, strip_begin <= i < strip_end, whose g is in the workspace at once
     row_begin, row_end  the rows of g that a launch sums over, or the rows of a gradient that it computes
-    grad                fp32 gradient of an operand: of the lifted one for each term, of the other summed over terms
-    partial             what each block of rows or keys adds to the gradient of W
-    pair                a head of a group with a new query; a program takes PAIRS of them, which share their keys
-    tap                 v, a column of W; a pair's product has a row for each, padded to TAPS
+    grad                fp32 gradient of an operand: for each term of the lifted operand, else summed over terms
+    partial             each block's part of the gradient of W
+    pair                a head of a group with a new query; a program has PAIRS pairs, which share their keys
+    tap                 v, a column of W; a pair's product has a row for each tap, padded to TAPS
     j0, product         first key of a tile of keys; its product with the pairs' taps
-    split, partial      a part of the keys, for one program; its out and lse, which decode_combine merges
+    split, partial      a part of the keys, for one program; the split's out and lse, which decode_combine merges
 """
 
 import torch
@@ -57,7 +57,7 @@ def mta_lift_operand_cq1_ck1_d128_bf16_causal_sm90a(
     """Lifts keys: lifted[t, x] = factor * sum_s W[t, s] * k[x + s].
 
     Writes lifted (heads, 1, n_x, 128) in the dtype of k.
-    A program makes BLOCK vectors x of every term t.
+    A program computes BLOCK vectors x of every term t.
     """
     n_blocks = tl.cdiv(n_x, BLOCK)
     x = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +66,7 @@ def mta_lift_operand_cq1_ck1_d128_bf16_causal_sm90a(
     h = (head0 + slot) % n_heads
     d = tl.arange(0, D)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     src = src_ptr + (b * src_b + h // group * src_h) // 8 * 8
     src_n = src_n // 8 * 8
     weight = weight_ptr + h * (1 * 1)
@@ -95,8 +95,8 @@ def mta_lift_fwd_cq1_ck1_d128_bf16_causal_sm90a(
     Writes out (B, H, n_q, 128) in the dtype of q and lse (B, H, n_q) fp32.
     A row that sees no key gets 0 and -inf.
     """
-    # Programs run HEADS heads at a time, so that what these read stays in the L2 cache.
-    # Of each wave of heads the last rows start first: they see the most keys, and short programs make an even finish.
+    # Programs run HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
+    # In each wave of heads the last rows start first: they see the most keys, and short programs finish evenly.
     n_blocks = tl.cdiv(n_q, BLOCK_M)
     wave = tl.program_id(0) // (HEADS * n_blocks)
     heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - wave * HEADS)
@@ -110,7 +110,7 @@ def mta_lift_fwd_cq1_ck1_d128_bf16_causal_sm90a(
     rows = i0 + tl.arange(0, BLOCK_M)
 
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
+    row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     q_0 = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
     interior_end = tl.maximum(0, tl.minimum(n_k, i0 + off + 1)) // BLOCK_N * BLOCK_N
@@ -160,9 +160,9 @@ def mta_lift_bwd_rows_cq1_ck1_d128_bf16_causal_sm90a(
     n_heads, n_q,
     BLOCK: tl.constexpr = 16, DV: tl.constexpr = 128,
 ):
-    """What the softmax's gradient needs of each row: row_lse, its lse in units of log2, and row_dot = dO . O - dLSE.
+    """Row statistics for the softmax's gradient: row_lse, the lse in units of log2, and row_dot = dO . O - dLSE.
 
-    Writes both (all heads, n_q) fp32. Where a row sees no key row_lse is +inf, so that its P is 0.
+    Writes both (all heads, n_q) fp32. If a row sees no key, row_lse is +inf, so that its P is 0.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     rows = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -171,7 +171,7 @@ def mta_lift_bwd_rows_cq1_ck1_d128_bf16_causal_sm90a(
     h = head % n_heads
     e = tl.arange(0, DV)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     start = b * grad_b + h * grad_h
     grad_rows = grad_ptr + start // 8 * 8 + rows[:, None] * (grad_n // 8 * 8) + e
     out_rows = out_ptr + (head * n_q + rows)[:, None] * 128 + e
@@ -193,9 +193,9 @@ def mta_lift_bwd_scores_cq1_ck1_d128_bf16_causal_sm90a(
     head0, n_heads, group, n_q, n_k, strip_begin, strip_end,
     BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 64, D: tl.constexpr = 128, DV: tl.constexpr = 128,
 ):
-    """One block of keys and the rows of a strip: the gradient of their scores, and the strip's share of dV.
+    """One block of keys and the rows of a chunk: the gradient of their scores, and the chunk's part of dV.
 
-    Writes g = P * (dP - row_dot), (slots, strip, pitch) in the dtype of q, but no tile that is hidden.
+    Writes g = P * (dP - row_dot), (slots, strip, pitch) in the dtype of q, except hidden tiles.
     Adds P^T dO to dv (slots, n_k, 128) fp32.
     """
     n_blocks = tl.cdiv(n_k, BLOCK_N)
@@ -212,12 +212,12 @@ def mta_lift_bwd_scores_cq1_ck1_d128_bf16_causal_sm90a(
     dv_tile = dv_ptr + (slot.to(tl.int64) * n_k + cols)[:, None] * 128 + e
     inside = (cols < n_k)[:, None]
     dv = tl.zeros([BLOCK_N, DV], tl.float32)
-    if strip_begin > 0:  # the strips before have left their sum
+    if strip_begin > 0:  # earlier chunks have stored their sum
         dv += tl.load(dv_tile, mask=inside, other=0.0)
     v = v_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, DV)
     k_0 = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
 
-    # The rows that see these keys, and of them those in the strip.
+    # The chunk's rows that see these keys.
     begin = tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M
     interior_begin = tl.minimum(n_q, tl.cdiv(tl.maximum(0, j0 + BLOCK_N - off - 1), BLOCK_M) * BLOCK_M)
     begin = tl.maximum(begin, strip_begin)
@@ -274,7 +274,7 @@ def mta_lift_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
 
     Writes grad (slots, n_k, 128) fp32. A program owns a block of keys of one term.
     """
-    # Terms are shared out: GRID_TERMS among programs, LOOP_TERMS among the steps that a program makes of a tile.
+    # Terms are divided: GRID_TERMS among programs, and LOOP_TERMS among a program's steps on a tile.
     t0 = tl.program_id(0) % GRID_TERMS
     index = tl.program_id(0) // GRID_TERMS
     off = n_k - n_q
@@ -288,7 +288,7 @@ def mta_lift_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
     grad = grad_ptr + ((slot.to(tl.int64) * GRID_TERMS + t0) * n_k + own) * 128 + d
     inside = own < n_k
     acc = tl.zeros([BLOCK_N, D], tl.float32)
-    if row_begin > 0:  # the strips before have left their sum
+    if row_begin > 0:  # earlier chunks have stored their sum
         acc += tl.load(grad, mask=inside, other=0.0)
 
     begin = tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M
@@ -305,7 +305,7 @@ def mta_lift_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0, j0
         g = g_desc.load([slot, row - strip_begin, key]).reshape(BLOCK_M, BLOCK_N)
-        # Where the mask hides a whole tile, g was not written.
+        # g has no values for tiles that the mask hides entirely.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(keys <= positions, g, 0.0)
@@ -340,7 +340,7 @@ def mta_lift_bwd_dq_shifted_cq1_ck1_d128_bf16_causal_sm90a(
 
     Writes grad (slots, n_q, 128) fp32. A program owns a block of queries.
     """
-    # Terms are shared out: GRID_TERMS among programs, LOOP_TERMS among the steps that a program makes of a tile.
+    # Terms are divided: GRID_TERMS among programs, and LOOP_TERMS among a program's steps on a tile.
     t0 = tl.program_id(0) % GRID_TERMS
     index = tl.program_id(0) // GRID_TERMS
     off = n_k - n_q
@@ -375,7 +375,7 @@ def mta_lift_bwd_dq_shifted_cq1_ck1_d128_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0 - t, j0
         g = g_desc.load([slot, row - strip_begin, key]).reshape(BLOCK_M, BLOCK_N)
-        # Where the mask hides a whole tile, g was not written.
+        # g has no values for tiles that the mask hides entirely.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(keys <= positions, g, 0.0)
@@ -423,27 +423,27 @@ def mta_lift_bwd_dk_cq1_ck1_d128_bf16_causal_sm90a(
     """dk[x] = scale * sum_(t, s) W[t, s] * grad[t, x - s].
 
     Writes dk (B, Hkv, n_k, 128) in the dtype of k.
-    Writes partial (blocks of keys, all heads, 1 * 1) fp32, what each block adds to dW.
+    Writes partial (blocks of keys, all heads, 1 * 1) fp32, each block's part of dW.
     """
     n_x = n_k
     n_blocks = tl.cdiv(n_x, BLOCK)
     block = tl.program_id(0) % n_blocks
-    kv_slot = (tl.program_id(0) // n_blocks).to(tl.int64)  # a key head, counted from that of head0
+    kv_slot = (tl.program_id(0) // n_blocks).to(tl.int64)  # a key head, counted from the key head of head0
     x = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
     d = tl.arange(0, D)[None, :]
     inside = x < n_x
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     x_n = x_n // 8 * 8
 
     out = tl.zeros([BLOCK, D], tl.float32)
-    for slot in range(kv_slot * group, (kv_slot + 1) * group):  # the query heads that share it
+    for slot in range(kv_slot * group, (kv_slot + 1) * group):  # the query heads that share the key head
         head = head0 + slot
         b = head // n_heads
         h = head % n_heads
 
-        # Vector x is a part of the lifted vectors x - s: it takes a share of their gradients,
-        # and its products with these make the gradient of W.
+        # Vector x is a term of the lifted vectors x - s: its gradient is a sum of theirs, weighted
+        # with W, and the gradient of W is a sum of its products with them.
         operand = x_ptr + (b * x_b + h // group * x_h) // 8 * 8 + x * x_n + d
         operand = tl.load(operand, mask=inside, other=0.0).to(tl.float32)
         for t in range(1):
@@ -463,7 +463,7 @@ def mta_lift_bwd_dk_cq1_ck1_d128_bf16_causal_sm90a(
 
 def _tiles(x, rows, width):
     """A descriptor of tiles (rows, width) of the last two axes of x: reads outside x give 0, writes are dropped."""
-    # The stride of an axis of length 1 is never used, but a descriptor wants a multiple of 16 bytes.
+    # The stride of an axis of length 1 is never used, but a descriptor needs a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1] * (x.ndim - 2) + [rows, width])
 
@@ -474,7 +474,7 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
     Args:
         k: as forward takes it.
         weight: as forward takes it, for n_heads heads; `group` of them share a head of keys.
-        head0, heads: the first head, numbered through the batch, and how many.
+        head0, heads: the first head, numbered through the batch, and the number of heads.
         scale: as forward takes it.
 
     Returns:
@@ -499,7 +499,7 @@ def forward(q, k, v, weight, scale):
         q: (B, H, Nq, 128).
         k, v: (B, Hkv, Nk, 128) and (B, Hkv, Nk, 128) in the dtype of q.
         weight: (H, 1, 1) fp32, contiguous.
-        scale: a float, what products of q and k are multiplied by.
+        scale: a float, the factor of products of q and k.
 
     H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes, and their last
     stride is 1.
@@ -523,10 +523,10 @@ def forward(q, k, v, weight, scale):
 
 
 def _workspace(n_q, n_k, kv_heads, group):
-    """How much backward does at once: (heads of keys, rows of a strip, elements from one row of g to the next).
+    """The unit of work of backward: (heads of keys, rows of a chunk, elements from one row of g to the next).
 
-    g, the lifted keys and their gradient fit 1280 MiB. Where that is too little for
-    one head of keys and the shortest strip, it is these.
+    g, the lifted keys and their gradient fit 1280 MiB, or have one head of keys and
+    the shortest chunk.
     """
     limit = 1342177280
     pitch = triton.cdiv(n_k, 8) * 8
@@ -542,16 +542,16 @@ def _workspace(n_q, n_k, kv_heads, group):
 def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, deterministic=True):
     """Gradients of forward.
 
-    All are bit-reproducible, whether that is asked for or not. The gradient of the scores exists for one strip of rows
-    at a time, in a workspace of bounded size.
+    All are always bit-reproducible. The gradient of the scores exists for one chunk of rows at a time, in a workspace
+    of bounded size.
 
     Args:
-        grad_out: (B, H, Nq, 128) in the dtype of q; rows as those of q.
+        grad_out: (B, H, Nq, 128) in the dtype of q; rows aligned like rows of q.
         grad_lse: (B, H, Nq) fp32, contiguous.
-        q, k, v, weight: as forward took them.
-        out, lse: as forward returned them.
-        scale: as forward took it.
-        deterministic: whether the same call must give the same bits again.
+        q, k, v, weight: forward's arguments.
+        out, lse: forward's results.
+        scale: forward's argument.
+        deterministic: whether equal calls must return equal bits.
 
     Returns:
         dq, dk and dv of the shapes and dtypes of q, k and v, contiguous.
@@ -575,9 +575,9 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     blocks = triton.cdiv(n_k, 8)
     partial = torch.empty((blocks, all_heads, 1 * 1), **f32)
 
-    # Heads are computed in chunks, of `slots` heads each.
-    chunk, strip, pitch = _workspace(n_q, n_k, batch * kv_heads, group)
-    slots = chunk * group
+    # Heads are computed in groups of `slots` heads.
+    kv_slots, strip, pitch = _workspace(n_q, n_k, batch * kv_heads, group)
+    slots = kv_slots * group
     g = torch.empty((slots, strip, pitch), dtype=q.dtype, device=q.device)
     dk_lifted = torch.empty((slots, n_k, 128), **f32)
     dq_shifted = torch.empty((slots, n_q, 128), **f32)
@@ -686,7 +686,7 @@ def mta_lift_decode_cq1_ck1_d128_bf16_causal_sm90a(
     position = length - n_new - 0 + new  # of the query that W[0] multiplies
     d = tl.arange(0, D)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     q_b, q_h, q_n = q_b // 8 * 8, q_h // 8 * 8, q_n // 8 * 8
     k_b, k_h, k_n = k_b // 8 * 8, k_h // 8 * 8, k_n // 8 * 8
     v_b, v_h, v_n = v_b // 8 * 8, v_h // 8 * 8, v_n // 8 * 8
@@ -707,8 +707,8 @@ def mta_lift_decode_cq1_ck1_d128_bf16_causal_sm90a(
     values = v_ptr + b * v_b + kv_head * v_h
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
-    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
+    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
+    sums = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of exp2(score - row_max), by column; added up after the key loop
     for index in tl.range(0, n_tiles):
         j0 = begin - 0 + index * BLOCK_N
         key = j0 + cols
@@ -726,13 +726,13 @@ def mta_lift_decode_cq1_ck1_d128_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        shares = shares * rescale[:, None] + p
+        sums = sums * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(shares, 1)
+    row_sum = tl.sum(sums, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     part = (kv_index * n_pairs + pair) * num_splits + split
@@ -783,7 +783,7 @@ def mta_lift_decode_wide_cq1_ck1_d128_bf16_causal_sm90a(
     position = length - n_new - 0 + new  # of the query that W[0] multiplies
     d = tl.arange(0, D)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     q_b, q_h, q_n = q_b // 8 * 8, q_h // 8 * 8, q_n // 8 * 8
     k_b, k_h, k_n = k_b // 8 * 8, k_h // 8 * 8, k_n // 8 * 8
     v_b, v_h, v_n = v_b // 8 * 8, v_h // 8 * 8, v_n // 8 * 8
@@ -804,8 +804,8 @@ def mta_lift_decode_wide_cq1_ck1_d128_bf16_causal_sm90a(
     values = v_ptr + b * v_b + kv_head * v_h
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
-    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
+    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
+    sums = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of exp2(score - row_max), by column; added up after the key loop
     for index in tl.range(0, n_tiles):
         j0 = begin - 0 + index * BLOCK_N
         key = j0 + cols
@@ -823,13 +823,13 @@ def mta_lift_decode_wide_cq1_ck1_d128_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        shares = shares * rescale[:, None] + p
+        sums = sums * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(shares, 1)
+    row_sum = tl.sum(sums, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     part = (kv_index * n_pairs + pair) * num_splits + split
@@ -844,7 +844,7 @@ def mta_lift_decode_combine_cq1_ck1_d128_bf16_causal_sm90a(
     num_splits,
     BLOCK: tl.constexpr = 16, DV: tl.constexpr = 128,
 ):
-    """out and lse of one pair from those of its splits: their mean, weighted with exp of their lse.
+    """Combine the splits of one pair: out and lse are means of the splits' results, weighted with exp of their lse.
 
     Writes out (pairs, 128) in the dtype of q and lse (pairs,) fp32.
     A pair that sees no key gets 0 and -inf.
@@ -858,12 +858,12 @@ def mta_lift_decode_combine_cq1_ck1_d128_bf16_causal_sm90a(
         split = first + tl.arange(0, BLOCK)
         lse = tl.load(partial_lse_ptr + row * num_splits + split, mask=split < num_splits, other=-float("inf"))
         new_peak = tl.maximum(peak, tl.max(lse, 0))
-        share = tl.exp2(lse - new_peak)
+        factor = tl.exp2(lse - new_peak)
         rescale = tl.exp2(peak - new_peak)
         part = (row * num_splits + split)[:, None]
         partial = tl.load(partial_ptr + part * DV + e[None, :], mask=(split < num_splits)[:, None], other=0.0)
-        acc = acc * rescale + tl.sum(share[:, None] * partial, 0)
-        total = total * rescale + tl.sum(share, 0)
+        acc = acc * rescale + tl.sum(factor[:, None] * partial, 0)
+        total = total * rescale + tl.sum(factor, 0)
         peak = new_peak
 
     empty = total == 0.0
@@ -874,17 +874,17 @@ def mta_lift_decode_combine_cq1_ck1_d128_bf16_causal_sm90a(
 
 
 def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
-    """How many parts to split the keys into, so that the GPU is busy.
+    """Number of parts into which to split the keys, so that the GPU is busy.
 
-    Of the numbers of splits that fill 1, 2, ... waves of CTAs, the smallest is taken that keeps nearly as many of the
-    waves' slots busy as any of them.
+    Candidates are the numbers of splits that fill 1, 2, ... waves of CTAs. The result is the smallest that keeps nearly
+    as large a part of the waves' slots busy as any of them.
 
     Args:
-        ctas: CTAs if the keys were not split.
-        n_max: number of keys at most.
-        slots: CTAs that the GPU holds at once, a wave of them.
-        min_keys: keys of a split, at least.
-        max_waves: waves, at most.
+        ctas: number of CTAs without splitting.
+        n_max: largest number of keys.
+        slots: CTAs that the GPU holds at once, which are a wave.
+        min_keys: smallest number of keys of a split.
+        max_waves: largest number of waves.
     """
     if max_waves * slots < 2 * ctas:  # the GPU is busy as it is
         return 1
@@ -901,9 +901,9 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         k_cache: (B, Hkv, N, 128) in the dtype of q_tail, the new keys among them.
         v_cache: (B, Hkv, N, 128) likewise.
         weight: (H, 1, 1) fp32, contiguous.
-        scale: a float, what products of queries and keys are multiplied by.
-        cache_seqlens: (B,) int32, contiguous: keys in use of each entry, the new ones included; None means all N.
-        num_splits: parts that the keys are split into; None means as planned.
+        scale: a float, the factor of products of queries and keys.
+        cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all N.
+        num_splits: parts into which the keys are split; None means as planned.
 
     H is a multiple of Hkv. Rows of q_tail, k_cache and v_cache start at multiples of 16 bytes, and their last stride
     is 1.
@@ -917,11 +917,11 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     rows = batch * n_heads * n_new
     out = torch.empty((batch, n_heads, n_new, 128), dtype=q_tail.dtype, device=q_tail.device)
     lse = torch.empty((batch, n_heads, n_new), dtype=torch.float32, device=q_tail.device)
-    seqlens = lse.view(torch.int32) if cache_seqlens is None else cache_seqlens  # of None only the type matters
+    seqlens = lse.view(torch.int32) if cache_seqlens is None else cache_seqlens  # without lengths only the type matters
     has_seqlens = int(cache_seqlens is not None)
 
     if group * n_new <= 1:
-        ctas = batch * kv_heads * group * n_new  # if there were one split
+        ctas = batch * kv_heads * group * n_new  # with one split
         splits = num_splits or _splits(ctas, n_max, 132, 512, 4)
         partial = torch.empty((rows, splits, 128), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
@@ -933,7 +933,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
     else:
-        ctas = batch * kv_heads * triton.cdiv(group * n_new, 16)  # if there were one split
+        ctas = batch * kv_heads * triton.cdiv(group * n_new, 16)  # with one split
         splits = num_splits or _splits(ctas, n_max, 132, 512, 4)
         partial = torch.empty((rows, splits, 128), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)

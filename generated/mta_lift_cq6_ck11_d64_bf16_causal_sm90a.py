@@ -14,40 +14,40 @@ Forward and backward put the convolution into the keys, which are then "lifted".
     K_t[j]  = scale * sum_(s < 11) W[t, s] * k[j + s - 5]
     C[i, j] = sum_(t < 6) q[i + t - 5] . K_t[j]
 
-Next to the last key that a row sees, on the band, a lifted score would count hidden keys.
-C is summed anew there, from the terms that the mask counts: C[i, j] = band[i + off - j, i].
+Next to the last key that a row sees, on the band, a lifted score would include hidden keys.
+There C is summed again, from visible terms only: C[i, j] = band[i + off - j, i].
 
-Decode puts the convolution into the few new queries, less the terms that the mask drops:
+Decode puts the convolution into the few new queries, without the terms that the mask hides:
 
     Q_v[i]  = scale * sum_(u < 6) W[u, v] * q[i + u - 5]
     C[i, j] = sum_(v < 11) Q_v[i] . k[j + v - 5]
 
 Symbols
-    i, j                query, which is a row of scores, and key; there are n_q and n_k of them, off = n_k - n_q
+    i, j                query, which is a row of scores, and key; there are n_q queries, n_k keys, off = n_k - n_q
     b, h                batch entry and head of queries; a group of `group` heads reads the same head of keys
-    d, e                places in a vector of q or k and in one of v
+    d, e                index within a vector of q or k, and of v
     D, DV               head dims, 64 and 64, padded to powers of two
     c                   the scores C of a tile
     units of log2       C and lse are kept multiplied by log2(e), so that exp is exp2
-    head, slot          h numbered through the batch; its place among the heads of a launch, which begin with head0
+    head, slot          h numbered through the batch; its index among the heads of a launch, which begin with head0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
-    x                   a vector of the operand that is lifted, or of any gradient; there are n_x of them
+    x                   a vector of the lifted operand, or of any gradient; there are n_x vectors
     t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
     interior, edge      tiles: interior if no score is hidden or on a band, else edge
     delta               diagonal of a score, counted inwards from an edge of the mask: the last key seen is on 0
-    terms, f            what scores on the band are summed from: scores on a row's own diagonals, which f numbers
+    terms, f            scores on a row's diagonals, which f numbers; scores on the band are sums of them
     band                the 10 diagonals delta, BAND of them, from the last key that a row sees on;
                         terms are scores on 15 diagonals, REACH of them, from 0 on
-    p, dp, g            of a tile: softmax and its gradient, and the gradient of C
-    strip               the rows strip_begin <= i < strip_end, whose g is in the workspace at once
-    kept rows           the last 5 rows of the strip before; in the workspace before a strip's own
+    p, dp, g            a tile's attention probabilities, their gradient, and the gradient of C
+    strip               a chunk of rows, strip_begin <= i < strip_end, whose g is in the workspace at once
+    carried rows        the last 5 rows of the previous chunk; in the workspace before the chunk
     row_begin, row_end  the rows of g that a launch sums over, or the rows of a gradient that it computes
-    grad                fp32 gradient of an operand: of the lifted one for each term, of the other summed over terms
-    partial             what each block of rows or keys adds to the gradient of W
-    pair                a head of a group with a new query; a program takes PAIRS of them, which share their keys
-    tap                 v, a column of W; a pair's product has a row for each, padded to TAPS
+    grad                fp32 gradient of an operand: for each term of the lifted operand, else summed over terms
+    partial             each block's part of the gradient of W
+    pair                a head of a group with a new query; a program has PAIRS pairs, which share their keys
+    tap                 v, a column of W; a pair's product has a row for each tap, padded to TAPS
     j0, product         first key of a tile of keys; its product with the pairs' taps
-    split, partial      a part of the keys, for one program; its out and lse, which decode_combine merges
+    split, partial      a part of the keys, for one program; the split's out and lse, which decode_combine merges
 """
 
 import torch
@@ -65,7 +65,7 @@ def mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a(
     """Lifts keys: lifted[t, x] = factor * sum_s W[t, s] * k[x + s - 5].
 
     Writes lifted (heads, 6, n_x, 64) in the dtype of k.
-    A program makes BLOCK vectors x of every term t.
+    A program computes BLOCK vectors x of every term t.
     """
     n_blocks = tl.cdiv(n_x, BLOCK)
     x = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +74,7 @@ def mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a(
     h = (head0 + slot) % n_heads
     d = tl.arange(0, D)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     src = src_ptr + (b * src_b + h // group * src_h) // 8 * 8
     src_n = src_n // 8 * 8
     weight = weight_ptr + h * (6 * 11)
@@ -116,7 +116,7 @@ def mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a(
     """Unscaled scores on diagonals of terms: terms[i, f] = q[i] . k[i + off - f], or 0.
 
     Writes terms (all heads, n_q, REACH) fp32.
-    A program multiplies BLOCK rows with the WINDOW keys that DIAGONALS of their diagonals meet, and keeps these.
+    A program multiplies BLOCK rows with the WINDOW keys on DIAGONALS of their diagonals, and stores these diagonals.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     n_parts = tl.cdiv(REACH, DIAGONALS)
@@ -147,9 +147,9 @@ def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
     BLOCK: tl.constexpr = 64, BAND: tl.constexpr = 10, REACH: tl.constexpr = 15, BAND_POW2: tl.constexpr = 16,
     REACH_POW2: tl.constexpr = 16,
 ):
-    """C on the band, of visible terms alone: scores[delta, i] = factor * sum of W[u, v] * term, of terms that count.
+    """C on the band: scores[delta, i] = factor * sum of W[u, v] * term, over visible terms.
 
-    Writes scores (heads, BAND, n_q) fp32; [delta, i] is that of row i and key i + off - delta.
+    Writes scores (heads, BAND, n_q) fp32; [delta, i] belongs to row i and key i + off - delta.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     rows = (tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -160,7 +160,7 @@ def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
     total = tl.zeros([BLOCK, BAND_POW2], tl.float32)
     for u in range(6):
         counted = f < REACH
-        v = delta[None, :] + u - f[:, None]  # of the term on f in the score on delta
+        v = delta[None, :] + u - f[:, None]  # column of W for the term on f in the score on delta
         is_tap = (v >= 0) & (v < 11) & counted[:, None]
         taps = tl.load(weight + u * 11 + v, mask=is_tap, other=0.0)
         row = rows - 5 + u
@@ -184,8 +184,8 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     Writes out (B, H, n_q, 64) in the dtype of q and lse (B, H, n_q) fp32.
     A row that sees no key gets 0 and -inf.
     """
-    # Programs run HEADS heads at a time, so that what these read stays in the L2 cache.
-    # Of each wave of heads the last rows start first: they see the most keys, and short programs make an even finish.
+    # Programs run HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
+    # In each wave of heads the last rows start first: they see the most keys, and short programs finish evenly.
     n_blocks = tl.cdiv(n_q, BLOCK_M)
     wave = tl.program_id(0) // (HEADS * n_blocks)
     heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - wave * HEADS)
@@ -199,7 +199,7 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     rows = i0 + tl.arange(0, BLOCK_M)
 
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
+    row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     interior_end = tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N
     end = tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))
@@ -258,9 +258,9 @@ def mta_lift_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a(
     n_heads, n_q,
     BLOCK: tl.constexpr = 16, DV: tl.constexpr = 64,
 ):
-    """What the softmax's gradient needs of each row: row_lse, its lse in units of log2, and row_dot = dO . O - dLSE.
+    """Row statistics for the softmax's gradient: row_lse, the lse in units of log2, and row_dot = dO . O - dLSE.
 
-    Writes both (all heads, n_q) fp32. Where a row sees no key row_lse is +inf, so that its P is 0.
+    Writes both (all heads, n_q) fp32. If a row sees no key, row_lse is +inf, so that its P is 0.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     rows = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -269,7 +269,7 @@ def mta_lift_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a(
     h = head % n_heads
     e = tl.arange(0, DV)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     start = b * grad_b + h * grad_h
     grad_rows = grad_ptr + start // 8 * 8 + rows[:, None] * (grad_n // 8 * 8) + e
     out_rows = out_ptr + (head * n_q + rows)[:, None] * 64 + e
@@ -292,9 +292,9 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64, DV: tl.constexpr = 64,
     BAND: tl.constexpr = 10,
 ):
-    """One block of keys and the rows of a strip: the gradient of their scores, and the strip's share of dV.
+    """One block of keys and the rows of a chunk: the gradient of their scores, and the chunk's part of dV.
 
-    Writes g = P * (dP - row_dot), (slots, 5 + strip, pitch) in the dtype of q, but no tile that is hidden.
+    Writes g = P * (dP - row_dot), (slots, 5 + strip, pitch) in the dtype of q, except hidden tiles.
     Adds P^T dO to dv (slots, n_k, 64) fp32.
     """
     n_blocks = tl.cdiv(n_k, BLOCK_N)
@@ -311,11 +311,11 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     dv_tile = dv_ptr + (slot.to(tl.int64) * n_k + cols)[:, None] * 64 + e
     inside = (cols < n_k)[:, None]
     dv = tl.zeros([BLOCK_N, DV], tl.float32)
-    if strip_begin > 0:  # the strips before have left their sum
+    if strip_begin > 0:  # earlier chunks have stored their sum
         dv += tl.load(dv_tile, mask=inside, other=0.0)
     v = v_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, DV)
 
-    # The rows that see these keys, and of them those in the strip.
+    # The chunk's rows that see these keys.
     begin = tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M
     interior_begin = tl.minimum(n_q, tl.cdiv(tl.maximum(0, j0 + BLOCK_N + 9 - off), BLOCK_M) * BLOCK_M)
     begin = tl.maximum(begin, strip_begin)
@@ -382,7 +382,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
 
     Writes grad (slots, 6, n_k, 64) fp32. A program owns a block of keys of one term.
     """
-    # Terms are shared out: GRID_TERMS among programs, LOOP_TERMS among the steps that a program makes of a tile.
+    # Terms are divided: GRID_TERMS among programs, and LOOP_TERMS among a program's steps on a tile.
     t0 = tl.program_id(0) % GRID_TERMS
     index = tl.program_id(0) // GRID_TERMS
     off = n_k - n_q
@@ -396,7 +396,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
     grad = grad_ptr + ((slot.to(tl.int64) * GRID_TERMS + t0) * n_k + own) * 64 + d
     inside = own < n_k
     acc = tl.zeros([BLOCK_N, D], tl.float32)
-    if row_begin > 0:  # the strips before have left their sum
+    if row_begin > 0:  # earlier chunks have stored their sum
         acc += tl.load(grad, mask=inside, other=0.0)
 
     begin = tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M
@@ -413,7 +413,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0, j0
         g = g_desc.load([slot, row - strip_begin + 5, key]).reshape(BLOCK_M, BLOCK_N)
-        # Where the mask hides a whole tile, g was not written.
+        # g has no values for tiles that the mask hides entirely.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(keys <= positions, g, 0.0)
@@ -448,7 +448,7 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a(
 
     Writes grad (slots, n_q, 64) fp32. A program owns a block of queries.
     """
-    # Terms are shared out: GRID_TERMS among programs, LOOP_TERMS among the steps that a program makes of a tile.
+    # Terms are divided: GRID_TERMS among programs, and LOOP_TERMS among a program's steps on a tile.
     t0 = tl.program_id(0) % GRID_TERMS
     index = tl.program_id(0) // GRID_TERMS
     off = n_k - n_q
@@ -483,7 +483,7 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0 + 5 - t, j0
         g = g_desc.load([slot, row - strip_begin + 5, key]).reshape(BLOCK_M, BLOCK_N)
-        # Where the mask hides a whole tile, g was not written.
+        # g has no values for tiles that the mask hides entirely.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(keys <= positions, g, 0.0)
@@ -499,9 +499,9 @@ def mta_lift_bwd_band_gather_cq6_ck11_d64_bf16_causal_sm90a(
     head0, n_q, n_k, strip_begin, strip_end,
     BLOCK: tl.constexpr = 16, BAND: tl.constexpr = 10, BAND_POW2: tl.constexpr = 16,
 ):
-    """Moves g on the band out of a strip: band_g[i, delta] = g[i, i + off - delta], then 0 there.
+    """Moves g on the band out of a chunk: band_g[i, delta] = g[i, i + off - delta], then 0 there.
 
-    C of the band is no product of lifted vectors, so that gradients of these must not count its g.
+    C on the band is no product of lifted vectors, so gradients of lifted vectors must not include its g.
     band_g is 0 where there is no such key. Writes rows strip_begin..strip_end of band_g (all heads, n_q, BAND) fp32.
     """
     n_blocks = tl.cdiv(strip_end - strip_begin, BLOCK)
@@ -527,10 +527,10 @@ def mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a(
     BLOCK: tl.constexpr = 64, BAND: tl.constexpr = 10, REACH: tl.constexpr = 15, BAND_POW2: tl.constexpr = 16,
     REACH_POW2: tl.constexpr = 16,
 ):
-    """What C on the band hands on: the gradients of the terms that it was summed from, and its share of dW.
+    """Backward of C on the band: the gradients of its terms, and its part of dW.
 
     Writes terms_grad (all heads, n_q, REACH) fp32; [i, f] is the gradient of q[i] . k[i + off - f].
-    Writes partial (blocks of rows, all heads, 6 * 11) fp32, what each block adds to dW.
+    Writes partial (blocks of rows, all heads, 6 * 11) fp32, each block's part of dW.
     """
     n_blocks = tl.cdiv(n_q, BLOCK)
     block = tl.program_id(0) % n_blocks
@@ -545,7 +545,7 @@ def mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a(
     terms_grad = tl.zeros([BLOCK, REACH_POW2], tl.float32)
     for u in range(6):
         counted = f < REACH
-        v = delta[None, :] + u - f[:, None]  # of the term on f in the score on delta
+        v = delta[None, :] + u - f[:, None]  # column of W for the term on f in the score on delta
         is_tap = (v >= 0) & (v < 11) & counted[:, None]
         taps = tl.load(weight + u * 11 + v, mask=is_tap, other=0.0)
         out_row = row + 5 - u  # the row whose C has W[u] * terms in it
@@ -580,7 +580,7 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
     off = n_k - n_q
     inside = x < n_x
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     other_n = other_n // 8 * 8
 
     out = tl.zeros([BLOCK, D], tl.float32)
@@ -620,29 +620,29 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
     """dk[x] = scale * sum_(t, s) W[t, s] * grad[t, x - s + 5], plus what scores on the band add.
 
     Writes dk (B, Hkv, n_k, 64) in the dtype of k.
-    Writes partial (blocks of keys, all heads, 6 * 11) fp32, what each block adds to dW.
+    Writes partial (blocks of keys, all heads, 6 * 11) fp32, each block's part of dW.
     """
     n_x = n_k
     n_blocks = tl.cdiv(n_x, BLOCK)
     block = tl.program_id(0) % n_blocks
-    kv_slot = (tl.program_id(0) // n_blocks).to(tl.int64)  # a key head, counted from that of head0
+    kv_slot = (tl.program_id(0) // n_blocks).to(tl.int64)  # a key head, counted from the key head of head0
     x = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
     d = tl.arange(0, D)[None, :]
     off = n_k - n_q
     inside = x < n_x
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     x_n = x_n // 8 * 8
     other_n = other_n // 8 * 8
 
     out = tl.zeros([BLOCK, D], tl.float32)
-    for slot in range(kv_slot * group, (kv_slot + 1) * group):  # the query heads that share it
+    for slot in range(kv_slot * group, (kv_slot + 1) * group):  # the query heads that share the key head
         head = head0 + slot
         b = head // n_heads
         h = head % n_heads
 
-        # Vector x is a part of the lifted vectors x - s + 5: it takes a share of their gradients,
-        # and its products with these make the gradient of W.
+        # Vector x is a term of the lifted vectors x - s + 5: its gradient is a sum of theirs, weighted
+        # with W, and the gradient of W is a sum of its products with them.
         operand = x_ptr + (b * x_b + h // group * x_h) // 8 * 8 + x * x_n + d
         operand = tl.load(operand, mask=inside, other=0.0).to(tl.float32)
         for t in range(6):
@@ -673,7 +673,7 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
 
 def _tiles(x, rows, width):
     """A descriptor of tiles (rows, width) of the last two axes of x: reads outside x give 0, writes are dropped."""
-    # The stride of an axis of length 1 is never used, but a descriptor wants a multiple of 16 bytes.
+    # The stride of an axis of length 1 is never used, but a descriptor needs a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1] * (x.ndim - 2) + [rows, width])
 
@@ -684,7 +684,7 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
     Args:
         k: as forward takes it.
         weight: as forward takes it, for n_heads heads; `group` of them share a head of keys.
-        head0, heads: the first head, numbered through the batch, and how many.
+        head0, heads: the first head, numbered through the batch, and the number of heads.
         scale: as forward takes it.
 
     Returns:
@@ -736,7 +736,7 @@ def forward(q, k, v, weight, scale):
         q: (B, H, Nq, 64).
         k, v: (B, Hkv, Nk, 64) and (B, Hkv, Nk, 64) in the dtype of q.
         weight: (H, 6, 11) fp32, contiguous.
-        scale: a float, what products of q and k are multiplied by.
+        scale: a float, the factor of products of q and k.
 
     H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes, and their last
     stride is 1.
@@ -761,10 +761,10 @@ def forward(q, k, v, weight, scale):
 
 
 def _workspace(n_q, n_k, kv_heads, group):
-    """How much backward does at once: (heads of keys, rows of a strip, elements from one row of g to the next).
+    """The unit of work of backward: (heads of keys, rows of a chunk, elements from one row of g to the next).
 
-    g, the lifted keys and their gradient fit 1280 MiB. Where that is too little for
-    one head of keys and the shortest strip, it is these.
+    g, the lifted keys and their gradient fit 1280 MiB, or have one head of keys and
+    the shortest chunk.
     """
     limit = 1342177280
     pitch = triton.cdiv(n_k, 8) * 8
@@ -780,16 +780,16 @@ def _workspace(n_q, n_k, kv_heads, group):
 def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, deterministic=True):
     """Gradients of forward.
 
-    All are bit-reproducible, whether that is asked for or not. The gradient of the scores exists for one strip of rows
-    at a time, in a workspace of bounded size.
+    All are always bit-reproducible. The gradient of the scores exists for one chunk of rows at a time, in a workspace
+    of bounded size.
 
     Args:
-        grad_out: (B, H, Nq, 64) in the dtype of q; rows as those of q.
+        grad_out: (B, H, Nq, 64) in the dtype of q; rows aligned like rows of q.
         grad_lse: (B, H, Nq) fp32, contiguous.
-        q, k, v, weight: as forward took them.
-        out, lse: as forward returned them.
-        scale: as forward took it.
-        deterministic: whether the same call must give the same bits again.
+        q, k, v, weight: forward's arguments.
+        out, lse: forward's results.
+        scale: forward's argument.
+        deterministic: whether equal calls must return equal bits.
 
     Returns:
         dq, dk and dv of the shapes and dtypes of q, k and v, contiguous.
@@ -819,9 +819,9 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     blocks = triton.cdiv(n_k, 16)
     partial = torch.empty((blocks, all_heads, 6 * 11), **f32)
 
-    # Heads are computed in chunks, of `slots` heads each.
-    chunk, strip, pitch = _workspace(n_q, n_k, batch * kv_heads, group)
-    slots = chunk * group
+    # Heads are computed in groups of `slots` heads.
+    kv_slots, strip, pitch = _workspace(n_q, n_k, batch * kv_heads, group)
+    slots = kv_slots * group
     g = torch.empty((slots, 5 + strip, pitch), dtype=q.dtype, device=q.device)
     dk_lifted = torch.empty((slots, 6, n_k, 64), **f32)
     dq_shifted = torch.empty((slots, n_q, 64), **f32)
@@ -832,7 +832,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         lifted = _lift(k, weight, n_heads, group, head0, heads, scale)
         for begin in range(0, n_q, strip):
             end = min(begin + strip, n_q)
-            g_strip = g[:heads, : 5 + end - begin, :n_k]  # behind the kept rows
+            g_strip = g[:heads, : 5 + end - begin, :n_k]  # after the carried rows
 
             grid = (triton.cdiv(n_k, 128) * heads,)
             mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
@@ -857,7 +857,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
                 num_warps=4, num_stages=4, enable_fp_fusion=True,
             )
 
-            # Row i of dq needs g up to row i + 5: the strip's last 5 rows wait for the next one.
+            # Row i of dq needs g up to row i + 5: the chunk's last 5 rows wait for the next chunk.
             first, last = max(begin - 5, 0), end if end == n_q else end - 5
             grid = (triton.cdiv(last - first, 128) * heads,)
             mta_lift_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a[grid](
@@ -865,7 +865,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
                 head0, n_heads, group, n_q, n_k, begin, first, last,
                 num_warps=8, num_stages=4, enable_fp_fusion=True,
             )
-            if end < n_q:  # what the next strip needs moves to its front
+            if end < n_q:  # the rows that the next chunk needs move to the front
                 g[:, :5] = g[:, strip : strip + 5]
 
         grid = (triton.cdiv(n_q, 64) * heads,)
@@ -930,8 +930,8 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
     kv_head = kv_index % kv_heads
     length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=n_max), n_max)
 
-    # A split owns the keys begin <= j < end. They fill whole tiles with the keys that the convolution needs besides:
-    # 5 before and 5 after.
+    # A split owns the keys begin <= j < end. Together with the halo of the convolution, 5 keys before and
+    # 5 after, they fill whole tiles.
     span = tl.cdiv(tl.cdiv(length, num_splits) + 10, BLOCK_N) * BLOCK_N - 10
     begin = split * span
     end = tl.minimum(begin + span, length)
@@ -949,7 +949,7 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
     position = length - n_new - 5 + new  # of the query that W[0] multiplies
     d = tl.arange(0, D)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     q_b, q_h, q_n = q_b // 8 * 8, q_h // 8 * 8, q_n // 8 * 8
     k_b, k_h, k_n = k_b // 8 * 8, k_h // 8 * 8, k_n // 8 * 8
     v_b, v_h, v_n = v_b // 8 * 8, v_h // 8 * 8, v_n // 8 * 8
@@ -969,14 +969,14 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
     keys = k_ptr + b * k_b + kv_head * k_h
     values = v_ptr + b * v_b + kv_head * v_h
     # Column n of a convolved tile is a sum over taps of columns n + tap - 10 of the product. Negative columns
-    # are the halo: columns of the product before, counted from its end.
+    # are the halo: columns of the previous product, counted from its end.
     source = (cols[None, :] + tap[:, None] + BLOCK_N - 10) & (BLOCK_N - 1)  # modulo BLOCK_N
     is_current = cols[None, :] <= BLOCK_N - 11 + tap[:, None]  # the other columns serve the halo
     previous = tl.zeros([PAIRS * TAPS, BLOCK_N], tl.float32)
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
-    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
+    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
+    sums = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of exp2(score - row_max), by column; added up after the key loop
     for index in tl.range(0, n_tiles):
         j0 = begin - 5 + index * BLOCK_N
         key = j0 + cols
@@ -1001,13 +1001,13 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        shares = shares * rescale[:, None] + p
+        sums = sums * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(shares, 1)
+    row_sum = tl.sum(sums, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     part = (kv_index * n_pairs + pair) * num_splits + split
@@ -1041,8 +1041,8 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
     kv_head = kv_index % kv_heads
     length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=n_max), n_max)
 
-    # A split owns the keys begin <= j < end. They fill whole tiles with the keys that the convolution needs besides:
-    # 5 before and 5 after.
+    # A split owns the keys begin <= j < end. Together with the halo of the convolution, 5 keys before and
+    # 5 after, they fill whole tiles.
     span = tl.cdiv(tl.cdiv(length, num_splits) + 10, BLOCK_N) * BLOCK_N - 10
     begin = split * span
     end = tl.minimum(begin + span, length)
@@ -1060,7 +1060,7 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
     position = length - n_new - 5 + new  # of the query that W[0] multiplies
     d = tl.arange(0, D)[None, :]
 
-    # Strides are whole vectors of 16 bytes: to divide and multiply tells the compiler so, and loads are wide.
+    # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
     q_b, q_h, q_n = q_b // 8 * 8, q_h // 8 * 8, q_n // 8 * 8
     k_b, k_h, k_n = k_b // 8 * 8, k_h // 8 * 8, k_n // 8 * 8
     v_b, v_h, v_n = v_b // 8 * 8, v_h // 8 * 8, v_n // 8 * 8
@@ -1080,14 +1080,14 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
     keys = k_ptr + b * k_b + kv_head * k_h
     values = v_ptr + b * v_b + kv_head * v_h
     # Column n of a convolved tile is a sum over taps of columns n + tap - 10 of the product. Negative columns
-    # are the halo: columns of the product before, counted from its end.
+    # are the halo: columns of the previous product, counted from its end.
     source = (cols[None, :] + tap[:, None] + BLOCK_N - 10) & (BLOCK_N - 1)  # modulo BLOCK_N
     is_current = cols[None, :] <= BLOCK_N - 11 + tap[:, None]  # the other columns serve the halo
     previous = tl.zeros([PAIRS * TAPS, BLOCK_N], tl.float32)
 
     acc = tl.zeros([PAIRS, DV], tl.float32)
-    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row with no key stays free of NaN
-    shares = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of the softmax, column by column: summed over keys only once
+    row_max = tl.full([PAIRS], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
+    sums = tl.zeros([PAIRS, BLOCK_N], tl.float32)  # of exp2(score - row_max), by column; added up after the key loop
     for index in tl.range(0, n_tiles):
         j0 = begin - 5 + index * BLOCK_N
         key = j0 + cols
@@ -1112,13 +1112,13 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
-        shares = shares * rescale[:, None] + p
+        sums = sums * rescale[:, None] + p
         row_max = new_max
         inside = ((j >= begin) & (j < length))[:, None]
         v = tl.load(values + (j * v_n)[:, None] + e, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    row_sum = tl.sum(shares, 1)
+    row_sum = tl.sum(sums, 1)
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     part = (kv_index * n_pairs + pair) * num_splits + split
@@ -1133,7 +1133,7 @@ def mta_lift_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
     num_splits,
     BLOCK: tl.constexpr = 32, DV: tl.constexpr = 64,
 ):
-    """out and lse of one pair from those of its splits: their mean, weighted with exp of their lse.
+    """Combine the splits of one pair: out and lse are means of the splits' results, weighted with exp of their lse.
 
     Writes out (pairs, 64) in the dtype of q and lse (pairs,) fp32.
     A pair that sees no key gets 0 and -inf.
@@ -1147,12 +1147,12 @@ def mta_lift_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
         split = first + tl.arange(0, BLOCK)
         lse = tl.load(partial_lse_ptr + row * num_splits + split, mask=split < num_splits, other=-float("inf"))
         new_peak = tl.maximum(peak, tl.max(lse, 0))
-        share = tl.exp2(lse - new_peak)
+        factor = tl.exp2(lse - new_peak)
         rescale = tl.exp2(peak - new_peak)
         part = (row * num_splits + split)[:, None]
         partial = tl.load(partial_ptr + part * DV + e[None, :], mask=(split < num_splits)[:, None], other=0.0)
-        acc = acc * rescale + tl.sum(share[:, None] * partial, 0)
-        total = total * rescale + tl.sum(share, 0)
+        acc = acc * rescale + tl.sum(factor[:, None] * partial, 0)
+        total = total * rescale + tl.sum(factor, 0)
         peak = new_peak
 
     empty = total == 0.0
@@ -1163,17 +1163,17 @@ def mta_lift_decode_combine_cq6_ck11_d64_bf16_causal_sm90a(
 
 
 def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
-    """How many parts to split the keys into, so that the GPU is busy.
+    """Number of parts into which to split the keys, so that the GPU is busy.
 
-    Of the numbers of splits that fill 1, 2, ... waves of CTAs, the smallest is taken that keeps nearly as many of the
-    waves' slots busy as any of them.
+    Candidates are the numbers of splits that fill 1, 2, ... waves of CTAs. The result is the smallest that keeps nearly
+    as large a part of the waves' slots busy as any of them.
 
     Args:
-        ctas: CTAs if the keys were not split.
-        n_max: number of keys at most.
-        slots: CTAs that the GPU holds at once, a wave of them.
-        min_keys: keys of a split, at least.
-        max_waves: waves, at most.
+        ctas: number of CTAs without splitting.
+        n_max: largest number of keys.
+        slots: CTAs that the GPU holds at once, which are a wave.
+        min_keys: smallest number of keys of a split.
+        max_waves: largest number of waves.
     """
     if max_waves * slots < 2 * ctas:  # the GPU is busy as it is
         return 1
@@ -1190,9 +1190,9 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         k_cache: (B, Hkv, N, 64) in the dtype of q_tail, the new keys among them.
         v_cache: (B, Hkv, N, 64) likewise.
         weight: (H, 6, 11) fp32, contiguous.
-        scale: a float, what products of queries and keys are multiplied by.
-        cache_seqlens: (B,) int32, contiguous: keys in use of each entry, the new ones included; None means all N.
-        num_splits: parts that the keys are split into; None means as planned.
+        scale: a float, the factor of products of queries and keys.
+        cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all N.
+        num_splits: parts into which the keys are split; None means as planned.
 
     H is a multiple of Hkv. Rows of q_tail, k_cache and v_cache start at multiples of 16 bytes, and their last stride
     is 1.
@@ -1206,11 +1206,11 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     rows = batch * n_heads * n_new
     out = torch.empty((batch, n_heads, n_new, 64), dtype=q_tail.dtype, device=q_tail.device)
     lse = torch.empty((batch, n_heads, n_new), dtype=torch.float32, device=q_tail.device)
-    seqlens = lse.view(torch.int32) if cache_seqlens is None else cache_seqlens  # of None only the type matters
+    seqlens = lse.view(torch.int32) if cache_seqlens is None else cache_seqlens  # without lengths only the type matters
     has_seqlens = int(cache_seqlens is not None)
 
     if group * n_new <= 1:
-        ctas = batch * kv_heads * group * n_new  # if there were one split
+        ctas = batch * kv_heads * group * n_new  # with one split
         splits = num_splits or _splits(ctas, n_max, 528, 256, 4)
         partial = torch.empty((rows, splits, 64), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)
@@ -1222,7 +1222,7 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
     else:
-        ctas = batch * kv_heads * triton.cdiv(group * n_new, 4)  # if there were one split
+        ctas = batch * kv_heads * triton.cdiv(group * n_new, 4)  # with one split
         splits = num_splits or _splits(ctas, n_max, 264, 256, 4)
         partial = torch.empty((rows, splits, 64), dtype=torch.float32, device=q_tail.device)
         partial_lse = torch.empty((rows, splits), dtype=torch.float32, device=q_tail.device)

@@ -136,12 +136,12 @@ constexpr int CQ = 6, CK = 11;
 // A CTA works on tiles of ROWS rows and KEYS keys of a plane, a warp on ROW_TILE of the rows.
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
 constexpr int ROWS = WARPS * ROW_TILE, KEYS = 64;
-// A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
-// first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then
-// odd ones, in SLAB_ROW bytes each.
+// A slab holds the tile and its halo, which the filter also reads. Its first row is ROWS_ABOVE rows before the tile's,
+// its first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first,
+// then odd ones, in SLAB_ROW bytes each.
 constexpr int ROWS_ABOVE = 5, KEYS_LEFT = 8, SPARE = 3;
 constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 10, SLAB_ROW = 176;
-// Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
+// Shared memory, in bytes: two buffers; one is loaded while the CTA works on the other.
 constexpr int SHARED_SLAB = 0;
 constexpr int SHARED_TILE = 12320;
 constexpr int BUFFER = 21536;
@@ -152,7 +152,7 @@ DEVICE u32 row_of_slab(u32 base, int row) {
 }
 
 // The threads copy chunks of rows of a plane, from row `row` and key `key` on, to rows of ROW_BYTES, the even ones
-// first; what is not among the plane's `count` rows and `keys` keys becomes zeros. A thread copies one chunk of every
+// first; elements outside the plane's `count` rows and `keys` keys become zeros. A thread copies one chunk of every
 // SWEEP-th row.
 template <int COPIED_ROWS, int CHUNKS, int ROW_BYTES, class Type>
 DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, int count, int keys) {
@@ -366,10 +366,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_g
     } else {
       copy_wait<0>();
     }
-    __syncthreads();  // both tiles are there
+    __syncthreads();  // both tiles are loaded
     for (int row_tile = warp / WEIGHT_SETS; row_tile < WARPS; row_tile += WARPS / WEIGHT_SETS)
       add_weight_gradient(sums, base + buffer * BUFFER, row_tile, row_tile, set, lane, [](u32 x, int) { return x; });
-    __syncthreads();  // they have been read
+    __syncthreads();  // both tiles have been read
   }
 
   float* blocks = reinterpret_cast<float*>(shared);

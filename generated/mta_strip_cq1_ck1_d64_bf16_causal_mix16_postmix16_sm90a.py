@@ -118,7 +118,7 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -187,7 +187,7 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -247,14 +247,14 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """The gradient of scores, dx, from scores and the gradient of what was made of them.
+    """The gradient of scores, dx, from scores and the gradient of probabilities.
 
-    x holds scores times 0.015625, g the gradient of what multiplies v. A program owns every PROGRAMS-th row,
-    and passes over its keys twice: for D, the sum of p dp, then for the gradient.
+    x holds scores times 0.015625, g the gradient of the probabilities that multiply v. A program owns
+    every PROGRAMS-th row, and passes over its keys twice: for D, the sum of p dp, then for the gradient.
     """
     programs = tl.minimum(PROGRAMS, count)
     q = tl.program_id(0) % programs
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -340,8 +340,8 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     A program owns a block of rows of the heads that share values, and a part of `split` keys.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # of a part of the keys, neighbours in the grid
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # CTAs of a part of the keys, neighbours in the grid
     part = tl.program_id(0) // ctas
     kv_heads = n_heads // group
     owner = tl.program_id(0) % ctas // blocks
@@ -367,11 +367,11 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
 
 
 def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
-    """How the work is cut, such that `planes` planes fit the workspace.
+    """Divide the work into strips whose `planes` planes fit the workspace.
 
     Returns:
-        How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
-        next. Rows fill whole tiles, 128 at least. Of fewer rows, less of a strip is hidden.
+        The number of a strip's sequences, the number of its rows, context included, and the elements from one row of a
+        plane to the next. Rows fill whole tiles, 128 at least. Fewer rows have fewer hidden keys.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     rows = workspace_bytes // (planes * n_heads * pitch * 2)
@@ -384,8 +384,9 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
     """Memory of some planes of a strip, and the strips themselves.
 
     Yields:
-        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
-        that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
+        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: number
+        of keys that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch)
+        each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * rows * pitch
@@ -403,19 +404,19 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
 
 def _tiles(x, rows, width):
     """A descriptor of tiles (rows, width) of the last two axes of x: reads outside x give 0, writes are dropped."""
-    # The stride of an axis of length 1 is never used, but a descriptor wants a multiple of 16 bytes.
+    # The stride of an axis of length 1 is never used, but a descriptor needs a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1] * (x.ndim - 2) + [rows, width])
 
 
 def _by_keys(x, kv_heads, keys):
-    """A plane by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
+    """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
     slots, rows, pitch = x.shape
     return x.view(-1, x.shape[0] * rows // kv_heads, pitch)[:, :, :keys]
 
 
 def _rows_by_keys(x, kv_heads):
-    """Rows (sequences, H, rows, dim) by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
+    """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
     batch, heads, rows, dim = x.shape
     return x.reshape(batch * kv_heads, heads // kv_heads * rows, dim)
 
@@ -443,7 +444,7 @@ def forward(q, k, v, head_weight, post_head_weight, scale):
         k, v: (B, Hkv, Nk, 64) and (B, Hkv, Nk, 64) in the dtype of q.
         head_weight, post_head_weight:
             fp32, contiguous, kernels (H, cq, ck) and matrices (H/m, m, m).
-        scale: a float, what products of q and k are multiplied by.
+        scale: a float, the factor of products of q and k.
 
     Returns:
         out (B, H, Nq, 64) in the dtype of q, and lse (B, H, Nq) fp32.
@@ -491,14 +492,14 @@ def backward(
     grad_out, grad_lse, q, k, v, head_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
 ):
-    """Gradients of forward. All are bit-reproducible, whether that is asked for or not.
+    """Gradients of forward. They are always bit-reproducible.
 
     Args:
         grad_out: (B, H, Nq, 64) in the dtype of q.
         grad_lse: (B, H, Nq) fp32, contiguous.
-        q, k, v, head_weight, post_head_weight: as forward took them.
-        out, lse: as forward returned them.
-        scale: as forward took it.
+        q, k, v, head_weight, post_head_weight: forward's arguments.
+        out, lse: forward's results.
+        scale: forward's argument.
         deterministic: without effect.
 
     Returns:
@@ -581,12 +582,12 @@ def decode(
     """The last rows of forward over a cache of keys and values.
 
     Args:
-        q_tail: (B, H, 0 + n_new, 64), the queries before the new ones, then these.
+        q_tail: (B, H, 0 + n_new, 64), earlier queries, then the new queries.
         k_cache, v_cache: (B, Hkv, N, 64) and (B, Hkv, N, 64).
-        head_weight, post_head_weight: as forward takes them.
-        scale: as forward takes it.
+        head_weight, post_head_weight: see forward.
+        scale: see forward.
         cache_seqlens: (B,) int32, the keys in use, or None for all.
-        num_splits: parts of the keys whose values are summed apart, or None for parts of 1024 keys.
+        num_splits: parts into which keys are split to sum values, or None for parts of 1024 keys.
 
     Returns:
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.

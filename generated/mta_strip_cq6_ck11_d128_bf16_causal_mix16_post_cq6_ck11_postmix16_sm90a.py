@@ -29,12 +29,12 @@ class Kernel:
     """A kernel on one device, called as ``kernel(grid, *arguments)``.
 
     Args:
-        name: its entry point.
+        name: entry point of the kernel.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
         codes: the types of its arguments, a letter each, in the codes of :mod:`struct`.
-        module: the loaded cubin that it is in.
-        context: the driver context that the cubin was loaded in.
+        module: the loaded cubin with the kernel.
+        context: the driver context in which the cubin was loaded.
         device: index of the device.
     """
 
@@ -49,7 +49,7 @@ class Kernel:
         checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
         self._function = int(function)
 
-        # The driver takes an array of pointers to the arguments. Each launch writes the arguments anew; the driver has
+        # The driver takes an array of pointers to the arguments. Each launch writes the arguments; the driver has
         # copied them when it returns.
         self._pack_into = struct.Struct(codes).pack_into
         self._values = ctypes.create_string_buffer(struct.calcsize(codes))
@@ -67,7 +67,7 @@ class Kernel:
 
         Args:
             grid: blocks along x, then along y and z if there are more.
-            arguments: numbers; a pointer is what ``Tensor.data_ptr()`` gives.
+            arguments: numbers; a pointer is a result of ``Tensor.data_ptr()``.
 
         Raises:
             struct.error: the arguments do not fit the kernel's.
@@ -205,7 +205,7 @@ SOURCES = {
         "mta_strip_decode_values_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a.cu"
     ),
 }
-# Of each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
+# For each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
 KERNELS = {
     "scores": {
         "scores": (
@@ -322,14 +322,14 @@ KERNELS = {
         ),
     },
 }
-LOADED = {name: {} for name in SOURCES}  # of each source: by index of the device, its kernels by role
+LOADED = {name: {} for name in SOURCES}  # for each source: its kernels by role, by index of the device
 
 
 def load(name, device, cubin=None):
     """Load the kernels of a source on a device.
 
     Args:
-        name: of the source in SOURCES.
+        name: name of the source in SOURCES.
         device: a torch.device, of type "cuda".
         cubin: the compiled source; by default the source beside this file is compiled.
 
@@ -343,11 +343,11 @@ def load(name, device, cubin=None):
 
 
 def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
-    """How the work is cut, such that `planes` planes fit the workspace.
+    """Divide the work into strips whose `planes` planes fit the workspace.
 
     Returns:
-        How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
-        next. Rows fill whole tiles, 128 at least. Of fewer rows, less of a strip is hidden.
+        The number of a strip's sequences, the number of its rows, context included, and the elements from one row of a
+        plane to the next. Rows fill whole tiles, 128 at least. Fewer rows have fewer hidden keys.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     rows = workspace_bytes // (planes * n_heads * pitch * 2)
@@ -360,8 +360,9 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
     """Memory of some planes of a strip, and the strips themselves.
 
     Yields:
-        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
-        that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
+        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: number
+        of keys that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch)
+        each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * rows * pitch
@@ -378,13 +379,13 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
 
 
 def _by_keys(x, kv_heads, keys):
-    """A plane by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
+    """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
     slots, rows, pitch = x.shape
     return x.view(-1, x.shape[0] * rows // kv_heads, pitch)[:, :, :keys]
 
 
 def _rows_by_keys(x, kv_heads):
-    """Rows (sequences, H, rows, dim) by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
+    """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
     batch, heads, rows, dim = x.shape
     return x.reshape(batch * kv_heads, heads // kv_heads * rows, dim)
 
@@ -412,7 +413,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         k, v: (B, Hkv, Nk, 128) and (B, Hkv, Nk, 128) in the dtype of q.
         weight, head_weight, post_weight, post_head_weight:
             fp32, contiguous, kernels (H, cq, ck) and matrices (H/m, m, m).
-        scale: a float, what products of q and k are multiplied by.
+        scale: a float, the factor of products of q and k.
 
     Returns:
         out (B, H, Nq, 128) in the dtype of q, and lse (B, H, Nq) fp32.
@@ -480,14 +481,14 @@ def backward(
     grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
 ):
-    """Gradients of forward. All are bit-reproducible, whether that is asked for or not.
+    """Gradients of forward. They are always bit-reproducible.
 
     Args:
         grad_out: (B, H, Nq, 128) in the dtype of q.
         grad_lse: (B, H, Nq) fp32, contiguous.
-        q, k, v, weight, head_weight, post_weight, post_head_weight: as forward took them.
-        out, lse: as forward returned them.
-        scale: as forward took it.
+        q, k, v, weight, head_weight, post_weight, post_head_weight: forward's arguments.
+        out, lse: forward's results.
+        scale: forward's argument.
         deterministic: without effect.
 
     Returns:
@@ -626,12 +627,12 @@ def decode(
     """The last rows of forward over a cache of keys and values.
 
     Args:
-        q_tail: (B, H, 10 + n_new, 128), the queries before the new ones, then these.
+        q_tail: (B, H, 10 + n_new, 128), earlier queries, then the new queries.
         k_cache, v_cache: (B, Hkv, N, 128) and (B, Hkv, N, 128).
-        weight, head_weight, post_weight, post_head_weight: as forward takes them.
-        scale: as forward takes it.
+        weight, head_weight, post_weight, post_head_weight: see forward.
+        scale: see forward.
         cache_seqlens: (B,) int32, the keys in use, or None for all.
-        num_splits: parts of the keys whose values are summed apart, or None for parts of 1024 keys.
+        num_splits: parts into which keys are split to sum values, or None for parts of 1024 keys.
 
     Returns:
         out (B, H, n_new, 128) in the dtype of q_tail, and lse (B, H, n_new) fp32.

@@ -115,7 +115,7 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
     a block of rows and a chunk of keys.
     """
     blocks = tl.cdiv(count, BLOCK_M)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets stores be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that stores are wide
     chunks = tl.cdiv(keys, CHUNK)
     slot = tl.program_id(0) // (blocks * chunks)
     chunk = tl.program_id(0) // blocks % chunks
@@ -175,7 +175,7 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
     a block of rows and a chunk of keys.
     """
     blocks = tl.cdiv(count, BLOCK_M)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets stores be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that stores are wide
     chunks = tl.cdiv(keys, CHUNK)
     slot = tl.program_id(0) // (blocks * chunks)
     chunk = tl.program_id(0) // blocks % chunks
@@ -228,12 +228,12 @@ def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_p
     count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
-    """Gradient of what the convolution before the softmax takes.
+    """Gradient of the input of the convolution before the softmax.
 
     dx[slot, r, j] = sum over u, v of W[u, v] dy[slot, r + 5 - u, j + 5 - v], zero where x did not count.
     """
     blocks = tl.cdiv(count, BLOCK_M)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets stores be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that stores are wide
     chunks = tl.cdiv(keys, CHUNK)
     slot = tl.program_id(0) // (blocks * chunks)
     chunk = tl.program_id(0) // blocks % chunks
@@ -328,7 +328,7 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     a block of rows and a chunk of keys.
     """
     blocks = tl.cdiv(count, BLOCK_M)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets stores be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that stores are wide
     chunks = tl.cdiv(keys, CHUNK)
     slot = tl.program_id(0) // (blocks * chunks)
     chunk = tl.program_id(0) // blocks % chunks
@@ -389,7 +389,7 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
     a block of rows and a chunk of keys.
     """
     blocks = tl.cdiv(count, BLOCK_M)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets stores be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that stores are wide
     chunks = tl.cdiv(keys, CHUNK)
     slot = tl.program_id(0) // (blocks * chunks)
     chunk = tl.program_id(0) // blocks % chunks
@@ -443,12 +443,12 @@ def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_c
     count, keys, off, first, skip, pitch, n_heads,
     BLOCK_M: tl.constexpr = 128, BLOCK_N: tl.constexpr = 32, WINDOW: tl.constexpr = 64, CHUNK: tl.constexpr = 512,
 ):
-    """Gradient of what the convolution after the softmax takes.
+    """Gradient of the input of the convolution after the softmax.
 
     dx[slot, r, j] = sum over u, v of W[u, v] dy[slot, r + 5 - u, j + 5 - v], zero where x did not count.
     """
     blocks = tl.cdiv(count, BLOCK_M)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets stores be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that stores are wide
     chunks = tl.cdiv(keys, CHUNK)
     slot = tl.program_id(0) // (blocks * chunks)
     chunk = tl.program_id(0) // blocks % chunks
@@ -544,7 +544,7 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -593,9 +593,9 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     count, keys, off, first, skip, pitch, n_heads, b0,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
-    """The mixture after the softmax, in place or not: out = N x, zeros of rows before `skip`."""
+    """The mixture after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -639,7 +639,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     from `skip` on. A program owns a row of heads that mix with each other, and passes over its keys twice.
     """
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -690,9 +690,9 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     seqlens_ptr,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 256,
 ):
-    """The mixture after the softmax, in place or not: out = N x, zeros of rows before `skip`."""
+    """The mixture after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -731,7 +731,7 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 ):
     """Probabilities again, from scores and lse: out[slot, r, j] = 256.0 * exp(c - lse)."""
     r = count - 1 - tl.program_id(0) % count
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -769,7 +769,7 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     """The mixture after the softmax, out = N x, and its gradients: N^T dy, which replaces dy, and a part of dy x^T."""
     programs = tl.minimum(PROGRAMS, count)
     q = tl.program_id(0) % programs
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -819,14 +819,14 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """The gradient of scores, dx, from scores and the gradient of what was made of them.
+    """The gradient of scores, dx, from scores and the gradient of probabilities.
 
-    x holds scores times 0.015625, g the gradient of probabilities. A program owns every PROGRAMS-th row,
-    and passes over its keys twice: for D, the sum of p dp, then for the gradient.
+    x holds scores times 0.015625, g the gradient of probabilities. A program owns
+    every PROGRAMS-th row, and passes over its keys twice: for D, the sum of p dp, then for the gradient.
     """
     programs = tl.minimum(PROGRAMS, count)
     q = tl.program_id(0) % programs
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
     bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -894,8 +894,8 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     A program owns a block of rows of the heads that share values, and a part of `split` keys.
     """
     blocks = tl.cdiv(group * n_new, BLOCK_R)
-    pitch = pitch // 256 * 256  # a multiple of it, which lets loads be wide
-    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # of a part of the keys, neighbours in the grid
+    pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    ctas = tl.num_programs(0) // tl.cdiv(keys, split)  # CTAs of a part of the keys, neighbours in the grid
     part = tl.program_id(0) // ctas
     kv_heads = n_heads // group
     owner = tl.program_id(0) % ctas // blocks
@@ -921,11 +921,11 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 
 
 def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
-    """How the work is cut, such that `planes` planes fit the workspace.
+    """Divide the work into strips whose `planes` planes fit the workspace.
 
     Returns:
-        How many sequences a strip has, how many rows, context included, and the elements from one row of a plane to the
-        next. Rows fill whole tiles, 128 at least. Of fewer rows, less of a strip is hidden.
+        The number of a strip's sequences, the number of its rows, context included, and the elements from one row of a
+        plane to the next. Rows fill whole tiles, 128 at least. Fewer rows have fewer hidden keys.
     """
     pitch = triton.cdiv(n_k, 256) * 256
     rows = workspace_bytes // (planes * n_heads * pitch * 2)
@@ -938,8 +938,9 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
     """Memory of some planes of a strip, and the strips themselves.
 
     Yields:
-        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: those
-        that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch) each.
+        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: number
+        of keys that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch)
+        each.
     """
     sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
     size = sequences * n_heads * rows * pitch
@@ -957,19 +958,19 @@ def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
 
 def _tiles(x, rows, width):
     """A descriptor of tiles (rows, width) of the last two axes of x: reads outside x give 0, writes are dropped."""
-    # The stride of an axis of length 1 is never used, but a descriptor wants a multiple of 16 bytes.
+    # The stride of an axis of length 1 is never used, but a descriptor needs a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1] * (x.ndim - 2) + [rows, width])
 
 
 def _by_keys(x, kv_heads, keys):
-    """A plane by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
+    """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
     slots, rows, pitch = x.shape
     return x.view(-1, x.shape[0] * rows // kv_heads, pitch)[:, :, :keys]
 
 
 def _rows_by_keys(x, kv_heads):
-    """Rows (sequences, H, rows, dim) by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
+    """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
     batch, heads, rows, dim = x.shape
     return x.reshape(batch * kv_heads, heads // kv_heads * rows, dim)
 
@@ -997,7 +998,7 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         k, v: (B, Hkv, Nk, 64) and (B, Hkv, Nk, 64) in the dtype of q.
         weight, head_weight, post_weight, post_head_weight:
             fp32, contiguous, kernels (H, cq, ck) and matrices (H/m, m, m).
-        scale: a float, what products of q and k are multiplied by.
+        scale: a float, the factor of products of q and k.
 
     Returns:
         out (B, H, Nq, 64) in the dtype of q, and lse (B, H, Nq) fp32.
@@ -1065,14 +1066,14 @@ def backward(
     grad_out, grad_lse, q, k, v, weight, head_weight, post_weight, post_head_weight, out, lse, scale,
     *, deterministic=True,
 ):
-    """Gradients of forward. All are bit-reproducible, whether that is asked for or not.
+    """Gradients of forward. They are always bit-reproducible.
 
     Args:
         grad_out: (B, H, Nq, 64) in the dtype of q.
         grad_lse: (B, H, Nq) fp32, contiguous.
-        q, k, v, weight, head_weight, post_weight, post_head_weight: as forward took them.
-        out, lse: as forward returned them.
-        scale: as forward took it.
+        q, k, v, weight, head_weight, post_weight, post_head_weight: forward's arguments.
+        out, lse: forward's results.
+        scale: forward's argument.
         deterministic: without effect.
 
     Returns:
@@ -1213,12 +1214,12 @@ def decode(
     """The last rows of forward over a cache of keys and values.
 
     Args:
-        q_tail: (B, H, 10 + n_new, 64), the queries before the new ones, then these.
+        q_tail: (B, H, 10 + n_new, 64), earlier queries, then the new queries.
         k_cache, v_cache: (B, Hkv, N, 64) and (B, Hkv, N, 64).
-        weight, head_weight, post_weight, post_head_weight: as forward takes them.
-        scale: as forward takes it.
+        weight, head_weight, post_weight, post_head_weight: see forward.
+        scale: see forward.
         cache_seqlens: (B,) int32, the keys in use, or None for all.
-        num_splits: parts of the keys whose values are summed apart, or None for parts of 1024 keys.
+        num_splits: parts into which keys are split to sum values, or None for parts of 1024 keys.
 
     Returns:
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.

@@ -107,18 +107,18 @@ using Element = bf16;
 using Source = fp16;
 using Result = fp16;
 constexpr int CQ = 6, CK = 11;
-// A CTA makes ROWS rows of results of a plane, of which those before row FIRST_ROW are not needed, and walks along WALK
-// tiles of KEYS keys, of which each warp takes WARP_KEYS.
+// A CTA computes ROWS rows of results of a plane; rows before row FIRST_ROW are not needed. It loops over WALK tiles of
+// KEYS keys, of which each warp takes WARP_KEYS.
 constexpr int FIRST_ROW = 5, ROWS = 6;
 constexpr int WARPS = 4, THREADS = 32 * WARPS, WALK = 4;
 constexpr int WARP_KEYS = 128, KEYS = WARPS * WARP_KEYS;
-// A slab holds the tile and what the kernel reaches besides. Its first row is CQ - 1 rows before the tile's, its first
+// A slab holds the tile and its halo. Its first row is CQ - 1 rows before the tile's, its first
 // column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. There is a ring of DEPTH slabs.
 constexpr int KEYS_LEFT = 8, SPARE = 3, WINDOW_CHUNKS = 3;
 constexpr int SLAB_ROWS = 12, SLAB_CHUNKS = 66;
 constexpr int SLAB_ROW = SLAB_CHUNKS * CHUNK_BYTES, SLAB = SLAB_ROWS * SLAB_ROW, DEPTH = 3;
 
-// Copies COUNT chunks of all rows of a slab, from chunk FIRST on. Of the rows of x, the first `rows` exist. The slab
+// Copies COUNT chunks of all rows of a slab, from chunk FIRST on. The first `rows` rows of x exist. The slab
 // begins with key `key`; there are keys 0 <= key < limit, and others become zeros.
 template <int FIRST, int COUNT>
 DEVICE void copy_chunks(u32 slab, const Source* x, int pitch, int rows, int key, int limit) {
@@ -146,7 +146,7 @@ DEVICE void copy_chunks(u32 slab, const Source* x, int pitch, int rows, int key,
 static_assert(WARP_KEYS == 16 * CHUNK);
 using Toeplitz = u32[WINDOW_CHUNKS][CQ + 1][2];
 
-// Makes the right operands of a head.
+// Fills the right operands of a head.
 DEVICE void make_toeplitz(Toeplitz& toeplitz, const float* weight, int lane) {
   auto tap = [&](int u, int v) {
     v -= SPARE;
@@ -163,7 +163,7 @@ DEVICE void make_toeplitz(Toeplitz& toeplitz, const float* weight, int lane) {
     }
 }
 
-// c[i] = row i of the results: of chunks lane / 4 and, the last two, lane / 4 + 8, columns 2 (lane % 4) and the next.
+// c[i] = row i of the results: columns 2 (lane % 4) and the next of chunk lane / 4, then of chunk lane / 4 + 8.
 // `slab` is the address of the lane's chunk of d = 0 in the operand of rows 0 and 1.
 DEVICE void convolve(float (&c)[ROWS][4], u32 slab, const Toeplitz& toeplitz) {
 #pragma unroll
@@ -175,7 +175,7 @@ DEVICE void convolve(float (&c)[ROWS][4], u32 slab, const Toeplitz& toeplitz) {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
         if (-1 <= s - i && s - i < CQ) {
-          // A row without a tap is left out: it may be hidden from row i, and hold NaN, which 0 times NaN would spread.
+          // A row without a tap is skipped: it may be hidden from row i and hold NaN, and 0 times NaN is NaN.
           const bool first = s >= i, second = s + 1 < i + CQ;
           const u32 rows[4] = {first ? a[0] : 0, first ? a[1] : 0, second ? a[2] : 0, second ? a[3] : 0};
           mma<Source>(c[i], rows, toeplitz[d][s - i + 1][0], toeplitz[d][s - i + 1][1]);
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_convol
   const u32 mine = base + (lane >> 4) * SLAB_ROW + (warp * 16 + (lane & 15)) * CHUNK_BYTES;
   for (int tile = begin, place = 0; tile < end; tile += KEYS, place = place + 1 < DEPTH ? place + 1 : 0) {
     copy_wait<DEPTH - 2>();
-    __syncthreads();  // the slab is there, and that before it has been read
+    __syncthreads();  // the slab is loaded, and the previous slab has been read
     load(tile + (DEPTH - 1) * KEYS, base + (place ? place - 1 : DEPTH - 1) * SLAB);
     const int key = tile + warp * WARP_KEYS;
     if (key >= end) continue;

@@ -186,8 +186,8 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
-// A CTA has ROWS rows of x and walks over WALK keys, in tiles of KEYS. In shared memory there are two tiles of y, one
-// of which is loaded while the other is worked on.
+// A CTA has ROWS rows of x and loops over WALK keys, in tiles of KEYS. In shared memory there are two tiles of y; one
+// is loaded while the CTA works on the other.
 using Element = bf16;
 using Result = fp16;
 constexpr int D = 128;
@@ -199,7 +199,7 @@ constexpr int Y_TILE = 32768;  // bytes
 constexpr int SHARED_X = 0;
 constexpr int SHARED_Y = 8192;
 constexpr int SHARED_RESULTS = 73728;
-// The warps lie in a grid, ROW_WARPS of them below one another; each has ROW_BLOCKS blocks of 16 rows by KEY_BLOCKS of
+// The warps form a grid with ROW_WARPS warps in a column; each warp has ROW_BLOCKS blocks of 16 rows by KEY_BLOCKS of
 // 16 keys. Results are collected in rows of RESULT_ROW bytes, an odd number of chunks.
 constexpr int ROW_WARPS = 1, KEY_WARPS = WARPS / ROW_WARPS;
 constexpr int ROW_BLOCKS = ROWS / (16 * ROW_WARPS), KEY_BLOCKS = KEYS / (16 * KEY_WARPS);
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores
   u32 x_blocks[D / 16][ROW_BLOCKS][4];
   for (int key = begin, buffer = 0; key < seen; key += KEYS, buffer ^= 1) {
     copy_wait<0>();
-    __syncthreads();  // the tile is there; that before it has been read, and its results have been written
+    __syncthreads();  // the tile is loaded; the previous tile has been read, and its results have been written
     if (key + KEYS < seen) load(key + KEYS, buffer ^ 1);
     if (key == begin)
 #pragma unroll
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores
       collect(true);
     else
       collect(false);
-    __syncthreads();  // the results are there
+    __syncthreads();  // the results are collected
 #pragma unroll
     for (int i = threadIdx.x; i < ROWS * (KEYS / CHUNK); i += THREADS) {
       const int r = i / (KEYS / CHUNK), chunk = i % (KEYS / CHUNK);

@@ -147,13 +147,13 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 
 using Element = bf16;
 constexpr int DV = 128;
-// A CTA has ROWS rows of shares and walks over a part of the keys. Its warps take blocks of KEYS keys in turn, for all
-// rows and columns, and add up their sums in the end.
+// A CTA has ROWS rows of probabilities and loops over a part of the keys. Its warps take blocks of KEYS keys in turn,
+// for all rows and columns, and add up their sums in the end.
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16, KEYS = 16;
-// A warp has a ring of DEPTH blocks in shared memory: the values, and from byte SHARES on the rows' shares, 8 keys of
-// all rows and then the other 8.
+// A warp has a ring of DEPTH blocks in shared memory: the values, and from byte SHARES on the rows' probabilities, 8
+// keys of all rows and then the other 8.
 constexpr int DEPTH = 4, BLOCK = 4608, SHARES = 4096;
-constexpr int SUM_ROW = DV + 4;  // floats from a row of sums to the next: those that a warp stores are in all banks
+constexpr int SUM_ROW = DV + 4;  // floats from a row of sums to the next; a warp's store touches all banks
 static_assert(WARPS * ROWS * SUM_ROW * 4 <= WARPS * DEPTH * BLOCK, "sums take the place of the rings");
 
 // ---- Products of tiles in shared memory --------------------------------------------------------------------------
@@ -218,14 +218,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
   const int begin = part * split, end = min(begin + split, min(seqlens[b], keys));
   v += b * v_stride_b + kv_head * v_stride_h;
 
-  // A lane copies 8 shares of one row. Of each head, the last n_new rows count.
+  // A lane copies 8 probabilities of one row. Only the last n_new rows of a head count.
   const int own_row = lane % ROWS, own_key = lane / ROWS * CHUNK, own = row + (own_row < rows ? own_row : 0);
   const long long slot = static_cast<long long>(b - b0) * n_heads + kv_head * group + own / n_new;
   plane += (slot * count + count - n_new + own % n_new) * pitch + own_key;
 
   constexpr int STEP = WARPS * KEYS;
   const int first = begin + warp * KEYS, blocks = max(0, end - first + STEP - 1) / STEP;
-  const int operand = ((lane >> 3 & 1) * ROWS + (lane >> 4) * 8 + (lane & 7)) * CHUNK_BYTES;  // the lane's, of shares
+  const int operand = ((lane >> 3 & 1) * ROWS + (lane >> 4) * 8 + (lane & 7)) * CHUNK_BYTES;  // the lane's address of probabilities
   const u32 ring = shared_address(shared) + warp * (DEPTH * BLOCK);
   auto load = [&](int i, u32 to) {
     if (i < blocks) {
@@ -239,10 +239,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
 #pragma unroll
   for (int i = 0; i < DEPTH - 1; ++i) load(i, ring + i * BLOCK);
 
-  float c[DV / 16][1][8] = {};  // sums of values times shares, transposed: [DV x ROWS]
+  float c[DV / 16][1][8] = {};  // sums of values times probabilities, transposed: [DV x ROWS]
   for (int i = 0, place = 0; i < blocks; ++i, place = place + 1 < DEPTH ? place + 1 : 0) {
     copy_wait<DEPTH - 2>();
-    __syncwarp();  // the block is there, and that before it has been read
+    __syncwarp();  // the block is loaded, and the previous block has been read
     load(i + DEPTH - 1, ring + (place ? place - 1 : DEPTH - 1) * BLOCK);
     const u32 block = ring + place * BLOCK;
     const Blocks<KEYS, true> values(block, 0, 0, lane);

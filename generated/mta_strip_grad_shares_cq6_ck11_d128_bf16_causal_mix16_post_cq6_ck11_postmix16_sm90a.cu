@@ -224,8 +224,8 @@ DEVICE void wgmma_product(float (&d)[64], u64 a, u64 b, bool accumulate) {
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
-// A CTA has ROWS rows of x, 16 for each of WARPS warps that multiply, and walks over WALK keys, in tiles of KEYS. There
-// are TILES of y in shared memory, each of which a warp of its own loads, and for each warp a panel of results.
+// A CTA has ROWS rows of x, 16 for each of WARPS warps that multiply, and loops over WALK keys, in tiles of KEYS.
+// Shared memory has TILES tiles of y, which a producer warp loads, and for each multiplying warp a panel of results.
 constexpr int TILES = 2;
 using Element = bf16;
 using Result = bf16;
@@ -283,18 +283,18 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     return;
   }
 
-  const int row = 16 * warp;  // the warp's first
+  const int row = 16 * warp;  // the warp's first row
   if (tiles > 0) load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, first + r0, first + count, threadIdx.x);
   copy_commit();
   copy_wait<0>();
   fence_async();
   named_barrier(1, THREADS);
   const u64 x_operand = operand(base + SHARED_X + warp / 4 * 64 * PANEL_ROW);
-  // Where the lane puts results, and where it takes them from, a chunk of each fourth row, and writes them to.
+  // The addresses at which the lane stores results, and from which and to which it copies a chunk of each fourth row.
   u32 put = tile_address<ROWS>(base + SHARED_RESULTS, row + (lane & 15), lane >> 4);
   u32 take = tile_address<ROWS>(base + SHARED_RESULTS, row + (lane >> 3), lane & 7);
   pin(put), pin(take);
-  const int rows = count - r0 - row - (lane >> 3);  // that exist from there on
+  const int rows = count - r0 - row - (lane >> 3);  // rows that exist from there on
   plane += static_cast<long long>(row + (lane >> 3)) * pitch + begin + (lane & 7) * CHUNK;
 
   for (int t = 0; t < tiles; ++t) {
@@ -313,10 +313,10 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     for (int i = 0; i < KEYS / 2; ++i)
       if (r0 + row + (lane >> 2) + 8 * (i >> 1 & 1) < skip) c[i] = 0.f;
 
-    // A panel of results at a time is collected, and written in whole lines.
+    // Results are collected panel by panel, and written in whole lines.
 #pragma unroll
     for (int panel = 0; panel < KEYS / PANEL; ++panel) {
-      __syncwarp();  // what lay there has been read
+      __syncwarp();  // the previous panel has been read
 #pragma unroll
       for (int n = 0; n < PANEL / CHUNK; n += 2) {
         u32 block[4];
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
         }
         store_matrices(tile_address_from<ROWS>(put, 0, n), block);
       }
-      __syncwarp();  // the results are there
+      __syncwarp();  // the results are collected
 #pragma unroll
       for (int i = 0; i < 16; i += 4) {
         u32 line[4];

@@ -166,12 +166,12 @@ constexpr int CQ = 6, CK = 11;
 // A CTA works on tiles of ROWS rows and KEYS keys of a plane, a warp on ROW_TILE of the rows.
 constexpr int WARPS = 4, THREADS = 32 * WARPS, ROW_TILE = 16;
 constexpr int ROWS = WARPS * ROW_TILE, KEYS = 128;
-// A slab holds the tile and what the kernel reaches besides. Its first row is ROWS_ABOVE rows before the tile's, its
-// first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first, then
-// odd ones, in SLAB_ROW bytes each.
+// A slab holds the tile and its halo, which the filter also reads. Its first row is ROWS_ABOVE rows before the tile's,
+// its first column KEYS_LEFT keys before; of a window of columns, the first SPARE meet no tap. Even rows lie first,
+// then odd ones, in SLAB_ROW bytes each.
 constexpr int ROWS_ABOVE = 5, KEYS_LEFT = 8, SPARE = 3;
 constexpr int SLAB_ROWS = 70, SLAB_CHUNKS = 18, SLAB_ROW = 304;
-// Shared memory, in bytes: two buffers, one of which is loaded while the other is worked on.
+// Shared memory, in bytes: two buffers; one is loaded while the CTA works on the other.
 constexpr int SHARED_SLAB = 0;
 constexpr int BUFFER = 21280;
 
@@ -181,7 +181,7 @@ DEVICE u32 row_of_slab(u32 base, int row) {
 }
 
 // The threads copy chunks of rows of a plane, from row `row` and key `key` on, to rows of ROW_BYTES, the even ones
-// first; what is not among the plane's `count` rows and `keys` keys becomes zeros. A thread copies one chunk of every
+// first; elements outside the plane's `count` rows and `keys` keys become zeros. A thread copies one chunk of every
 // SWEEP-th row.
 template <int COPIED_ROWS, int CHUNKS, int ROW_BYTES, class Type>
 DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, int count, int keys) {
@@ -332,7 +332,7 @@ DEVICE void load_weights(Toeplitz& weights, const float* weight, int lane) {
   make_toeplitz(weights, lane, [&](int u, int v) { return pack<Source>(tap(u, v), tap(u, v + 1)); });
 }
 
-// Writes what a warp has collected: 16 rows, of which `rows` exist, from `to` on.
+// Writes the results that a warp has collected: 16 rows, of which `rows` exist, from `to` on.
 DEVICE void write_lines(Result* to, int pitch, int rows, u32 staged, int lane) {
   constexpr int LANES = COLLECTED / CHUNK;
   static_assert(32 % LANES == 0);
@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
   Toeplitz weights;
   load_weights(weights, post_weight + slot % n_heads * (CQ * CK), lane);
   const u32 staged = base + SHARED_STAGED + warp * (ROW_TILE * STAGED_ROW);
-  const u32 mine = staged + (lane >> 2) * STAGED_ROW + (lane & 3) * 4;  // where this lane's columns of chunk 0 are
+  const u32 mine = staged + (lane >> 2) * STAGED_ROW + (lane & 3) * 4;  // address of this lane's columns of chunk 0
   int buffer = 0;
   for (int key = begin; key < seen; key += KEYS, buffer ^= 1) {
     if (key + KEYS < seen) {
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
     } else {
       copy_wait<0>();
     }
-    __syncthreads();  // the slab is there
+    __syncthreads();  // the slab is loaded
     u32 rows[TOEPLITZ_LOADS];
 #pragma unroll
     for (int i = 0; i < TOEPLITZ_LOADS; ++i)

@@ -157,22 +157,22 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, a block a warp --------------------------------------------------
+// ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
-// 8. Eight lanes copy a line. What lanes copy and read is told to each other by __syncwarp.
+// 8. Eight lanes copy a line. __syncwarp makes copies visible to the other lanes.
 constexpr int BLOCK_KEYS = 64, MAX_HEADS = 16, TILES_OF_BLOCK = 4;
 constexpr int LINE = BLOCK_KEYS * 2, BLOCK_BYTES = MAX_HEADS * LINE;
 
 // Address of keys 8 column to 8 column + 7 of a head.
 DEVICE u32 in_block(u32 block, int head, int column) { return block + head * LINE + ((column ^ (head & 7)) << 4); }
 
-// The n-th of the heads whose lines a lane copies, and the first of its 8 keys there.
+// The n-th of the heads whose lines a lane copies, and the first of the lane's 8 keys.
 DEVICE int copied_head(int n, int lane) { return 4 * n + (lane >> 3); }
 
 DEVICE int copied_key(int lane) { return 8 * (lane & 7); }
 
-// Where a lane's first line of a row of a plane is, and how far it is from a head to the next.
+// The address of a lane's first line of a row of a plane, and the distance from a head to the next.
 template <class Type>
 struct Row {
   Type* at;
@@ -186,7 +186,7 @@ struct Row {
   DEVICE Type* of(int n, int key) const { return at + 4 * n * stride + key; }
 };
 
-// Copies a block from key `key` on; of `heads` heads, others are zeros.
+// Copies a block from key `key` on, of `heads` heads; other heads are zeros.
 template <class Type>
 DEVICE void copy_block_async(u32 block, const Row<Type>& row, int key, int heads, int lane) {
 #pragma unroll
@@ -223,21 +223,21 @@ DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int
 //
 // In products that sum over heads, a tile is the left operand, with a row for each key and a column for each head; and
 // so are results, which can be the operand of the next product. A lane has 2 keys, lane_row and the one 8 later, and 4
-// heads, 2 lane_pair, the next, and those 8 later. Of a tile's floats, x[4 m + 2 k + e] is of key lane_row + 8 k and
+// heads, 2 lane_pair, the next, and both 8 later. A tile's float x[4 m + 2 k + e] belongs to key lane_row + 8 k and
 // head 2 lane_pair + e + 8 m.
 using Tile = float[8];
 using Operand = u32[4];
 
-// Which key of its block an element of tile i is.
+// The key, within its block, of an element of tile i.
 DEVICE int key_of(int e, int i, int lane) { return 16 * i + 8 * (e >> 1 & 1) + (lane >> 2); }
 
-// The n-th of a lane's heads, and which of them an element is of.
+// The n-th of a lane's heads, and the number n of an element's head.
 DEVICE int head_of(int n, int lane) { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
 
 DEVICE constexpr int head_of_element(int e) { return 2 * (e >> 2) + (e & 1); }
 
-// The address that a lane gives for tile i of a block: of the matrices at (keys, heads) = (0, 0), (8, 0), (0, 8) and
-// (8, 8).
+// The address that a lane passes to ldmatrix for tile i of a block: the matrices are at (keys, heads) = (0, 0), (8, 0),
+// (0, 8) and (8, 8).
 DEVICE u32 tile_of(u32 block, int i, int lane) {
   return in_block(block, 8 * (lane >> 4) + (lane & 7), 2 * i + (lane >> 3 & 1));
 }
@@ -297,7 +297,7 @@ template <class Type>
 struct HeadProducts {
   float sums[8] = {};
 
-  // Adds y x^T, both given as operands of products over heads.
+  // Adds y x^T; both are operands of products over heads.
   DEVICE void add(const Operand& y, const Operand& x) {
     Operand a, b;
 #pragma unroll
@@ -307,7 +307,7 @@ struct HeadProducts {
     for (int n = 0; n < 2; ++n) mma<Type>(sums + 4 * n, a, b[2 * n], b[2 * n + 1]);
   }
 
-  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` is room for 256 floats a warp.
+  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` has room for 256 floats per warp.
   template <int WARPS>
   DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
     const int warp = thread >> 5, lane = thread & 31;
@@ -331,7 +331,7 @@ struct HeadProducts {
 using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
-constexpr int HEADS = 16;  // that mix with each other, of at most MAX_HEADS
+constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -339,10 +339,10 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
 
-// What a CTA is for: the number of its bundle of heads, and its own among the CTAs of a bundle, which are `ctas`.
+// The work of a CTA: the number of its bundle of heads, and its own number among the `ctas` CTAs of the bundle.
 struct Place {
   int bundle, number;
-  int n_heads, b, first_head, heads;  // so many heads of the bundle exist
+  int n_heads, b, first_head, heads;  // number of the bundle's heads that exist
   long long first_slot;
 
   DEVICE Place(int ctas, int b0, int n_heads) : n_heads(n_heads) {
@@ -354,7 +354,7 @@ struct Place {
     first_slot = static_cast<long long>(sequence) * n_heads + first_head;
   }
 
-  // Whether the n-th of a lane's heads exists, and where what belongs to its query i is in (batch, n_heads, n_q).
+  // Whether the n-th of a lane's heads exists, and the index of its query i in (batch, n_heads, n_q).
   DEVICE bool has(int n, int lane) const { return head_of(n, lane) < heads; }
   DEVICE long long query(int n, int i, int n_q, int lane) const {
     return (static_cast<long long>(b) * n_heads + first_head + head_of(n, lane)) * n_q + i;
@@ -363,8 +363,8 @@ struct Place {
 
 // Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
 // from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
-// A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, which therefore must
-// have left them as they are, and those before them likeliest in L2. It may store results in a block's place.
+// A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, so the first pass
+// must not change them, and earlier blocks probably in L2. It may store results in a block's place.
 template <bool SECOND, class Copy, class Work>
 DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
@@ -421,7 +421,7 @@ struct Statistics {
     }
   }
 
-  // What exponents are lessened by, such that the largest becomes 0; or nothing has been seen.
+  // The number to subtract from exponents so that the largest becomes 0; or 0 if the lane has seen no key.
   DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : FACTOR * top; }
 
   DEVICE void merge(int n, float other, float sum) {
@@ -430,7 +430,7 @@ struct Statistics {
     largest[n] = top;
   }
 
-  // log2 of the sum of 2^(FACTOR x) over all keys, of the lane's 4 heads. `shared` is room for 32 floats a warp.
+  // log2 of the sum of 2^(FACTOR x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per warp.
   template <int WARPS>
   DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
 #pragma unroll
@@ -471,7 +471,7 @@ DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge,
   }
 }
 
-// Does the work of a block, which is compiled twice: for those with keys that the row does not see, and for others.
+// Does the work of a block. It is compiled twice: for blocks with keys that the row does not see, and for others.
 template <class Work>
 DEVICE void with_edge(bool edge, Work work) {
   if (edge)

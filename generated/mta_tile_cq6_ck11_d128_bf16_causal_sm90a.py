@@ -23,12 +23,12 @@ class Kernel:
     """A kernel on one device, called as ``kernel(grid, *arguments)``.
 
     Args:
-        name: its entry point.
+        name: entry point of the kernel.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
         codes: the types of its arguments, a letter each, in the codes of :mod:`struct`.
-        module: the loaded cubin that it is in.
-        context: the driver context that the cubin was loaded in.
+        module: the loaded cubin with the kernel.
+        context: the driver context in which the cubin was loaded.
         device: index of the device.
     """
 
@@ -43,7 +43,7 @@ class Kernel:
         checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
         self._function = int(function)
 
-        # The driver takes an array of pointers to the arguments. Each launch writes the arguments anew; the driver has
+        # The driver takes an array of pointers to the arguments. Each launch writes the arguments; the driver has
         # copied them when it returns.
         self._pack_into = struct.Struct(codes).pack_into
         self._values = ctypes.create_string_buffer(struct.calcsize(codes))
@@ -61,7 +61,7 @@ class Kernel:
 
         Args:
             grid: blocks along x, then along y and z if there are more.
-            arguments: numbers; a pointer is what ``Tensor.data_ptr()`` gives.
+            arguments: numbers; a pointer is a result of ``Tensor.data_ptr()``.
 
         Raises:
             struct.error: the arguments do not fit the kernel's.
@@ -155,7 +155,7 @@ SOURCES = {
         "mta_tile_decode_cq6_ck11_d128_bf16_causal_sm90a.cu"
     ),
 }
-# Of each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
+# For each kernel: its name, threads of a block, bytes of dynamic shared memory, and the types of its arguments.
 KERNELS = {
     "forward": {
         "forward": (
@@ -206,14 +206,14 @@ KERNELS = {
         ),
     },
 }
-LOADED = {name: {} for name in SOURCES}  # of each source: by index of the device, its kernels by role
+LOADED = {name: {} for name in SOURCES}  # for each source: its kernels by role, by index of the device
 
 
 def load(name, device, cubin=None):
     """Load the kernels of a source on a device.
 
     Args:
-        name: of the source in SOURCES.
+        name: name of the source in SOURCES.
         device: a torch.device, of type "cuda".
         cubin: the compiled source; by default the source beside this file is compiled.
 
@@ -228,17 +228,17 @@ def load(name, device, cubin=None):
 
 @functools.lru_cache  # layers of a model, and steps over a cache of one length, pass the same arguments
 def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
-    """How many parts to split the keys into, so that the GPU is busy.
+    """Number of parts into which to split the keys, so that the GPU is busy.
 
-    Of the numbers of splits that fill 1, 2, ... waves of CTAs, the smallest is taken that keeps nearly as many of the
-    waves' slots busy as any of them.
+    Candidates are the numbers of splits that fill 1, 2, ... waves of CTAs. The result is the smallest that keeps nearly
+    as large a part of the waves' slots busy as any of them.
 
     Args:
-        ctas: CTAs if the keys were not split.
-        n_max: number of keys at most.
-        slots: CTAs that the GPU holds at once, a wave of them.
-        min_keys: keys of a split, at least.
-        max_waves: waves, at most.
+        ctas: number of CTAs without splitting.
+        n_max: largest number of keys.
+        slots: CTAs that the GPU holds at once, which are a wave.
+        min_keys: smallest number of keys of a split.
+        max_waves: largest number of waves.
     """
     if max_waves * slots < 2 * ctas:  # the GPU is busy as it is
         return 1
@@ -248,7 +248,7 @@ def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) ->
 
 
 def _together(heads: int, few: int, streamed: int, long: int, tiles: int, most: int, whole: bool = False) -> int:
-    """Heads whose CTAs run beside each other: a few of those that stream long sequences, so that L2 keeps these.
+    """Number of heads whose CTAs run concurrently: few for long sequences, so that L2 keeps the streamed rows.
 
     Args:
         heads: heads through the batch.
@@ -256,8 +256,8 @@ def _together(heads: int, few: int, streamed: int, long: int, tiles: int, most: 
         streamed: rows of a sequence that a CTA streams.
         long: rows of a long sequence.
         tiles: tiles of a head, each of which has a CTA.
-        most: tiles that a grid may have, and sections.
-        whole: whether there is to be one section.
+        most: upper limit of a grid's tiles, and of sections.
+        whole: whether there must be one section.
 
     Raises:
         ValueError: there are more tiles.
@@ -278,7 +278,7 @@ def forward(q, k, v, weight, scale):
         q: (B, H, Nq, 128).
         k, v: (B, Hkv, Nk, 128) and (B, Hkv, Nk, 128) in the dtype of q.
         weight: (H, 6, 11) fp32, contiguous.
-        scale: a float, what products of q and k are multiplied by.
+        scale: a float, the factor of products of q and k.
 
     H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes, and their last
     stride is 1.
@@ -331,12 +331,12 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     dk, dv and dweight are always bit-reproducible. dq is a sum of fp32 atomics, in a fixed order if `deterministic`.
 
     Args:
-        grad_out: (B, H, Nq, 128) in the dtype of q; rows as those of q.
+        grad_out: (B, H, Nq, 128) in the dtype of q; rows aligned like rows of q.
         grad_lse: (B, H, Nq) fp32, contiguous.
-        q, k, v, weight: as forward took them.
-        out, lse: as forward returned them.
-        scale: as forward took it.
-        deterministic: whether the same call must give the same bits again.
+        q, k, v, weight: forward's arguments.
+        out, lse: forward's results.
+        scale: forward's argument.
+        deterministic: whether equal calls must return equal bits.
 
     Returns:
         dq, dk and dv of the shapes and dtypes of q, k and v, contiguous.
@@ -405,9 +405,9 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
         k_cache: (B, Hkv, N, 128) in the dtype of q_tail, the new keys among them.
         v_cache: (B, Hkv, N, 128) likewise.
         weight: (H, 6, 11) fp32, contiguous.
-        scale: a float, what products of queries and keys are multiplied by.
-        cache_seqlens: (B,) int32, contiguous: keys in use of each entry, the new ones included; None means all N.
-        num_splits: parts that the keys are split into; None means as planned.
+        scale: a float, the factor of products of queries and keys.
+        cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all N.
+        num_splits: parts into which the keys are split; None means as planned.
 
     H is a multiple of Hkv. Rows of q_tail, k_cache and v_cache start at multiples of 16 bytes, and their last stride
     is 1.

@@ -151,8 +151,9 @@ def picture_of_cases(cases: Cases, caption: str) -> Picture:
     """Time and memory over N, ratios to cuDNN by kernel, what windows, packed documents and dropout cost by kernel; for
     decode, GB/s over the length of the cache. All are of one device.
 
-    Panels over lengths show one kernel, (6, 11) where it was measured, at the smallest batch of each length; all show
-    causal cases where there are some. What has one length or kernel only is left to the tables, unless all has.
+    Panels over lengths show one kernel, (6, 11) where it was measured, at the smallest batch of
+    each length; all show causal cases where there are some. Groups with a single length or kernel
+    are only in tables, unless all are.
     """
     found = [section for section in _sections(cases) if section]
     several = [[panel for panel in section if len(panel.places) > 1] for section in found]

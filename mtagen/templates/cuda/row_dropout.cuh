@@ -5,7 +5,7 @@
 
 // ---- Dropout of blocks of a row ------------------------------------------------------------------------------------
 //
-// A lane's line has 8 keys of a head, for which one draw gives the mask. So lanes draw for the lines that they copy,
+// A lane's line has 8 keys of a head, whose mask comes from one draw. So lanes draw for the lines that they copy,
 // and no number is drawn twice. Bits 15 - i and 31 - i are those of word i of a lane's 16 words, 4 per line.
 
 // The mask of a lane's lines of the block from key `key` of the sequence on, in the row of query `query`. The row's
@@ -22,7 +22,7 @@ DEVICE u32 kept_of_block(const Dropout& dropout, u32 first_slot, u32 query, u32 
   return bits;
 }
 
-// Lanes set the dropped keys of a block to zeros. They have stored the block before, or will read it after.
+// Lanes set the dropped keys of a block to zeros. They have stored the block before, or read it afterwards.
 DEVICE void drop_block(u32 block, u32 kept, int lane) {
   __syncwarp();
 #pragma unroll

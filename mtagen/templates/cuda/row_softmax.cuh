@@ -27,7 +27,7 @@ struct Statistics {
     }
   }
 
-  // What exponents are lessened by, such that the largest becomes 0; or nothing has been seen.
+  // The number to subtract from exponents so that the largest becomes 0; or 0 if the lane has seen no key.
   DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : FACTOR * top; }
 
   DEVICE void merge(int n, float other, float sum) {
@@ -36,7 +36,7 @@ struct Statistics {
     largest[n] = top;
   }
 
-  // log2 of the sum of 2^(FACTOR x) over all keys, of the lane's 4 heads. `shared` is room for 32 floats a warp.
+  // log2 of the sum of 2^(FACTOR x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per warp.
   template <int WARPS>
   DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
 #pragma unroll

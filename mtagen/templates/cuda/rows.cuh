@@ -2,22 +2,22 @@
 
 #include "ptx.cuh"
 
-// ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, a block a warp --------------------------------------------------
+// ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
-// 8. Eight lanes copy a line. What lanes copy and read is told to each other by __syncwarp.
+// 8. Eight lanes copy a line. __syncwarp makes copies visible to the other lanes.
 constexpr int BLOCK_KEYS = 64, MAX_HEADS = 16, TILES_OF_BLOCK = 4;
 constexpr int LINE = BLOCK_KEYS * 2, BLOCK_BYTES = MAX_HEADS * LINE;
 
 // Address of keys 8 column to 8 column + 7 of a head.
 DEVICE u32 in_block(u32 block, int head, int column) { return block + head * LINE + ((column ^ (head & 7)) << 4); }
 
-// The n-th of the heads whose lines a lane copies, and the first of its 8 keys there.
+// The n-th of the heads whose lines a lane copies, and the first of the lane's 8 keys.
 DEVICE int copied_head(int n, int lane) { return 4 * n + (lane >> 3); }
 
 DEVICE int copied_key(int lane) { return 8 * (lane & 7); }
 
-// Where a lane's first line of a row of a plane is, and how far it is from a head to the next.
+// The address of a lane's first line of a row of a plane, and the distance from a head to the next.
 template <class Type>
 struct Row {
   Type* at;
@@ -31,7 +31,7 @@ struct Row {
   DEVICE Type* of(int n, int key) const { return at + 4 * n * stride + key; }
 };
 
-// Copies a block from key `key` on; of `heads` heads, others are zeros.
+// Copies a block from key `key` on, of `heads` heads; other heads are zeros.
 template <class Type>
 DEVICE void copy_block_async(u32 block, const Row<Type>& row, int key, int heads, int lane) {
 #pragma unroll
@@ -68,21 +68,21 @@ DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int
 //
 // In products that sum over heads, a tile is the left operand, with a row for each key and a column for each head; and
 // so are results, which can be the operand of the next product. A lane has 2 keys, lane_row and the one 8 later, and 4
-// heads, 2 lane_pair, the next, and those 8 later. Of a tile's floats, x[4 m + 2 k + e] is of key lane_row + 8 k and
+// heads, 2 lane_pair, the next, and both 8 later. A tile's float x[4 m + 2 k + e] belongs to key lane_row + 8 k and
 // head 2 lane_pair + e + 8 m.
 using Tile = float[8];
 using Operand = u32[4];
 
-// Which key of its block an element of tile i is.
+// The key, within its block, of an element of tile i.
 DEVICE int key_of(int e, int i, int lane) { return 16 * i + 8 * (e >> 1 & 1) + (lane >> 2); }
 
-// The n-th of a lane's heads, and which of them an element is of.
+// The n-th of a lane's heads, and the number n of an element's head.
 DEVICE int head_of(int n, int lane) { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
 
 DEVICE constexpr int head_of_element(int e) { return 2 * (e >> 2) + (e & 1); }
 
-// The address that a lane gives for tile i of a block: of the matrices at (keys, heads) = (0, 0), (8, 0), (0, 8) and
-// (8, 8).
+// The address that a lane passes to ldmatrix for tile i of a block: the matrices are at (keys, heads) = (0, 0), (8, 0),
+// (0, 8) and (8, 8).
 DEVICE u32 tile_of(u32 block, int i, int lane) {
   return in_block(block, 8 * (lane >> 4) + (lane & 7), 2 * i + (lane >> 3 & 1));
 }
@@ -170,7 +170,7 @@ template <class Type>
 struct HeadProducts {
   float sums[8] = {};
 
-  // Adds y x^T, both given as operands of products over heads.
+  // Adds y x^T; both are operands of products over heads.
   DEVICE void add(const Operand& y, const Operand& x) {
     Operand a, b;
 #pragma unroll
@@ -180,7 +180,7 @@ struct HeadProducts {
     for (int n = 0; n < 2; ++n) mma<Type>(sums + 4 * n, a, b[2 * n], b[2 * n + 1]);
   }
 
-  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` is room for 256 floats a warp.
+  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` has room for 256 floats per warp.
   template <int WARPS>
   DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
     const int warp = thread >> 5, lane = thread & 31;
@@ -199,8 +199,8 @@ struct HeadProducts {
   }
 };
 
-// The sum over all keys of x, of which each lane has those of its own keys, of its 4 heads. `shared` is room for 16
-// floats a warp.
+// The sum over all keys of x, for a lane's 4 heads; each lane has the x of its own keys. `shared` has room for 16
+// floats per warp.
 template <int WARPS>
 DEVICE void sum_over_keys(float (&x)[4], float* shared, int warp, int lane) {
 #pragma unroll

@@ -13,12 +13,12 @@ class Kernel:
     """A kernel on one device, called as ``kernel(grid, *arguments)``.
 
     Args:
-        name: its entry point.
+        name: entry point of the kernel.
         threads: threads of a block.
         shared: bytes of dynamic shared memory.
         codes: the types of its arguments, a letter each, in the codes of :mod:`struct`.
-        module: the loaded cubin that it is in.
-        context: the driver context that the cubin was loaded in.
+        module: the loaded cubin with the kernel.
+        context: the driver context in which the cubin was loaded.
         device: index of the device.
     """
 
@@ -33,7 +33,7 @@ class Kernel:
         checked(driver.cuFuncSetAttribute(function, limit, shared), f"shared memory of {name}")
         self._function = int(function)
 
-        # The driver takes an array of pointers to the arguments. Each launch writes the arguments anew; the driver has
+        # The driver takes an array of pointers to the arguments. Each launch writes the arguments; the driver has
         # copied them when it returns.
         self._pack_into = struct.Struct(codes).pack_into
         self._values = ctypes.create_string_buffer(struct.calcsize(codes))
@@ -51,7 +51,7 @@ class Kernel:
 
         Args:
             grid: blocks along x, then along y and z if there are more.
-            arguments: numbers; a pointer is what ``Tensor.data_ptr()`` gives.
+            arguments: numbers; a pointer is a result of ``Tensor.data_ptr()``.
 
         Raises:
             struct.error: the arguments do not fit the kernel's.

@@ -1,5 +1,5 @@
 def _together(heads: int, few: int, streamed: int, long: int, tiles: int, most: int, whole: bool = False) -> int:
-    """Heads whose CTAs run beside each other: a few of those that stream long sequences, so that L2 keeps these.
+    """Number of heads whose CTAs run concurrently: few for long sequences, so that L2 keeps the streamed rows.
 
     Args:
         heads: heads through the batch.
@@ -7,8 +7,8 @@ def _together(heads: int, few: int, streamed: int, long: int, tiles: int, most: 
         streamed: rows of a sequence that a CTA streams.
         long: rows of a long sequence.
         tiles: tiles of a head, each of which has a CTA.
-        most: tiles that a grid may have, and sections.
-        whole: whether there is to be one section.
+        most: upper limit of a grid's tiles, and of sections.
+        whole: whether there must be one section.
 
     Raises:
         ValueError: there are more tiles.

@@ -1,15 +1,15 @@
 def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) -> int:
-    """How many parts to split the keys into, so that the GPU is busy.
+    """Number of parts into which to split the keys, so that the GPU is busy.
 
-    Of the numbers of splits that fill 1, 2, ... waves of CTAs, the smallest is taken that keeps nearly as many of the
-    waves' slots busy as any of them.
+    Candidates are the numbers of splits that fill 1, 2, ... waves of CTAs. The result is the smallest that keeps nearly
+    as large a part of the waves' slots busy as any of them.
 
     Args:
-        ctas: CTAs if the keys were not split.
-        n_max: number of keys at most.
-        slots: CTAs that the GPU holds at once, a wave of them.
-        min_keys: keys of a split, at least.
-        max_waves: waves, at most.
+        ctas: number of CTAs without splitting.
+        n_max: largest number of keys.
+        slots: CTAs that the GPU holds at once, which are a wave.
+        min_keys: smallest number of keys of a split.
+        max_waves: largest number of waves.
     """
     if max_waves * slots < 2 * ctas:  # the GPU is busy as it is
         return 1

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "triton-decode-splits-not-rescaled",
         f"{TRITON}/decode.j2",
-        "acc = acc * rescale + tl.sum(share",
-        "acc = acc + tl.sum(share",
+        "acc = acc * rescale + tl.sum(factor",
+        "acc = acc + tl.sum(factor",
         "Of more splits than are merged at once, the first ones keep the scale of their own peak.",
         (f"{INTERPRETED_DECODE}::test_more_splits_than_are_merged_at_once",),
     ),

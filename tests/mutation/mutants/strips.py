@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "strip-keys-of-a-document-owned-twice",
         f"{TRITON}/strip_contract.j2",
-        "+ share * own_tiles",
+        "+ part * own_tiles",
         "+ share",
         "Where a document has more blocks of keys than tiles of rows, some are added twice and others never.",
         (f"{INTERPRETED_STRIP}::test_more_blocks_of_keys_than_tiles_of_rows",),
