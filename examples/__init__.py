@@ -1,1 +1,1 @@
-"""Programs that train with mtagen, to be run from the repository's root: ``python -m examples.NAME``."""
+"""Programs that train with mtagen. Run them from the root of the repository: ``python -m examples.NAME``."""

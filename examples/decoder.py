@@ -1,7 +1,7 @@
-"""A decoder around attentions that are given, and how it generates: what the examples share.
+"""The decoder that all examples share, and its generation. The caller passes the attention of each layer.
 
-Norms and the feed-forward network are those of the authors of multi-token attention (facebookresearch/RAM,
-``projects/mta``, which extends Meta's Lingua), and parameters have the names of theirs.
+The norms, the feed-forward network and the names of parameters are those of the authors of multi-token attention
+(facebookresearch/RAM, ``projects/mta``, which extends Meta's Lingua).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the shape of ``x``, ``(..., dim)``."""
+        """Return the network's output for ``x``, both ``(..., dim)``."""
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each after a norm and beside a residual path."""
+    """Attention, then a feed-forward network; each follows a norm and is added to the residual path."""
 
     def __init__(self, attention: MultiTokenAttention, hidden: int) -> None:
         super().__init__()
@@ -41,19 +41,19 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(attention.dim, hidden)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """In the shape of ``x``, ``(B, N, dim)``."""
+        """Return the block's output for ``x``, both ``(B, N, dim)``."""
         x = x + self.attention(self.attention_norm(x), cache=cache)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
 
 
 class Decoder(nn.Module):
-    """A language model whose embeddings are its output layer, too.
+    """A language model with tied embeddings: the embedding matrix is also the output layer.
 
     Args:
         vocabulary: number of tokens.
-        attentions: one for each layer, all of one ``dim``.
-        hidden: units of the feed-forward networks.
+        attentions: the attention of each layer, all with the same ``dim``.
+        hidden: hidden units of each feed-forward network.
     """
 
     def __init__(self, vocabulary: int, attentions: Sequence[MultiTokenAttention], hidden: int) -> None:
@@ -64,11 +64,11 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=1e-5)
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
-        """What each token's successor may be.
+        """Return the logits of each token's successor.
 
         Args:
-            tokens: ``(B, N)`` integers; with caches the next ones of each sequence.
-            caches: one for each layer, from :meth:`new_caches`.
+            tokens: ``(B, N)`` integers. With caches these are the next tokens of each sequence.
+            caches: the cache of each layer, from :meth:`new_caches`.
 
         Returns:
             Logits ``(B, N, vocabulary)``.
@@ -79,12 +79,12 @@ class Decoder(nn.Module):
         return F.linear(self.norm(x), self.tok_embeddings.weight)
 
     def new_caches(self, batch: int, max_len: int) -> list[Cache]:
-        """Empty caches of all layers for sequences of up to ``max_len`` tokens."""
+        """Return an empty cache for each layer, for sequences of up to ``max_len`` tokens."""
         return [block.attention.new_cache(batch, max_len) for block in self.layers]  # type: ignore[union-attr, operator]
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The most probable token ``(B, 1)`` of each of ``(B, vocabulary)``."""
+    """Return the most probable token of each row of logits ``(B, vocabulary)``, as ``(B, 1)``."""
     return logits.argmax(-1, keepdim=True)
 
 
@@ -96,14 +96,14 @@ def generate(
     choose: Callable[[Tensor], Tensor] = likeliest,
     step: Callable[..., Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Take the prompt at once, then token by token, with the layers' caches.
+    """Generate tokens with the layers' caches: the prompt in one call of the model, then one call for each token.
 
     Args:
-        model: on the device of ``prompt``.
+        model: the decoder, on the device of ``prompt``.
         prompt: ``(B, N)`` tokens.
-        count: tokens to generate, 1 at least.
-        choose: a token ``(B, 1)`` for each row of logits ``(B, vocabulary)``.
-        step: computes the logits of a token instead of ``model``, e.g. ``torch.compile(model)``.
+        count: number of tokens to generate, at least 1.
+        choose: returns a token ``(B, 1)`` for each row of logits ``(B, vocabulary)``.
+        step: computes the logits of each token after the first, e.g. ``torch.compile(model)``; None: ``model`` does.
 
     Yields:
         The next tokens ``(B, 1)``, ``count`` times.
@@ -113,7 +113,7 @@ def generate(
     yield token
     if step is None:
         step = model
-    else:  # a compiled step has one graph for all lengths if the device alone counts tokens from its first call on
+    else:  # a compiled step has one graph for all lengths only if the device alone counts tokens from the first call
         for cache in caches:
             cache.longest = None
     for _ in range(count - 1):

@@ -1,4 +1,4 @@
-"""The option of the examples that says where they run."""
+"""The ``--device`` option of the examples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def present(name: str | torch.device) -> torch.device:
-    """The device of a name, such as ``cpu`` or ``cuda:1``.
+    """Return the device of a name, such as ``cpu`` or ``cuda:1``.
 
     Raises:
-        typer.BadParameter: it is not here.
+        typer.BadParameter: this machine has no such device.
     """
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     here = ["cpu", *(["cuda", *gpus] if gpus else [])]

@@ -1,7 +1,7 @@
-"""The folder of a training run: checkpoints and a log, which a kill at any moment leaves fit to resume from.
+"""The folder of a training run: checkpoints and a log. A kill at any moment leaves a folder to resume from.
 
-A file is written beside its place and then renamed. Its place therefore holds the file before or the new file, and
-either is whole. A log is appended to, so that a kill can tear its last line and no other.
+A file is written under another name and then renamed. Its path therefore holds either the previous file or the new
+file, and both are complete. A log is appended to, so a kill can tear only its last line.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import mtagen
 from mtagen.errors import InputError, MtagenError, explain
 
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
-UNFINISHED = ".new"  # added to the name of what is not whole yet
+UNFINISHED = ".new"  # suffix of a file or folder that is not complete yet
 
 Entry: TypeAlias = dict[str, Any]
 
 
 def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file beside its place, then rename it.
+    """Write a file under another name in its folder, then rename it.
 
     Args:
-        path: the place. A file that is there stays until the new one is whole and on the disk.
-        write: writes the content.
+        path: the path of the file. A file at this path stays until the new file is complete and on the disk.
+        write: writes the content to the file that it gets.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
@@ -55,7 +55,7 @@ def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
-    """Publish a file of this content."""
+    """Publish a file with this content."""
     publish(path, lambda file: file.write(content))
 
 
@@ -65,7 +65,7 @@ def publish_json(path: Path, value: Any) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can say so."""
+    """Wait until the names in a folder are on the disk. Windows cannot sync a folder, so return at once there."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     descriptor = os.open(folder, os.O_DIRECTORY)
@@ -76,7 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Return what a log says of the machine and the versions that its figures depend on."""
+    """Return the device, the versions and the commit, for a log whose figures depend on them."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
@@ -87,7 +87,7 @@ def environment(device: torch.device) -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Return the commit of this checkout, or None where git does not know it."""
+    """Return the commit of this checkout, or None if git does not know it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -96,15 +96,15 @@ def _commit() -> str | None:
 
 
 class Stopwatch:
-    """Seconds in which a device worked on steps.
+    """A stopwatch that counts the seconds in which a device works on steps.
 
-    Each reading waits until the device has done what it was given.
+    Each start and stop waits until the device has finished the work that it was given.
 
     Args:
         device: the device.
 
     Attributes:
-        seconds: when the watch last stood still.
+        seconds: the seconds counted until the watch was last stopped.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,11 +112,11 @@ class Stopwatch:
         self._started: float | None = None
 
     def start(self) -> None:
-        """Go on from :attr:`seconds`."""
+        """Start counting from :attr:`seconds`."""
         self._started = self._now()
 
     def stop(self) -> float:
-        """Stand still, and return :attr:`seconds`."""
+        """Stop counting, and return :attr:`seconds`."""
         if self._started is not None:
             self.seconds += self._now() - self._started
             self._started = None
@@ -124,7 +124,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[float]:
-        """Stand still in a ``with`` block, whose target is :attr:`seconds`; a watch that was going goes on after it."""
+        """Stop in a ``with`` block, whose target is :attr:`seconds`. A running watch starts again after the block."""
         was_going = self._started is not None
         yield self.stop()
         if was_going:
@@ -137,7 +137,7 @@ class Stopwatch:
 
 
 def default_interval(steps: int) -> int:
-    """Return how many steps lie between checkpoints by default: a tenth of the run's, 1000 at most."""
+    """Return the default number of steps between checkpoints: a tenth of the run's ``steps``, at most 1000."""
     return max(1, min(1000, steps // 10))
 
 
@@ -146,10 +146,10 @@ def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        names: what the checkpoint must hold.
+        names: the keys that the checkpoint must hold.
 
     Raises:
-        InputError: the file cannot be read, or holds something else.
+        InputError: the file cannot be read, or lacks one of the keys.
     """
     try:
         if not path.stat().st_size:
@@ -158,7 +158,7 @@ def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
             if damaged := archive.testzip():  # torch.load does not compare checksums
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is another")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # its class depends on where the damage is
+    except Exception as error:  # the class of the error depends on where the damage is
         raise unreadable(path, error) from error
     if not isinstance(state, dict) or not state.keys() >= set(names):
         holds = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
@@ -167,13 +167,18 @@ def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
 
 
 def unreadable(checkpoint: Path, error: BaseException) -> InputError:
-    """Return the error that says which checkpoint is damaged."""
+    """Return the error that names a damaged checkpoint."""
     remedy = "a whole copy in its place, its removal if an earlier checkpoint is beside it, or a new run elsewhere"
     return InputError(explain(str(checkpoint), error, "cannot be read as a checkpoint", remedy))
 
 
 def check_settings(checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Check that a checkpoint is of a run with our settings.
+    """Check that a checkpoint comes from a run with this run's settings.
+
+    Args:
+        checkpoint: the path of the checkpoint, for the error.
+        theirs: the settings in the checkpoint.
+        ours: the settings of this run.
 
     Raises:
         InputError: a setting differs.
@@ -189,8 +194,9 @@ class Log:
 
     Args:
         path: the file.
-        count: the field that says after how many steps an entry was made. An entry without it was made after none.
-        writes: whether this process writes the file. Others only read what it held when they started.
+        count: the field that holds the number of steps before an entry. An entry without this field was made before the
+            first step.
+        writes: whether this process writes the file. Other processes read only the entries from before they started.
     """
 
     def __init__(self, path: Path, count: str, writes: bool = True) -> None:
@@ -200,11 +206,11 @@ class Log:
         """Check that a run may start in the log's folder.
 
         Args:
-            checkpoint: the folder's, if there is one.
-            resume: whether the run is to go on from the checkpoint.
+            checkpoint: the folder's checkpoint, or None if the folder has none.
+            resume: whether the run shall continue from the checkpoint.
 
         Raises:
-            InputError: the folder has another run, which is not to be resumed, or which has a log and no checkpoint.
+            InputError: the folder has a run, and ``resume`` is not set; or the folder has a log and no checkpoint.
         """
         folder = str(self.path.parent)
         if not resume and (self.path.exists() or checkpoint):
@@ -215,10 +221,10 @@ class Log:
             raise InputError(explain("folder", folder, "has a log and no checkpoint to resume from", remedy))
 
     def entries(self) -> list[Entry]:
-        """Return all entries. A last line that a kill has torn is left out, and a message says so.
+        """Return all entries. If a kill has torn the last line, leave the line out and print a message.
 
         Raises:
-            InputError: there is no log, or another line is no entry.
+            InputError: the log does not exist, or a line other than the last is no entry.
         """
         if not self.path.exists():
             raise InputError(explain("log", str(self.path), "does not exist", f"a {LOG} that training wrote"))
@@ -243,17 +249,17 @@ class Log:
         return entry
 
     def continue_at(self, steps: int, first: Sequence[Entry] = ()) -> list[Entry]:
-        """Drop what was logged after a checkpoint, or begin the log of a run that has made no step.
+        """Drop the entries after a checkpoint, or begin the log of a run that has made no step.
 
         Args:
-            steps: of the checkpoint.
-            first: entries that the log begins with.
+            steps: the number of steps in the checkpoint.
+            first: the entries that a new log begins with.
 
         Returns:
             The entries that the log has now.
 
         Raises:
-            InputError: there is no log though steps were made, or it is damaged.
+            InputError: steps were made and the log does not exist, or the log is damaged.
         """
         entries = self.entries() if self.path.exists() else []
         if steps and not (entries if first else self.path.exists()):
@@ -271,7 +277,7 @@ class Log:
                 file.write(_line(entry))
 
     def sync(self) -> None:
-        """Wait until all entries are on the disk, as they must be before a checkpoint that counts on them."""
+        """Wait until all entries are on the disk. Call this before writing a checkpoint that relies on the entries."""
         if self.writes and self.path.exists():
             with self.path.open("ab") as file:
                 os.fsync(file.fileno())
@@ -282,12 +288,12 @@ def _line(entry: Entry) -> bytes:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C has stopped a run, which has saved its last step.
+    """Ctrl-C has stopped a run, and the run has saved its last step.
 
     Args:
-        step: that step.
-        checkpoint: where it was saved.
-        resumed_by: what goes on from there.
+        step: the number of the last step.
+        checkpoint: the path of the saved checkpoint.
+        resumed_by: the end of the message, which says how to continue the run.
     """
 
     def __init__(self, step: int, checkpoint: Path, resumed_by: str = "the same command with --resume goes on") -> None:
@@ -296,12 +302,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """While it is entered, Ctrl-C sets :attr:`asked`, so that a loop can end its step and save it.
+    """A context in which Ctrl-C sets :attr:`asked`, so that a loop can end its step and save it.
 
-    A second Ctrl-C stops at once, as it does elsewhere.
+    A second Ctrl-C stops the program at once, as Ctrl-C usually does.
 
     Args:
-        quiet: whether no message says that the first Ctrl-C was heard.
+        quiet: whether to print no message at the first Ctrl-C.
 
     Attributes:
         asked: whether Ctrl-C was pressed.
@@ -311,7 +317,7 @@ class Interrupt:
         self.asked, self._quiet, self._installed = False, quiet, False
 
     def __enter__(self) -> Interrupt:
-        # Only the main thread may handle signals, and whoever handles this one otherwise, or ignores it, means to.
+        # Only the main thread may set a handler. A handler other than the default was set on purpose, so keep it.
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if usual and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._ask)
@@ -325,22 +331,29 @@ class Interrupt:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not self._quiet:  # past Python's buffers, which this may have interrupted
+        if not self._quiet:
+            # os.write bypasses Python's buffers, because the signal may have interrupted a write to them.
             os.write(2, b"\nstopping after this step; press Ctrl-C again to stop without saving it\n")
 
 
 def ignore_interrupts(worker: int) -> None:
-    """Leave Ctrl-C, which reaches all processes of a terminal, to the process that a DataLoader's workers serve."""
+    """Make a worker of a DataLoader ignore Ctrl-C.
+
+    Ctrl-C reaches all processes of a terminal. Only the process that the worker serves shall handle Ctrl-C.
+
+    Args:
+        worker: the number of the worker, which DataLoader passes.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def one_line(program: str, quiet: bool = False) -> Iterator[None]:
-    """Turn errors that a user can mend, and Ctrl-C after its checkpoint, into one line and an exit status.
+    """Turn :class:`Interrupted` and errors that a user can correct into one line and an exit status.
 
     Args:
-        program: its name, which the line begins with.
-        quiet: whether another process says where Ctrl-C stopped the run.
+        program: the name of the program, which the line begins with.
+        quiet: whether another process prints where Ctrl-C stopped the run.
     """
     try:
         yield

@@ -1,1 +1,1 @@
-"""The toy task of the paper: multi-token attention and plain attention learn to find a block by two of its letters."""
+"""The paper's toy task: multi-token attention and plain attention learn to find a block by two of its letters."""

@@ -23,7 +23,7 @@ from .train import train as run
 
 
 class _Group(TyperGroup):
-    """Turns the errors that a user can mend, and Ctrl-C, into one line and an exit status."""
+    """Turn Ctrl-C and errors that a user can correct into one line and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         with one_line("find_block"):
@@ -35,7 +35,7 @@ app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=Fal
 DEMO = Settings(
     Task(letters=16, block_length=3, blocks=10),
     Size(dim=32, layers=2, dropout=0),
-    kernel=(2, 5),  # 2 L - 1 keys for blocks of L letters, as in the paper
+    kernel=(2, 5),  # blocks of L letters have 2 L - 1 keys, as in the paper
     batch=32,
     lr=5e-3,
     warmup=50,
@@ -140,7 +140,7 @@ def demo(
     try:
         draw(logs, picture)
         typer.echo(f"drawn to {picture}")
-    except InputError as missing:  # matplotlib, without which the rest is worth seeing
+    except InputError as missing:  # without matplotlib the table and the sketch are still useful
         typer.echo(f"no picture: {missing}", err=True)
 
 

@@ -13,24 +13,24 @@ from torch.utils.data import Dataset
 from mtagen.errors import InputError, explain
 
 MAX_BATCHES = 1 << 24  # of a stream
-TEST_STREAM = 255  # training has the streams below, one for each seed
+TEST_STREAM = 255  # training uses the streams below 255, one for each seed
 
 
 @dataclass(frozen=True)
 class Task:
-    """Samples such as ``vqkze.hrpcs. ... .taobw#wavqk``: blocks, ``#``, two letters of a block, then that block.
+    """Samples such as ``vqkze.hrpcs. ... .taobw#wavqk``: blocks, ``#``, two letters of a block, then this block.
 
-    Each block has distinct letters, no two blocks are equal, and only the answer holds both letters that are asked for.
-    Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, section 4.1, with the defaults here: samples of 319
-    characters.
+    Each block has distinct letters, no two blocks are equal, and only the answer holds both of the two letters.
+    The defaults are the task of Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, section 4.1. Its samples
+    have 319 characters.
 
     Attributes:
-        letters: of the alphabet, at most 26.
-        block_length: letters of a block.
-        blocks: of a sample.
+        letters: number of letters in the alphabet, at most 26.
+        block_length: number of letters in a block.
+        blocks: number of blocks in a sample.
 
     Raises:
-        InputError: there are not so many letters or blocks.
+        InputError: the alphabet has too few letters for such blocks, or too few blocks exist without the two letters.
     """
 
     letters: int = 26
@@ -50,21 +50,21 @@ class Task:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens: the letters, ``.`` and ``#``."""
+        """Number of different tokens: the letters, ``.`` and ``#``."""
         return self.letters + 2
 
     @property
     def prompt_length(self) -> int:
-        """Characters before the answer."""
+        """Number of characters before the answer."""
         return self.blocks * (self.block_length + 1) + 2
 
     @property
     def length(self) -> int:
-        """Characters of a sample."""
+        """Number of characters in a sample."""
         return self.prompt_length + self.block_length
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw samples, tokens ``(count, length)``, int64."""
+        """Draw samples and return their tokens ``(count, length)``, int64."""
         answers = self._draw(count, generator)
         pairs = answers.gather(1, _distinct(count, 2, self.block_length, generator))
         places = torch.randint(self.blocks, (count, 1), generator=generator)
@@ -83,37 +83,41 @@ class Task:
         return _distinct(count, self.block_length, self.letters, generator)
 
     def text(self, tokens: Tensor) -> str:
-        """The characters of a row of tokens."""
+        """Return the characters of a row of tokens."""
         characters = string.ascii_lowercase[: self.letters] + ".#"
         return "".join(characters[token] for token in tokens.tolist())
 
 
 def _distinct(count: int, chosen: int, choices: int, generator: torch.Generator) -> Tensor:
-    """Rows of ``chosen`` distinct numbers below ``choices``, in random order: the places of the largest values."""
+    """Return ``count`` rows of ``chosen`` distinct numbers below ``choices``, in random order.
+
+    Each row holds the positions of the largest among ``choices`` random values.
+    """
     return torch.rand(count, choices, generator=generator).topk(chosen).indices
 
 
 def _hold_all(blocks: Tensor, pairs: Tensor) -> Tensor:
-    """Which blocks ``(count, n, length)`` hold all letters of their row of ``pairs``: ``(count, n)``."""
+    """Return whether each block of ``(count, n, length)`` holds all letters of its row in ``pairs``: ``(count, n)``."""
     return (blocks.unsqueeze(3) == pairs[:, None, None]).any(2).all(2)
 
 
 def _repeat(blocks: Tensor) -> Tensor:
-    """Which blocks ``(count, n, length)`` equal an earlier one of their row: ``(count, n)``."""
+    """Return whether each block of ``(count, n, length)`` equals an earlier block of its row: ``(count, n)``."""
     codes = (blocks * 26 ** torch.arange(blocks.shape[2])).sum(2)
     return (codes.unsqueeze(2) == codes.unsqueeze(1)).tril(-1).any(2)
 
 
 class Batches(Dataset[Tensor]):
-    """Batches ``(size, length)`` of samples by their number, which with the stream is the seed of their random numbers.
+    """Batches of samples, ``(size, length)``, indexed by number.
 
-    So a run that is resumed, and another model, get the same batches.
+    The number of a batch and the stream seed its random numbers. A resumed run and another model therefore get the
+    same batches.
 
     Args:
-        task: what is sampled.
-        size: samples of a batch.
-        stream: 0..255; other streams have other samples.
-        samples: how many there are before they come again, in the same batches; None: they never do.
+        task: the task to sample.
+        size: number of samples in a batch.
+        stream: number of the random stream, 0..255. Different streams have different samples.
+        samples: number of samples before the same batches come again; None: batches never repeat.
 
     Raises:
         InputError: the stream or the number of samples is not legal.

@@ -1,4 +1,4 @@
-"""The two models, which differ in nothing but their attention: multi-token or plain."""
+"""The two models. They differ only in their attention, which is multi-token or plain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..decoder import Decoder
 
 @dataclass(frozen=True)
 class Size:
-    """Of a decoder. The defaults are the paper's for this task.
+    """Size of a decoder. The defaults are the paper's for this task.
 
     Attributes:
         dim: elements of a token's vector.
-        layers: blocks of attention and feed-forward.
-        heads: of each attention.
-        dropout: probability that a factor of the values is dropped in training.
+        layers: number of blocks, each of attention and feed-forward network.
+        heads: number of heads in each attention.
+        dropout: probability that training drops an attention probability.
     """
 
     dim: int = 256
@@ -31,21 +31,21 @@ class Size:
 
     @property
     def hidden(self) -> int:
-        """Hidden units of the feed-forward network: what 8/3 dim = 683 of dim 256 is rounded up to."""
+        """Hidden units of the feed-forward network. For dim 256 this is 8/3 dim = 683, rounded up to 768."""
         return 3 * self.dim
 
 
 def make_decoder(vocabulary: int, size: Size, kernel: tuple[int, int] | None, device: torch.device) -> Decoder:
-    """A model.
+    """Return a new model.
 
-    Weights start as normal values of variance 1 / inputs, cut at three standard deviations, and convolutions as the
-    identity, so that from one seed multi-token attention and plain attention start as the same function.
+    Weights start as normal values of variance 1 / inputs, cut at three standard deviations. Convolutions start as the
+    identity. From one seed multi-token attention and plain attention therefore start as the same function.
 
     Args:
-        vocabulary: different tokens.
-        size: of the model.
-        kernel: extents of the convolution of all layers; None: plain attention.
-        device: where it runs.
+        vocabulary: number of different tokens.
+        size: the size of the model.
+        kernel: extents of the convolution in all layers; None: plain attention.
+        device: the device of the model.
     """
     backend: Backend = "auto" if device.type == "cuda" else "torch"
     attentions = [

@@ -1,4 +1,4 @@
-"""Logs as a picture, or as text: the error of each run over its steps."""
+"""Plots of the error of each run over its steps, as a picture or as text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from .train import describe
 
 
 def plot(logs: Sequence[Path], path: Path) -> None:
-    """Draw the errors of runs over their steps: models by colour, runs of one model by their line's style.
+    """Draw the errors of runs over their steps. Models differ in colour, and runs of one model in line style.
+
+    Args:
+        logs: the logs of the runs.
+        path: the file to write.
 
     Raises:
-        InputError: a file is absent, no log or damaged, or holds no evaluation; the picture's format is not known, or
-            matplotlib is not installed.
+        InputError: a file is absent, is no log, is damaged, or holds no evaluation; or the picture's format is not
+            known; or matplotlib is not installed.
     """
     check_path(path)
-    from matplotlib.figure import Figure  # an extra of the package
+    from matplotlib.figure import Figure  # of the extra `bench`
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots()
@@ -46,15 +50,15 @@ def plot(logs: Sequence[Path], path: Path) -> None:
 
 
 def sketch(logs: Sequence[Path], width: int = 60, height: int = 11) -> str:
-    """Draw the same with characters, one for each model, for a terminal.
+    """Return the curves of :func:`plot` as text for a terminal, with one character for each model.
 
     Args:
-        logs: of the runs, each of another model.
-        width: columns of the curves.
-        height: lines of the curves, from 100 % on top to 0 %.
+        logs: the logs of the runs, each run of another model.
+        width: number of columns of the curves.
+        height: number of lines of the curves, from 100 % on top to 0 %.
 
     Raises:
-        InputError: a file is absent, no log or damaged, or holds no evaluation.
+        InputError: a file is absent, is no log, is damaged, or holds no evaluation.
     """
     runs = [_read(log) for log in logs]
     last = max(points[-1][0] for _, _, points in runs)
@@ -74,7 +78,7 @@ def sketch(logs: Sequence[Path], width: int = 60, height: int = 11) -> str:
 
 
 def _read(log: Path) -> tuple[str, int, list[tuple[int, float]]]:
-    """The model, the seed, and the error in percent after each number of steps."""
+    """Return the name of the model, the seed, and pairs of steps and error in percent."""
     header, *entries = Log(log, "steps").entries() or [{}]
     if "settings" not in header or not entries or any("error" not in entry for entry in entries):
         raise InputError(explain("log", str(log), "holds no evaluation of a run", f"a {LOG} that train wrote"))

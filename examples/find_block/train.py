@@ -1,4 +1,4 @@
-"""Training: one model from settings to a log, with checkpoints that it continues from as if it had never stopped."""
+"""Train one model and write a log and checkpoints. A resumed run continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from .model import Size, make_decoder
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run computes. The defaults are the paper's for this task.
+    """Settings that determine the result of a run. The defaults are the paper's for this task.
 
     Attributes:
-        task: what is learnt.
-        size: of the model.
-        kernel: extents of the convolution of all layers; None: plain attention.
-        batch: samples of a step.
+        task: the task to learn.
+        size: the size of the model.
+        kernel: extents of the convolution in all layers; None: plain attention.
+        batch: number of samples in a step.
         lr: the learning rate, constant after the warm-up.
-        warmup: steps in which the learning rate grows in proportion to them.
-        samples: for training, before the same come again; None: each step has new ones.
-        test_samples: that the error is measured on, the same in all runs of a task.
-        seed: 0..254, of the weights, the samples and dropout.
+        warmup: number of steps during which the learning rate grows linearly.
+        samples: number of training samples before the same batches come again; None: each step has new samples.
+        test_samples: number of samples that the error is measured on. They are the same in all runs of a task.
+        seed: seed of the weights, the samples and dropout, 0..254.
     """
 
     task: Task = field(default_factory=Task)
@@ -71,18 +71,18 @@ class Settings:
 
 
 class Trainer:
-    """A model, its optimizer and how far they are: steps, the seconds they took, and losses since the last evaluation.
+    """A model, its optimizer and their progress: steps, seconds, and the losses since the last evaluation.
 
-    On a GPU products are computed in bf16 (``torch.autocast``), parameters and their updates in fp32.
+    On a GPU products are computed in bf16 (``torch.autocast``). Parameters and their updates are in fp32.
 
     Args:
-        settings: of the run.
-        device: where it runs.
-        compile_model: whether steps go through ``torch.compile``.
-        cuda_graph: whether steps, but for the first few, are launches of one CUDA graph.
+        settings: the settings of the run.
+        device: the device to train on.
+        compile_model: whether ``torch.compile`` compiles the model.
+        cuda_graph: whether to launch each step as one CUDA graph, except the first few steps.
 
     Raises:
-        InputError: a CUDA graph is asked for where there is no GPU.
+        InputError: ``cuda_graph`` is set, and ``device`` is no GPU.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Trainer:
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
         self.model = make_decoder(settings.task.vocabulary, settings.size, settings.kernel, device)
-        # A graph reads the learning rate of its step on the GPU.
+        # A CUDA graph cannot take a new number from the CPU, so it reads the learning rate from a tensor on the GPU.
         self._lr = torch.zeros((), device=device) if cuda_graph else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -110,11 +110,11 @@ class Trainer:
         self.losses: list[Tensor] = []
 
     def autocast(self) -> Any:
-        """Computes in bf16 on a GPU, and as it is on a CPU."""
+        """Return the context of the computation: bf16 autocast on a GPU, no change on a CPU."""
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
     def batches(self, workers: int) -> DataLoader[Tensor]:
-        """All batches from the next step's on."""
+        """Return an endless loader of batches that begins with the batch of the next step."""
         settings = self.settings
         return DataLoader(
             Batches(settings.task, settings.batch, settings.seed, settings.samples),
@@ -122,12 +122,16 @@ class Trainer:
             sampler=count(self.steps),
             num_workers=workers,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # so that it draws nothing from the one of dropout
+            generator=torch.Generator(),  # so that the loader draws nothing from the generator of dropout
             worker_init_fn=ignore_interrupts,
         )
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Learn from a batch ``(B, length)``. Returns the mean loss of the answers' tokens, on the device; keeps it."""
+        """Take a step on a batch ``(B, length)``.
+
+        Returns:
+            The mean loss of the answers' tokens, on the device. :attr:`losses` keeps it, too.
+        """
         lr = self.settings.lr * min(1, (self.steps + 1) / self.settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = lr if self._lr is None else self._lr.fill_(lr)
@@ -148,7 +152,7 @@ class Trainer:
         return loss.detach()
 
     def error(self) -> float:
-        """The share of test samples, 0..1, whose block is not generated letter by letter as it stands."""
+        """Return the fraction of test samples (0..1) whose block the model does not generate exactly."""
         task, wrong = self.settings.task, 0
         test = Batches(task, self.settings.test_samples, TEST_STREAM)[0]
         self.model.eval()
@@ -161,7 +165,7 @@ class Trainer:
         return wrong / len(test)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint. An earlier one stays until the new one is whole."""
+        """Write a checkpoint. The previous checkpoint stays until the new one is complete."""
         state = {
             "settings": json.dumps(asdict(self.settings)),
             "model": self.model.state_dict(),
@@ -175,19 +179,20 @@ class Trainer:
         publish(path, lambda file: torch.save(state, file))
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint.
+        """Load a checkpoint.
 
         Raises:
-            InputError: it is damaged, or of a run with other settings.
+            InputError: the checkpoint is damaged, or comes from a run with other settings.
         """
         state = read_checkpoint(path, "settings", "model", "optimizer", "steps", "seconds", "random", "random_cuda")
         theirs, ours = (json.loads(text) for text in (state["settings"], json.dumps(asdict(self.settings))))
         check_settings(path, theirs, ours)
         self.model.load_state_dict(state["model"])
-        groups = self.optimizer.state_dict()["param_groups"]  # are of the settings, and of how steps are computed here
+        groups = self.optimizer.state_dict()["param_groups"]  # follow from settings, device and cuda_graph
         self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": groups})
         self.steps, self.seconds = state["steps"], state["seconds"]
-        self.losses = [*state.get("losses", torch.empty(0)).to(self.device)]  # older checkpoints follow an evaluation
+        # Checkpoints of earlier versions have no losses, because they were saved only after an evaluation.
+        self.losses = [*state.get("losses", torch.empty(0)).to(self.device)]
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"])
@@ -196,7 +201,7 @@ class Trainer:
 class _Graphed:
     """A function of tokens ``(B, length)`` as one CUDA graph, so that the GPU need not wait for each kernel's launch.
 
-    The first calls run as they are: they compile kernels, and allocate what later ones update.
+    The first calls run without a graph, because they compile kernels and allocate the state that later calls update.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], plain_calls: int = 3) -> None:
@@ -209,7 +214,7 @@ class _Graphed:
             return self._function(tokens)
         if self._graph is None:
             self._graph, self._tokens = torch.cuda.CUDAGraph(), tokens.clone()
-            # The thread that pins batches goes on with calls to CUDA, which are no part of the graph.
+            # The thread that pins batches keeps calling CUDA during the capture, and its calls must not join the graph.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._result = self._function(self._tokens)
         self._tokens.copy_(tokens)
@@ -231,29 +236,30 @@ def train(
 ) -> float:
     """Train, and write a log and checkpoints to a folder.
 
-    The log has a line of settings and versions, then one for each evaluation: steps, the mean loss of the steps since
-    the one before, the error on the test samples, and the seconds that steps took, without evaluations. A run that is
-    killed goes on from the last checkpoint, the first of which is written before the first step.
+    The first line of the log has the settings and versions. A line for each evaluation follows: steps, the mean loss of
+    the steps since the previous evaluation, the error on the test samples, and the seconds that steps took, without
+    evaluations. A killed run can resume from its last checkpoint. The first checkpoint is written before the first
+    step.
 
     Args:
-        settings: of the run.
-        folder: made if absent.
-        steps: in all, those before a checkpoint too.
-        device: where it runs.
-        evaluate_every: steps between evaluations, each of which writes a checkpoint; None: a tenth of ``steps``, 1000
-            at most.
-        workers: processes that draw samples; 0: this one does.
-        compile_model: whether steps go through ``torch.compile``.
-        cuda_graph: whether steps, but for the first few, are launches of one CUDA graph.
-        resume: whether to continue from the folder's checkpoint; without one yet, the run begins anew.
+        settings: the settings of the run.
+        folder: the folder to write to; made if absent.
+        steps: total number of steps, including the steps before a checkpoint.
+        device: the device to train on.
+        evaluate_every: number of steps between evaluations; None: a tenth of ``steps``, at most 1000. Each evaluation
+            writes a checkpoint.
+        workers: number of processes that draw samples; 0: this process draws them.
+        compile_model: whether ``torch.compile`` compiles the model.
+        cuda_graph: whether to launch each step as one CUDA graph, except the first few steps.
+        resume: whether to continue from the folder's checkpoint. Without a checkpoint the run begins anew.
 
     Returns:
         The last error on the test samples, 0..1.
 
     Raises:
-        InputError: the folder has a run that is not to be resumed, or that had other settings; or one of its checkpoint
-            and its log is missing or damaged; or a CUDA graph is asked for where there is no GPU.
-        Interrupted: Ctrl-C was pressed; the steps until then are saved.
+        InputError: the folder has a run, and ``resume`` is not set or the run had other settings; or its checkpoint
+            or log is missing or damaged; or ``cuda_graph`` is set, and ``device`` is no GPU.
+        Interrupted: Ctrl-C was pressed. The steps until then are saved.
     """
     log, checkpoint = Log(folder / LOG, "steps"), folder / CHECKPOINT
     log.check_start(checkpoint if checkpoint.exists() else None, resume)
@@ -262,7 +268,7 @@ def train(
         trainer.load(checkpoint)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        trainer.save(checkpoint)  # before the log, which could not be resumed without a checkpoint
+        trainer.save(checkpoint)  # before the log, because a log without a checkpoint cannot be resumed
     entries = log.continue_at(trainer.steps, [{"settings": asdict(settings), "environment": environment(device)}])
     error: float = entries[-1].get("error", 1.0)
     name = describe(settings.kernel)
@@ -285,7 +291,7 @@ def train(
             evaluates = trainer.steps % every == 0 or trainer.steps == steps
             if not (evaluates or interrupt.asked):
                 continue
-            loss = torch.stack(trainer.losses).mean().item()  # waits for the steps
+            loss = torch.stack(trainer.losses).mean().item()  # waits until the device has finished the steps
             trainer.seconds += time.perf_counter() - started
             if evaluates:
                 error = trainer.error()
@@ -295,9 +301,9 @@ def train(
                 trainer.losses.clear()
                 state = f"loss {loss:.3f}, error {error:.1%}"
                 progress.update(bar, state=state)
-                if not console.is_terminal:  # nobody sees a bar in a pipe or a file
+                if not console.is_terminal:  # a pipe or a file shows no progress bar
                     typer.echo(f"{name}: step {trainer.steps:,} of {steps:,}, {state}, {seconds:.0f} s")
-            trainer.save(checkpoint)  # after the entry: a resumed run reads it and drops later ones
+            trainer.save(checkpoint)  # after the entry, because a resumed run reads the entry and drops later entries
             if trainer.steps == steps or interrupt.asked:
                 break
             started = time.perf_counter()
@@ -307,5 +313,5 @@ def train(
 
 
 def describe(kernel: tuple[int, int] | None) -> str:
-    """The name of a model."""
+    """Return the name of the model with this kernel."""
     return "plain attention" if kernel is None else f"multi-token attention {kernel[0]} x {kernel[1]}"

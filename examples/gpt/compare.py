@@ -47,21 +47,21 @@ def train_all(
     validate_every: int | None = None,
     deadline: float = math.inf,
 ) -> bool:
-    """Train each variant with each seed in a folder of its own, and go on with runs that are there.
+    """Train each variant with each seed in its own folder, and continue the runs that the folders already have.
 
     Runs of one seed have the same batches in the same order. Runs of one variant share compiled code.
 
     Args:
-        folder: for the folders of the runs, such as ``mta-0``.
-        corpus: as of :class:`.train.Run`, a folder.
-        settings: of all runs, but for variant and seed.
+        folder: the parent of the runs' folders, such as ``mta-0``.
+        corpus: the folder of a corpus, see ``text`` of :class:`.train.Run`.
+        settings: the settings of all runs, except variant and seed.
         variants: keys of :data:`.model.ATTENTION`.
-        seeds: how many; they count from 0.
-        device: as of :class:`.train.Run`.
-        compiled: as of :class:`.train.Run`.
-        windows: as of :class:`.train.Run`.
-        validate_every: as of :meth:`.train.Run.train`.
-        deadline: as of :meth:`.train.Run.train`.
+        seeds: number of seeds. Seeds count from 0.
+        device: see :class:`.train.Run`.
+        compiled: see :class:`.train.Run`.
+        windows: see :class:`.train.Run`.
+        validate_every: see :meth:`.train.Run.train`.
+        deadline: see :meth:`.train.Run.train`.
 
     Returns:
         Whether all runs are finished.

@@ -33,22 +33,22 @@ MIRROR = "https://deb.debian.org/debian"
 END = "<|endoftext|>"  # follows each document
 LARGEST_VOCABULARY = 2**16
 SHORTEST_DOCUMENT = 400  # characters
-SHORTEST_REPEAT = 120  # characters of a paragraph that is dropped where it occurs again
-MOST_FOREIGN = 0.02  # of a document's characters may be outside of ASCII
+SHORTEST_REPEAT = 120  # characters; a repeated paragraph of this length or more is dropped
+MOST_FOREIGN = 0.02  # fraction of a document's characters that may be outside of ASCII
 
 
 @dataclass(frozen=True)
 class Package:
-    """A Debian package, and which of its files are documents.
+    """A Debian package, and the patterns that select its documents.
 
     Attributes:
-        name: of the package.
-        version: of the package.
-        path: where a mirror has the package.
-        sha256: of the package.
-        licence: of its documents.
-        documents: pattern of the documents' paths.
-        excluded: pattern that paths of documents do not contain.
+        name: name of the package.
+        version: version of the package.
+        path: path of the package on a mirror.
+        sha256: hash of the package's file.
+        licence: licence of the documents.
+        documents: pattern that a document's path must contain.
+        excluded: pattern that a document's path must not contain.
     """
 
     name: str
@@ -121,10 +121,10 @@ def clean(text: str) -> str:
 
 
 def archive_members(archive: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of each member of an ``ar`` archive, as a Debian package is one.
+    """Yield name and content of each member of an ``ar`` archive, such as a Debian package.
 
     Raises:
-        InputError: it is no such archive.
+        InputError: the bytes are no ``ar`` archive.
     """
     if not archive.startswith(b"!<arch>\n"):
         raise InputError(explain("package", archive[:8], "does not begin as an ar archive", b"!<arch>\n"))
@@ -137,7 +137,7 @@ def archive_members(archive: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def read_documents(package: Package, archive: bytes) -> dict[str, str]:
-    """Return the English documents of a package, cleaned, by their paths."""
+    """Return the English documents of a package, cleaned, as a dict from path to text."""
     found = {}
     (data,) = (content for name, content in archive_members(archive) if name.startswith("data.tar"))
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
@@ -152,7 +152,7 @@ def read_documents(package: Package, archive: bytes) -> dict[str, str]:
             content = gzip.decompress(content) if member.name.endswith(".gz") else content
             try:
                 text = clean(content.decode())
-            except UnicodeDecodeError:  # is no English of today's documentation
+            except UnicodeDecodeError:  # today's English documentation is UTF-8
                 continue
             if sum(not character.isascii() for character in text) <= MOST_FOREIGN * len(text):
                 found[name] = text
@@ -160,9 +160,10 @@ def read_documents(package: Package, archive: bytes) -> dict[str, str]:
 
 
 def without_repeats(documents: Sequence[str]) -> list[str]:
-    """Return documents, each without the long paragraphs that occurred before; what is left of some is too short.
+    """Return the documents without the long paragraphs that occurred before.
 
-    So no long paragraph of a validation document is in a training document, whichever is which.
+    Documents that become too short are left out.
+    A long paragraph is therefore in one document only. Any split puts it either into training or into validation.
     """
     kept, seen = [], set()
     for document in documents:
@@ -181,7 +182,12 @@ def without_repeats(documents: Sequence[str]) -> list[str]:
 
 
 def split(documents: Sequence[str], validation_bytes: int, seed: int) -> tuple[list[str], list[str]]:
-    """Return shuffled documents for training, and others of at least so many bytes for validation.
+    """Shuffle documents, and return those for training and those for validation.
+
+    Args:
+        documents: the documents.
+        validation_bytes: bytes of the validation documents, at least.
+        seed: seed of the shuffle.
 
     Raises:
         InputError: no document is left for training.
@@ -199,8 +205,8 @@ def split(documents: Sequence[str], validation_bytes: int, seed: int) -> tuple[l
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Any:
-    """Return a byte-level BPE tokenizer of at most ``vocabulary`` tokens, the first of which is :data:`END`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # of an extra of the package
+    """Return a byte-level BPE tokenizer of at most ``vocabulary`` tokens. Its first token is :data:`END`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # of the extra `transformers`
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -216,7 +222,7 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Any:
 
 
 def tokenize(tokenizer: Any, documents: Sequence[str]) -> bytes:
-    """Return the tokens of documents, each followed by :data:`END`, as a ``.bin`` file has them."""
+    """Return the content of a ``.bin`` file: the tokens of the documents, each document followed by :data:`END`."""
     end = tokenizer.token_to_id(END)
     tokens = array("H")
     for encoded in tokenizer.encode_batch(list(documents)):
@@ -226,10 +232,10 @@ def tokenize(tokenizer: Any, documents: Sequence[str]) -> bytes:
 
 
 def fetch(package: Package, downloads: Path, mirror: str = MIRROR) -> bytes:
-    """Return a package's content from the folder of downloads, or from the mirror, and check it.
+    """Return a package's content from the folder of downloads or from the mirror, and check its hash.
 
     Raises:
-        InputError: the mirror does not have the package, or the package is another.
+        InputError: the mirror does not have the package, or the file has another hash.
     """
     place = downloads / Path(package.path).name
     if not place.exists():
@@ -261,19 +267,19 @@ def build(
     """Write a corpus: the tokens of both splits, the tokenizer, and a description.
 
     Args:
-        folder: made if absent.
-        packages: where documents come from.
-        downloads: folder of the packages' files; those that it lacks are fetched into it.
-        mirror: where packages are fetched from.
-        vocabulary: tokens of the tokenizer at most.
-        validation_bytes: bytes of the documents that are for validation, at least.
-        seed: of the documents' order and so of the split.
+        folder: the folder to write to; made if absent.
+        packages: the packages that hold the documents.
+        downloads: folder of the packages' files. Absent files are fetched into this folder.
+        mirror: address of the mirror that packages are fetched from.
+        vocabulary: number of tokens of the tokenizer, at most.
+        validation_bytes: bytes of the validation documents, at least.
+        seed: seed of the documents' order, and therefore of the split.
 
     Returns:
         The description.
 
     Raises:
-        InputError: a package cannot be had, or too few documents are left.
+        InputError: ``vocabulary`` is out of range, or a package cannot be fetched, or no document is left to train on.
     """
     if not 257 <= vocabulary <= LARGEST_VOCABULARY:
         rule = "has no place for all bytes and the end of a document, or takes more than 16 bits"

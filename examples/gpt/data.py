@@ -1,4 +1,4 @@
-"""What a decoder is trained on: the bytes of a file, or the tokens of a folder that :mod:`.corpus` wrote."""
+"""Training data of a decoder: the bytes of a file, or the tokens of a folder that :mod:`.corpus` wrote."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mtagen.errors import InputError, explain
 from .model import BYTES
 
 TRAIN, VALIDATION, TOKENIZER, ABOUT = "train.bin", "validation.bin", "tokenizer.json", "corpus.json"
-WINDOW_SEED = 0  # of the choice of validation windows
+WINDOW_SEED = 0  # seed of the choice of validation windows
 
 
 @dataclass(frozen=True)
 class Data:
-    """Tokens, and what they stand for.
+    """Tokens, and the text that they stand for.
 
     Attributes:
         train: tokens to train on, int64.
         validation: tokens to validate on, int64; None: the training has no validation.
-        token_bytes: how many bytes of text each token of the vocabulary stands for.
+        token_bytes: number of bytes of text that each token of the vocabulary stands for.
         identity: a hash of all tokens.
         tokenizer: the tokenizer's file; None: tokens are bytes.
     """
@@ -74,7 +74,7 @@ def _load_corpus(folder: Path) -> Data:
 
 
 def decode_tokens(content: bytes) -> Tensor:
-    """Return the tokens of a ``.bin`` file, which are unsigned little-endian integers of 16 bits, as int64."""
+    """Return the tokens of a ``.bin`` file as int64. The file holds unsigned little-endian integers of 16 bits."""
     if not content:
         return torch.empty(0, dtype=torch.int64)
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().view(-1, 2)
@@ -89,9 +89,10 @@ def encode_tokens(tokens: Any) -> bytes:
 
 
 def token_lengths(tokenizer: dict[str, Any]) -> Tensor:
-    """Return the bytes that each token of a byte-level tokenizer stands for.
+    """Return the number of bytes that each token of a byte-level tokenizer stands for.
 
-    Such a tokenizer spells each byte as one character. Special tokens, such as the end of a document, stand for none.
+    A byte-level tokenizer spells each byte as one character. Special tokens, such as the end of a document, stand for
+    0 bytes.
 
     Args:
         tokenizer: the content of ``tokenizer.json``.
@@ -109,10 +110,10 @@ def token_lengths(tokenizer: dict[str, Any]) -> Tensor:
 def validation_windows(tokens: Tensor, length: int, count: int) -> Tensor:
     """Return validation windows ``(count, length + 1)``, the same for all runs with these arguments.
 
-    The first token of a window is only context. No other token is in two windows.
+    The first token of a window is only context. Each other token is in one window at most.
 
     Raises:
-        InputError: there are fewer windows.
+        InputError: the tokens have fewer windows than ``count``.
     """
     whole = max(0, len(tokens) - 1) // length
     if count > whole:

@@ -21,7 +21,7 @@ from .model import SIZES, make_decoder
 
 
 class Continuation(NamedTuple):
-    """What was generated, ``(B, count)``, and the seconds of the prompt and of the tokens after the first."""
+    """Generated tokens ``(B, count)`` and two times in seconds: of the prompt, and of all tokens after the first."""
 
     tokens: Tensor
     prompt_s: float
@@ -29,7 +29,7 @@ class Continuation(NamedTuple):
 
 
 def load(checkpoint: Path, device: torch.device) -> Decoder:
-    """The model of a checkpoint of :mod:`.train`, on a GPU in bf16.
+    """Return the model of a checkpoint of :mod:`.train`, in bf16 on a GPU and in fp32 on a CPU.
 
     Raises:
         InputError: the checkpoint cannot be read, or holds no model.
@@ -50,15 +50,15 @@ def continued(
     generator: torch.Generator | None = None,
     step: Callable[..., Tensor] | None = None,
 ) -> Continuation:
-    """Generate, and time it.
+    """Generate tokens, and time the generation.
 
     Args:
-        model: on the device of ``prompt``.
+        model: the decoder, on the device of ``prompt``.
         prompt: ``(B, N)`` tokens.
-        count: tokens to generate, 1 at least.
-        temperature: logits are divided by it; 0: the likeliest token.
-        generator: of the device, for sampling.
-        step: as of :func:`examples.decoder.generate`.
+        count: number of tokens to generate, at least 1.
+        temperature: divisor of the logits before sampling; 0: always take the most probable token.
+        generator: the generator for sampling, on the device of ``prompt``.
+        step: see :func:`examples.decoder.generate`.
     """
 
     def sample(logits: Tensor) -> Tensor:
@@ -74,7 +74,9 @@ def continued(
 
 
 def read_codec(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Return how the tokens of a run encode text and how they are decoded: by its tokenizer, or as bytes.
+    """Return the functions that encode text to a run's tokens and decode tokens to text.
+
+    Tokens are those of the run's tokenizer, or bytes if the run has no tokenizer.
 
     Raises:
         InputError: the run has a tokenizer, and the package ``tokenizers`` is absent.
@@ -83,7 +85,7 @@ def read_codec(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list
     if not path.exists():
         return lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
     try:
-        from tokenizers import Tokenizer  # of an extra of the package
+        from tokenizers import Tokenizer  # of the extra `transformers`
     except ImportError as error:
         remedy = "pip install tokenizers"
         raise InputError(explain("tokenizer", str(path), "needs the package tokenizers", remedy)) from error
@@ -92,7 +94,7 @@ def read_codec(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Wait until the device has finished its work, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
@@ -118,7 +120,7 @@ def main(
         encode, decode = read_codec(folder)
     tokens = torch.tensor([encode(prompt)], device=device)
     step = torch.compile(model) if compiled else None
-    continued(model, tokens, count, temperature, step=step)  # so that no kernel is compiled while the second is timed
+    continued(model, tokens, count, temperature, step=step)  # compiles all kernels before the timed generation
     made = continued(model, tokens, count, temperature, torch.Generator(device).manual_seed(seed), step)
     typer.echo(prompt + decode(made.tokens[0].tolist()))
     after = f", then {(count - 1) / made.tokens_s:,.0f} tokens/s" if count > 1 else ""

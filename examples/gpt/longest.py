@@ -1,6 +1,6 @@
-"""How long a sequence a training step takes: ``torchrun --nproc-per-node 2 -m examples.gpt.longest --help``.
+"""Measure training steps on long sequences: ``torchrun --nproc-per-node 2 -m examples.gpt.longest --help``.
 
-A step is that of :mod:`.train_distributed`, on one sequence of random bytes that all ranks share.
+Each training step is a step of :mod:`.train_distributed` on one sequence of random bytes that all ranks share.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TEXT_BYTES = 2**22
 
 
 def take_step(run: DistributedRun, length: int) -> dict[str, Any]:
-    """A step on a sequence of so many tokens.
+    """Take a training step on a sequence of ``length`` tokens.
 
     Returns:
-        Seconds until the last rank has taken it, its loss in nats and, on GPUs, the most memory of a rank's tensors in
-        GiB, else None.
+        ``length``; the seconds until the last rank has finished the step; the loss in nats a token; and the peak memory
+        of a rank's tensors in GiB, the largest of all ranks, or None on a CPU.
     """
     on_gpu = run.device.type == "cuda"
     if on_gpu:
@@ -54,7 +54,10 @@ def take_step(run: DistributedRun, length: int) -> dict[str, Any]:
 
 
 def filling(results: list[dict[str, Any]], gib: float, multiple: int) -> int:
-    """The length whose step takes so much memory, by a straight line through the last two steps, rounded down."""
+    """Return the length whose step takes about ``gib`` GiB, rounded down to a multiple of ``multiple``.
+
+    The length lies on a straight line through the peak memory of the last two steps.
+    """
     (less, low), (more, high) = ((result["length"], result["peak_gib"]) for result in results[-2:])
     return int(more + (gib - high) * (more - less) / (high - low)) // multiple * multiple
 
@@ -92,7 +95,7 @@ def main(
         lengths = list(length)
         while lengths:
             results.append(take_step(run, lengths.pop(0)))
-            if dist.get_rank() == 0 and json_path is not None:  # after each, for a later one may not fit
+            if dist.get_rank() == 0 and json_path is not None:  # after each step, because a later one may not fit
                 publish_json(json_path, report)
             if not lengths and fill is not None:
                 lengths, fill = [filling(results, fill, chunks)], None

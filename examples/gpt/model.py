@@ -1,6 +1,6 @@
-"""The decoder, in the sizes that the authors of multi-token attention trained, and the attention it is compared with.
+"""The decoder in the sizes that the authors of multi-token attention trained, and the attentions to compare.
 
-Sizes follow their code (facebookresearch/RAM, ``projects/mta``).
+The sizes 300M to 1B follow the authors' code (facebookresearch/RAM, ``projects/mta``).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from mtagen.nn import MultiTokenAttention
 
 from ..decoder import Decoder
 
-LLAMA3_VOCABULARY = 128256  # of the tokenizer that the authors trained with
+LLAMA3_VOCABULARY = 128256  # tokens of Llama 3's tokenizer, which the authors trained with
 BYTES = 256
 KERNEL = (6, 11)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Extents of a model.
+    """Size of a model.
 
     Attributes:
-        dim: of a token's vector.
-        layers: blocks of attention and feed-forward network.
-        heads: of queries, and as many of keys and values.
+        dim: elements of a token's vector.
+        layers: number of blocks, each of attention and feed-forward network.
+        heads: number of query heads. The numbers of key heads and value heads are the same.
     """
 
     dim: int
@@ -54,7 +54,7 @@ SIZES = {
 
 
 class PlainAttention(MultiTokenAttention):
-    """The layer without stages, by PyTorch's fused attention where there is no cache. Documents are not packed."""
+    """The layer without stages. Calls without a cache use PyTorch's fused attention, without packed documents."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -62,9 +62,9 @@ class PlainAttention(MultiTokenAttention):
 
 
 class AuthorsAttention(MultiTokenAttention):
-    """The layer with the authors' order of operations over whole scores where there is no cache, for comparison.
+    """The layer in the authors' order of operations over whole score matrices, for comparison.
 
-    Documents are not packed, and nothing is dropped.
+    Calls with a cache use mtagen's kernels. Calls without a cache support neither packed documents nor dropout.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -94,17 +94,17 @@ ATTENTION: dict[str, type[MultiTokenAttention]] = {
 
 
 def make_attention(size: Size, variant: str, layer: int, **others: Any) -> MultiTokenAttention:
-    """The attention of a layer.
+    """Return the attention of a layer.
 
-    ``mta`` and ``authors`` compute the same, the authors' trained configuration: all heads are mixed before and after
-    the softmax, outputs are normed and gated in every layer, and every fourth layer, from 2 on, has both convolutions.
-    ``talking-heads`` has the mixing alone, ``plain`` none of it.
+    ``mta`` and ``authors`` compute the same function, the configuration that the authors trained. Every layer mixes all
+    heads before and after the softmax, and norms and gates its outputs. Layers 2, 6, 10, ... also have both
+    convolutions. ``talking-heads`` has only the mixing. ``plain`` has none of these stages.
 
     Args:
-        size: the model's.
+        size: the size of the model.
         variant: a key of :data:`ATTENTION`.
-        layer: its number, from 0 on.
-        others: options of the layer that all models may have.
+        layer: the number of the layer, from 0 on.
+        others: further options of the layer, the same for all variants.
     """
     options: dict[str, Any] = {"kernel": None} | others
     if variant != "plain":
@@ -117,22 +117,23 @@ def make_attention(size: Size, variant: str, layer: int, **others: Any) -> Multi
 
 
 def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES, **others: Any) -> Decoder:
-    """A model.
+    """Return a new model.
 
-    Matrices start as normal with a deviation of dim^-1/2, those that add to the residual path with one that is smaller
-    by the square root of the number of additions; all else starts as PyTorch and the layer start it. On the CPU a
-    seed gives the same matrices to all variants.
+    Matrices start as normal values with a standard deviation of dim^-1/2. Matrices whose outputs are added to the
+    residual path start smaller, by the square root of the number of additions. All other parameters start as PyTorch
+    and the layer start them. On the CPU a seed gives the same matrices to all variants.
 
     Args:
-        size: a value of :data:`SIZES`, or another.
-        variant: of the attention, see :func:`make_attention`.
+        size: the size of the model, a value of :data:`SIZES` or another.
+        variant: the attention, see :func:`make_attention`.
         vocabulary: number of tokens.
-        others: as of :func:`make_attention`.
+        others: see :func:`make_attention`.
     """
     state = torch.get_rng_state()
     attentions = [make_attention(size, variant, layer, **others) for layer in range(size.layers)]
     model = Decoder(vocabulary, attentions, size.hidden)
-    torch.set_rng_state(state)  # so that a seed gives the same matrices to all variants, whatever else they draw
+    # The attentions of different variants draw different numbers. The matrices below must not depend on these numbers.
+    torch.set_rng_state(state)
     deviation = size.dim**-0.5
     nn.init.normal_(model.tok_embeddings.weight, std=deviation)
     for name, matrix in model.named_parameters():
@@ -144,11 +145,11 @@ def make_decoder(size: Size, variant: str = "mta", vocabulary: int = BYTES, **ot
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers that are trained."""
+    """Return the number of trained values in all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy, in nats, of each token of ``(B, N + 1)`` but the first, given those before it."""
+    """Return the mean cross-entropy in nats of ``tokens``, ``(B, N + 1)``, except the first of each row."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

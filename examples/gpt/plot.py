@@ -1,4 +1,4 @@
-"""Picture and tables of runs that :mod:`.compare` trained: ``python -m examples.gpt.plot --help``."""
+"""Draw a picture and write tables of runs that :mod:`.compare` trained: ``python -m examples.gpt.plot --help``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..runs import LOG, Entry, Log, one_line, publish_bytes, publish_json
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAME = "comparison"  # of the picture and of both tables
+NAME = "comparison"  # file name of the picture and of both tables, without suffix
 LABELS = {
     "plain": "plain attention",
     "talking-heads": "talking-heads attention",
     "mta": "multi-token attention",
     "authors": "multi-token attention, authors' order",
 }
-SETTLED = 0.15  # of the steps: what was validated before does not set the picture's scale
+SETTLED = 0.15  # fraction of the steps; earlier validations do not set the scale of the picture
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Curve:
     Attributes:
         log: the file.
         header: the log's first line.
-        entries: lines with a validation, in the order of their steps.
+        entries: the log's lines that have a validation, in the order of their steps.
     """
 
     log: Path
@@ -59,7 +59,7 @@ class Curve:
         return {name: value for name, value in self.header["settings"].items() if name not in ("variant", "seed")}
 
     def values(self, name: str) -> list[float]:
-        """Return a field of all validations."""
+        """Return one field of all validations."""
         return [entry[name] for entry in self.entries]
 
 
@@ -67,10 +67,10 @@ def read_curves(folder: Path) -> list[Curve]:
     """Return the validations of all runs of a folder, ordered by attention and seed.
 
     Args:
-        folder: has a folder of each run, or the logs that :func:`publish_comparison` wrote.
+        folder: a folder with one folder for each run, or with the logs that :func:`publish_comparison` wrote.
 
     Raises:
-        InputError: there is no log with a validation, or runs differ in more than attention and seed.
+        InputError: the folder has no log with a validation, or runs differ in more than attention and seed.
     """
     curves = []
     for log in sorted([*folder.glob(f"*/{LOG}"), *folder.glob("*.jsonl")]):
@@ -90,7 +90,7 @@ def read_curves(folder: Path) -> list[Curve]:
 
 
 def by_variant(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
-    """Return the runs of each attention."""
+    """Return a dict from each attention to its runs."""
     found: dict[str, list[Curve]] = {}
     for curve in curves:
         found.setdefault(curve.variant, []).append(curve)
@@ -98,11 +98,11 @@ def by_variant(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 
 
 def summarize(curves: Sequence[Curve], commit: str | None = None) -> dict[str, Any]:
-    """Return what the tables show: the last validation of each run, and the mean of each attention's runs.
+    """Return the figures of the tables: the last validation of each run, and the mean of each attention's runs.
 
     Args:
-        curves: from :func:`read_curves`.
-        commit: of the runs whose logs have none.
+        curves: the runs, from :func:`read_curves`.
+        commit: the commit of runs whose logs have none.
     """
     variants = {}
     for variant, runs in by_variant(curves).items():
@@ -159,8 +159,11 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def draw(curves: Sequence[Curve]) -> bytes:
-    """Return a PNG: validation loss over steps and over seconds, a thick line for each attention's mean over seeds."""
-    from matplotlib.figure import Figure  # an extra of the package
+    """Return a PNG of the validation loss over steps and over seconds.
+
+    A thick line is the mean over the seeds of an attention.
+    """
+    from matplotlib.figure import Figure  # of the extra `bench`
 
     figure = Figure(figsize=(9.6, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -196,15 +199,15 @@ def _draw_lines(ax: Axes, field: str, runs: Sequence[Curve], color: str, label: 
 
 
 def publish_comparison(folder: Path, results: Path, commit: str | None = None) -> str:
-    """Write a picture, a table, its figures as JSON, and the logs they come from, and return the table.
+    """Write a picture, a table, the table's figures as JSON, and copies of the logs. Return the table.
 
     Args:
-        folder: of the runs, or of an earlier comparison.
-        results: where to write; made if absent.
-        commit: of the runs whose logs have none.
+        folder: the folder of the runs, or the results of an earlier comparison.
+        results: the folder to write to; made if absent.
+        commit: the commit of runs whose logs have none.
 
     Raises:
-        InputError: as :func:`read_curves`.
+        InputError: see :func:`read_curves`.
     """
     curves = read_curves(folder)
     results.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Time and memory of a training step of the whole model: ``python -m examples.gpt.throughput --help``.
+"""Measure time and memory of a training step of the whole model: ``python -m examples.gpt.throughput --help``.
 
-Tokens are random, and the vocabulary is that of the authors' models, so that the output layer has its real share. All
-contenders run the same code but for the attention. Where it is compiled, so is the whole model with its loss.
+Tokens are random. The vocabulary is that of the authors' models, so that the output layer takes its real part of the
+time. All contenders run the same code except for the attention. Compiled contenders compile the whole model with its
+loss.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WARMUP = 3
 
 
 def make_step(model: Decoder, batch: int, length: int, vocabulary: int, compiled: bool) -> Callable[[], None]:
-    """A training step on random tokens: forward, backward, clipping, AdamW."""
+    """Return a function that takes a training step on random tokens: forward, backward, clipping, AdamW."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, lr=1.5e-4)
     tokens = torch.randint(vocabulary, (batch, length + 1), device=device)
@@ -51,7 +52,10 @@ def make_step(model: Decoder, batch: int, length: int, vocabulary: int, compiled
 
 
 def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Milliseconds of each step; on a GPU from event to event, so that the CPU runs ahead as it does in training."""
+    """Return the milliseconds of each step.
+
+    On a GPU the times are those from CUDA event to CUDA event, so that the CPU runs ahead as it does in training.
+    """
     if device.type == "cpu":
         marks = [perf_counter()]
         for _ in range(steps):
@@ -70,23 +74,23 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
 def measure(
     size: Size, contender: str, batch: int, length: int, vocabulary: int, steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """One contender's step.
+    """Measure the training step of one contender.
 
     Args:
-        size: of the model.
+        size: the size of the model.
         contender: one of :data:`CONTENDERS`.
         batch: sequences a step.
         length: tokens a sequence.
         vocabulary: number of tokens.
-        steps: that are timed, after three that are not.
-        device: where.
+        steps: number of timed steps. Three steps that are not timed precede them.
+        device: the device to measure.
 
     Returns:
-        Milliseconds of a step (median, and all of them), tokens a second, the peak of the GPU's memory in GiB (None on
-        the CPU), seconds from the making of the model to the first timed step, parameters.
+        Milliseconds of a step (the median, and all of them), tokens a second, the peak of the GPU's memory in GiB (None
+        on the CPU), the seconds before the first timed step (making the model included), and the number of parameters.
 
     Raises:
-        torch.OutOfMemoryError: the GPU's memory does not suffice.
+        torch.OutOfMemoryError: the step does not fit into the GPU's memory.
     """
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
@@ -114,7 +118,7 @@ def measure(
 
 
 def measure_or_explain(size: Size, contender: str, **sizes: Any) -> dict[str, Any]:
-    """What :func:`measure` returns or, if memory does not suffice, an ``error``; it starts with empty memory."""
+    """Empty the GPU's memory, then return the result of :func:`measure`, or an ``error`` if memory does not suffice."""
     torch.compiler.reset()
     gc.collect()
     if sizes["device"].type == "cuda":
@@ -126,7 +130,7 @@ def measure_or_explain(size: Size, contender: str, **sizes: Any) -> dict[str, An
 
 
 def table(results: list[dict[str, Any]], title: str) -> Table:
-    """What was measured, for the console."""
+    """Return the results as a table for the console."""
     shown = Table(title=title)
     shown.add_column("attention")
     for heading in ("ms a step", "tokens/s", "peak GiB", "ready after s"):
@@ -166,7 +170,7 @@ def main(
         with console.status(f"{size}, {contender}"):
             result = measure_or_explain(SIZES[size], contender, **sizes, device=device)
         report["results"].append({"contender": contender, **result})
-        if json_path is not None:  # after each, for a later one may take too long
+        if json_path is not None:  # after each contender, because a later one may take too long
             publish_json(json_path, report)
     title = f"{size}, {batch} sequences of {length} tokens, {device}"
     Console().print(table(report["results"], title))

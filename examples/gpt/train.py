@@ -40,22 +40,24 @@ from .model import ATTENTION, SIZES, count_parameters, make_decoder, next_token_
 
 TEXT = Path(__file__).with_name("hamlet.txt")
 MAX_GRADIENT_NORM = 1.0
-WINDOWS = 128  # of validation, by default
+WINDOWS = 128  # windows of a validation, by default
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run's result depends on, besides the machine. Other defaults than ``steps`` and sizes are the authors'.
+    """Settings that determine the result of a run, besides the machine.
+
+    The defaults of ``lr``, ``warmup`` and ``seed`` are the authors'.
 
     Attributes:
         size: a key of :data:`.model.SIZES`.
         variant: a key of :data:`.model.ATTENTION`.
-        steps: of the optimizer; the learning rate is 0 after the last.
+        steps: number of steps of the optimizer. The learning rate falls to 0 at the last step.
         batch: sequences a step.
         length: tokens a sequence.
         lr: the largest learning rate.
-        warmup: steps in which it rises.
-        seed: of parameters and batches.
+        warmup: number of steps in which the learning rate rises.
+        seed: seed of parameters and batches.
     """
 
     size: str = "tiny"
@@ -69,50 +71,56 @@ class Settings:
 
 
 def precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 by autocast on a GPU, the parameters' fp32 on the CPU."""
+    """Return the context of the computation: bf16 autocast on a GPU, the parameters' fp32 on the CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def make_optimizer(model: Decoder, lr: float) -> torch.optim.Optimizer:
-    """AdamW as the authors use it, for all parameters alike."""
+    """Return AdamW with the authors' options, the same for all parameters."""
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05, fused=fused)
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear from 0 to ``lr`` at the end of the warm-up, and back to 0 after the last step; steps count from 1."""
+    """Return the learning rate of a step. Steps count from 1.
+
+    The rate rises linearly from 0 to ``lr`` at the end of the warm-up, and falls linearly to 0 at the last step.
+    """
     if step < settings.warmup:
         return settings.lr * step / settings.warmup
     return settings.lr * (settings.steps - step) / max(1, settings.steps - settings.warmup)
 
 
 def sample(text: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
-    """Parts of the text ``(batch, length + 1)`` that begin anywhere."""
+    """Return parts of the text ``(batch, length + 1)`` that begin at random positions."""
     starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
     return text[starts + torch.arange(settings.length + 1)]
 
 
 class Run:
-    """A training run in a folder, which holds a checkpoint and ``log.jsonl``, and the tokenizer of a corpus.
+    """A training run in a folder. The folder holds a checkpoint, ``log.jsonl``, and the tokenizer of a corpus.
 
     The log begins with a line of settings, parameters and environment. A line for every logged step follows. Nothing is
-    written before :meth:`train`, except that a resumed run drops what was logged after its checkpoint.
+    written before :meth:`train`, except that a resumed run drops the log's entries after its checkpoint.
 
     Args:
-        settings: what to train.
-        folder: made if need be.
+        settings: the settings of the run.
+        folder: the folder of the run; made if absent.
         text: a file, whose bytes are tokens; or a folder of :mod:`.corpus`, which has a tokenizer and a validation set.
-        device: where.
-        resume: go on from the folder's checkpoint, if there is one; on the CPU exactly as if it had not stopped.
+        device: the device to train on.
+        resume: whether to continue from the folder's checkpoint, if the folder has one. On the CPU the run continues
+            exactly as if it had not stopped.
         compiled: whether ``torch.compile`` compiles the model and its loss.
-        windows: sequences that a validation takes, a multiple of the batch. They are the same in all runs on a corpus.
+        windows: number of sequences that a validation takes, a multiple of the batch. The sequences are the same in all
+            runs on a corpus.
 
     Raises:
-        InputError: the folder has a run that is not to be resumed, or that had other settings or another text; or one
-            of its checkpoint and its log is missing or damaged; or the text is too short.
+        InputError: the folder has a run, and ``resume`` is not set or the run had other settings or another text; or
+            the run's checkpoint or log is missing or damaged; or the text is too short; or ``windows`` is no multiple
+            of the batch or exceeds the validation set.
     """
 
-    quiet = False  # whether no progress is shown
+    quiet = False  # whether to show no progress
 
     def __init__(
         self,
@@ -127,7 +135,7 @@ class Run:
     ) -> None:
         self.settings, self.folder, self.device = settings, folder, torch.device(device)
         self.data = load_data(text)
-        # The same text may lie elsewhere when a run is resumed.
+        # A hash, not a path, because the same text may have another path when a run is resumed.
         self.identity = asdict(settings) | {"text": self.data.identity}
         self.text, self.windows = self.data.train, None
         if len(self.text) <= settings.length:
@@ -151,7 +159,7 @@ class Run:
         self.loss = next_token_loss
         if compiled:
             self._compile()
-        self.saved: Path | None = checkpoint  # the one that holds this step
+        self.saved: Path | None = checkpoint  # the checkpoint that holds this step
         if checkpoint:
             self._load(checkpoint)
             self.log.continue_at(self.step)
@@ -161,11 +169,11 @@ class Run:
         return make_decoder(SIZES[settings.size], settings.variant, self.data.vocabulary).to(self.device)
 
     def _compile(self) -> None:
-        """Have steps go through ``torch.compile``."""
+        """Compile the loss, and the model within it, with ``torch.compile``."""
         self.loss = torch.compile(self.loss)
 
     def _checkpoint(self) -> Path | None:
-        """The checkpoint to go on from, if there is one."""
+        """Return the checkpoint to continue from, or None if the folder has none."""
         path = self.folder / CHECKPOINT
         return path if path.exists() else None
 
@@ -179,10 +187,10 @@ class Run:
         self.watch.seconds = state.get("seconds", 0.0)  # earlier versions did not save it
 
     def save(self) -> Path:
-        """Write a checkpoint unless one holds this step. The one before stays until the new one is whole.
+        """Write a checkpoint, unless the last one holds this step. The last one stays until the new one is complete.
 
         Returns:
-            Its path.
+            The path of the checkpoint that holds this step.
         """
         if self.saved is None:
             with self.watch.paused():
@@ -198,13 +206,13 @@ class Run:
         return checkpoint
 
     def _progress(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the model and the optimizer."""
-        settings = dict(self.identity)  # a copy, because torch.distributed.checkpoint reads into what it is given
+        """Return the content of a checkpoint without the model and the optimizer."""
+        settings = dict(self.identity)  # a copy, because torch.distributed.checkpoint overwrites the dict that it reads
         generator = self.generator.get_state()
         return {"settings": settings, "step": self.step, "generator": generator, "seconds": self.watch.seconds}
 
     def take_step(self) -> Tensor:
-        """One step of the optimizer; its loss, which the CPU has not waited for."""
+        """Take a step of the optimizer and return its loss, without waiting for the GPU."""
         self.step += 1
         self.saved = None
         for group in self.optimizer.param_groups:
@@ -219,7 +227,7 @@ class Run:
         return loss.detach()
 
     def _loss_of(self, tokens: Tensor) -> Tensor:
-        """The mean loss of a batch ``(B, length + 1)``, of which this process computes all."""
+        """Return the mean loss of a batch ``(B, length + 1)``. This process computes the whole batch."""
         loss: Tensor = self.loss(self.model, tokens.to(self.device, non_blocking=True))
         return loss
 
@@ -227,7 +235,7 @@ class Run:
     def validate(self) -> dict[str, float]:
         """Return the mean loss of the validation windows, in nats a token and in bits a byte of text.
 
-        The watch stands still meanwhile.
+        The watch is stopped during the validation.
         """
         assert self.windows is not None
         with self.watch.paused(), precision(self.device):
@@ -237,7 +245,7 @@ class Run:
         return {"validation_loss": loss, "bits_per_byte": loss / bytes_per_token / math.log(2)}
 
     def _warm_up(self) -> None:
-        """Compile what steps and validations need, so that no later step takes the time of compiling."""
+        """Compile the code of steps and validations, so that the time of no later step includes compiling."""
         assert self.windows is not None
         tokens = self.windows[: self.settings.batch]
         with precision(self.device):
@@ -247,11 +255,11 @@ class Run:
             self._loss_of(tokens)
 
     def reported(self, loss: Tensor) -> float:
-        """A step's loss for the log; waits for the step."""
+        """Return the loss of a step for the log. This waits until the step is finished."""
         return loss.item()
 
     def stops(self, interrupt: Interrupt) -> bool:
-        """Whether Ctrl-C ends the run after this step."""
+        """Return whether Ctrl-C ends the run after this step."""
         return interrupt.asked
 
     def train(
@@ -264,20 +272,20 @@ class Run:
     ) -> None:
         """Train to a step, by default the last, and save.
 
-        A run that is killed goes on from the last checkpoint, the first of which is written before the first step.
-        The seconds of the log are those of all steps until then. Validations and checkpoints are no part of them, nor
-        is compiling where there is a validation set.
+        A killed run can resume from its last checkpoint. The first checkpoint is written before the first step. The
+        seconds in the log are those of all steps so far. They exclude validations and checkpoints. With a validation
+        set they also exclude compiling.
 
         Args:
-            until: that step; a resumed run goes on from it.
-            log_every: steps from line to line of the log.
-            save_every: steps from checkpoint to checkpoint; None: a tenth of the run's, 1000 at most.
-            validate_every: steps from validation to validation, the last of which follows the last step; None: a
-                twentieth of the run's, 1000 at most.
-            deadline: of ``time.perf_counter``. The run saves and returns after the first step that ends later.
+            until: the step to stop after; None: the last step. A resumed run can continue from this step.
+            log_every: number of steps between lines of the log.
+            save_every: number of steps between checkpoints; None: a tenth of the run's steps, at most 1000.
+            validate_every: number of steps between validations; None: a twentieth of the run's steps, at most 1000. The
+                last step is validated, too.
+            deadline: a time of ``time.perf_counter``. The run saves and returns after the first step that ends later.
 
         Raises:
-            Interrupted: Ctrl-C was pressed; the steps until then are saved.
+            Interrupted: Ctrl-C was pressed. The steps until then are saved.
         """
         until = self.settings.steps if until is None else min(until, self.settings.steps)
         save_every = save_every or default_interval(self.settings.steps)
@@ -286,7 +294,7 @@ class Run:
                 typer.echo(f"already finished: {self.step:,} steps are taken, {until:,} were asked for", err=True)
             return
         if not self.step:
-            self.save()  # before the log, which could not be resumed without a checkpoint
+            self.save()  # before the log, because a log without a checkpoint cannot be resumed
             self.log.continue_at(0, [self._header()])
             if self.data.tokenizer and not self.quiet:
                 publish_bytes(self.folder / TOKENIZER, self.data.tokenizer.read_bytes())
@@ -328,14 +336,14 @@ class Run:
         }
 
     def _validates(self, every: int | None) -> bool:
-        """Whether a validation follows this step."""
+        """Return whether a validation follows this step."""
         if self.windows is None:
             return False
         every = every or max(1, min(1000, self.settings.steps // 20))
         return self.step % every == 0 or self.step == self.settings.steps
 
 
-# Options of every program that trains.
+# Options that the training programs share.
 SizeOption = Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))]
 TextOption = Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)]
 WindowsOption = Annotated[int, typer.Option("--windows", min=1, help="Sequences that a validation takes.")]
@@ -362,10 +370,10 @@ SaveEveryOption = Annotated[
 
 
 def check_choices(size: str, variant: str, variants: Iterable[str]) -> None:
-    """Refuse names that there are not.
+    """Check the values of ``--size`` and ``--variant``.
 
     Raises:
-        typer.BadParameter: there is no such size or attention.
+        typer.BadParameter: the size or the attention does not exist.
     """
     for option, value, legal in (("--size", size, SIZES), ("--variant", variant, variants)):
         if value not in legal:

@@ -1,9 +1,9 @@
 """Train the decoder over several processes: ``torchrun --nproc-per-node 2 -m examples.gpt.train_distributed --help``.
 
-Ranks are a mesh of ``data`` by ``context``. Each group of ``context`` ranks spreads its sequences over them
-(:class:`mtagen.distributed.ContextParallel`), groups have different sequences, and FSDP shards parameters, gradients
-and the optimizer's state over all ranks. Batches, and so the losses but for rounding, are those of one process,
-whatever the mesh is. A rank that fails ends the job: torchrun stops the others.
+Ranks form a mesh of ``data`` by ``context``. Each group of ``context`` ranks spreads its sequences over the group
+(:class:`mtagen.distributed.ContextParallel`). Groups have different sequences. FSDP shards parameters, gradients and
+the optimizer's state over all ranks. Batches are those of one process, whatever the mesh is. Losses are those of one
+process except for rounding. A rank that fails ends the job, because torchrun stops the other ranks.
 """
 
 from __future__ import annotations
@@ -53,28 +53,29 @@ from .train import (
     check_choices,
 )
 
-VARIANTS = "mta", "talking-heads"  # those that mtagen computes
-METADATA = ".metadata"  # a checkpoint's file that PyTorch writes last, and unpickles
+VARIANTS = "mta", "talking-heads"  # the variants whose attention mtagen computes
+METADATA = ".metadata"  # file of a checkpoint; PyTorch writes it last and unpickles it
 
 
 class DistributedRun(Run):
-    """A run of several processes, each of which makes one in the same folder; the first one writes the log.
+    """A run of several processes. Each process makes one such run in the same folder, and rank 0 writes the log.
 
-    Checkpoints are in ``checkpoints``, a folder for each step, in the format of torch.distributed.checkpoint: another
-    number of ranks can go on from them. To read one executes what its pickles say (``SECURITY.md``), so resume only
-    from checkpoints of runs that you trust.
+    Checkpoints are in ``checkpoints``, in a folder for each step, in the format of torch.distributed.checkpoint.
+    Another number of ranks can resume from them. Reading a checkpoint executes what its pickles say (``SECURITY.md``),
+    so resume only from checkpoints of runs that you trust.
 
     Args:
-        settings: what to train; ``batch`` and ``length`` are of all ranks together.
-        folder: as of :class:`Run`, on a file system that all ranks share.
-        text: as of :class:`Run`.
-        context: ranks that share a sequence, a divisor of their number.
-        resume: as of :class:`Run`.
-        compiled: whether ``torch.compile`` compiles each layer, whose parameters FSDP gathers before it.
+        settings: the settings of the run. ``batch`` and ``length`` are those of all ranks together.
+        folder: see :class:`Run`. The folder is on a file system that all ranks share.
+        text: see :class:`Run`.
+        context: number of ranks that share a sequence, a divisor of the number of all ranks.
+        resume: see :class:`Run`.
+        compiled: whether ``torch.compile`` compiles each layer. FSDP gathers the parameters of a layer before the layer
+            is called.
 
     Raises:
-        InputError: as of :class:`Run`; or the batch cannot be shared among the groups of ranks, or a sequence not cut
-            into equal chunks.
+        InputError: see :class:`Run`; or ``context`` does not divide the number of ranks, or the groups of ranks cannot
+            share the batch, or a sequence cannot be cut into equal chunks.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class DistributedRun(Run):
         super().__init__(settings, folder, text, device, resume=resume, compiled=compiled)
 
     def _make_model(self) -> Decoder:
-        """The same on all ranks, then sharded."""
+        """Return the model. All ranks make the same model and then shard it."""
         settings = self.settings
         vocabulary, context = self.data.vocabulary, self.mesh["context"]
         model = make_decoder(SIZES[settings.size], settings.variant, vocabulary, context_parallel=context)
         spread = next(part.context_parallel for part in model.modules() if isinstance(part, MultiTokenAttention))
         assert spread is not None
-        self.spread = spread  # any layer's: all cut sequences alike
+        self.spread = spread  # of any layer, because all layers cut sequences alike
         model.to(self.device)
         on_gpu = self.device.type == "cuda"
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
@@ -121,14 +122,14 @@ class DistributedRun(Run):
             layer.compile(fullgraph=True)
 
     def _checkpoint(self) -> Path | None:
-        """The last one that is complete."""
+        """Return the last complete checkpoint, or None."""
         complete = (path.parent for path in self.folder.glob(f"checkpoints/*/{METADATA}"))
         return max((path for path in complete if path.name.isdecimal()), default=None)
 
     def _load(self, checkpoint: Path) -> None:
         self.step = int(checkpoint.name)
         state = self._progress()
-        self._read(checkpoint, state)  # before tensors, whose sizes follow from the settings
+        self._read(checkpoint, state)  # before the tensors, because their sizes follow from the settings
         check_settings(checkpoint, state["settings"], self.identity)
         self.generator.set_state(state["generator"])
         self.watch.seconds = state["seconds"]
@@ -139,26 +140,28 @@ class DistributedRun(Run):
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def _read(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Read what a state names."""
+        """Read the entries of ``state`` from a checkpoint into ``state``."""
         try:
             load(state, checkpoint_id=checkpoint)
         except CheckpointException as errors:
             raise unreadable(checkpoint, next(iter(errors.failures.values()))[0]) from errors
 
     def _write(self) -> Path:
-        """Write a checkpoint beside its place, each rank its shards, rename it, and remove those before.
+        """Write a checkpoint under another name, rename it, and remove earlier checkpoints.
 
-        That of step 0 has no tensors: they follow from the seed, and to read the optimizer's state would take a step.
+        Each rank writes its shards. The checkpoint of step 0 has no tensors, because the parameters follow from the
+        seed, and PyTorch would take a step of a new optimizer to read its state.
         """
         checkpoint = self.folder / f"checkpoints/{self.step:08}"
         unfinished = checkpoint.with_name(checkpoint.name + UNFINISHED)
         if not self.quiet:
             remove(unfinished)
         dist.barrier()
-        save(self._progress() | (self._tensors() if self.step else {}), checkpoint_id=unfinished)  # on the disk
+        # The files are on the disk when `save` returns.
+        save(self._progress() | (self._tensors() if self.step else {}), checkpoint_id=unfinished)
         if not self.quiet:
             sync_folder(unfinished)
-            remove(checkpoint)  # is not complete, or the run would have gone on from it
+            remove(checkpoint)  # not complete, because the run would have resumed from a complete one
             unfinished.replace(checkpoint)
             sync_folder(checkpoint.parent)
             for path in checkpoint.parent.iterdir():
@@ -172,27 +175,30 @@ class DistributedRun(Run):
         return {"model": model, "optimizer": optimizer}
 
     def _loss_of(self, tokens: Tensor) -> Tensor:
-        """The mean loss of this rank's part of a batch. FSDP takes the mean of the ranks' gradients."""
+        """Return the mean loss of this rank's part of a batch. FSDP averages the gradients of the ranks."""
         groups, group = self.mesh["data"].size(), self.mesh["data"].get_local_rank()
         mine = tokens[group::groups].to(self.device)
         logits = self.model(self.spread.shard(mine[:, :-1], 1))
         return F.cross_entropy(logits.flatten(0, 1).float(), self.spread.shard(mine[:, 1:], 1).flatten())
 
     def reported(self, loss: Tensor) -> float:
-        """The mean over ranks."""
+        """Return the mean of the loss over all ranks."""
         loss = loss.clone()
         dist.all_reduce(loss, dist.ReduceOp.SUM)
         return loss.item() / dist.get_world_size()
 
     def stops(self, interrupt: Interrupt) -> bool:
-        """Whether Ctrl-C has reached a rank, so that all stop after the same step."""
+        """Return whether Ctrl-C has reached any rank, so that all ranks stop after the same step."""
         asked = torch.tensor(int(interrupt.asked))
-        dist.all_reduce(asked, dist.ReduceOp.MAX)  # of the CPU, which does not wait for GPUs
+        dist.all_reduce(asked, dist.ReduceOp.MAX)  # on a CPU tensor, which does not wait for the GPUs
         return bool(asked)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, if it is there, so that what a kill leaves of it is not taken for a complete one."""
+    """Remove a checkpoint if it exists.
+
+    The metadata goes first, so that a kill during the removal leaves no checkpoint that seems complete.
+    """
     (checkpoint / METADATA).unlink(missing_ok=True)
     if checkpoint.exists():
         shutil.rmtree(checkpoint)
@@ -229,7 +235,7 @@ def main(
         )
         try:
             run.train(until, log_every, save_every)
-        except Interrupted:  # on all ranks after the same step
+        except Interrupted:  # all ranks raise this after the same step
             dist.destroy_process_group()
             raise
     dist.destroy_process_group()
