@@ -94,6 +94,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
 
     Writes out (B, H, n_q, 64) in the dtype of q and lse (B, H, n_q) fp32.
     A row that sees no key gets 0 and -inf.
+    k holds the lifted keys of the launch's heads, which include scale * log2(e).
     """
     # Programs run HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
     # In each wave of heads the last rows start first: they see the most keys, and short programs finish evenly.
@@ -113,6 +114,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     q_0 = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
+    # Bounds of the key loops: a tile is interior if each row sees all its keys.
     interior_end = tl.maximum(0, tl.minimum(n_k, i0 + off + 1)) // BLOCK_N * BLOCK_N
     end = tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))
 
@@ -121,6 +123,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(q_0, key_term.trans())
 
+        # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -138,6 +141,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         allowed = cols[None, :] <= last_key[:, None]
         c = tl.where(allowed, c, -float("inf"))
 
+        # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)

@@ -14,7 +14,8 @@ Forward and backward put the convolution into the keys, which are then "lifted".
     K_t[j]  = scale * sum_(s < 11) W[t, s] * k[j + s - 5]
     C[i, j] = sum_(t < 6) q[i + t - 5] . K_t[j]
 
-Next to the last key that a row sees, on the band, a lifted score would include hidden keys.
+Next to the last key that a row sees, on the band, the filter reaches past the mask's edge: a lifted score would
+include hidden keys.
 There C is summed again, from visible terms only: C[i, j] = band[i + off - j, i].
 
 Decode puts the convolution into the few new queries, without the terms that the mask hides:
@@ -37,7 +38,8 @@ Symbols
     delta               diagonal of a score, counted inwards from an edge of the mask: the last key seen is on 0
     terms, f            scores on a row's diagonals, which f numbers; scores on the band are sums of them
     band                the 10 diagonals delta, BAND of them, from the last key that a row sees on;
-                        terms are scores on 15 diagonals, REACH of them, from 0 on
+                        the filters of these scores read terms, scores on 15 diagonals, REACH of them,
+                        from 0 on
     p, dp, g            a tile's attention probabilities, their gradient, and the gradient of C
     strip               a chunk of rows, strip_begin <= i < strip_end, whose g is in the workspace at once
     carried rows        the last 5 rows of the previous chunk; in the workspace before the chunk
@@ -183,6 +185,7 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
 
     Writes out (B, H, n_q, 64) in the dtype of q and lse (B, H, n_q) fp32.
     A row that sees no key gets 0 and -inf.
+    k holds the lifted keys of the launch's heads, which include scale * log2(e).
     """
     # Programs run HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
     # In each wave of heads the last rows start first: they see the most keys, and short programs finish evenly.
@@ -201,17 +204,20 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Bounds of the key loops: a tile is interior if each row sees all its keys and no score is on a band.
     interior_end = tl.maximum(0, tl.minimum(n_k, i0 + off - 9)) // BLOCK_N * BLOCK_N
     end = tl.maximum(0, tl.minimum(n_k, i0 + off + BLOCK_M))
 
     # Interior tiles: no score is hidden.
     for j0 in tl.range(0, interior_end, BLOCK_N):
+        # Loads of the next terms overlap products, as in the inner loop of a GEMM.
         c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
 
+        # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -223,6 +229,7 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     # Edge tiles: each score is checked.
     for j0 in tl.range(interior_end, end, BLOCK_N, num_stages=1):
         cols = j0 + tl.arange(0, BLOCK_N)
+        # Loads of the next terms overlap products, as in the inner loop of a GEMM.
         c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
@@ -230,12 +237,15 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
             c = tl.dot(row_term, key_term.trans(), c)
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
-        for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
+        # On the band, scores of visible terms replace lifted scores, one diagonal at a time: a gather of the diagonals
+        # would move c to another register layout, which spills.
+        for delta in range(BAND):
             scores = band_scores_ptr + (head * BAND + delta) * n_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
         c = tl.where(allowed, c, -float("inf"))
 
+        # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -324,6 +334,7 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     # Edge tiles: each score is checked.
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
+        # Loads of the next terms overlap products, as in the inner loop of a GEMM.
         c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
@@ -331,7 +342,9 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
             c = tl.dot(row_term, key_term.trans(), c)
         last_key = tl.minimum(rows + off, n_k - 1)
         allowed = cols[None, :] <= last_key[:, None]
-        for delta in range(BAND):  # row by row: a gather of the tile would move c to another register layout
+        # On the band, scores of visible terms replace lifted scores, one diagonal at a time: a gather of the diagonals
+        # would move c to another register layout, which spills.
+        for delta in range(BAND):
             scores = band_scores_ptr + (head * BAND + delta) * n_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
@@ -350,6 +363,7 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     # Interior tiles: no score is hidden.
     for i0 in tl.range(interior_begin, strip_end, BLOCK_M):
         rows = i0 + tl.arange(0, BLOCK_M)
+        # Loads of the next terms overlap products, as in the inner loop of a GEMM.
         c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)

@@ -119,6 +119,7 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     """
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -130,11 +131,13 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     end = tl.minimum(first + r + off + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -162,6 +165,7 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
         tl.store(out_ptr + row + j, p.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -188,6 +192,7 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     """
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -200,11 +205,13 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     end = tl.minimum(first + r + off + 1, limit)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -232,6 +239,7 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
         tl.store(out_ptr + row + j, p.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -247,14 +255,27 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """The gradient of scores, dx, from scores and the gradient of probabilities.
+    """Backward pass of the softmax and of the mixture before it: dx from the scores x and the gradient g.
 
-    x holds scores times 0.015625, g the gradient of the probabilities that multiply v. A program owns
-    every PROGRAMS-th row, and passes over its keys twice: for D, the sum of p dp, then for the gradient.
+        c   = M x / 0.015625
+        p   = exp(c - lse)
+        dp  = N^T g
+        D   = sum over keys of p dp
+        dc  = p (dp - D + dlse)
+        dx  = M^T dc
+        dM += sum over rows and keys of dc x^T / 0.015625
+
+    x holds the scores before the mixture M times 0.015625, which keeps them in the range of fp16.
+    92.33248261689366 is log2(e) / 0.015625.
+    g is the gradient of the probabilities that multiply v; dx is that of unscaled scores.
+
+    A program owns every PROGRAMS-th row, and passes over its keys twice: for D, then for dc.
+    D is not the row sum of dO * O, because heads are mixed after the softmax.
     """
     programs = tl.minimum(PROGRAMS, count)
-    q = tl.program_id(0) % programs
+    program = tl.program_id(0) % programs  # of the bundle's
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -262,29 +283,33 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    # Transposed matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix_t = tl.load(
         head_weight_ptr + h[None, :] * 16 + hh[:, None] % 16,
         mask=(hh[None, :] // 16 == hh[:, None] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    # Transposed matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix_t = tl.load(
         post_head_weight_ptr + h[None, :] * 16 + hh[:, None] % 16,
         mask=(hh[None, :] // 16 == hh[:, None] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.bfloat16)
     post_sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
-    for r in tl.range(q, count, PROGRAMS):
+    for r in tl.range(program, count, PROGRAMS):
         end = tl.minimum(first + r + off + 1, keys)
         end = tl.where(r < valid or first + r + off < 0, 0, end)
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
@@ -309,18 +334,20 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             shares = tl.dot(post_mix, scaled) * 0.00390625
             tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
             post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
-            # Not p * dp alone: where a score of this row overflowed, D is NaN, and 0 * NaN would reach unseen keys.
             dp = tl.dot(post_mix_t, g) + minus_d[:, None]
+            # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
             dc = tl.where(j < end, p * dp, 0.0).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])
+        # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
         for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.bfloat16)
             tl.store(dx_ptr + row + j, zeros, mask=exists[:, None])
             tl.store(shares_ptr + row + j, zeros, mask=exists[:, None])
-    place = ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
+    # Strips add to the program's own partial sums in order, without atomics: results are bit-reproducible.
+    place = ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + program) * (BLOCK_H * BLOCK_H)
     place += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
     post_sums *= 0.00390625

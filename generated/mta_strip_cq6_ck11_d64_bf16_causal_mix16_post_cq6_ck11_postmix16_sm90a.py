@@ -545,6 +545,7 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     """
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -556,6 +557,7 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     end = tl.minimum(first + r + off + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -581,6 +583,7 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
         c = tl.dot(mix, x) * 92.33248261689366
         p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -596,6 +599,7 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     """The mixture after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -604,6 +608,7 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     slot = bundle // bundles * n_heads + h
 
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -616,6 +621,7 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
         x = tl.load(x_ptr + row + j, mask=exists[:, None] & (j < end), other=0.0)
         y = tl.dot(post_mix, x) * 0.00390625
         tl.store(out_ptr + row + j, y.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -640,6 +646,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     """
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -652,6 +659,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     end = tl.minimum(first + r + off + 1, limit)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -677,6 +685,7 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
         c = tl.dot(mix, x) * 92.33248261689366
         p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -693,6 +702,7 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     """The mixture after the softmax, maybe in place: out = N x, and zeros in rows before `skip`."""
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -703,6 +713,7 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
     off = limit - count
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -715,6 +726,7 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
         x = tl.load(x_ptr + row + j, mask=exists[:, None] & (j < end), other=0.0)
         y = tl.dot(post_mix, x) * 0.00390625
         tl.store(out_ptr + row + j, y.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -732,6 +744,7 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     """Probabilities again, from scores and lse: out[slot, r, j] = 256.0 * exp(c - lse)."""
     r = count - 1 - tl.program_id(0) % count
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // count
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -742,6 +755,7 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     end = tl.minimum(first + r + off + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
@@ -754,6 +768,7 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
         c = tl.dot(mix, x) * 92.33248261689366
         p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         zeros = tl.zeros([BLOCK_H, BLOCK_N], out_ptr.dtype.element_ty)
@@ -768,26 +783,29 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
 ):
     """The mixture after the softmax, out = N x, and its gradients: N^T dy, which replaces dy, and a part of dy x^T."""
     programs = tl.minimum(PROGRAMS, count)
-    q = tl.program_id(0) % programs
+    program = tl.program_id(0) % programs  # of the bundle's
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
     h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
         post_head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    # Transposed matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix_t = tl.load(
         post_head_weight_ptr + h[None, :] * 16 + hh[:, None] % 16,
         mask=(hh[None, :] // 16 == hh[:, None] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
-    for r in tl.range(q, count, PROGRAMS):
+    for r in tl.range(program, count, PROGRAMS):
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         end = tl.minimum(first + r + off + 1, keys)
         end = tl.where(r < skip or first + r + off < 0, 0, end)
@@ -806,7 +824,8 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
             zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             tl.store(out_ptr + row + j, zeros.to(out_ptr.dtype.element_ty), mask=exists[:, None])
             tl.store(dy_ptr + row + j, zeros.to(dy_ptr.dtype.element_ty), mask=exists[:, None])
-    partial = partial_ptr + ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
+    # Strips add to the program's own partial sums in order, without atomics: results are bit-reproducible.
+    partial = partial_ptr + ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + program) * (BLOCK_H * BLOCK_H)
     partial += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(partial, tl.load(partial) + sums * 0.00390625)
 
@@ -819,14 +838,29 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     count, keys, off, first, skip, pitch, n_heads, b0, n_q, valid,
     HEADS: tl.constexpr = 16, BLOCK_H: tl.constexpr = 16, BLOCK_N: tl.constexpr = 128, PROGRAMS: tl.constexpr = 512,
 ):
-    """The gradient of scores, dx, from scores and the gradient of probabilities.
+    """Backward pass of the softmax and of the mixture before it: dx from the scores x and the gradient g.
 
-    x holds scores times 0.015625, g the gradient of probabilities. A program owns
-    every PROGRAMS-th row, and passes over its keys twice: for D, the sum of p dp, then for the gradient.
+        c   = M x / 0.015625
+        p   = exp(c - lse)
+        dp  = g
+        D   = sum over keys of p dp
+        dc  = p (dp - D + dlse)
+        dx  = M^T dc
+        dM += sum over rows and keys of dc x^T / 0.015625
+
+    x holds the scores before the mixture M times 0.015625, which keeps them in the range of fp16.
+    92.33248261689366 is log2(e) / 0.015625.
+    g is the gradient of probabilities; dx is that of unscaled scores.
+
+    A program owns every PROGRAMS-th row, and passes over its keys twice: for D, then for dc.
+    D is not the row sum of dO * O, because rows and heads are mixed after the softmax.
+    In the context rows valid <= r < skip, g counts only outputs of this strip. The strip that owns these rows counts
+    the other outputs, and dlse. Rows before `valid` count as unseen.
     """
     programs = tl.minimum(PROGRAMS, count)
-    q = tl.program_id(0) % programs
+    program = tl.program_id(0) % programs  # of the bundle's
     pitch = pitch // 256 * 256  # tells the compiler, so that loads are wide
+    # A bundle is HEADS heads of a sequence: one tl.dot mixes the keys of a row of all its heads.
     bundle = tl.program_id(0) // programs
     bundles = tl.cdiv(n_heads, HEADS)
     hh = tl.arange(0, BLOCK_H)
@@ -834,18 +868,20 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
+    # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
         head_weight_ptr + h[:, None] * 16 + hh[None, :] % 16,
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    # Transposed matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix_t = tl.load(
         head_weight_ptr + h[None, :] * 16 + hh[:, None] % 16,
         mask=(hh[None, :] // 16 == hh[:, None] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
-    for r in tl.range(q, count, PROGRAMS):
+    for r in tl.range(program, count, PROGRAMS):
         end = tl.minimum(first + r + off + 1, keys)
         end = tl.where(r < valid or first + r + off < 0, 0, end)
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
@@ -866,17 +902,19 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
-            # Not p * dp alone: where a score of this row overflowed, D is NaN, and 0 * NaN would reach unseen keys.
             dp = g.to(tl.float32) + minus_d[:, None]
+            # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
             dc = tl.where(j < end, p * dp, 0.0).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])
+        # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
         for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.bfloat16)
             tl.store(dx_ptr + row + j, zeros, mask=exists[:, None])
-    place = ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + q) * (BLOCK_H * BLOCK_H)
+    # Strips add to the program's own partial sums in order, without atomics: results are bit-reproducible.
+    place = ((b0 * bundles + bundle).to(tl.int64) * PROGRAMS + program) * (BLOCK_H * BLOCK_H)
     place += hh[:, None] * BLOCK_H + hh[None, :]
     tl.store(mix_partial_ptr + place, tl.load(mix_partial_ptr + place) + sums * 64.0)
 

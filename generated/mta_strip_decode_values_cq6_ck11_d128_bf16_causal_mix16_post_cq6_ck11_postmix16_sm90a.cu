@@ -125,7 +125,7 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
 }
 
 // COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
-// exist are zeros.
+// exist are zeros: `first` may be negative.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row

@@ -202,36 +202,43 @@ DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, in
 
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A slab holds rows of scores in shared memory, even rows apart from odd rows, as chunks of CHUNK = 8 columns. A tile
-// here is 16 rows and 8 columns of outputs.
+// A slab is a score tile in shared memory. It holds even rows apart from odd rows, and columns in chunks of CHUNK = 8.
+// A tile here is 16 rows and 8 columns of outputs: for each row shift u of the filter W and each chunk d of a window,
+//
+//     outputs[16 rows, 8 columns] += slab[rows + u, chunk d] T,    T[k, n] = W[u, 8 d + k - n].
+//
+// This product sums over 8 columns. An mma.m16n8k16 sums over 16, so it makes two such products.
 // Column n of the outputs reads columns n .. n + 13 of the slab,
 // so that a tile reads a window of 3 chunks.
 //
 // The A operand of an mma is a quad of 8 x 8 matrices. Matrix s of a chunk is its rows 2 r + s for r = 0 .. 7, and the
 // matrices for row shifts u and u' of W are u, u + 1, u' and u' + 1: row r of the operand is row 2 r of the tile, and
-// row 8 + r is row 2 r + 1.
+// row 8 + r is row 2 r + 1. With this order of rows neighbouring row shifts share matrices, so that a chunk needs
+// CQ + 1 matrices for all row shifts. (Rows r and r + 8 of the tile would need two matrices for each row shift.) Even
+// and odd rows lie apart, so that the rows of a matrix are SLAB_ROW bytes apart.
 
 constexpr int WINDOW_CHUNKS = 3;
 
-// Number of quads of a chunk, and number of quads that are loaded. The others are copied from their matrices.
+// Number of quads of a chunk, and number of quads that ldmatrix loads. The other quads share all their matrices with
+// the loaded ones, and are copied from these in registers.
 constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
 // The B operands.
 constexpr int TOEPLITZ_FRAGMENTS = 9;
 using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
 
-// The matrix s that a lane addresses for a load: the one at place lane / 8 in the quad.
+// The matrix s whose row a lane addresses for a load: the one at place lane / 8 in the quad, as in load_matrices.
 DEVICE int matrix_of(int load, int lane) {
   constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
   return MATRICES[load] >> (lane & 24) & 255;
 }
 
-// Row shift u and chunk d of a window; u = -1 stands for zeros.
+// The weights in half of a B operand: of row shift u and chunk d of a window. u = -1 stands for zeros.
 struct Taps {
   int u, d;
 };
 
-// Makes the B operands. Half of an operand is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// Makes the B operands, which stay in registers. Half of an operand is T for row shift u and chunk d of the window.
 // taps(u, v) returns the taps (u, v) and (u, v + 1) of W, packed, with zeros outside W.
 template <class GetTaps>
 DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
@@ -250,13 +257,14 @@ DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
     }
 }
 
-// Makes a quad from matrices in registers.
+// Makes a quad from matrices in registers. pin() makes the compiler copy them once, not for each mma.
 DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
   quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
   pin(quad);
 }
 
-// One of the mma's for chunks m and m + 1: tile m + tile += A operand of chunk m + chunk times B operand.
+// One of the mma's for chunks m and m + 1: tile m + `tile` += A operand `operand` of chunk m + `chunk` times B operand
+// `fragment`.
 struct Step {
   int tile, operand, chunk, fragment;
 };
@@ -268,7 +276,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
                      const Toeplitz& toeplitz, int lane,
                      Finish finish) {
   constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
-  constexpr Step STEPS[] = {  // steps of one tile are far apart
+  constexpr Step STEPS[] = {  // steps of one tile are far apart, so that an mma need not wait for the sum of another
       {0, 0, 0, 0}, {-1, 0, 0, 1}, {-2, 0, 0, 2}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 0, 1, 2}, {-2, 1, 0, 5},
       {1, 1, 1, 3}, {0, 1, 0, 3}, {-1, 1, 0, 4}, {-2, 2, 0, 8}, {1, 2, 1, 6}, {0, 1, 1, 4}, {-1, 1, 1, 5},
       {0, 2, 0, 6}, {-1, 2, 0, 7}, {0, 2, 1, 7}, {-1, 2, 1, 8}

@@ -147,14 +147,15 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
-// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
+// The matrix descriptor of an operand of wgmma in a tile with 128-byte swizzle (bit 62). The stride offset is 1024
+// bytes, from 8 rows to the next 8. The leading offset, `panel`, is the number of bytes from a panel to the next. The
+// hardware reads it only for M-major and N-major operands.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
+// What to add to the descriptor of a K-major operand with `rows` rows to begin at column 16 k. A panel has 64 columns.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
 }
 
 // COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
-// exist are zeros.
+// exist are zeros: `first` may be negative.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
@@ -200,9 +201,12 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 }
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+//
+// An operand in shared memory is K-major if consecutive elements run along the axis that is summed over, else M-major
+// (a) or N-major (b).
 
 // d[64 x 128] = a[64 x 16] b[16 x 128], plus d if `accumulate`.
-// a lies by rows, b lies by columns in shared memory.
+// a is K-major, b is K-major in shared memory.
 DEVICE void wgmma_product(float (&d)[64], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"

@@ -332,23 +332,27 @@ DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
-// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
+// The matrix descriptor of an operand of wgmma in a tile with 128-byte swizzle (bit 62). The stride offset is 1024
+// bytes, from 8 rows to the next 8. The leading offset, `panel`, is the number of bytes from a panel to the next. The
+// hardware reads it only for M-major and N-major operands.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
+// What to add to the descriptor of a K-major operand with `rows` rows to begin at column 16 k. A panel has 64 columns.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// The offset of rows 16 k and on in the descriptor of an operand that is summed along columns.
+// What to add to the descriptor of an M-major or N-major operand to begin at row 16 k.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+//
+// An operand in shared memory is K-major if consecutive elements run along the axis that is summed over, else M-major
+// (a) or N-major (b).
 
 // d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
-// a lies by rows, b lies by columns in shared memory.
+// a is K-major, b is K-major in shared memory.
 DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
@@ -364,7 +368,7 @@ DEVICE void wgmma_scores(float (&d)[32], u64 a, u64 b, bool accumulate) {
 }
 
 // d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
-// a lies by columns, b lies by rows in shared memory.
+// a is M-major, b is N-major in shared memory.
 DEVICE void wgmma_keys(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
@@ -380,7 +384,7 @@ DEVICE void wgmma_keys(float (&d)[32], u64 a, u64 b, bool accumulate) {
 }
 
 // d[64 x 32] = a[64 x 16] b[16 x 32], plus d if `accumulate`.
-// a lies by rows, b lies by rows in shared memory.
+// a is K-major, b is N-major in shared memory.
 DEVICE void wgmma_queries(float (&d)[16], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %18, 0;\n\t"
@@ -394,36 +398,43 @@ DEVICE void wgmma_queries(float (&d)[16], u64 a, u64 b, bool accumulate) {
 
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A slab holds rows of scores in shared memory, even rows apart from odd rows, as chunks of CHUNK = 8 columns. A tile
-// here is 16 rows and 8 columns of outputs.
+// A slab is a score tile in shared memory. It holds even rows apart from odd rows, and columns in chunks of CHUNK = 8.
+// A tile here is 16 rows and 8 columns of outputs: for each row shift u of the filter W and each chunk d of a window,
+//
+//     outputs[16 rows, 8 columns] += slab[rows + u, chunk d] T,    T[k, n] = W[u, 8 d + k - n].
+//
+// This product sums over 8 columns. An mma.m16n8k16 sums over 16, so it makes two such products.
 // Column n of the outputs reads columns n .. n + 10 of the slab,
 // so that a tile reads a window of 3 chunks.
 //
 // The A operand of an mma is a quad of 8 x 8 matrices. Matrix s of a chunk is its rows 2 r + s for r = 0 .. 7, and the
 // matrices for row shifts u and u' of W are u, u + 1, u' and u' + 1: row r of the operand is row 2 r of the tile, and
-// row 8 + r is row 2 r + 1.
+// row 8 + r is row 2 r + 1. With this order of rows neighbouring row shifts share matrices, so that a chunk needs
+// CQ + 1 matrices for all row shifts. (Rows r and r + 8 of the tile would need two matrices for each row shift.) Even
+// and odd rows lie apart, so that the rows of a matrix are SLAB_ROW bytes apart.
 
 constexpr int WINDOW_CHUNKS = 3;
 
-// Number of quads of a chunk, and number of quads that are loaded. The others are copied from their matrices.
+// Number of quads of a chunk, and number of quads that ldmatrix loads. The other quads share all their matrices with
+// the loaded ones, and are copied from these in registers.
 constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
 // The B operands.
 constexpr int TOEPLITZ_FRAGMENTS = 9;
 using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
 
-// The matrix s that a lane addresses for a load: the one at place lane / 8 in the quad.
+// The matrix s whose row a lane addresses for a load: the one at place lane / 8 in the quad, as in load_matrices.
 DEVICE int matrix_of(int load, int lane) {
   constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
   return MATRICES[load] >> (lane & 24) & 255;
 }
 
-// Row shift u and chunk d of a window; u = -1 stands for zeros.
+// The weights in half of a B operand: of row shift u and chunk d of a window. u = -1 stands for zeros.
 struct Taps {
   int u, d;
 };
 
-// Makes the B operands. Half of an operand is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// Makes the B operands, which stay in registers. Half of an operand is T for row shift u and chunk d of the window.
 // taps(u, v) returns the taps (u, v) and (u, v + 1) of W, packed, with zeros outside W.
 template <class GetTaps>
 DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
@@ -442,13 +453,14 @@ DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
     }
 }
 
-// Makes a quad from matrices in registers.
+// Makes a quad from matrices in registers. pin() makes the compiler copy them once, not for each mma.
 DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
   quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
   pin(quad);
 }
 
-// One of the mma's for chunks m and m + 1: tile m + tile += A operand of chunk m + chunk times B operand.
+// One of the mma's for chunks m and m + 1: tile m + `tile` += A operand `operand` of chunk m + `chunk` times B operand
+// `fragment`.
 struct Step {
   int tile, operand, chunk, fragment;
 };
@@ -460,7 +472,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
                      const Toeplitz& toeplitz, int lane,
                      Finish finish) {
   constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
-  constexpr Step STEPS[] = {  // steps of one tile are far apart
+  constexpr Step STEPS[] = {  // steps of one tile are far apart, so that an mma need not wait for the sum of another
       {0, 0, 0, 0}, {-1, 0, 0, 1}, {-2, 0, 0, 2}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 0, 1, 2}, {-2, 1, 0, 5},
       {1, 1, 1, 3}, {0, 1, 0, 3}, {-1, 1, 0, 4}, {-2, 2, 0, 8}, {1, 2, 1, 6}, {0, 1, 1, 4}, {-1, 1, 1, 5},
       {0, 2, 0, 6}, {-1, 2, 0, 7}, {0, 2, 1, 7}, {-1, 2, 1, 8}

@@ -242,23 +242,27 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
-// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
+// The matrix descriptor of an operand of wgmma in a tile with 128-byte swizzle (bit 62). The stride offset is 1024
+// bytes, from 8 rows to the next 8. The leading offset, `panel`, is the number of bytes from a panel to the next. The
+// hardware reads it only for M-major and N-major operands.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
+// What to add to the descriptor of a K-major operand with `rows` rows to begin at column 16 k. A panel has 64 columns.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// The offset of rows 16 k and on in the descriptor of an operand that is summed along columns.
+// What to add to the descriptor of an M-major or N-major operand to begin at row 16 k.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
+//
+// An operand in shared memory is K-major if consecutive elements run along the axis that is summed over, else M-major
+// (a) or N-major (b).
 
 // d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
-// a is in registers, b lies by columns in shared memory.
+// a is in registers, b is K-major in shared memory.
 DEVICE void wgmma_scores(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %37, 0;\n\t"
@@ -275,7 +279,7 @@ DEVICE void wgmma_scores(float (&d)[32], const u32 (&a)[4], u64 b, bool accumula
 }
 
 // d[64 x 64] = a[64 x 16] b[16 x 64], plus d if `accumulate`.
-// a is in registers, b lies by rows in shared memory.
+// a is in registers, b is N-major in shared memory.
 DEVICE void wgmma_values(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %37, 0;\n\t"
@@ -295,10 +299,21 @@ DEVICE void wgmma_values(float (&d)[32], const u32 (&a)[4], u64 b, bool accumula
 
 using Element = bf16;
 
+// A CTA computes ROWS rows of scores. The first HALO = CQ - 1 rows only complete the windows of the rows below them, so
+// the CTA stores the outputs of the last OWNED rows.
+//
+// Step t loads the keys from KEYS t on, but computes outputs from key KEYS t - LAG on, because a window has
+// keys on both sides of its output. With this lag the windows end in the tile, and those of 8 outputs begin at a chunk
+// of 8 columns in shared memory.
 constexpr int D = 64, DV = 64, CQ = 6, CK = 11;
 constexpr int ROWS = 192, HALO = 5, OWNED = 187;
 constexpr int KEYS = 64, LAG = 11;
-constexpr float SCORE_SCALE = 0.00390625f;  // factor of stored scores
+
+// Factor of the scores q.k that shared memory holds. They are fp16, which has 3 more significant bits than bf16. The
+// factor extends their range to 65504 / SCORE_SCALE; as a power of two it costs no precision.
+constexpr float SCORE_SCALE = 0.00390625f;
+
+// Byte offsets of the CTA's arrays in shared memory.
 constexpr int SHARED_Q = 0;
 constexpr int SHARED_K = 24576;
 constexpr int SHARED_V = 40960;
@@ -309,18 +324,25 @@ constexpr int SHARED_BARRIERS = 127960;
 
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
-// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So
-// they need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a
-// row, the tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their
-// references. The rows of a warp see different keys, so if a row changed its reference because of another row, the last
-// bits of its results would depend on keys that are hidden from it.
+// FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
+// maximum of some earlier tiles, which is at most log2(LIMIT) below the running maximum. So a probability needs neither
+// the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at a time, and
+// the convolved scores need not stay in registers.
+//
+// If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
+// again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
+// tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
+// changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
+// it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Upper limit of the sum of a thread's probabilities of a row and tile, so that fp16 can hold each of them precisely.
+// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
+// fp16, 65504.
 constexpr float LIMIT = 16384.f;
 
-// Minus the reference of a row that has seen no key. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
+// Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
+// finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
 // The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
@@ -351,7 +373,7 @@ struct Softmax {
     }
   }
 
-  // Adds two probabilities of row r.
+  // Adds two probabilities of the thread's row r to the sum of the tile.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
   // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then
@@ -371,9 +393,9 @@ struct Softmax {
     return false;
   }
 
-  // Does a tile again. If a row has exceeded its reference, its maximum becomes the reference, and outputs that were
-  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums
-  // of rounded probabilities, unlike the sums computed here.
+  // Computes the probabilities of a tile again, from all its convolved scores. If a row has exceeded its reference, its
+  // maximum becomes the reference, and outputs that were summed before must be multiplied by `rescale`. Other rows keep
+  // the sums of end(), which on a masked tile are sums of rounded probabilities, unlike the sums computed here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
     bool exceeds[2];
@@ -408,18 +430,29 @@ struct Softmax {
 
 // ---- Convolution: a slab of scores times a banded Toeplitz matrix of weights, on the tensor cores -------------------
 //
-// A slab holds rows of scores in shared memory, even rows apart from odd rows, as chunks of CHUNK = 8 columns. A tile
-// here is 16 rows and 8 columns of outputs.
+// A slab is a score tile in shared memory. It holds even rows apart from odd rows, and columns in chunks of CHUNK = 8.
+// A tile here is 16 rows and 8 columns of outputs: for each row shift u of the filter W and each chunk d of a window,
+//
+//     outputs[16 rows, 8 columns] += slab[rows + u, chunk d] T,    T[k, n] = W[u, 8 d + k - n].
+//
+// This product sums over 8 columns. An mma.m16n8k16 sums over 16, so it makes two such products.
 // Column n of the outputs reads columns n .. n + 10 of the slab,
 // so that a tile reads a window of 2 chunks and two columns.
 //
 // The A operand of an mma is a quad of 8 x 8 matrices. Matrix s of a chunk is its rows 2 r + s for r = 0 .. 7, and the
 // matrices for row shifts u and u' of W are u, u + 1, u' and u' + 1: row r of the operand is row 2 r of the tile, and
-// row 8 + r is row 2 r + 1.
+// row 8 + r is row 2 r + 1. With this order of rows neighbouring row shifts share matrices, so that a chunk needs
+// CQ + 1 matrices for all row shifts. (Rows r and r + 8 of the tile would need two matrices for each row shift.) Even
+// and odd rows lie apart, so that the rows of a matrix are SLAB_ROW bytes apart.
+//
+// The two columns after the whole chunks would take an mma for every two row shifts, as a chunk does. Instead they are
+// gathered: one A operand has both columns of 8 row shifts. The order of the operand's 16 columns does not matter,
+// because the rows of B have the same order.
 
 constexpr int WINDOW_CHUNKS = 2;
 
-// Number of quads of a chunk, and number of quads that are loaded. The others are copied from their matrices.
+// Number of quads of a chunk, and number of quads that ldmatrix loads. The other quads share all their matrices with
+// the loaded ones, and are copied from these in registers.
 constexpr int QUADS = 3, TOEPLITZ_LOADS = 2;
 
 // A operands of the two columns, each for 8 row shifts.
@@ -429,18 +462,18 @@ constexpr int GATHERS = 1;
 constexpr int TOEPLITZ_FRAGMENTS = 7;
 using Toeplitz = u32[TOEPLITZ_FRAGMENTS][2];
 
-// The matrix s that a lane addresses for a load: the one at place lane / 8 in the quad.
+// The matrix s whose row a lane addresses for a load: the one at place lane / 8 in the quad, as in load_matrices.
 DEVICE int matrix_of(int load, int lane) {
   constexpr u32 MATRICES[] = {0x03020100, 0x06050504};  // a byte for each place
   return MATRICES[load] >> (lane & 24) & 255;
 }
 
-// Row shift u and chunk d of a window; u = -1 stands for zeros.
+// The weights in half of a B operand: of row shift u and chunk d of a window. u = -1 stands for zeros.
 struct Taps {
   int u, d;
 };
 
-// Makes the B operands. Half of an operand is T[k, n] = W[u, 8 d + k - n] for row shift u and chunk d of the window.
+// Makes the B operands, which stay in registers. Half of an operand is T for row shift u and chunk d of the window.
 // taps(u, v) returns the taps (u, v) and (u, v + 1) of W, packed, with zeros outside W.
 template <class GetTaps>
 DEVICE void make_toeplitz(Toeplitz& toeplitz, int lane, GetTaps taps) {
@@ -470,20 +503,22 @@ struct Gathered {
   u32 words[GATHERS];
 };
 
-// Words of rows r, r + 1 and r + 2 as the A operand of two row shifts; r is odd.
+// Words of rows r, r + 1 and r + 2 as the A operand of two row shifts. r is odd, so that the
+// last two words are aligned to 8 bytes.
 DEVICE void load_triple(u32 (&a)[4], u32 word) {
   u32 two[2];
   load_shared(two, word + 4);
   a[0] = load_shared(word), a[1] = two[0], a[2] = two[0], a[3] = two[1];
 }
 
-// Makes a quad from matrices in registers.
+// Makes a quad from matrices in registers. pin() makes the compiler copy them once, not for each mma.
 DEVICE void make_quad(u32 (&quad)[4], u32 x, u32 y, u32 z, u32 w) {
   quad[0] = x, quad[1] = y, quad[2] = z, quad[3] = w;
   pin(quad);
 }
 
-// One of the mma's for chunks m and m + 1: tile m + tile += A operand of chunk m + chunk times B operand.
+// One of the mma's for chunks m and m + 1: tile m + `tile` += A operand `operand` of chunk m + `chunk` times B operand
+// `fragment`.
 struct Step {
   int tile, operand, chunk, fragment;
 };
@@ -496,7 +531,7 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
                      const Gathered& gathered, const Toeplitz& toeplitz, int lane,
                      Finish finish) {
   constexpr int CHUNKS = TILES + WINDOW_CHUNKS - 1;
-  constexpr Step STEPS[] = {  // steps of one tile are far apart
+  constexpr Step STEPS[] = {  // steps of one tile are far apart, so that an mma need not wait for the sum of another
       {0, 0, 0, 0}, {-1, 0, 0, 1}, {1, 0, 1, 0}, {0, 0, 1, 1}, {-1, 1, 0, 3}, {1, 1, 1, 2}, {0, 1, 0, 2},
       {-1, 2, 0, 5}, {1, 2, 1, 4}, {0, 1, 1, 3}, {1, 3, 1, 6}, {0, 2, 0, 4}, {0, 2, 1, 5}, {0, 3, 0, 6}
   };
@@ -543,15 +578,21 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 
 // ---- Score tiles ("slabs") in shared memory -------------------------------------------------------------------------
 //
-// Row r of the CTA is row r + PAD of a slab; the first PAD rows are zeros. Even rows are stored first, then odd rows.
+// Row r of the CTA is row r + PAD of a slab. The first PAD rows are zeros. Only outputs of the CTA's first HALO rows
+// read them. These outputs are not stored; zeros keep them from causing restarts. PAD is HALO rounded up to an even
+// number, so that rows r and r + PAD have the same parity.
+// Even rows are stored first, then odd rows.
 // There are two slabs: a warp may write scores of the next tile to one while the warp below reads those of this tile.
+//
+// A slab has the last CARRY columns of the tile before, then KEYS columns of its tile. The first windows begin CK - 1
+// columns before the tile. CARRY is CK - 1 rounded up to whole chunks.
 
 constexpr int PAD = 6, CARRY = 16;
 constexpr int TILES = KEYS / CHUNK, CARRY_CHUNKS = CARRY / CHUNK;
 constexpr int SLAB_CHUNKS = 9;  // per row; later columns are gathered
 
-// Bytes of a row, an odd number of chunks so that a matrix's rows are in different banks, and of all rows of one
-// parity.
+// Bytes of a row, and of all rows of one parity. A row is an odd number of chunks, so that the 8 rows that ldmatrix
+// reads at once are in different banks.
 constexpr int SLAB_ROW = 144, SLAB_PARITY = 14256;
 constexpr int SLAB = 2 * SLAB_PARITY, SLABS = 2;
 
@@ -614,7 +655,8 @@ struct WarpSlab {
     pin(rows);
   }
 
-  // Writes the scores of a tile, as fp16, after the last columns of the tile before.
+  // Writes the scores of a tile, as fp16, after the last columns of the tile before. The caller synchronises the warps
+  // that read them.
   DEVICE void write(const float (&s)[KEYS / 2], int slab, int lane) {
     const u32 even = store + slab * SLAB, odd = even + SLAB_PARITY;
 #pragma unroll
@@ -675,7 +717,7 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
 }
 
 // COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
-// exist are zeros.
+// exist are zeros: `first` may be negative.
 template <int ROWS, int COLUMNS, int COPIERS, class Element>
 DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
@@ -696,8 +738,8 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first
 // ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
 // COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a
-// tensor of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two
-// rows are neighbours.
+// tensor of n_rows rows; rows that do not exist are zeros. In each 16 rows, place g has row 2 g and place g + 8 has row
+// 2 g + 1. So a thread's two rows of an mma's or wgmma's result are neighbours, as the convolution expects.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4
@@ -709,7 +751,8 @@ DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, in
   }
 }
 
-// Each of the threads of load_queries multiplies the elements that it has copied by a power of two.
+// Each of the threads of load_queries multiplies the elements that it has copied by a power of two, which is exact in
+// bf16.
 template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
 DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 #pragma unroll 4
@@ -728,9 +771,10 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
-// The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on.
+// The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on. They check each score only
+// if one of the warp's scores is hidden.
 
-// Sets hidden scores to zeros.
+// Sets hidden scores to zeros, because the convolution counts them as zeros.
 DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, int lane) {
   if (key + KEYS - 1 > position) {
 #pragma unroll
@@ -745,7 +789,7 @@ DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, in
 // before, because their windows begin there. This is the first output of this split, counted from its first key.
 DEVICE int first_output() { return blockIdx.z > 0 ? 5 : 0; }
 
-// Sets hidden convolved scores to -inf.
+// Sets hidden convolved scores to -inf, before restart() looks for their maximum.
 DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, int lane) {
   if (key < first_output() || key + KEYS - 1 > position) {
 #pragma unroll
@@ -756,7 +800,8 @@ DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, i
   }
 }
 
-// Sets hidden probabilities to zeros, and sums the others again.
+// Sets hidden probabilities to zeros, and sums the others again. Masking after the convolution costs nothing in tiles
+// without hidden scores.
 DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax, int position, int key, int n_k,
                                int lane) {
   if (key < first_output() || key + KEYS - 1 > position) {
@@ -801,6 +846,7 @@ struct OutputTile {
   }
 
   // End of the keys that any of the first `rows` rows sees, and number of tiles of keys that their outputs need.
+  // Outputs lag the keys by LAG, so that the last ones may need a tile more.
   DEVICE int keys_seen(int rows) const { return min(n_k, first + offset + rows); }
   DEVICE int tiles_seen(int rows) const { return max(0, (keys_seen(rows) + LAG + KEYS - 1) / KEYS); }
 
@@ -836,21 +882,30 @@ DEVICE void store_output(float* out, float* lse, const float (&o)[N], const Soft
 }
 
 // ---- Forward --------------------------------------------------------------------------------------------------------
+//
+// FlashAttention with warp specialisation, and the convolution between the two products. A producer warpgroup copies
+// tiles of K and V. In step t a computing warp
+// - convolves its 16 rows of scores in shared memory, for which it also reads the last HALO rows of the warp above,
+// - computes their probabilities P,
+// - issues the scores Q K(t + 1)^T of the next step, and P V(t),
+// - and writes the next scores while the tensor cores still add P V(t).
 
 constexpr int WARPGROUPS = 3;  // computing warpgroups; the producer warpgroup is one more
 constexpr int THREADS = 512, STAGES = 2;
 constexpr int K_TILE = 1 * KEYS * PANEL_ROW;  // bytes
 constexpr int V_TILE = 1 * KEYS * PANEL_ROW;
-constexpr int TAPS = 264;  // bytes of a head's weights
+constexpr int TAPS = 264;  // bytes of a head's weights; each warpgroup has a copy
 
 // Barriers of each stage: its tile of K or V is full, or empty (may be written again).
 constexpr int K_FULL = 0, K_EMPTY = K_FULL + BARRIER * STAGES;
 constexpr int V_FULL = K_EMPTY + BARRIER * STAGES, V_EMPTY = V_FULL + BARRIER * STAGES;
 
-// Barriers of each warp and score tile: the warp's rows are written, or the warp below has read them.
+// Barriers of each computing warp and of each of two score tiles: the warp's rows are written, or the warp below has
+// read them.
 constexpr int WARP_BARRIERS = 2 * BARRIER;  // bytes per warp
 constexpr int ROWS_WRITTEN = V_EMPTY + BARRIER * STAGES, ROWS_READ = ROWS_WRITTEN + WARP_BARRIERS * 4 * WARPGROUPS;
 
+// Strides count elements. A group of `group` heads of q reads the same head of k and v.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_ck11_d64_bf16_causal_sm90a(
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v,
     const float* __restrict__ weight, float* __restrict__ partial, float* __restrict__ partial_lse,
@@ -869,6 +924,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   }
 
   if (threadIdx.x == 0) {
+    // A tile is full after each of the 64 threads that copy it has arrived, and empty after one lane of each computing
+    // warp has. A warp's rows take all 32 lanes, because a lane publishes only its own writes.
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(barriers + K_FULL + BARRIER * stage, 64);
       barrier_init(barriers + V_FULL + BARRIER * stage, 64);
@@ -883,6 +940,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
 
   if (warpgroup == WARPGROUPS) {
     // The producer warpgroup: two warps load K, two load V, which lags like the outputs.
+    // It gives registers to the computing warpgroups; together they have the 65536 of a multiprocessor at most.
     registers_down_to<32>();
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
@@ -897,7 +955,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
       else
         load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
       copy_commit();
-      copy_wait<0>();
+      copy_wait<0>();  // the other stages are in flight or in use meanwhile
       fence_async();
       barrier_arrive(full + BARRIER * stage);
     }
@@ -948,16 +1006,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
       wgmma_scores(s, q_fragments[kk], k_operand + inner_columns(kk, KEYS), kk > 0);
     wgmma_commit();
   };
-  auto scores_done = [&](int t) {
+  auto scores_done = [&](int t) {  // the warp's wgmma's have read K(t), so that it may be overwritten
     if (lane == 0) barrier_arrive(barriers + K_EMPTY + BARRIER * (t % STAGES));
   };
 
   auto write_scores = [&](int t) {
     const int slab = t & 1;
     mask_scores(s, position, t * KEYS, work.n_k, lane);
+    // The warp below must have read this slab's rows of step t - 2.
     if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (t / 2 - 1) & 1);
     scores.write(s, slab, lane);
-    __syncwarp();
+    __syncwarp();  // the warp's lanes read each other's rows
     if (gives_rows) barrier_arrive(given + ROWS_WRITTEN + BARRIER * slab);
   };
 
@@ -979,10 +1038,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   };
   auto step = [&](int t, bool more) {  // with the scores of the next step, if there are more
     const int slab = t & 1;
-    // P: probabilities of the outputs' keys.
+    // P: probabilities of the outputs' keys, as A operands of P V.
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
-    auto fits = [&] {  // whether the tile's probabilities fit the current references
+    // Computes P while the tile is convolved. Returns whether the probabilities fit the current references; if not, the
+    // tile is convolved again, for its maximum.
+    auto fits = [&] {
       softmax.begin();
       scores.convolved(c, slab, position, t * KEYS, weights, lane,
                        [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
@@ -1000,11 +1061,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (takes_rows) barrier_arrive(taken + ROWS_READ + BARRIER * slab);
 
     // The next scores are issued and read within one branch. With two branches on one condition the compiler would not
-    // know that both or none are taken, and would serialise all products.
+    // know that both or none are taken, and would serialise every wgmma.
     if (more) {  // While the tensor cores add P V(t) to o, the next scores are written.
       issue_scores(t + 1);
       issue_values(p, t);
-      wgmma_wait<1>();
+      wgmma_wait<1>();  // for the scores, not for P V
       scores_done(t + 1);
       write_scores(t + 1);
     } else {
@@ -1014,8 +1075,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     if (lane == 0) barrier_arrive(barriers + V_EMPTY + BARRIER * (t % STAGES));
   };
 
-  // A warpgroup leaves after the last keys that its rows see; the first warpgroup leaves first. Until then all warps
-  // take the same steps, so that the compiler counts them in uniform registers.
+  // A warpgroup leaves after the last keys that its rows see; the first warpgroup leaves first. Then it arrives no
+  // more at K_EMPTY and V_EMPTY. Yet the producer never waits for it: the last warpgroup takes at most STAGES steps
+  // more, and their tiles overwrite only tiles that the first has read. Until the first leaves, all warps take the
+  // same steps, so that the compiler counts them in uniform registers.
   const int joint_steps = work.steps_of(64);
   if (work.steps > 0) begin();
   for (int t = 0; t + 1 < joint_steps; ++t) step(t, true);

@@ -71,15 +71,16 @@ DEVICE void add_to_global(float* to, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], { %1, %2, %3, %4 };" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// The descriptor of an operand in a swizzled tile, with 1024 bytes from 8 rows to the next 8. `panel` is the number of
-// bytes from a panel to the next; it matters only if the axis that is not summed over runs along the rows.
+// The matrix descriptor of an operand of wgmma in a tile with 128-byte swizzle (bit 62). The stride offset is 1024
+// bytes, from 8 rows to the next 8. The leading offset, `panel`, is the number of bytes from a panel to the next. The
+// hardware reads it only for M-major and N-major operands.
 DEVICE u64 operand(u32 address, int panel = 16) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel >> 4) << 16 |
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// The offset of columns 16 k and on in the descriptor of an operand with `rows` rows that is summed along rows.
+// What to add to the descriptor of a K-major operand with `rows` rows to begin at column 16 k. A panel has 64 columns.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// The offset of rows 16 k and on in the descriptor of an operand that is summed along columns.
+// What to add to the descriptor of an M-major or N-major operand to begin at row 16 k.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }

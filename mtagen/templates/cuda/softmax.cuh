@@ -4,18 +4,25 @@
 
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
-// Probabilities are relative to a reference that is at least the row's maximum some tiles ago, less log2(LIMIT). So
-// they need not wait for the whole tile, nor for the other threads of the row. If a tile exceeds the reference of a
-// row, the tile is done again, and the row's maximum becomes its reference. The other rows of the warp keep their
-// references. The rows of a warp see different keys, so if a row changed its reference because of another row, the last
-// bits of its results would depend on keys that are hidden from it.
+// FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
+// maximum of some earlier tiles, which is at most log2(LIMIT) below the running maximum. So a probability needs neither
+// the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at a time, and
+// the convolved scores need not stay in registers.
+//
+// If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
+// again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
+// tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
+// changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
+// it.
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Upper limit of the sum of a thread's probabilities of a row and tile, so that fp16 can hold each of them precisely.
+// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
+// fp16, 65504.
 constexpr float LIMIT = 16384.f;
 
-// Minus the reference of a row that has seen no key. It is finite, so that exp2(-inf + NO_REFERENCE) is 0.
+// Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
+// finite, so that exp2(-inf + NO_REFERENCE) is 0.
 constexpr float NO_REFERENCE = 1e20f;
 
 // The factor that turns a convolved score, which is stored times `score_scale`, into an exponent of 2. It is never 0,
@@ -46,7 +53,7 @@ struct Softmax {
     }
   }
 
-  // Adds two probabilities of row r.
+  // Adds two probabilities of the thread's row r to the sum of the tile.
   DEVICE void add(int r, float2 p) { added[r] += p.x + p.y; }
 
   // Ends the tile. Returns false if any thread of the warp has exceeded a reference by too much; restart() must then
@@ -66,9 +73,9 @@ struct Softmax {
     return false;
   }
 
-  // Does a tile again. If a row has exceeded its reference, its maximum becomes the reference, and outputs that were
-  // summed before must be multiplied by `rescale`. Other rows keep the sums of end(), which on a masked tile are sums
-  // of rounded probabilities, unlike the sums computed here.
+  // Computes the probabilities of a tile again, from all its convolved scores. If a row has exceeded its reference, its
+  // maximum becomes the reference, and outputs that were summed before must be multiplied by `rescale`. Other rows keep
+  // the sums of end(), which on a masked tile are sums of rounded probabilities, unlike the sums computed here.
   template <int N>
   DEVICE void restart(u32 (&p)[N / 8][4], const float (&c)[N], float (&rescale)[2]) {
     bool exceeds[2];

@@ -6,8 +6,8 @@
 // ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
 
 // COPIERS threads copy COUNT rows of queries to the rows from p on of a tile, whose first row is row `first` of a
-// tensor of n_rows rows. In each 16 rows, place g has row 2 g and place g + 8 has row 2 g + 1, so that a thread's two
-// rows are neighbours.
+// tensor of n_rows rows; rows that do not exist are zeros. In each 16 rows, place g has row 2 g and place g + 8 has row
+// 2 g + 1. So a thread's two rows of an mma's or wgmma's result are neighbours, as the convolution expects.
 template <int ROWS, int COLUMNS, int COUNT, int COPIERS, class Element>
 DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, int first, int n_rows, int thread) {
 #pragma unroll 4
@@ -19,7 +19,8 @@ DEVICE void load_queries(u32 tile, int p, const Element* q, long long stride, in
   }
 }
 
-// Each of the threads of load_queries multiplies the elements that it has copied by a power of two.
+// Each of the threads of load_queries multiplies the elements that it has copied by a power of two, which is exact in
+// bf16.
 template <class Element, int ROWS, int COLUMNS, int COUNT, int COPIERS>
 DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 #pragma unroll 4
