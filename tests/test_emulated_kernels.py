@@ -400,11 +400,11 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
         (
             "forward",
             "sm_80",
-            "copy_wait<0>();\n    __syncthreads();  // the slab is",
+            "copy_wait<0>();\n    __syncthreads();  // the score tile is",
             "__syncthreads();  //",
             "races with copy_async",
         ),
-        ("forward", "sm_80", "__syncthreads();  // the slab", "__syncwarp();  //", "load_matrices .* races with"),
+        ("forward", "sm_80", "__syncthreads();  // the score tile", "__syncwarp();  //", "load_matrices .* races with"),
         ("forward", "sm_90a", "copy_wait<0>();\n      fence_async();", "", "races with copy_async"),
         ("forward", "sm_90a", "barrier_arrive(taken + ROWS_READ", "__ldg(&t), (", "deadlock"),
         (

@@ -2,8 +2,8 @@
 
 Run from the repository's root::
 
-    python -m tests.machine_code main            # the working tree against the commit `main`
-    python -m tests.machine_code main --only 'lift*' --folder /tmp/code
+    python -m tests.compare_code main            # the working tree against the commit `main`
+    python -m tests.compare_code main --only 'lift*' --folder /tmp/code
 
 Each case is a spec on a target by a backend. The sources of both trees are rendered first. Where they differ in more
 than comments, both are compiled, and the instructions of each kernel are compared. A line for each kernel that differs
@@ -175,7 +175,7 @@ def compare(commit: str, names: list[str], folder: Path) -> int:
 
             def run(step: str, names: Iterable[str]) -> None:
                 for which, root in trees.items():
-                    command = [sys.executable, "-m", "tests.machine_code", "--step", step, "--folder"]
+                    command = [sys.executable, "-m", "tests.compare_code", "--step", step, "--folder"]
                     subprocess.run([*command, folder.resolve() / which / step, *names], cwd=root, check=True)
 
             run("sources", names)
@@ -196,7 +196,7 @@ def compare(commit: str, names: list[str], folder: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tests.machine_code", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser("python -m tests.compare_code", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="names of cases; default all")
     parser.add_argument("--folder", type=Path, help="keep sources and listings here; default a new temporary folder")
     parser.add_argument("--step", choices=("sources", "compiled"), help=argparse.SUPPRESS)

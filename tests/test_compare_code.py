@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine_code import CASES, differing, instructions, report, sources, uncommented
+from tests.compare_code import CASES, differing, instructions, report, sources, uncommented
 
 
 def test_comments_are_no_difference() -> None:
