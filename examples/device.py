@@ -23,5 +23,5 @@ def present(name: str | torch.device) -> torch.device:
     return torch.device(name)
 
 
-_Option = typer.Option("--device", parser=present, metavar="NAME", help="Where.")
+_Option = typer.Option("--device", parser=present, metavar="NAME", help="Device to run on: cpu, cuda or cuda:N.")
 DeviceOption: TypeAlias = Annotated[torch.device, _Option]

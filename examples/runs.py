@@ -162,13 +162,17 @@ def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
         raise unreadable(path, error) from error
     if not isinstance(state, dict) or not state.keys() >= set(names):
         holds = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise InputError(explain(str(path), holds, "is no checkpoint of this program", f"one with {', '.join(names)}"))
+        raise InputError(
+            explain(str(path), holds, "is no checkpoint of this program", f"a checkpoint with {', '.join(names)}")
+        )
     return state
 
 
 def unreadable(checkpoint: Path, error: BaseException) -> InputError:
     """Return the error that names a damaged checkpoint."""
-    remedy = "a whole copy in its place, its removal if an earlier checkpoint is beside it, or a new run elsewhere"
+    remedy = (
+        "an undamaged copy; if the folder has an earlier checkpoint, remove this one; or a new run in another folder"
+    )
     return InputError(explain(str(checkpoint), error, "cannot be read as a checkpoint", remedy))
 
 
@@ -185,8 +189,9 @@ def check_settings(checkpoint: Path, theirs: dict[str, Any], ours: dict[str, Any
     """
     others = [name for name, value in ours.items() if theirs.get(name) != value]
     if others:
-        got, legal = ({name: settings.get(name) for name in others} for settings in (theirs, ours))
-        raise InputError(explain(str(checkpoint), got, "is of a run with other settings", legal))
+        got, saved = ({name: settings.get(name) for name in others} for settings in (ours, theirs))
+        rule = f"{checkpoint} was written by a run with other settings"
+        raise InputError(explain("settings", got, rule, f"{saved}, or another folder"))
 
 
 class Log:
@@ -215,9 +220,11 @@ class Log:
         folder = str(self.path.parent)
         if not resume and (self.path.exists() or checkpoint):
             found = "log" if self.path.exists() else "checkpoint"
-            raise InputError(explain("folder", folder, f"has a {found} of another run", "--resume, or another folder"))
+            raise InputError(
+                explain("folder", folder, f"has a {found} of another run", "--resume to continue it, or another folder")
+            )
         if self.path.exists() and not checkpoint:
-            remedy = f"{self.path.name} moved away to begin anew, or another folder"
+            remedy = f"another folder, or this one after moving {self.path.name} away"
             raise InputError(explain("folder", folder, "has a log and no checkpoint to resume from", remedy))
 
     def entries(self) -> list[Entry]:
@@ -235,7 +242,7 @@ class Log:
                 entries.append(self._entry(last, len(lines) + 1))
             except InputError:
                 if self.writes:
-                    typer.echo(f"{self.path}: line {len(lines) + 1} is torn, and was left out", err=True)
+                    typer.echo(f"{self.path}: line {len(lines) + 1} is incomplete, and was left out", err=True)
         return entries
 
     def _entry(self, line: bytes, number: int) -> Entry:
@@ -245,7 +252,9 @@ class Log:
             entry = None
         if not isinstance(entry, dict) or not isinstance(entry.get(self.count, 0), int):
             place = f"{self.path}, line {number}"
-            raise InputError(explain(place, line.decode(errors="replace"), "is no entry of a log", "the line removed"))
+            raise InputError(
+                explain(place, line.decode(errors="replace"), "is no entry of a log", "a JSON object, or no such line")
+            )
         return entry
 
     def continue_at(self, steps: int, first: Sequence[Entry] = ()) -> list[Entry]:
@@ -264,7 +273,14 @@ class Log:
         entries = self.entries() if self.path.exists() else []
         if steps and not (entries if first else self.path.exists()):
             folder = str(self.path.parent)
-            raise InputError(explain("folder", folder, "has a checkpoint and no log", f"{self.path.name} put back"))
+            raise InputError(
+                explain(
+                    "folder",
+                    folder,
+                    "has a checkpoint and no log",
+                    f"another folder, or this one with its {self.path.name} restored",
+                )
+            )
         kept = [entry for entry in entries or first if entry.get(self.count, 0) <= steps]
         if self.writes:
             publish(self.path, lambda file: file.writelines(map(_line, kept)))
@@ -296,7 +312,9 @@ class Interrupted(KeyboardInterrupt):
         resumed_by: the end of the message, which says how to continue the run.
     """
 
-    def __init__(self, step: int, checkpoint: Path, resumed_by: str = "the same command with --resume goes on") -> None:
+    def __init__(
+        self, step: int, checkpoint: Path, resumed_by: str = "run the same command with --resume to continue"
+    ) -> None:
         super().__init__(f"stopped after step {step}, saved to {checkpoint}: {resumed_by}")
         self.step, self.checkpoint = step, checkpoint
 

@@ -75,7 +75,7 @@ def __getattr__(name: str) -> object:
         return import_module(f".{name}", __name__)
     if name == "MultiTokenAttention":
         warnings.warn(
-            "mtagen.MultiTokenAttention is now called mtagen.AttentionOp, and the old name goes with the next release; "
+            "mtagen.MultiTokenAttention is now called mtagen.AttentionOp, and the next release removes the old name; "
             "the layer is mtagen.nn.MultiTokenAttention",
             DeprecationWarning,
             stacklevel=2,

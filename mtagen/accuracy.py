@@ -64,9 +64,9 @@ def compare(
     """
     if not ours.shape == eager.shape == ref64.shape:
         shapes = tuple(map(tuple, (ours.shape, eager.shape, ref64.shape)))
-        raise InputError(explain("shapes", shapes, "of ours, eager and ref64 differ", "three equal shapes"))
+        raise InputError(explain("shapes of ours, eager, ref64", shapes, "must be equal", "three equal shapes"))
     if ref64.dtype != torch.float64:
-        raise InputError(explain("ref64", ref64.dtype, "is no float64 reference", torch.float64))
+        raise InputError(explain("ref64", ref64.dtype, "the reference must be float64", torch.float64))
     magnitude = _largest(ref64[ref64.isfinite()].abs())
     accumulator = torch.promote_types(eager.dtype, torch.float32)
     rounding = 0.5 * torch.finfo(eager.dtype).eps * magnitude

@@ -114,7 +114,7 @@ def _check_layout(queries: tuple[str, Tensor], name: str, weight: Tensor, mixed:
     theirs = weight.shape[0] * (mixed if mixed and weight.ndim == 3 else 1)
     if heads != theirs == rows:
         layout = "(total, H, D)" if q.ndim == 3 else "(B, H, N, D)"
-        rule = f"the layout is {layout}: these are {heads} heads, and {name} is of {theirs}"
+        rule = f"the layout is {layout}: this tensor has {heads} heads, and {name} has {theirs}"
         legal = f"{_exchanged(q_name, q)}, and the same of keys and values"
         raise InputError(explain(f"{q_name}.shape", tuple(q.shape), rule, legal))
 
@@ -166,6 +166,10 @@ def shaped_weight(
     if mixed == heads and weight.shape == shape[1:]:
         return weight.unsqueeze(0)
     _check_layout(queries, name, weight, mixed)
-    rule = f"one (m, m) matrix per group of {mixed} heads" if mixed else "one (cq, ck) kernel per query head"
+    rule = (
+        f"must be one (m, m) matrix per group of {mixed} heads"
+        if mixed
+        else "must be one (cq, ck) filter per query head"
+    )
     others = f" or {shape[1:]}" if mixed == heads else "" if mixed else f" or {(heads, 1, *shape[1:])}"
     raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, f"{shape}{others}"))

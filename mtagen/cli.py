@@ -27,17 +27,19 @@ if TYPE_CHECKING:
     from .planner import Backend
 
 
-_BROKEN_PIPE = 141  # as shells say that a signal ended a program that nobody read any longer
+_BROKEN_PIPE = 141  # the status that shells report for a program ended by SIGPIPE
 
 
 class _Group(TyperGroup):
-    """Turns the errors that a user can mend into one line and an exit status."""
+    """Turn errors that a user can correct into one line and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # the reader has what it wanted, as head does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is lost without a word
+        except BrokenPipeError:  # the reader stopped early, as head does
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # so that flushing the buffer raises no second error
             raise typer.Exit(_BROKEN_PIPE) from None
         except (MtagenError, OSError) as error:
             typer.echo(f"mtagen: {error}", err=True)
@@ -68,31 +70,58 @@ def main(
 
 def _spec(
     kernel: Annotated[
-        str, typer.Option(help="Extents of the convolution before the softmax, or none.", metavar="CQ,CK|none")
+        str,
+        typer.Option(
+            help="Queries and keys of the filter before the softmax, such as 6,11; none: no convolution.",
+            metavar="CQ,CK|none",
+        ),
     ],
-    head_dim: Annotated[int, typer.Option(help="Size of a query or key vector.")],
+    head_dim: Annotated[int, typer.Option(help="Elements of a query or key vector: a multiple of 8 from 16 to 256.")],
     value_head_dim: Annotated[
-        int | None, typer.Option(help="Size of a value vector.", show_default="the head dim")
+        int | None, typer.Option(help="Elements of a value vector.", show_default="--head-dim")
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")] = True,
+    causal: Annotated[
+        bool, typer.Option("--causal/--non-causal", help="Hide keys after the query, or show all keys.")
+    ] = True,
     key_padding: Annotated[
-        str, typer.Option(help="Where the key axis is padded.", metavar="|".join(KEY_PADDINGS))
+        str, typer.Option(help="Sides on which the convolution pads the key axis.", metavar="|".join(KEY_PADDINGS))
     ] = "both",
     mask: Annotated[
         str,
-        typer.Option(help="Whose causal mask zeroes scores before the convolution.", metavar="|".join(MASKS)),
+        typer.Option(
+            help="Query whose mask decides which scores the convolution counts as zero: "
+            "the score's own (source) or the output's (output).",
+            metavar="|".join(MASKS),
+        ),
     ] = "source",
-    dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
-    mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed before the softmax.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of queries, keys and values.", metavar="|".join(DTYPES))
+    ] = "bf16",
+    mixed_heads: Annotated[
+        int | None,
+        typer.Option(help="Size of the groups of heads that are mixed before the softmax.", show_default="no mixing"),
+    ] = None,
     post_kernel: Annotated[
-        str, typer.Option(help="Extents of the convolution after the softmax.", metavar="CQ,CK|none")
+        str,
+        typer.Option(
+            help="Queries and keys of the filter after the softmax; none: no convolution.", metavar="CQ,CK|none"
+        ),
     ] = "none",
-    post_mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed after the softmax.")] = None,
+    post_mixed_heads: Annotated[
+        int | None,
+        typer.Option(help="Size of the groups of heads that are mixed after the softmax.", show_default="no mixing"),
+    ] = None,
     window: Annotated[
-        tuple[int, int], typer.Option(help="Keys that a query sees before and after its own; -1: all.")
+        tuple[int, int],
+        typer.Option(help="Number of keys that a query sees before and after its own position; -1: all."),
     ] = (-1, -1),
-    packed: Annotated[bool, typer.Option("--packed/--batched", help="Whether documents are packed.")] = False,
-    dropout: Annotated[bool, typer.Option("--dropout/--no-dropout", help="Whether probabilities are dropped.")] = False,
+    packed: Annotated[
+        bool,
+        typer.Option("--packed/--batched", help="Plan for packed documents, or for batches of equal lengths."),
+    ] = False,
+    dropout: Annotated[
+        bool, typer.Option("--dropout/--no-dropout", help="Include dropout of attention probabilities.")
+    ] = False,
 ) -> Spec:
     return Spec(
         _extents("kernel", kernel),
@@ -136,10 +165,15 @@ def _takes_spec(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _BACKENDS = "cuda|triton|torch|auto"
-_Target = Annotated[str, typer.Option(help="GPU to plan for.", metavar="NAME")]
-_Backend = Annotated[str, typer.Option(help="What computes it.", metavar=_BACKENDS)]
-_Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="the GPU here, else the CPU")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Target = Annotated[str, typer.Option(help="GPU architecture to plan for, such as sm_90a.", metavar="NAME")]
+_Backend = Annotated[
+    str, typer.Option(help="Kernels to use; auto chooses the fastest for each pass.", metavar=_BACKENDS)
+]
+_Device = Annotated[
+    str | None,
+    typer.Option(help="Device to run on: cpu, cuda or cuda:N.", show_default="a GPU if there is one, else cpu"),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command()
@@ -149,12 +183,12 @@ def emit(
     spec: Spec,
     target: _Target = "sm_90a",
     backend: _Backend = "auto",
-    out: Annotated[Path, typer.Option(help="Folder to write to; made if absent.", file_okay=False)],
+    out: Annotated[Path, typer.Option(help="Folder to write to; created if absent.", file_okay=False)],
 ) -> None:
-    """Write the kernels that a build would take: Triton's as a Python module, CUDA's as .cu files.
+    """Write the kernels of an operator: Triton kernels as a Python module, CUDA kernels as .cu files.
 
-    A module of Triton needs torch and triton only. Beside .cu files stands a Python module that launches their kernels,
-    which needs torch and cuda-core only.
+    The Triton module needs only torch and triton. With the .cu files comes a Python module that compiles and launches
+    their kernels. It needs only torch, cuda-core and cuda-bindings.
     """
     from . import codegen, planner
 
@@ -165,7 +199,7 @@ def emit(
 @app.command()
 @_takes_spec
 def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", as_json: _Json = False) -> None:
-    """Show how an operator would be computed: tiles, stages, resources, cost."""
+    """Show the plan of an operator: lowering, block sizes, pipeline stages, resources and cost."""
     from . import planner
 
     made = planner.plan(spec, target, cast("Backend", backend))
@@ -177,7 +211,7 @@ def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", 
 
 @app.command("list")
 def list_entries() -> None:
-    """List the kernels, and the tables that tuning made, in the on-disk cache."""
+    """List the kernels and tuned tables in the on-disk cache."""
     from .runtime.cache import Cache
 
     cache = Cache()
@@ -206,7 +240,7 @@ def show_config() -> None:
 
 @app.command()
 def collect_env(as_json: _Json = False) -> None:
-    """Show what a bug report needs to know of this machine."""
+    """Show the versions and hardware of this machine for a bug report."""
     from .environment import collect
 
     facts = collect()
@@ -217,8 +251,8 @@ def collect_env(as_json: _Json = False) -> None:
 
 
 @app.command()
-def clear_cache(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
-    """Remove all kernels, and the tables that tuning made, from the on-disk cache."""
+def clear_cache(yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False) -> None:
+    """Remove all kernels and tuned tables from the on-disk cache."""
     from .runtime.cache import Cache
 
     cache = Cache()
@@ -234,7 +268,10 @@ def check(
     *,
     spec: Spec,
     target: Annotated[
-        str | None, typer.Option(help="GPU to plan for.", metavar="NAME", show_default="the GPU here")
+        str | None,
+        typer.Option(
+            help="GPU architecture to plan for, such as sm_90a.", metavar="NAME", show_default="this machine's GPU"
+        ),
     ] = None,
     backend: _Backend = "auto",
     device: _Device = None,
@@ -242,9 +279,9 @@ def check(
 ) -> None:
     """Build an operator and compare it with float64: forward, gradients and decode.
 
-    Errors may be twice those of eager PyTorch in the same dtype, for gradients three times.
+    An error may be up to twice that of eager PyTorch in the same dtype; for gradients, up to three times.
 
-    Exit status 1 if any is larger.
+    The exit status is 1 if any error is larger.
     """
     import torch
 
@@ -252,7 +289,7 @@ def check(
     from .check import check as run
 
     device = _present(device)
-    if device == "cpu" and backend != "triton":  # whose kernels the interpreter may run, for any target
+    if device == "cpu" and backend != "triton":  # Triton's interpreter may run kernels for any target
         target = target or "cpu"
     op = build(**spec.to_dict(), backend=cast("Backend", backend), target=target)
     rows = list(run(op, spec, torch.device(device)))
@@ -283,44 +320,54 @@ def check(
 @app.command()
 def bench(
     *,
-    suite: Annotated[str, typer.Option(help="What to measure.", metavar="|".join(SUITES))] = "quick",
+    suite: Annotated[str, typer.Option(help="Set of cases to measure.", metavar="|".join(SUITES))] = "quick",
     kernel: Annotated[
-        list[str] | None, typer.Option(help="Instead of the suite's kernels; repeatable.", metavar="CQ,CK")
+        list[str] | None,
+        typer.Option(help="Filter to measure instead of the suite's filters; repeatable.", metavar="CQ,CK"),
     ] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Instead of the suite's head dims; repeatable.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="Head dim to measure instead of the suite's head dims; repeatable.")
+    ] = None,
     length: Annotated[
-        list[int] | None, typer.Option(help="Of sequences and caches, instead of the suite's; repeatable.")
+        list[int] | None,
+        typer.Option(help="Tokens of a sequence or cache, instead of the suite's lengths; repeatable."),
     ] = None,
     contender: Annotated[
-        list[str] | None, typer.Option(help="Only this one, such as 'mtagen cuda' or eager; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Implementation to measure, such as 'mtagen cuda' or eager; repeatable.", show_default="the suite's"
+        ),
     ] = None,
     max_materialised: Annotated[
-        int, typer.Option(help="Longest sequence for contenders that keep whole score tensors.", min=1)
+        int, typer.Option(help="Longest sequence, in tokens, for contenders that store all scores.", min=1)
     ] = MAX_MATERIALISED,
     patience: Annotated[
-        float, typer.Option(help="Seconds; whose call takes longer is not timed with more scores.", min=0)
+        float, typer.Option(help="Seconds that a call may take. A slower contender skips larger cases.", min=0)
     ] = PATIENCE,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", metavar="FILE", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="File to write the results to, as JSON.", metavar="FILE", dir_okay=False),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the results here, as PNG or SVG.", metavar="FILE", dir_okay=False)
+        Path | None, typer.Option(help="File to draw the results to, .png or .svg.", metavar="FILE", dir_okay=False)
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="Results of an earlier run to compare with.", metavar="FILE", dir_okay=False, exists=True),
+        typer.Option(help="JSON file of an earlier run to compare with.", metavar="FILE", dir_okay=False, exists=True),
     ] = None,
     device: _Device = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Processes that build for a GPU.", min=1, show_default="one a core, at most 8")
+        int | None,
+        typer.Option(help="Processes that compile GPU kernels.", min=1, show_default="one per core, at most 8"),
     ] = None,
 ) -> None:
-    """Time mtagen, its peers and plain attention at the same sizes on this machine, each checked first.
+    """Time mtagen, other implementations and plain attention at the same sizes on this machine.
 
-    On a CPU the suites are smaller, in fp32, and of lengths at which eager PyTorch is faster.
+    The result of each implementation (contender) is checked before it is timed. On a CPU the suites are smaller, in
+    fp32, and have lengths at which eager PyTorch is faster.
 
-    Exit status 1 if a contender is wrong or breaks, or if --against finds a case that is more than 7 % slower; 130 if
-    Ctrl-C ended it, which keeps what was measured.
+    The exit status is 1 if a contender is wrong or breaks, or if --against finds a case that is more than 7 % slower.
+    It is 130 if Ctrl-C ended the run; the cases measured until then are kept.
     """
     import torch
 
@@ -359,7 +406,9 @@ def bench(
     for fault in faults(made):
         typer.echo(f"mtagen: {fault}", err=True)
     if made["interrupted"]:
-        typer.echo("mtagen: interrupted; what was measured before is kept, but neither plotted nor compared", err=True)
+        typer.echo(
+            "mtagen: interrupted; the cases measured so far are kept, but neither plotted nor compared", err=True
+        )
         raise typer.Exit(130)
     if plot:
         plots.plot_run(made, plot)
@@ -385,14 +434,14 @@ def _check_writable(*paths: Path | None) -> None:
 
 
 def _present(device: str | None) -> str:
-    """The device asked for, else the GPU here, else the CPU."""
+    """Return the device asked for. By default it is a GPU if there is one, else the CPU."""
     import torch
 
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     device = device or ("cuda" if gpus else "cpu")
     present = ("cpu", "cuda", *gpus) if gpus else ("cpu",)
     if device not in present:
-        raise InputError(explain("device", device, "is not here", present))
+        raise InputError(explain("device", device, "PyTorch finds no such device", present))
     return device
 
 
@@ -401,31 +450,58 @@ def tune(
     *,
     kernel: Annotated[
         list[str],
-        typer.Option(help="Extents of the convolution before the softmax, or none; repeatable.", metavar="CQ,CK|none"),
+        typer.Option(
+            help="Queries and keys of the filter before the softmax, such as 6,11; none: no convolution; repeatable.",
+            metavar="CQ,CK|none",
+        ),
     ],
-    head_dim: Annotated[list[int], typer.Option(help="Size of a query, key and value vector; repeatable.")],
-    causal: Annotated[bool, typer.Option("--causal/--non-causal", help="Whether later keys are hidden.")] = True,
-    dtype: Annotated[str, typer.Option(help="Element type.", metavar="|".join(DTYPES))] = "bf16",
-    mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed before the softmax.")] = None,
-    post_kernel: Annotated[
-        str, typer.Option(help="Extents of the convolution after the softmax.", metavar="CQ,CK|none")
-    ] = "none",
-    post_mixed_heads: Annotated[int | None, typer.Option(help="Heads of a group mixed after the softmax.")] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Whose candidates; repeatable.", metavar="cuda|triton", show_default="both")
+    head_dim: Annotated[
+        list[int],
+        typer.Option(help="Elements of a query, key or value vector: a multiple of 8 from 16 to 256; repeatable."),
+    ],
+    causal: Annotated[
+        bool, typer.Option("--causal/--non-causal", help="Hide keys after the query, or show all keys.")
+    ] = True,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of queries, keys and values.", metavar="|".join(DTYPES))
+    ] = "bf16",
+    mixed_heads: Annotated[
+        int | None,
+        typer.Option(help="Size of the groups of heads that are mixed before the softmax.", show_default="no mixing"),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Candidates for each decision, the cheapest first.", min=1)] = 8,
+    post_kernel: Annotated[
+        str,
+        typer.Option(
+            help="Queries and keys of the filter after the softmax; none: no convolution.", metavar="CQ,CK|none"
+        ),
+    ] = "none",
+    post_mixed_heads: Annotated[
+        int | None,
+        typer.Option(help="Size of the groups of heads that are mixed after the softmax.", show_default="no mixing"),
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend to tune; repeatable.", metavar="cuda|triton", show_default="both")
+    ] = None,
+    limit: Annotated[
+        int,
+        typer.Option(help="Number of candidates to time for each decision, cheapest first by the cost model.", min=1),
+    ] = 8,
     jobs: Annotated[int, typer.Option(help="Processes that compile Triton kernels.", min=1)] = 8,
     table: Annotated[
-        Path | None, typer.Option(help="Table to add the winners to, in the format of those shipped.", dir_okay=False)
+        Path | None,
+        typer.Option(
+            help="Table file to add the fastest candidates to, in the format of the tables in the package.",
+            dir_okay=False,
+        ),
     ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="File for the time of every candidate.", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="File to write the time of every candidate to, as JSON.", dir_okay=False),
     ] = None,
 ) -> None:
-    """Time the planner's candidates on this GPU and keep the fastest, which later builds follow.
+    """Time the planner's candidates on this GPU and store the fastest, which later builds use.
 
-    Also shows how well the cost model foretold the order: Spearman's rank correlation of cost and time.
+    The table also shows how well the cost model predicted the order: Spearman's rank correlation of cost and time.
     """
     from rich.progress import Progress
 
@@ -436,7 +512,7 @@ def tune(
 
     _check_writable(as_json, table)
     if unknown := set(backend or ()) - set(GENERATED):
-        raise SpecError(explain("backend", unknown.pop(), "has no candidates", GENERATED))
+        raise SpecError(explain("backend", unknown.pop(), "has no kernels to tune", GENERATED))
     others: dict[str, Any] = {
         "mixed_heads": mixed_heads,
         "post_kernel": post_kernel,
@@ -461,7 +537,7 @@ def tune(
     typer.echo(f"mean rank correlation {tuning.mean_rank_correlation(found.timings):.2f}")
     try:
         tuning.keep(specs, target, found.table)
-    finally:  # the times are worth reading where a winner is not accurate, too
+    finally:  # the times are useful even if the fastest candidate is not accurate
         if as_json:
             as_json.write_text(json.dumps(tuning.to_dict(found), indent=1) + "\n")
     if table:

@@ -73,8 +73,8 @@ def _cache_dir() -> Path:
         try:
             return Path(configured).expanduser().absolute()
         except RuntimeError:
-            rule = "names a home directory that is not known"
-            raise SpecError(explain("MTAGEN_CACHE_DIR", configured, rule, "e.g. an absolute path")) from None
+            rule = "begins with a home directory that is unknown"
+            raise SpecError(explain("MTAGEN_CACHE_DIR", configured, rule, "an absolute path")) from None
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification says to ignore a relative path.
     return (xdg if xdg.is_absolute() else _home() / ".cache") / "mtagen"
@@ -84,8 +84,8 @@ def _home() -> Path:
     with suppress(RuntimeError):  # raised if HOME is unset and passwd has no such user, as in many containers
         if (home := Path.home()).is_absolute():
             return home
-    rule = "is not set, and no home directory is known that could hold the cache"
-    raise SpecError(explain("MTAGEN_CACHE_DIR", None, rule, "an absolute path, or HOME as one"))
+    rule = "is not set, and the home directory, the default place of the cache, is unknown"
+    raise SpecError(explain("MTAGEN_CACHE_DIR", None, rule, "an absolute path there, or in HOME"))
 
 
 def _seconds(name: str, default: float) -> float:

@@ -123,7 +123,7 @@ def check_seed(seed: object, device: torch.device | None) -> None:
     got = (tuple(seed.shape), seed.dtype, seed.device) if isinstance(seed, Tensor) else type(seed).__name__
     if got != ((2,), torch.int64, device):
         legal = f"shape (2,), torch.int64, {device}: mtagen.draw_seed(q.device)"
-        raise InputError(explain("dropout_seed", got, "two words of 64 bits on q's device", legal))
+        raise InputError(explain("dropout_seed", got, "must be two 64-bit integers on q's device", legal))
 
 
 def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:

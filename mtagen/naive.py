@@ -120,7 +120,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
     check_dense((*tensors, *given.items()))
     for name, weight in given.items():
         if weight.ndim < 2:
-            rule, legal = "must have two dimensions at least", "kernels (H, cq, ck), or matrices (H/m, m, m)"
+            rule, legal = "must have at least two dimensions", "filters (H, cq, ck), or matrices (H/m, m, m)"
             raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, legal))
     groups = {name: x.shape[-1] for name, x in given.items() if name.endswith("head_weight")}
     kernels = {name: (x.shape[-2], x.shape[-1]) for name, x in given.items() if name not in groups}
@@ -151,13 +151,13 @@ def _check_dropout(p: float, mask: Tensor | None, shape: tuple[int, ...], device
     check_dropout_p(p)
     if mask is None:
         if p != 0:
-            rule = "what is dropped must be given, because the specification draws nothing"
-            raise InputError(explain("dropout_p", p, rule, "0, or dropout_mask=mtagen.dropout_mask(...) besides"))
+            rule = "needs a dropout_mask, because the reference draws no random numbers"
+            raise InputError(explain("dropout_p", p, rule, "0, or with dropout_mask=mtagen.dropout_mask(...)"))
         return
     check_dense((("dropout_mask", mask),))
     got = (tuple(mask.shape), mask.dtype, mask.device)
     if got != (shape, torch.bool, device):
-        rule = "one bool for each probability, on q's device"
+        rule = "must be one bool for each probability, on q's device"
         raise InputError(explain("dropout_mask", got, rule, f"shape {shape}, torch.bool, {device}"))
 
 

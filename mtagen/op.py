@@ -86,7 +86,7 @@ def build(
             not accurate.
     """
     arguments = {**locals()}  # only the arguments are local so far
-    check_choice("backend", backend, BACKENDS, "is not built")
+    check_choice("backend", backend, BACKENDS, "is not the name of a backend")
     if not (target is None or isinstance(target, str)):
         raise SpecError(explain("target", target, "must be a target's name, or None", ("cpu", *TARGETS)))
     for name, flag in (("packed", packed), ("dropout", dropout), ("tune", tune)):
@@ -115,7 +115,8 @@ def build(
         window=window,
     )
     if tune and backend == "torch":
-        raise BackendError(explain("tune", tune, "there are no candidates of the torch backend", GENERATED))
+        legal = f"False, or one of the backends {GENERATED}"
+        raise BackendError(explain("tune", tune, "the torch backend has no kernels to tune", legal))
     table = remembered(spec, target)
     if tune and table is None:
         from . import tuning  # imported only here, because few builds need it

@@ -169,7 +169,9 @@ def check_backends(backends: Sequence[str] | None = None) -> list[Backend]:
         BackendError: there is no GPU; a backend is not installed.
     """
     if not torch.cuda.is_available():
-        raise BackendError(explain("device", "cpu", "candidates are timed on a GPU", "a machine with one"))
+        raise BackendError(
+            explain("device", "cpu", "tuning times kernels on a GPU, and PyTorch finds none", "a machine with a GPU")
+        )
     installed = available_backends()
     for backend in backends or ():
         if backend not in installed:
@@ -187,7 +189,9 @@ def keep(specs: Sequence[Spec], target: str, table: Table) -> None:
     for spec in specs:
         for tuned in _plans(spec, target, available_backends(), (table,)):
             if wrong := failures(assemble(tuned), spec, torch.device("cuda")):
-                raise BackendError(f"{tuned.name}, {tuned.backend}, is not accurate as tuned: {wrong[0]}")
+                raise BackendError(
+                    f"{tuned.name}, {tuned.backend}, is not accurate with the fastest candidates: {wrong[0]}"
+                )
     for spec in specs:
         remember(spec, target, table)
 

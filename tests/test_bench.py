@@ -109,7 +109,7 @@ def bench(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_have_no_case_twice_and_problems_together(name: str, device: str) -> None:
     if device == "cpu" and name in ("memory", "overhead", "single"):
-        with pytest.raises(InputError, match="only a GPU"):
+        with pytest.raises(InputError, match="on a GPU only"):
             suite(name, device)
         return
     cases = suite(name, device)
@@ -482,7 +482,7 @@ def test_authors_are_refused_where_they_cannot() -> None:
     for name in ("authors", "authors compiled"):
         (contender,) = entrants("layers", CPU, [name], max_materialised=40)
         assert contender.refusal(layer) is None
-        assert "the authors' code masks by; legal: ('source',)" in (
+        assert "is not supported by the authors' code; legal: ('source',)" in (
             contender.refusal(replace(layer, spec=by_output)) or ""
         )
         assert contender.refusal(replace(layer, spec=replace(by_output, causal=False))) is None
@@ -779,8 +779,11 @@ def test_interrupted_run_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         (["--suite", "slow"], "suite: got 'slow'"),
-        (["--suite", "overhead"], "suite: got 'overhead'; measures what only a GPU has"),
-        (["--contender", "mtagen cuda"], "contender: got 'mtagen cuda'; is not known on cpu; legal: ('mtagen torch', "),
+        (["--suite", "overhead"], "suite: got 'overhead'; can be measured on a GPU only"),
+        (
+            ["--contender", "mtagen cuda"],
+            "contender: got 'mtagen cuda'; is no contender on cpu; legal: ('mtagen torch', ",
+        ),
         (["--kernel", "6"], "kernel: got '6'"),
         (["--kernel", "0,3"], "kernel: got (0, 3)"),
         (["--head-dim", "17"], "head_dim: got 17"),

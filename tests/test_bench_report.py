@@ -333,7 +333,7 @@ def test_comparison_puts_the_worst_first() -> None:
 def test_runs_that_do_not_compare_are_refused() -> None:
     run, other = make_run([ONE]), make_run([ONE])
     other["environment"]["gpus"][0]["name"] = "NVIDIA A100"
-    with pytest.raises(InputError, match=r"against: got 'NVIDIA A100'; .*devices do not compare.*H200"):
+    with pytest.raises(InputError, match=r"against: got 'NVIDIA A100'; .*times cannot be compared.*H200"):
         slower(run, other)
     with pytest.raises(InputError, match="no measurement of mtagen in common"):
         slower(run, make_run([altered(ONE, head_dim=64)]))

@@ -221,7 +221,7 @@ def test_strips_stand_in_for_a_backward_pass_that_does_not_fit(spec: Spec) -> No
     assert Plan.from_json(made.to_json()) == made
     alone = plan(spec, "sm_90a", "cuda")
     assert [one.plan for one in alone.passes] == [one.plan for one in made.passes]
-    with pytest.raises(PlanError, match="runs beside Triton's kernels, which are not installed"):
+    with pytest.raises(PlanError, match="needs Triton's kernels too, and Triton is not installed"):
         plan(spec, "sm_90a", available=("cuda",))
 
 

@@ -238,7 +238,7 @@ def test_plan_of_a_pipeline() -> None:
 def test_a_pipeline_that_a_backend_cannot_do() -> None:
     result = run("plan", *STAGES, "--head-dim", "64", "--backend", "cuda", "--dtype", "fp32")
     assert result.exit_code == 2
-    assert result.stderr.startswith("mtagen: dtype: got 'fp32'; the cuda backend multiplies 16-bit elements; legal: ")
+    assert result.stderr.startswith("mtagen: dtype: got 'fp32'; the cuda backend supports 16-bit dtypes only; legal: ")
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
@@ -374,7 +374,7 @@ def test_tune_refuses_before_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = run("tune", *SELECTION)
     assert result.exit_code == 2
-    assert result.stderr.startswith("mtagen: device: got 'cpu'; candidates are timed on a GPU")
+    assert result.stderr.startswith("mtagen: device: got 'cpu'; tuning times kernels on a GPU")
 
 
 def test_commands_have_one_default_backend_and_target() -> None:

@@ -71,7 +71,7 @@ def test_layers_are_made_with_their_own_options() -> None:
 def test_a_layer_that_sees_later_keys_is_enough(layer: int) -> None:
     """Any layer: then there is no cache, and no language model."""
     options = {"causal": False, "window": (-1, 0), "layer_overrides": {layer: {"window": (-1, 2)}}}
-    with pytest.raises(SpecError, match="causal: got False; a token would be predicted from itself"):
+    with pytest.raises(SpecError, match="causal: got False; the model would predict a token from itself"):
         MtaForCausalLM(MtaConfig(**SIZES | options))
     model = made(STAGES | options, MtaModel)
     assert model.sees_later_keys
@@ -83,7 +83,7 @@ def test_a_layer_that_sees_later_keys_is_enough(layer: int) -> None:
 
 @pytest.mark.parametrize("name", ["group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window"])
 def test_no_layer_of_a_retrofit_computes_something_else(name: str) -> None:
-    with pytest.raises(SpecError, match=f"layer_overrides: got '{name}'; the model would not compute what it did"):
+    with pytest.raises(SpecError, match=f"layer_overrides: got '{name}'; would change what the trained model computes"):
         retrofit(llama(), layer_overrides={1: {name: OVERRIDES[name][0]}})
 
 

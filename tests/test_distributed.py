@@ -664,9 +664,10 @@ def refused(group: ProcessGroup) -> dict[str, str]:
 def test_errors(ranks: Ranks) -> None:
     first, second = ranks.run(2, refused)
     assert first["uneven"] == (
-        "length: got None; 5 rows on rank 0 of 2 are no chunks of one length; legal: rows of the whole sequence"
+        "length: got None; 5 rows on rank 0 of 2 cannot be cut into equal chunks; "
+        "legal: the number of rows of the whole sequence"
     )
-    assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: those that shard() gives"
+    assert second["length"] == "rows: got 6; rank 1 of 2 holds 7 of 14 rows; legal: 7, the rows that shard() returns"
     for message in first.values():
         assert message.count("; ") >= 2
 
@@ -739,10 +740,10 @@ def refused_heads(group: ProcessGroup) -> list[str]:
 def test_heads_that_are_not_spread(ranks: Ranks) -> None:
     mixed, dropout, keys = ranks.run(2, refused_heads)[0]
     assert mixed == (
-        "post_mixed_heads: got 4; a rank has 2 heads, and mixes no others with them; legal: a divisor of that, or "
+        "post_mixed_heads: got 4; a rank has 2 heads, and cannot mix them with others; legal: a divisor of 2, or "
         "context_parallel=..., which spreads tokens and mixes all heads"
     )
-    assert "no dropout" in dropout
+    assert "dropout is not supported" in dropout
     assert "n_kv_heads: got 1" in keys
 
 

@@ -143,7 +143,7 @@ def test_checkpoints_are_written_beside_and_once(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("one_rank")
 def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     DistributedRun(SHORT, tmp_path, context=1).train(save_every=1)
-    with pytest.raises(InputError, match="is of a run with other settings"):
+    with pytest.raises(InputError, match="was written by a run with other settings"):
         DistributedRun(train.Settings(size="small", steps=2, batch=2, length=16), tmp_path, context=1, resume=True)
     checkpoint = tmp_path / "checkpoints/00000002"
     for name in ("__0_0.distcp", METADATA):
@@ -160,7 +160,7 @@ def test_ctrl_c_saves_the_step(alone: dict[int, float], tmp_path: Path) -> None:
     assert done.returncode == 1
     (checkpoint,) = folder.glob("checkpoints/*")
     assert checkpoint.name == "00000003"
-    assert done.stderr.count(f"stopped after step 3, saved to {checkpoint}: the same command with --resume") == 1
+    assert done.stderr.count(f"stopped after step 3, saved to {checkpoint}: run the same command with --resume") == 1
     trained(folder, 2, "--resume")
     assert losses(folder) == pytest.approx(alone, rel=1e-5)
 
@@ -195,7 +195,10 @@ def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "examples.gpt.train_distributed", tmp_path, *OPTIONS, "--length", 66)
     assert done.returncode == 1
-    assert "batch 4, length 66: its sequences are shared by 1 and each is cut into 4 equal chunks" in done.stderr
+    assert (
+        "batch, length: got (4, 66); batch must divide evenly among the groups of ranks, and length into 4 equal chunks"
+        in done.stderr
+    )
 
 
 def test_steps_on_longer_and_longer_sequences(tmp_path: Path) -> None:

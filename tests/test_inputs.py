@@ -340,7 +340,7 @@ PIPELINE_CALLS = {
     ),
     "no post head weight": (
         {"post_head_weight": None},
-        ("post_head_weight", "None", "whose weight each call takes", "(1, 4, 4)"),
+        ("post_head_weight", "None", "so each call needs its weight", "(1, 4, 4)"),
     ),
     "head weight list": ({"head_weight": [1.0]}, ("head_weight", "'list'", "must be a tensor", "torch.Tensor")),
     "head weight groups": (
@@ -365,7 +365,7 @@ PIPELINE_CALLS = {
     ),
     "post weight as before the softmax": (
         {"post_weight": torch.zeros(H, CQ, CK)},
-        ("post_weight.shape", "(4, 3, 4)", "one (cq, ck) kernel per query head", "(4, 2, 5) or (4, 1, 2, 5)"),
+        ("post_weight.shape", "(4, 3, 4)", "one (cq, ck) filter per query head", "(4, 2, 5) or (4, 1, 2, 5)"),
     ),
     "post weight without heads": (
         {"post_weight": torch.zeros(POST_CQ, POST_CK)},
@@ -514,8 +514,20 @@ BUILDS = {
         "bf16, fp16, fp32, fp64, or what torch calls them, such as",
     ),
     "torch dtype": ({"dtype": torch.int8}, "dtype", "torch.int8", "not supported", "torch.bfloat16"),
-    "backend": ({"backend": "cudnn"}, "backend", "'cudnn'", "is not built", "('auto', 'cuda', 'triton', 'torch')"),
-    "target": ({"target": "sm_42"}, "target", "'sm_42'", "is not known", "'sm_80', 'sm_86', 'sm_89', 'sm_90a'"),
+    "backend": (
+        {"backend": "cudnn"},
+        "backend",
+        "'cudnn'",
+        "is not the name of a backend",
+        "('auto', 'cuda', 'triton', 'torch')",
+    ),
+    "target": (
+        {"target": "sm_42"},
+        "target",
+        "'sm_42'",
+        "is not the name of a target",
+        "'sm_80', 'sm_86', 'sm_89', 'sm_90a'",
+    ),
 }
 
 
@@ -538,7 +550,7 @@ def test_target_that_names_a_backend() -> None:
     with pytest.raises(SpecError) as caught:
         mtagen.build((3, 3), 64, target="cuda")
     assert_explains(
-        caught.value, "target", "'cuda'", "is not known; backend='cuda' says how to compute", "'cpu', 'sm_80'"
+        caught.value, "target", "'cuda'", "is not the name of a target; pass backend='cuda'", "'cpu', 'sm_80'"
     )
 
 
@@ -687,7 +699,7 @@ PLANS = {
         {"dtype": "fp64"},
         "dtype",
         "'fp64'",
-        "sm_90a has no kernels for it",
+        "sm_90a has no kernels for this dtype",
         "('bf16', 'fp16', 'fp32')",
     ),
     "triton on the CPU": (

@@ -631,14 +631,17 @@ def test_names_on_the_package() -> None:
         ({"kernel": (0, 3)}, "kernel: got"),
         ({"key_padding": "middle"}, "key_padding: got 'middle'"),
         ({"group_norm": 1}, "group_norm: got 1; must be a bool"),
-        ({"depth_rescale": 3}, "depth_rescale: got 3; it is the norm that rescales; legal: group_norm=True"),
+        (
+            {"depth_rescale": 3},
+            "depth_rescale: got 3; only the group norm rescales; legal: None, or together with group",
+        ),
         ({"depth_rescale": True, "group_norm": True}, "depth_rescale: got True"),
         ({"depth_rescale": -1, "group_norm": True}, "depth_rescale: got -1"),
         ({"gate": "both"}, r"gate: got 'both'; .*\('scalar', 'channel'\)"),
         ({"rope_theta": 0}, "rope_theta: got 0"),
         ({"rope_theta": "10"}, "rope_theta: got '10'"),
         ({"frequency_scaling": {"factor": 2.0}}, "frequency_scaling: got {'factor': 2.0}; must be a FrequencyScaling"),
-        ({"frequency_scaling": FrequencyScaling(2.0), "rope_theta": None}, "there is no rotary embedding"),
+        ({"frequency_scaling": FrequencyScaling(2.0), "rope_theta": None}, "and the layer has none"),
         ({"dropout": 1.0}, r"dropout: got 1\.0"),
         ({"window": (3,)}, "window: got"),
     ],
@@ -658,7 +661,7 @@ def test_illegal_options(options: dict[str, Any], match: str) -> None:
         ((True,), "factor: got True"),
         ((8.0, -1.0, 4.0, 8192), r"low_freq_factor: got -1\.0; must be a positive number"),
         ((8.0, 1.0, 4.0), r"frequency_scaling: got \(1\.0, 4\.0, None\); .* go together"),
-        ((8.0, 4.0, 4.0, 8192), r"frequency_scaling: got \(4\.0, 4\.0, 8192\); .* in order"),
+        ((8.0, 4.0, 4.0, 8192), r"frequency_scaling: got \(4\.0, 4\.0, 8192\); .* the first below the second"),
     ],
 )
 def test_illegal_scaling(fields: tuple[Any, ...], match: str) -> None:
@@ -685,17 +688,17 @@ CU_SEQLENS = torch.tensor([0, 5], dtype=torch.int32)
         ({"x": torch.zeros(1, 5, 47)}, r"x\.shape: got \(1, 5, 47\)"),
         ({"x": torch.zeros(())}, r"x\.shape: got \(\)"),
         ({"x": torch.zeros(2, 5, DIM), "cu_seqlens": CU_SEQLENS}, r"x\.shape: got \(2, 5, 48\); .*\(1, total, 48\)"),
-        ({"positions": torch.zeros(5)}, "positions: got .*float32.*; one for each token"),
+        ({"positions": torch.zeros(5)}, "positions: got .*float32.*; must be one for each token"),
         ({"positions": torch.zeros(6, dtype=torch.int64)}, r"positions: got \(\(6,\)"),
         ({"positions": 3}, "positions: got 'int'"),
-        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens: got .*int64.*; must be where documents begin"),
+        ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens: got .*int64.*; must hold where each document begins"),
         ({"cu_seqlens": CU_SEQLENS[None]}, "cu_seqlens: got"),
         ({"cu_seqlens": [0, 5]}, "cu_seqlens: got 'list'"),
         ({"cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)}, "cu_seqlens: got .* rows, 5; legal: 5 or less"),
         ({"cu_seqlens": torch.tensor([0, 4, 3], dtype=torch.int32)}, "cu_seqlens: got .*; must not decrease"),
         ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 4}, "max_seqlen: got 4; .*; legal: 5 or more"),
         ({"cu_seqlens": CU_SEQLENS, "max_seqlen": 2.0}, "max_seqlen: got 2.0; must be the length"),
-        ({"max_seqlen": 5}, "max_seqlen: got 5; is of packed documents; legal: cu_seqlens besides"),
+        ({"max_seqlen": 5}, "max_seqlen: got 5; is for packed documents; legal: None, or together with cu_seqlens"),
         ({"cache": 3}, "cache: got 'int'; must be a cache"),
     ],
 )
@@ -780,7 +783,7 @@ def test_illegal_use_of_a_cache() -> None:
     with torch.no_grad():
         refused(r"cache: got 'a layer in training mode, with dropout'; .*layer\.eval\(\)")
         layer.eval()
-        refused("cache: got 'cu_seqlens besides'", cu_seqlens=CU_SEQLENS)
+        refused("cache: got 'together with cu_seqlens'", cu_seqlens=CU_SEQLENS)
         refused(r"tokens: got 6; the cache holds 0 of 5 tokens; legal: 1\.\.5", x=torch.zeros(1, 6, DIM))
         refused("tokens: got 0", x=torch.zeros(1, 0, DIM))
         refused(r"cache: got .*; legal: layer\.new_cache\(2, max_len\)", x=torch.zeros(2, 5, DIM))

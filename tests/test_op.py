@@ -274,7 +274,7 @@ def test_compile_with_a_scale_that_changes(op: AttentionOp) -> None:
 
 def test_named_gpu_target_never_runs_on_the_cpu() -> None:
     op = mtagen.build((2, 3), 16, target="sm_90a", dtype="fp32")
-    with pytest.raises(BackendError, match="the kernels of this op run on GPUs"):
+    with pytest.raises(BackendError, match="the kernels of this op run on GPUs only"):
         op(*(torch.zeros(1, 1, 4, 16) for _ in "qkv"), torch.zeros(1, 2, 3))
 
 

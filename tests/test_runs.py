@@ -115,7 +115,7 @@ def test_ctrl_c_saves_the_step(tmp_path: Path, program: Program, monkeypatch: py
 
     monkeypatch.setattr(program.owner, program.step, interrupted)
     folder = tmp_path / "parts"
-    with pytest.raises(KeyboardInterrupt, match=rf"stopped after step 3, saved to {folder}.*--resume goes on"):
+    with pytest.raises(KeyboardInterrupt, match=rf"stopped after step 3, saved to {folder}.*--resume to continue"):
         program.train(folder)
     assert len(calls) == 3
     state = torch.load(folder / runs.CHECKPOINT, weights_only=True)
@@ -151,7 +151,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGINT
-    assert f"saved to {tmp_path / runs.CHECKPOINT}: the same command with --resume goes on" in errors
+    assert f"saved to {tmp_path / runs.CHECKPOINT}: run the same command with --resume to continue" in errors
     assert errors.count("stopping after this step") == 1
     assert "Traceback" not in errors
 
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, program: Program, damage:
     checkpoint.write_bytes(damage(checkpoint.read_bytes()))
     before = content(tmp_path)
     with pytest.raises(
-        InputError, match=rf"^{checkpoint}: got .*; cannot be read as a checkpoint; legal: a whole copy"
+        InputError, match=rf"^{checkpoint}: got .*; cannot be read as a checkpoint; legal: an undamaged copy"
     ):
         program.train(tmp_path)
     assert content(tmp_path) == before
@@ -250,7 +250,7 @@ def test_another_file_is_no_checkpoint(tmp_path: Path, program: Program) -> None
     for other, found in (({"weights": 1}, r"\['weights'\]"), ([1], "'list'")):
         torch.save(other, tmp_path / runs.CHECKPOINT)
         with pytest.raises(
-            InputError, match=f"got {found}; is no checkpoint of this program; legal: one with settings"
+            InputError, match=f"got {found}; is no checkpoint of this program; legal: a checkpoint with settings"
         ):
             program.train(tmp_path)
 
@@ -263,7 +263,7 @@ def test_a_damaged_log_is_named(tmp_path: Path, program: Program, line: str) -> 
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + line.encode("latin1") + b"\n" + b"".join(lines[1:]))
     before = content(tmp_path)
-    with pytest.raises(InputError, match=rf"^{path}, line 2: got .*; is no entry of a log; legal: the line removed"):
+    with pytest.raises(InputError, match=rf"^{path}, line 2: got .*; is no entry of a log; legal: a JSON object"):
         program.train(tmp_path)
     assert content(tmp_path) == before
 
@@ -277,7 +277,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path, program: Program, capsys: 
     with path.open("ab") as file:
         file.write(b'{"step": 3, "lo')
     program.train(tmp_path / "parts")
-    assert f"{path}: line {number} is torn, and was left out" in capsys.readouterr().err
+    assert f"{path}: line {number} is incomplete, and was left out" in capsys.readouterr().err
     check_same(tmp_path / "parts", tmp_path / "whole")
 
 

@@ -382,7 +382,7 @@ def test_auto_takes_cuda_and_says_why(spec: Spec) -> None:
                 assert one.reason == f"{ratio:.2f} of triton's time, or less, as measured for other stages"
     made = plan(spec, "generic")
     assert made.backend == "triton"
-    assert made.reason.startswith("not cuda: target: got 'generic'; the cuda backend's kernels are made of mma")
+    assert made.reason.startswith("not cuda: target: got 'generic'; the cuda backend needs mma instructions")
 
 
 def test_auto_takes_triton_for_passes_in_which_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_backend_that_is_not_installed(backend: str) -> None:
     if backend == "triton":
         assert plan(EVERYTHING, "sm_90a", available=[backend]).backend == backend
     else:
-        with pytest.raises(PlanError, match="backend: got 'cuda'; runs beside Triton's kernels, which are not inst"):
+        with pytest.raises(PlanError, match="backend: got 'cuda'; needs Triton's kernels too, and Triton is not inst"):
             plan(EVERYTHING, "sm_90a", available=[backend])
 
 
@@ -547,8 +547,8 @@ def test_a_decode_step_makes_rows_that_are_needed_only() -> None:
 @pytest.mark.parametrize(
     ("spec", "target", "message"),
     [
-        (Spec(None, 64, mixed_heads=2, dtype="fp32"), "sm_90a", "dtype: got 'fp32'; the cuda backend multiplies 16-b"),
-        (Spec(None, 64, mixed_heads=2), "generic", "target: got 'generic'; the cuda backend's kernels are made of mma"),
+        (Spec(None, 64, mixed_heads=2, dtype="fp32"), "sm_90a", "dtype: got 'fp32'; the cuda backend supports 16-b"),
+        (Spec(None, 64, mixed_heads=2), "generic", "target: got 'generic'; the cuda backend needs mma instructions"),
         (Spec((3, 3), 64, 24, mixed_heads=32, mask="output"), "sm_90a", "stages: got .*; cuda mixes up to 16 heads, "),
     ],
     ids=str,
@@ -593,7 +593,7 @@ def test_the_table_of_a_plan_shows_which_kernels_are_cudas() -> None:
 @pytest.mark.parametrize("target", ["sm_90a", "generic"])
 def test_fp64_is_refused(target: str) -> None:
     for backend in ("triton", "auto"):
-        with pytest.raises(PlanError, match=r"dtype: got 'fp64'; \w+ has no kernels for it; legal: "):
+        with pytest.raises(PlanError, match=r"dtype: got 'fp64'; \w+ has no kernels for this dtype; legal: "):
             plan(Spec(None, 64, dtype="fp64", mixed_heads=2), target, backend)
 
 

@@ -222,8 +222,12 @@ def test_retrofitted_llama_trains() -> None:
             {},
             "rope_type.*got 'yarn'; .*no such scaling; legal: .*'llama3'",
         ),
-        ({}, {"layer_overrides": {0: {"gate": "scalar"}}}, "layer_overrides: got 'gate'; the model would not"),
-        ({}, {"layer_overrides": {2: {"kernel": None}}}, r"layer_overrides: got '2'; there is no such layer; .*0\.\.1"),
+        ({}, {"layer_overrides": {0: {"gate": "scalar"}}}, "layer_overrides: got 'gate'; would change what"),
+        (
+            {},
+            {"layer_overrides": {2: {"kernel": None}}},
+            r"layer_overrides: got '2'; the model has no such layer; .*0\.\.1",
+        ),
     ],
 )
 def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, Any], match: str) -> None:
@@ -234,7 +238,9 @@ def test_what_cannot_be_retrofitted(config: dict[str, Any], options: dict[str, A
 
 def test_only_llama_is_retrofitted(model: MtaForCausalLM) -> None:
     for other in (model, llama().model):  # the latter has no output layer
-        with pytest.raises(SpecError, match=f"model: got '{type(other).__name__}'; its attention is not known"):
+        with pytest.raises(
+            SpecError, match=f"model: got '{type(other).__name__}'; only Llama's attention is supported"
+        ):
             retrofit(other)
 
 
@@ -626,7 +632,7 @@ def test_names_of_other_versions_are_kept() -> None:
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "unheard of"])
 def test_attention_of_transformers_is_refused(model: MtaForCausalLM, tmp_path: Path, name: str) -> None:
     model.save_pretrained(tmp_path)
-    match = f"attn_implementation: got '{name}'; mtagen's kernels compute this model's attention"
+    match = f"attn_implementation: got '{name}'; only mtagen's kernels can compute this model's attention"
     with pytest.raises(SpecError, match=match):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
     with pytest.raises(SpecError, match=match):
@@ -656,18 +662,21 @@ import mtagen.transformers
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"layer_overrides": {2: {}}}, "layer_overrides: got '2'; there is no such layer"),
-        ({"layer_overrides": {0: {"causal": False}}}, "layer_overrides: got 'causal'; layer 0 cannot override it"),
+        ({"layer_overrides": {2: {}}}, "layer_overrides: got '2'; the model has no such layer"),
+        (
+            {"layer_overrides": {0: {"causal": False}}},
+            "layer_overrides: got 'causal'; layer 0 cannot override this option",
+        ),
         ({"layer_overrides": {0: None}}, "layer_overrides: got {0: None}; must map layers' numbers to their options"),
         ({"layer_overrides": [{}]}, "layer_overrides: got .*must map"),
         ({"attention_dropout": 0.1}, "attention_dropout: got 0.1; this model has no option .*legal: dropout="),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters: got .*legal: rope_theta"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: got .*legal: frequency_scaling"),
         ({"frequency_scaling": {"rope_type": "linear", "factor": 2.0}}, "frequency_scaling: got .*must map names"),
-        ({"frequency_scaling": {"low_freq_factor": 2.0}}, "frequency_scaling: got .*factor among them"),
+        ({"frequency_scaling": {"low_freq_factor": 2.0}}, "frequency_scaling: got .*and have factor"),
         ({"frequency_scaling": 2.0}, "frequency_scaling: got 2.0; must map names"),
         ({"frequency_scaling": {"factor": -1}}, "factor: got -1; must be a positive number"),
-        ({"causal": False}, "causal: got False; a token would be predicted from itself"),
+        ({"causal": False}, "causal: got False; the model would predict a token from itself"),
         ({"kernel": (0, 3)}, "kernel: got"),
         ({"kernel": 3}, "kernel: got"),
         ({"compute_dtype": "int8"}, "compute_dtype: got 'int8'"),
@@ -692,7 +701,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, r"attention_mask\.shape: got \(1, 1, 5, 5\); .*masks of scores"),
         ({"attention_mask": torch.ones(1, 4, dtype=torch.int64)}, r"attention_mask\.shape: got \(1, 4\)"),
         ({"attention_mask": [[1] * 5]}, r"attention_mask\.shape: got 'list'"),
-        ({"attention_mask": torch.ones(1, 5)}, r"attention_mask\.dtype: got torch\.float32; .*nothing is added"),
+        ({"attention_mask": torch.ones(1, 5)}, r"attention_mask\.dtype: got torch\.float32; .*added to scores"),
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 3]])}, "attention_mask: got 'values that are neither 0 nor 1'"),
         ({"attention_mask": HOLE}, "attention_mask: got 'padding between tokens'"),
         ({"attention_mask": 0 * HOLE}, "attention_mask: got 'padding alone'"),
@@ -700,17 +709,20 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
         ({"seq_idx": torch.arange(5)}, r"seq_idx\.shape: got \(5,\)"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "cu_seq_lens_k": torch.tensor([0, 2, 5]).int()},
-            "cu_seq_lens_k: got .*keys are of the queries' documents",
+            "cu_seq_lens_k: got .*keys and queries must have the same documents",
         ),
         (
             {"cu_seq_lens_k": torch.tensor([0, 5]).int()},
-            r"cu_seq_lens_k: got tensor\(.*; is of packed documents; legal: cu_seq_lens_q besides",
+            r"cu_seq_lens_k: got tensor\(.*; is for packed documents; legal: None, or together with cu_seq_lens_q",
         ),
-        ({"max_length_q": 5}, "max_length_q: got 5; is of packed documents; legal: cu_seq_lens_q besides"),
-        ({"max_length_k": 5, "use_cache": True}, "max_length_k: got 5; is of packed documents"),
+        (
+            {"max_length_q": 5},
+            "max_length_q: got 5; is for packed documents; legal: None, or together with cu_seq_lens_q",
+        ),
+        ({"max_length_k": 5, "use_cache": True}, "max_length_k: got 5; is for packed documents"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 5]).int(), "attention_mask": HOLE},
-            "attention_mask: got 'cu_seq_lens_q besides'",
+            "attention_mask: got 'together with cu_seq_lens_q'",
         ),
         ({"output_attentions": True}, "output_attentions: got True"),
         ({"use_cache": True}, "cache: got 'gradients enabled'"),
@@ -739,8 +751,8 @@ def test_illegal_calls(given: dict[str, Any], match: str, model: MtaForCausalLM)
         ),
         ({"attention_mask": torch.full((1, 9), 2)}, "attention_mask: got 'values that are neither"),
         ({"position_ids": torch.tensor([[4, 5, 0, 1, 2]])}, "position_ids: got 'positions that restart'"),
-        ({"seq_idx": torch.zeros(1, 5, dtype=torch.int64)}, "cache: got 'packed documents besides'"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5]).int()}, "cache: got 'packed documents besides'"),
+        ({"seq_idx": torch.zeros(1, 5, dtype=torch.int64)}, "cache: got 'together with packed documents'"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5]).int()}, "cache: got 'together with packed documents'"),
     ],
 )
 def test_illegal_calls_with_a_cache(given: dict[str, Any], match: str, model: MtaForCausalLM) -> None:
@@ -777,7 +789,7 @@ def test_illegal_use_of_a_cache(model: MtaForCausalLM) -> None:
         past.update(x, x, 0)
     with pytest.raises(InputError, match="update: got 'keys and values'"):
         past.layers[0].lazy_initialization(x, x)
-    with pytest.raises(InputError, match="tokens_to_remove: got -1; queries of earlier tokens are no longer held"):
+    with pytest.raises(InputError, match="tokens_to_remove: got -1; the cache no longer holds the queries before them"):
         past.crop(-1)
     with pytest.raises(InputError, match="activate_past_recording"):
         past.layers[0].activate_past_recording()

@@ -278,7 +278,9 @@ def test_plans_that_are_wrong_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     wrong: Iterable[str] = ["out: 1 > 0.1"]
     monkeypatch.setattr(tuning, "assemble", lambda made: None)
     monkeypatch.setattr(tuning, "failures", lambda op, spec, device: wrong)
-    with pytest.raises(BackendError, match="mta_cq6_ck11_d64_bf16_causal_sm90a, cuda, is not accurate as tuned: out"):
+    with pytest.raises(
+        BackendError, match="mta_cq6_ck11_d64_bf16_causal_sm90a, cuda, is not accurate with the fastest candidates: out"
+    ):
         tuning.keep([SPEC], TARGET, Table(TUNED))
     assert tuned.remembered(SPEC, TARGET) is None
     wrong = []
@@ -308,16 +310,16 @@ def test_build_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tuning_needs_a_gpu() -> None:
-    with pytest.raises(BackendError, match="device: got 'cpu'; candidates are timed on a GPU"):
+    with pytest.raises(BackendError, match="device: got 'cpu'; tuning times kernels on a GPU"):
         mtagen.build((2, 3), 16, tune=True)
     for options in (["--kernel", "2,3"], ["--kernel", "none", "--post-kernel", "2,3", "--post-mixed-heads", "2"]):
         result = CliRunner().invoke(app, ["tune", "--head-dim", "16", *options])
         assert result.exit_code == 2
-        assert "candidates are timed on a GPU" in result.stderr
+        assert "tuning times kernels on a GPU" in result.stderr
 
 
 def test_torch_has_nothing_to_tune() -> None:
-    with pytest.raises(BackendError, match="tune: got True; there are no candidates of the torch backend"):
+    with pytest.raises(BackendError, match="tune: got True; the torch backend has no kernels to tune"):
         mtagen.build((2, 3), 16, backend="torch", tune=True)
 
 
@@ -339,7 +341,7 @@ def test_files_are_checked_before_tuning() -> None:
 
 def test_a_backend_without_candidates_is_refused() -> None:
     result = CliRunner().invoke(app, ["tune", "--kernel", "2,3", "--head-dim", "16", "--backend", "torch"])
-    assert (result.exit_code, "backend: got 'torch'; has no candidates" in result.stderr) == (2, True)
+    assert (result.exit_code, "backend: got 'torch'; has no kernels to tune" in result.stderr) == (2, True)
 
 
 @pytest.mark.usefixtures("gpu")

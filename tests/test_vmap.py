@@ -200,5 +200,5 @@ def test_several_gradients_of_a_sequence_that_ranks_share() -> None:
 
 def test_no_samples() -> None:
     op, given = attention()
-    with pytest.raises(InputError, match=r"samples of vmap: got 0; there must be one at least; legal: 1, 2, \.\.\."):
+    with pytest.raises(InputError, match=r"samples of vmap: got 0; must be at least 1; legal: 1, 2, \.\.\."):
         torch.func.vmap(lambda q: op(**given | {"q": q}))(torch.zeros(0, *SHAPES["q"]))

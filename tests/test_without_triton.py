@@ -84,7 +84,7 @@ def test_what_needs_it_is_refused(tmp_path: Path) -> None:
     named, left, served = run(BLOCKED + REFUSALS, tmp_path).splitlines()
     assert named.startswith("BackendError backend: got 'triton'; the triton package cannot be imported")
     assert "legal: pip install triton" in named
-    assert left.startswith("PlanError dtype: got 'fp32'; the cuda backend multiplies 16-bit elements")
+    assert left.startswith("PlanError dtype: got 'fp32'; the cuda backend supports 16-bit dtypes only")
     assert served.startswith("not triton: backend: got 'triton'; is not installed; legal: pip install triton")
 
 

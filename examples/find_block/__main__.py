@@ -44,41 +44,48 @@ DEMO = Settings(
 )
 DEMO_STEPS = 2400
 
-ResumeOption: TypeAlias = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoints.")]
+ResumeOption: TypeAlias = Annotated[
+    bool, typer.Option("--resume", help="Continue from the checkpoint in the folder, if there is one.")
+]
 
 
 @app.command()
 def train(
-    folder: Annotated[Path, typer.Argument(help="For the log and the checkpoint; made if absent.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the log and the checkpoint; created if absent.")],
     kernel: Annotated[
-        str, typer.Option(help="Extents of the convolution; none: plain attention.", metavar="CQ,CK|none")
+        str, typer.Option(help="Queries and keys of the filter; none: plain attention.", metavar="CQ,CK|none")
     ] = "2,9",
-    steps: Annotated[int, typer.Option(min=1, help="In all.")] = 100_000,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Total number of training steps.")] = 100_000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 1e-4,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps until the learning rate is reached.")] = 1000,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps in which the learning rate rises to --lr.")] = 1000,
     samples: Annotated[
-        int | None, typer.Option(help="Before the same come again.", show_default="each step has new ones")
+        int | None,
+        typer.Option(help="Number of training samples before they repeat.", show_default="new samples in each step"),
     ] = None,
-    test_samples: Annotated[int, typer.Option(min=1, help="That the error is measured on.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of weights, samples and dropout.")] = 0,
-    letters: Annotated[int, typer.Option(help="Of the alphabet.")] = 26,
-    block_length: Annotated[int, typer.Option(help="Letters of a block.")] = 5,
-    blocks: Annotated[int, typer.Option(help="Of a sample.")] = 52,
-    dim: Annotated[int, typer.Option(help="Elements of a token's vector.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
-    heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 2,
-    dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.1,
+    test_samples: Annotated[int, typer.Option(min=1, help="Number of samples that the error is measured on.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of weights, samples and dropout, 0 to 254.")] = 0,
+    letters: Annotated[int, typer.Option(help="Letters in the alphabet, at most 26.")] = 26,
+    block_length: Annotated[int, typer.Option(help="Letters in a block, all distinct.")] = 5,
+    blocks: Annotated[int, typer.Option(help="Blocks in a sample.")] = 52,
+    dim: Annotated[int, typer.Option(help="Model width: elements of a token's vector.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 2,
+    dropout: Annotated[float, typer.Option(help="Dropout probability of attention probabilities.")] = 0.1,
     evaluate_every: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Steps between evaluations and checkpoints.", show_default="a tenth of --steps, 1000 at most"
+            min=1, help="Steps between evaluations and checkpoints.", show_default="a tenth of --steps, at most 1000"
         ),
     ] = None,
     device: DeviceOption = DEVICE,
-    compile_model: Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")] = False,
-    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Launch each step as one CUDA graph.")] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that draw samples.")] = 2,
+    compile_model: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Launch each step as one CUDA graph; needs a GPU.")
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes that draw samples; 0: the training process draws them.")
+    ] = 2,
     resume: ResumeOption = False,
 ) -> None:
     """Train one model. The defaults are the paper's model and schedule, but with new samples in each step."""
@@ -109,13 +116,14 @@ def train(
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Argument(help="For the picture, two logs and checkpoints; made if absent.")],
-    steps: Annotated[int, typer.Option(min=1, help="Of each model.")] = DEMO_STEPS,
-    seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="Folder for the picture, logs and checkpoints; created if absent.")],
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = DEMO_STEPS,
+    seed: Annotated[int, typer.Option(help="Seed of weights and samples, 0 to 254.")] = 0,
 ) -> None:
-    """See it learn: a small version of the task on the CPU, with both kinds of attention, in about two minutes.
+    """Train both kinds of attention on a small version of the task, on the CPU, in about two minutes.
 
-    The same command goes on where Ctrl-C or a kill stopped it, and shows the curves again when it has ended.
+    After Ctrl-C or a kill, the same command continues the training. After the training has ended, the same command
+    shows the curves again.
     """
     import torch
 
@@ -131,7 +139,7 @@ def demo(
         try:
             error = run(settings, where, steps, device=torch.device("cpu"), resume=True)
         except Interrupted as stop:
-            raise Interrupted(stop.step, stop.checkpoint, "the same command goes on") from None
+            raise Interrupted(stop.step, stop.checkpoint, "run the same command to continue") from None
         table.add_row(describe(kernel), str(steps), f"{error:.1%}", f"{time.perf_counter() - started:.0f}")
         logs.append(where / LOG)
     Console().print(table)
@@ -139,17 +147,17 @@ def demo(
     picture = folder / "error.png"
     try:
         draw(logs, picture)
-        typer.echo(f"drawn to {picture}")
+        typer.echo(f"curves drawn to {picture}")
     except InputError as missing:  # without matplotlib the table and the sketch are still useful
         typer.echo(f"no picture: {missing}", err=True)
 
 
 @app.command()
 def plot(
-    logs: Annotated[list[Path], typer.Argument(help=f"Files {LOG}, or their folders.")],
-    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")],
+    logs: Annotated[list[Path], typer.Argument(help=f"Logs to draw: {LOG} files, or the folders that hold them.")],
+    out: Annotated[Path, typer.Option(help="File to draw to, .png or .svg.")],
 ) -> None:
-    """Draw the error on the test samples over steps, of several runs. It needs matplotlib: mtagen\\[bench]."""
+    """Draw the test error of runs over their steps. This needs matplotlib: pip install mtagen\\[bench]."""
     from .plot import plot as draw
 
     draw([log / LOG if log.is_dir() else log for log in logs], out)

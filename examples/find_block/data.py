@@ -40,12 +40,16 @@ class Task:
     def __post_init__(self) -> None:
         if not 2 <= self.block_length <= self.letters <= 26:
             got = self.block_length, self.letters
-            raise InputError(explain("block_length, letters", got, "do not fit", "2 <= block_length <= letters <= 26"))
+            raise InputError(
+                explain(
+                    "block_length, letters", got, "a block has distinct letters", "2 <= block_length <= letters <= 26"
+                )
+            )
         others = perm(self.letters, self.block_length) - self.block_length * (self.block_length - 1) * perm(
             self.letters - 2, self.block_length - 2
         )
         if not 1 <= self.blocks <= others // 2:
-            rule = "so many blocks without the two letters are not found by chance"
+            rule = f"only {others} blocks lack one of the two given letters, and a sample may use half of them"
             raise InputError(explain("blocks", self.blocks, rule, f"1..{others // 2}"))
 
     @property
@@ -127,7 +131,7 @@ class Batches(Dataset[Tensor]):
         if not 0 <= stream <= TEST_STREAM:
             raise InputError(explain("stream", stream, "is out of range", f"0..{TEST_STREAM}"))
         if samples is not None and samples < size:
-            raise InputError(explain("samples", samples, "are less than a batch", f"{size} or more"))
+            raise InputError(explain("samples", samples, "must fill at least one batch", f"{size} or more"))
         self.task, self.size, self.stream = task, size, stream
         self.count = MAX_BATCHES if samples is None else samples // size
 

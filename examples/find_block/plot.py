@@ -81,6 +81,10 @@ def _read(log: Path) -> tuple[str, int, list[tuple[int, float]]]:
     """Return the name of the model, the seed, and pairs of steps and error in percent."""
     header, *entries = Log(log, "steps").entries() or [{}]
     if "settings" not in header or not entries or any("error" not in entry for entry in entries):
-        raise InputError(explain("log", str(log), "holds no evaluation of a run", f"a {LOG} that train wrote"))
+        raise InputError(
+            explain(
+                "log", str(log), "holds no evaluation of a run", f"a {LOG} that train wrote, after its first evaluation"
+            )
+        )
     settings = header["settings"]
     return describe(settings["kernel"]), settings["seed"], [(entry["steps"], 100 * entry["error"]) for entry in entries]

@@ -89,7 +89,7 @@ class Trainer:
         self, settings: Settings, device: torch.device, compile_model: bool = False, cuda_graph: bool = False
     ) -> None:
         if cuda_graph and device.type != "cuda":
-            raise InputError(explain("--cuda-graph", str(device), "needs a GPU", "no --cuda-graph, or --device cuda"))
+            raise InputError(explain("device", str(device), "--cuda-graph needs a GPU", "cuda, or no --cuda-graph"))
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
         self.model = make_decoder(settings.task.vocabulary, settings.size, settings.kernel, device)
@@ -273,7 +273,7 @@ def train(
     error: float = entries[-1].get("error", 1.0)
     name = describe(settings.kernel)
     if trainer.steps >= steps:
-        typer.echo(f"{name}: already finished, {trainer.steps:,} steps of {steps:,}; more --steps would go on")
+        typer.echo(f"{name}: already finished, {trainer.steps:,} of {steps:,} steps; pass a larger --steps to continue")
         return error
 
     every = evaluate_every or default_interval(steps)

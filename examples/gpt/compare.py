@@ -80,7 +80,7 @@ def train_all(
                 windows=windows,
             )
             if run.step < settings.steps:
-                typer.echo(f"{variant}, seed {seed}, from step {run.step:,}", err=True)
+                typer.echo(f"{variant}, seed {seed}: training starts after step {run.step:,}", err=True)
                 run.train(save_every=settings.steps, validate_every=validate_every, deadline=deadline)
             if run.step < settings.steps:
                 return False
@@ -88,14 +88,21 @@ def train_all(
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="For a folder of each run; finished parts of runs there are kept.")],
-    corpus: Annotated[Path, typer.Option(help="Folder of examples.gpt.corpus.", exists=True, file_okay=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder with a subfolder for each run; runs found there are continued.")
+    ],
+    corpus: Annotated[
+        Path,
+        typer.Option(help="Corpus to train on: a folder that examples.gpt.corpus wrote.", exists=True, file_okay=False),
+    ],
     size: SizeOption = "30M",
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="Repeatable.", metavar="|".join(ATTENTION), show_default=" and ".join(VARIANTS)),
+        typer.Option(
+            help="Attention to train; repeatable.", metavar="|".join(ATTENTION), show_default=" and ".join(VARIANTS)
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each attention.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each attention, with seeds 0, 1, ...")] = 2,
     steps: StepsOption = 500,
     batch: BatchOption = 16,
     length: LengthOption = 1024,
@@ -104,12 +111,13 @@ def main(
     device: DeviceOption = DEVICE,
     compiled: CompileOption = False,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Stop and save after so long; the same command goes on.")
+        float | None,
+        typer.Option(min=0, help="Seconds after which to save and stop; run the same command to continue."),
     ] = None,
     validate_every: ValidateEveryOption = None,
     windows: WindowsOption = WINDOWS,
     results: Annotated[
-        Path | None, typer.Option(help="Folder for picture, tables and logs.", show_default="that of the runs")
+        Path | None, typer.Option(help="Folder to write the picture, tables and logs to.", show_default="FOLDER")
     ] = None,
 ) -> None:
     """Train a decoder with each attention and each seed, validate it, and write a picture and tables of all runs."""
@@ -134,7 +142,7 @@ def main(
         if finished:
             typer.echo(publish_comparison(folder, results or folder))
             return
-    typer.echo(f"compare: {seconds:g} seconds are over; the same command goes on from what is saved", err=True)
+    typer.echo(f"compare: stopped and saved after {seconds:g} seconds; run the same command to continue", err=True)
     raise SystemExit(1)
 
 

@@ -127,7 +127,7 @@ def archive_members(archive: bytes) -> Iterator[tuple[str, bytes]]:
         InputError: the bytes are no ``ar`` archive.
     """
     if not archive.startswith(b"!<arch>\n"):
-        raise InputError(explain("package", archive[:8], "does not begin as an ar archive", b"!<arch>\n"))
+        raise InputError(explain("package", archive[:8], "is not the beginning of a Debian package", b"!<arch>\n"))
     position = 8
     while position < len(archive):
         header = archive[position : position + 60]
@@ -200,7 +200,9 @@ def split(documents: Sequence[str], validation_bytes: int, seed: int) -> tuple[l
         count += 1
     if count == len(shuffled):
         rule = "leaves no document to train on"
-        raise InputError(explain("--validation-bytes", validation_bytes, rule, f"less than {size} bytes"))
+        raise InputError(
+            explain("--validation-bytes", validation_bytes, rule, f"less than {size} bytes, the size of all documents")
+        )
     return shuffled[count:], shuffled[:count]
 
 
@@ -244,13 +246,15 @@ def fetch(package: Package, downloads: Path, mirror: str = MIRROR) -> bytes:
             with urllib.request.urlopen(address, timeout=60) as answer:
                 content = answer.read()
         except (urllib.error.URLError, TimeoutError) as error:
-            remedy = f"another --mirror, such as a day of snapshot.debian.org, or the file at {place}"
+            remedy = f"another --mirror, such as a date of snapshot.debian.org, or the package saved as {place}"
             raise InputError(explain(address, error, "cannot be fetched", remedy)) from error
         downloads.mkdir(parents=True, exist_ok=True)
         publish_bytes(place, content)
     content = place.read_bytes()
     if (found := hashlib.sha256(content).hexdigest()) != package.sha256:
-        raise InputError(explain(f"sha256 of {place}", found, "is of another file; remove it", package.sha256))
+        raise InputError(
+            explain(f"sha256 of {place}", found, "the file is damaged or another version; remove it", package.sha256)
+        )
     return content
 
 
@@ -282,7 +286,7 @@ def build(
         InputError: ``vocabulary`` is out of range, or a package cannot be fetched, or no document is left to train on.
     """
     if not 257 <= vocabulary <= LARGEST_VOCABULARY:
-        rule = "has no place for all bytes and the end of a document, or takes more than 16 bits"
+        rule = "must hold 256 bytes and the end of a document, and number its tokens with 16 bits"
         raise InputError(explain("vocabulary", vocabulary, rule, f"257..{LARGEST_VOCABULARY}"))
     sources, documents = [], []
     for package in packages:
@@ -309,14 +313,16 @@ def build(
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="For the corpus; made if absent.", file_okay=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder to write the corpus to; created if absent.", file_okay=False)],
     downloads: Annotated[
-        Path, typer.Option(help="Folder of the packages' files; absent files are fetched into it.", file_okay=False)
+        Path, typer.Option(help="Folder of package files; missing packages are downloaded to it.", file_okay=False)
     ] = Path("downloads"),
-    mirror: Annotated[str, typer.Option(help="Address of a Debian mirror.")] = MIRROR,
-    vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer.")] = 8192,
-    validation_bytes: Annotated[int, typer.Option(min=1, help="Size of the validation split, at least.")] = 2_000_000,
-    seed: Annotated[int, typer.Option(help="Of the documents' order and so of the split.")] = 0,
+    mirror: Annotated[str, typer.Option(help="URL of the Debian mirror to download from.")] = MIRROR,
+    vocabulary: Annotated[int, typer.Option(help="Largest number of tokens of the tokenizer, 257 to 65536.")] = 8192,
+    validation_bytes: Annotated[
+        int, typer.Option(min=1, help="Smallest size of the validation split, in bytes.")
+    ] = 2_000_000,
+    seed: Annotated[int, typer.Option(help="Seed of the split into training and validation documents.")] = 0,
 ) -> None:
     """Fetch Debian packages of documentation, and make a corpus of their text for training and validation."""
     with one_line("corpus"):

@@ -61,7 +61,7 @@ def _load_corpus(folder: Path) -> Data:
     missing = [name for name in (TRAIN, VALIDATION, TOKENIZER) if not (folder / name).exists()]
     if missing:
         raise InputError(
-            explain("corpus", str(folder), f"lacks {', '.join(missing)}", "a folder of examples.gpt.corpus")
+            explain("corpus", str(folder), f"lacks {', '.join(missing)}", "a folder that examples.gpt.corpus wrote")
         )
     lengths = token_lengths(json.loads((folder / TOKENIZER).read_text(encoding="utf-8")))
     contents = [(folder / name).read_bytes() for name in (TRAIN, VALIDATION)]
@@ -117,7 +117,7 @@ def validation_windows(tokens: Tensor, length: int, count: int) -> Tensor:
     """
     whole = max(0, len(tokens) - 1) // length
     if count > whole:
-        rule = f"exceeds the windows of {length} tokens in {len(tokens)} validation tokens"
-        raise InputError(explain("validation windows", count, rule, f"1..{whole}"))
+        rule = f"the {len(tokens)} validation tokens hold {whole} windows of {length} tokens"
+        raise InputError(explain("windows", count, rule, f"1..{whole}" if whole else "a smaller length"))
     order = torch.randperm(whole, generator=torch.Generator().manual_seed(WINDOW_SEED))[:count]
     return tokens[order[:, None] * length + torch.arange(length + 1)]

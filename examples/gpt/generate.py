@@ -101,20 +101,24 @@ def _now(device: torch.device) -> float:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Of a training run.", exists=True, file_okay=False)],
-    prompt: Annotated[str, typer.Option(help="To be continued.")] = "LORD POLONIUS\n",
-    count: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the choice; 0: the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the choice, if the temperature is not 0.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="Folder of a training run.", exists=True, file_okay=False)],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "LORD POLONIUS\n",
+    count: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0: always the most probable token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling; unused at temperature 0.")] = 0,
     device: DeviceOption = DEVICE,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step from token to token.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the generation of each token with torch.compile.")
+    ] = False,
 ) -> None:
-    """Continue a prompt, and say how many tokens a second that took."""
+    """Continue a prompt, and report the speed in tokens per second."""
     checkpoint = folder / CHECKPOINT
     if not checkpoint.exists():
-        raise typer.BadParameter(f"there is no {checkpoint}", param_hint="folder")
+        raise typer.BadParameter(f"there is no {checkpoint}; pass the folder of a training run", param_hint="folder")
     if not prompt:
-        raise typer.BadParameter("there is nothing to continue", param_hint="--prompt")
+        raise typer.BadParameter("is empty, so there is nothing to continue", param_hint="--prompt")
     with one_line("generate"):
         model = load(checkpoint, device)
         encode, decode = read_codec(folder)

@@ -63,26 +63,33 @@ def filling(results: list[dict[str, Any]], gib: float, multiple: int) -> int:
 
 
 def main(
-    length: Annotated[list[int], typer.Option(min=1, help="Of a sequence; repeatable, the first one warms up.")],
+    length: Annotated[
+        list[int], typer.Option(min=1, help="Tokens of a sequence; repeatable. The first length warms up.")
+    ],
     size: SizeOption = "300M",
-    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(VARIANTS))] = "mta",
+    variant: Annotated[str, typer.Option(help="Attention of the model.", metavar="|".join(VARIANTS))] = "mta",
     fill: Annotated[
-        float | None, typer.Option(min=0, help="GiB of a GPU that one more step, on a longer sequence, is to take.")
+        float | None, typer.Option(min=0, help="GiB of GPU memory to fill with one more step on a longer sequence.")
     ] = None,
     compiled: CompileOption = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="File to write the measurements to, as JSON.")
+    ] = None,
 ) -> None:
-    """Take training steps on longer and longer sequences; a step that does not fit into memory ends the program."""
+    """Measure a training step at each length. A step that does not fit into memory ends the program."""
     check_choices(size, variant, VARIANTS)
     if fill is not None and (DEVICE.type == "cpu" or len(length) < 2):
-        raise typer.BadParameter("needs GPUs, and two lengths before", param_hint="--fill")
+        raise typer.BadParameter("needs GPUs, and at least two values of --length", param_hint="--fill")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     ranks = dist.get_world_size()
     chunks = 2 * ranks
     if any(each % chunks for each in length):
-        raise typer.BadParameter(f"{ranks} ranks cut a sequence into {chunks} equal chunks", param_hint="--length")
+        raise typer.BadParameter(
+            f"must be a multiple of {chunks}, because {ranks} ranks cut a sequence into {chunks} equal chunks",
+            param_hint="--length",
+        )
     settings = Settings(size, variant, batch=1, length=chunks)
     command = f"torchrun --nproc-per-node {ranks} -m examples.gpt.longest {shlex.join(sys.argv[1:])}"
     report: dict[str, Any] = {"command": command, "environment": collect(), "ranks": ranks, "size": size}

@@ -80,11 +80,12 @@ def read_curves(folder: Path) -> list[Curve]:
             curves.append(Curve(log, header, validated))
     if not curves:
         raise InputError(
-            explain("folder", str(folder), "has no log with a validation", "a folder of examples.gpt.compare")
+            explain("folder", str(folder), "has no log with a validation", "a folder that examples.gpt.compare wrote")
         )
     for curve in curves:
         if curve.shared != curves[0].shared:
-            raise InputError(explain(str(curve.log), curve.shared, "differs from the other runs", curves[0].shared))
+            rule = f"its settings differ from those of {curves[0].log}"
+            raise InputError(explain(str(curve.log), curve.shared, rule, curves[0].shared))
     order = [*LABELS]
     return sorted(curves, key=lambda curve: (order.index(curve.variant), curve.seed))
 
@@ -226,13 +227,13 @@ def publish_comparison(folder: Path, results: Path, commit: str | None = None) -
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Of the runs, or of their logs.", exists=True, file_okay=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder of the runs, or of their logs.", exists=True, file_okay=False)],
     results: Annotated[
-        Path | None, typer.Option(help="Folder for picture, tables and logs.", show_default="that of the runs")
+        Path | None, typer.Option(help="Folder to write the picture, tables and logs to.", show_default="FOLDER")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Of the runs, where their logs have none.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to name for runs whose logs have none.")] = None,
 ) -> None:
-    """Draw the validation losses of several runs over steps and over time, and tabulate the last ones."""
+    """Draw the validation losses of runs over steps and over time, and write a table of the final losses."""
     with one_line("plot"):
         typer.echo(publish_comparison(folder, results or folder, commit))
 

@@ -146,18 +146,21 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
 
 
 def main(
-    size: Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))] = "300M",
+    size: Annotated[str, typer.Option(help="Size of the model.", metavar="|".join(SIZES))] = "300M",
     variant: Annotated[
-        list[str] | None, typer.Option(help="Repeatable.", metavar="|".join(CONTENDERS), show_default="all")
+        list[str] | None,
+        typer.Option(help="Attention to measure; repeatable.", metavar="|".join(CONTENDERS), show_default="all"),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 4,
-    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 2048,
-    vocabulary: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = LLAMA3_VOCABULARY,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after three that are not.")] = 10,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
+    vocabulary: Annotated[int, typer.Option(min=1, help="Size of the vocabulary, in tokens.")] = LLAMA3_VOCABULARY,
+    steps: Annotated[int, typer.Option(min=1, help="Number of timed steps, after three warm-up steps.")] = 10,
     device: DeviceOption = DEVICE,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="File to write the measurements to, as JSON.")
+    ] = None,
 ) -> None:
-    """Measure a training step of one size of the model with each attention, in one process, one after the other."""
+    """Measure time and memory of a training step with each attention, one after the other in one process."""
     contenders = variant or list(CONTENDERS)
     for option, values, legal in (("--size", [size], SIZES), ("--variant", contenders, CONTENDERS)):
         for value in values:

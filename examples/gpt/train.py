@@ -140,11 +140,14 @@ class Run:
         self.text, self.windows = self.data.train, None
         if len(self.text) <= settings.length:
             unit = "tokens" if self.data.tokenizer else "bytes"
-            raise InputError(f"the text has {len(self.text)} {unit}, and a sequence needs {settings.length + 1}")
+            raise InputError(
+                f"the text has {len(self.text)} {unit}, and a sequence needs {settings.length + 1}; "
+                "pass a longer text, or a smaller length"
+            )
         if self.data.validation is not None:
             if windows % settings.batch:
                 rule, legal = "must be a multiple of the batch", f"a multiple of {settings.batch}"
-                raise InputError(explain("validation windows", windows, rule, legal))
+                raise InputError(explain("windows", windows, rule, legal))
             self.windows = validation_windows(self.data.validation, settings.length, windows)
             self.identity["windows"] = windows
         self.log = Log(folder / LOG, "step", writes=not self.quiet)
@@ -291,7 +294,7 @@ class Run:
         save_every = save_every or default_interval(self.settings.steps)
         if self.step >= until:
             if not self.quiet:
-                typer.echo(f"already finished: {self.step:,} steps are taken, {until:,} were asked for", err=True)
+                typer.echo(f"already finished: the run has made {self.step:,} steps, of {until:,} requested", err=True)
             return
         if not self.step:
             self.save()  # before the log, because a log without a checkpoint cannot be resumed
@@ -344,28 +347,40 @@ class Run:
 
 
 # Options that the training programs share.
-SizeOption = Annotated[str, typer.Option(help="Of the model.", metavar="|".join(SIZES))]
-TextOption = Annotated[Path, typer.Option(help="File to train on.", exists=True, dir_okay=False)]
-WindowsOption = Annotated[int, typer.Option("--windows", min=1, help="Sequences that a validation takes.")]
-ValidateEveryOption = Annotated[
-    int | None,
+SizeOption = Annotated[str, typer.Option(help="Size of the model.", metavar="|".join(SIZES))]
+TextOption = Annotated[
+    Path,
     typer.Option(
-        min=1, help="Steps from validation to validation.", show_default="a twentieth of --steps, 1000 at most"
+        help="Text file to train on, byte by byte.",
+        exists=True,
+        dir_okay=False,
+        show_default=f"examples/gpt/{TEXT.name}",
     ),
 ]
-StepsOption = Annotated[int, typer.Option(min=1, help="Of the optimizer.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Sequences a step, of all processes.")]
-LengthOption = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
-LrOption = Annotated[float, typer.Option(help="The largest learning rate.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Steps in which it rises.")]
-SeedOption = Annotated[int, typer.Option(help="Of parameters and batches.")]
-CompileOption = Annotated[bool, typer.Option("--compile", help="Train through torch.compile.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, or begin a new run.")]
-UntilOption = Annotated[int | None, typer.Option(help="Stop after this step, to be resumed.", show_default="all")]
-LogEveryOption = Annotated[int, typer.Option(min=1, help="Steps from line to line of the log.")]
+WindowsOption = Annotated[
+    int, typer.Option("--windows", min=1, help="Sequences per validation, a multiple of --batch.")
+]
+ValidateEveryOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Steps between validations.", show_default="a twentieth of --steps, at most 1000"),
+]
+StepsOption = Annotated[int, typer.Option(min=1, help="Total number of training steps.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Sequences per step, all processes together.")]
+LengthOption = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
+LrOption = Annotated[float, typer.Option(help="Largest learning rate, reached after the warm-up.")]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises to --lr.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of parameters and batches.")]
+CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder, if there is one.")
+]
+UntilOption = Annotated[
+    int | None, typer.Option(help="Step to save and stop after; --resume continues.", show_default="--steps")
+]
+LogEveryOption = Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")]
 SaveEveryOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Steps from checkpoint to checkpoint.", show_default="a tenth of --steps, 1000 at most"),
+    typer.Option(min=1, help="Steps between checkpoints.", show_default="a tenth of --steps, at most 1000"),
 ]
 
 
@@ -381,14 +396,16 @@ def check_choices(size: str, variant: str, variants: Iterable[str]) -> None:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="For the checkpoint and the log.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the checkpoint and the log; created if absent.")],
     size: SizeOption = Settings.size,
-    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(ATTENTION))] = Settings.variant,
+    variant: Annotated[
+        str, typer.Option(help="Attention of the model.", metavar="|".join(ATTENTION))
+    ] = Settings.variant,
     text: TextOption = TEXT,
     corpus: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of examples.gpt.corpus to train on, instead of --text.", exists=True, file_okay=False
+            help="Folder that examples.gpt.corpus wrote, to train on instead of --text.", exists=True, file_okay=False
         ),
     ] = None,
     steps: StepsOption = Settings.steps,
@@ -408,13 +425,13 @@ def main(
 ) -> None:
     """Train a decoder on the bytes of a text, or on the tokens of a corpus, which has a validation set.
 
-    The loss is in nats a token.
+    The loss is in nats per token.
     """
     check_choices(size, variant, ATTENTION)
     settings = Settings(size, variant, steps, batch, length, lr, warmup, seed)
     with one_line("train"):
         run = Run(settings, folder, corpus or text, device, resume=resume, compiled=compiled, windows=windows)
-        typer.echo(f"{count_parameters(run.model):,} parameters, from step {run.step}")
+        typer.echo(f"{count_parameters(run.model):,} parameters; training starts after step {run.step:,}")
         run.train(until, log_every, save_every, validate_every)
 
 

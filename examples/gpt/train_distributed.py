@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mtagen.errors import InputError
+from mtagen.errors import InputError, explain
 from mtagen.nn import MultiTokenAttention
 
 from ..decoder import Decoder
@@ -91,12 +91,13 @@ class DistributedRun(Run):
         device = f"cuda:{os.environ['LOCAL_RANK']}" if DEVICE.type == "cuda" else "cpu"
         ranks = dist.get_world_size()
         if ranks % context:
-            raise InputError(f"{ranks} ranks are no groups of {context}")
+            divisors = [count for count in range(1, ranks + 1) if ranks % count == 0]
+            raise InputError(explain("context", context, f"must divide the number of ranks, {ranks}", divisors))
         groups = ranks // context
         if settings.batch % groups or settings.length % (2 * context):
-            got = f"batch {settings.batch}, length {settings.length}"
-            rule = f"its sequences are shared by {groups} and each is cut into {2 * context} equal chunks"
-            raise InputError(f"{got}: {rule}")
+            rule = f"batch must divide evenly among the groups of ranks, and length into {2 * context} equal chunks"
+            legal = f"a multiple of {groups}, a multiple of {2 * context}"
+            raise InputError(explain("batch, length", (settings.batch, settings.length), rule, legal))
         self.mesh = init_device_mesh(DEVICE.type, (groups, context), mesh_dim_names=("data", "context"))
         self.quiet = dist.get_rank() > 0
         super().__init__(settings, folder, text, device, resume=resume, compiled=compiled)
@@ -206,9 +207,13 @@ def remove(checkpoint: Path) -> None:
 
 @record
 def main(
-    folder: Annotated[Path, typer.Argument(help="For checkpoints and the log, on a file system that all ranks share.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder for checkpoints and the log, on a file system shared by all ranks.")
+    ],
     size: SizeOption = Settings.size,
-    variant: Annotated[str, typer.Option(help="Of its attention.", metavar="|".join(VARIANTS))] = Settings.variant,
+    variant: Annotated[
+        str, typer.Option(help="Attention of the model.", metavar="|".join(VARIANTS))
+    ] = Settings.variant,
     text: TextOption = TEXT,
     steps: StepsOption = Settings.steps,
     batch: BatchOption = Settings.batch,
@@ -216,7 +221,9 @@ def main(
     lr: LrOption = Settings.lr,
     warmup: WarmupOption = Settings.warmup,
     seed: SeedOption = Settings.seed,
-    context: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence.", show_default="all")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks that share a sequence.", show_default="all ranks")
+    ] = None,
     resume: ResumeOption = False,
     compiled: CompileOption = False,
     until: UntilOption = None,

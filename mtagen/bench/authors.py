@@ -34,10 +34,10 @@ def authors_attention(spec: Spec) -> Callable[..., Tensor]:
         BackendError: the convolution's mask follows the output, or queries see a window, which the layer cannot do.
     """
     if Mask.of(spec).zeroes_terms:
-        raise BackendError(explain("mask", spec.mask, "is not what the authors' code masks by", ("source",)))
+        raise BackendError(explain("mask", spec.mask, "is not supported by the authors' code", ("source",)))
 
     if spec.window != (-1, -1):
-        raise BackendError(explain("window", spec.window, "is not what the authors' code masks by", (-1, -1)))
+        raise BackendError(explain("window", spec.window, "is not supported by the authors' code", (-1, -1)))
 
     def attend(
         q: Tensor,

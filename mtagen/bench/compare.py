@@ -34,7 +34,7 @@ def check_device(here: str, before: Run) -> None:
         InputError: the run is from another device.
     """
     if here != device(before):
-        rule = "is another device, and times of different devices do not compare"
+        rule = "was measured on another device, so its times cannot be compared with this run's"
         raise InputError(explain("against", device(before), rule, here))
 
 

@@ -511,7 +511,7 @@ def entrants(
     present = {contender.name: contender for contender in _contenders(device, max_materialised)}
     for name in names:
         if name not in present:
-            raise InputError(explain("contender", name, f"is not known on {device.type}", tuple(present)))
+            raise InputError(explain("contender", name, f"is no contender on {device.type}", tuple(present)))
     prefixes = {"overhead": ("mtagen",), "memory": ("mtagen", "eager"), "data": ("mtagen",)}.get(suite, ("",))
     if names:
         return [present[name] for name in present if name in names]

@@ -135,7 +135,9 @@ def check_path(path: Path) -> None:
         rule = "needs matplotlib, which is not installed"
         raise InputError(explain("plot", str(path), rule, "pip install 'mtagen[bench]'"))
     if path.suffix not in _SUFFIXES:
-        raise InputError(explain("plot", str(path), "has the suffix of another format", ", ".join(_SUFFIXES)))
+        raise InputError(
+            explain("plot", str(path), "must end in the suffix of a supported format", ", ".join(_SUFFIXES))
+        )
 
 
 def plot_run(run: Run, path: Path) -> None:

@@ -65,10 +65,10 @@ def suite(
         SpecError: a kernel or head dim is not legal.
     """
     if name not in SUITES:
-        raise InputError(explain("suite", name, "is not known", SUITES))
+        raise InputError(explain("suite", name, "is not the name of a suite", SUITES))
     if name not in _LENGTHS[device]:
         legal = f"a GPU, or on the CPU {list(_LENGTHS[device])}"
-        raise InputError(explain("suite", name, "measures what only a GPU has", legal))
+        raise InputError(explain("suite", name, "can be measured on a GPU only", legal))
     for length in lengths:
         if length < 1:
             raise InputError(explain("length", length, "must be positive", ">= 1"))

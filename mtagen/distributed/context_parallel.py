@@ -98,7 +98,7 @@ class ContextParallel:
         Raises:
             BackendError: always.
         """
-        rule = "its group of ranks is of this process, so that it cannot be pickled"
+        rule = "cannot be pickled, because its process group exists in this process only"
         raise BackendError(explain("ContextParallel", self, rule, "model.state_dict(), and a new model to load it"))
 
     def length(self, rows: int, length: int | None = None) -> int:
@@ -261,8 +261,8 @@ class ContextParallel:
             InputError: queries and keys are not the same rows, or not this rank's rows.
         """
         if q.shape[dim] != k.shape[dim]:
-            rule = "queries and keys must be the same rows of a sequence"
-            raise InputError(explain("rows of k", k.shape[dim], rule, f"{q.shape[dim]}, as of q"))
+            rule = "a rank's queries and keys must be the same rows of a sequence"
+            raise InputError(explain("rows of k", k.shape[dim], rule, f"{q.shape[dim]}, the rows of q"))
         return self._sharding(q.shape[dim], length)
 
     def _sharding(self, rows: int, length: int | None) -> Sharding:
@@ -273,16 +273,16 @@ class ContextParallel:
         """
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
             raise InputError(
-                explain("length", length, "must be the rows of the whole sequence", "0, 1, 2, ..., or None")
+                explain("length", length, "must be the number of rows of the whole sequence", "0, 1, 2, ..., or None")
             )
         sharding = Sharding(rows * self.ranks if length is None else length, self.ranks, self.balanced)
         if length is None and not sharding.is_even:
-            rule = f"{rows} rows on rank {self.rank} of {self.ranks} are no chunks of one length"
-            raise InputError(explain("length", length, rule, "rows of the whole sequence"))
+            rule = f"{rows} rows on rank {self.rank} of {self.ranks} cannot be cut into equal chunks"
+            raise InputError(explain("length", length, rule, "the number of rows of the whole sequence"))
         mine = sum(chunk.count for chunk in sharding.held_by(self.rank))
         if rows != mine:
             rule = f"rank {self.rank} of {self.ranks} holds {mine} of {length} rows"
-            raise InputError(explain("rows", rows, rule, "those that shard() gives"))
+            raise InputError(explain("rows", rows, rule, f"{mine}, the rows that shard() returns"))
         return sharding
 
 

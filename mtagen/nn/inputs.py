@@ -66,10 +66,10 @@ def check_options(
         if number is None or number < 0:
             raise SpecError(explain("depth_rescale", depth_rescale, "must be a layer's number", "0, 1, ..., or None"))
         if not group_norm:
-            rule = "it is the norm that rescales"
-            raise SpecError(explain("depth_rescale", depth_rescale, rule, "group_norm=True besides, or None"))
+            rule = "only the group norm rescales"
+            raise SpecError(explain("depth_rescale", depth_rescale, rule, "None, or together with group_norm=True"))
     if gate is not None:
-        check_choice("gate", gate, GATES, "must be one, or None")
+        check_choice("gate", gate, GATES, "must be the name of a gate, or None")
     if rope_theta is not None and not (_is_number(rope_theta) and 0 < rope_theta < torch.inf):
         raise SpecError(explain("rope_theta", rope_theta, "must be a positive number", "e.g. 100000.0, or None"))
     if frequency_scaling is not None:
@@ -77,8 +77,8 @@ def check_options(
             rule, legal = "must be a FrequencyScaling", "mtagen.nn.FrequencyScaling(factor=...), or None"
             raise SpecError(explain("frequency_scaling", frequency_scaling, rule, legal))
         if rope_theta is None:
-            rule = "there is no rotary embedding"
-            raise SpecError(explain("frequency_scaling", frequency_scaling, rule, "rope_theta besides, or None"))
+            rule = "scales a rotary embedding, and the layer has none"
+            raise SpecError(explain("frequency_scaling", frequency_scaling, rule, "None, or together with rope_theta"))
     if not (_is_number(dropout) and 0 <= dropout < 1):
         raise SpecError(explain("dropout", dropout, "must be a probability less than 1", "0 <= dropout < 1"))
 
@@ -111,9 +111,11 @@ def check_input(
         is_integer = isinstance(positions, Tensor) and positions.dtype in (torch.int32, torch.int64)
         if not is_integer or tuple(positions.shape) not in shapes or positions.device != x.device:
             legal = f"int64 or int32, {x.device}, one of the shapes {shapes}"
-            raise InputError(explain("positions", _kind(positions), "one for each token", legal))
+            raise InputError(explain("positions", _kind(positions), "must be one for each token", legal))
     if max_seqlen is not None and not packed:
-        raise InputError(explain("max_seqlen", max_seqlen, "is of packed documents", "cu_seqlens besides, or None"))
+        raise InputError(
+            explain("max_seqlen", max_seqlen, "is for packed documents", "None, or together with cu_seqlens")
+        )
 
 
 def _kind(x: object) -> object:

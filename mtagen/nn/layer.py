@@ -177,7 +177,7 @@ class MultiTokenAttention(nn.Module):
         self.context_parallel: ContextParallel | None = None
         if context_parallel is not None:
             if dropout > 0:
-                rule = "tokens that are spread over ranks have no dropout"
+                rule = "dropout is not supported where ranks share a sequence"
                 raise SpecError(explain("dropout", dropout, rule, "0, or context_parallel=None"))
             from ..distributed import ContextParallel  # some builds of torch lack torch.distributed
 
@@ -273,7 +273,7 @@ class MultiTokenAttention(nn.Module):
         """
         check_input(x, self.dim, positions, cu_seqlens, max_seqlen)
         if length is not None and self.context_parallel is None:
-            rule = "this layer has all tokens of a sequence"
+            rule = "is for layers whose ranks share a sequence"
             raise InputError(explain("length", length, rule, "None, or a layer with context_parallel=..."))
         if cu_seqlens is not None:
             spread = self.context_parallel
@@ -286,8 +286,8 @@ class MultiTokenAttention(nn.Module):
         q, k, v = (project(rows).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if q.dtype not in self.op.dtypes:
             rule, legal = (
-                "kernels were built for another dtype",
-                f"torch.autocast, or a layer of compute_dtype={q.dtype}",
+                "the layer's kernels were built for another dtype",
+                f"torch.autocast, or a layer with compute_dtype={q.dtype}",
             )
             raise InputError(explain("dtype of queries", q.dtype, rule, legal))
         if self.rope_theta is not None:
@@ -462,12 +462,14 @@ class MultiTokenAttention(nn.Module):
             raise InputError(explain("cache", type(cache).__name__, "must be a cache", "layer.new_cache(...)"))
         self._check_has_all_tokens()
         if cu_seqlens is not None:
-            raise InputError(explain("cache", "cu_seqlens besides", "packed documents have no cache", "one of the two"))
+            raise InputError(
+                explain("cache", "together with cu_seqlens", "packed documents cannot use a cache", "one of them")
+            )
         if torch.is_grad_enabled():
-            rule = "generation has no gradients"
+            rule = "generation computes no gradients"
             raise InputError(explain("cache", "gradients enabled", rule, "torch.no_grad() or torch.inference_mode()"))
         if self.training and self.dropout:
-            rule = "generation does not drop"
+            rule = "generation does not apply dropout"
             raise InputError(explain("cache", "a layer in training mode, with dropout", rule, "layer.eval()"))
         batch, heads, context, head_dim = cache.queries.shape
         mine = (len(x), self.n_local_heads, self.n_local_kv_heads, self.op.plan.spec.context, self.head_dim)
@@ -489,9 +491,14 @@ class MultiTokenAttention(nn.Module):
             InputError: tokens are spread over ranks.
         """
         if self.context_parallel is not None:
-            rule = "generation takes a layer that has all tokens of a sequence"
+            rule = "generation needs a layer with all tokens of a sequence"
             raise InputError(
-                explain("cache", "a layer with context_parallel", rule, "one without, of the same state dict")
+                explain(
+                    "cache",
+                    "a layer with context_parallel",
+                    rule,
+                    "a layer without context_parallel that loads the same state dict",
+                )
             )
 
     def extra_repr(self) -> str:

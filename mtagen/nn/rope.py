@@ -45,7 +45,8 @@ class FrequencyScaling:
         given = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         low, high, length = given
         if given != (None, None, None) and (low is None or high is None or length is None or low >= high):
-            rule = "low_freq_factor, high_freq_factor and original_max_position_embeddings go together, in order"
+            names = "low_freq_factor, high_freq_factor and original_max_position_embeddings"
+            rule = f"{names} go together, the first below the second"
             raise SpecError(explain("frequency_scaling", given, rule, "e.g. (1.0, 4.0, 8192), or all None"))
 
     def scaled(self, frequencies: Tensor) -> Tensor:

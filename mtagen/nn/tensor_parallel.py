@@ -82,19 +82,24 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
     """
     if not isinstance(module, MultiTokenAttention):
         legal = "mtagen.nn.MultiTokenAttention"
-        raise SpecError(explain("module", type(module).__name__, "must be the layer whose heads are spread", legal))
+        raise SpecError(
+            explain("module", type(module).__name__, "must be the layer whose heads the ranks share", legal)
+        )
     ranks, spec = mesh.size(), module.op.plan.spec
     if mesh.ndim != 1:
-        raise SpecError(explain("device_mesh", mesh, "heads are spread over one dimension of a mesh", "mesh['tp']"))
+        raise SpecError(
+            explain("device_mesh", mesh, "heads can be spread over one dimension of a mesh only", "mesh['tp']")
+        )
     if module.n_kv_heads % ranks:
-        rule = f"heads of keys are divided among {ranks} ranks"
+        rule = f"must be a multiple of the number of ranks, {ranks}"
         raise SpecError(explain("n_kv_heads", module.n_kv_heads, rule, f"multiples of {ranks}"))
     for name, group in (("mixed_heads", spec.mixed_heads), ("post_mixed_heads", spec.post_mixed_heads)):
         if group is not None and (module.n_heads // ranks) % group:
-            rule = f"a rank has {module.n_heads // ranks} heads, and mixes no others with them"
-            legal = "a divisor of that, or context_parallel=..., which spreads tokens and mixes all heads"
+            mine = module.n_heads // ranks
+            rule = f"a rank has {mine} heads, and cannot mix them with others"
+            legal = f"a divisor of {mine}, or context_parallel=..., which spreads tokens and mixes all heads"
             raise SpecError(explain(name, group, rule, legal))
     if module.dropout and ranks > 1:
-        rule = "heads that are spread over ranks have no dropout"
+        rule = "dropout is not supported where ranks share the heads"
         raise SpecError(explain("dropout", module.dropout, rule, "0, or all heads on each rank"))
     return module

@@ -26,7 +26,7 @@ def plain_only(packed: bool, dropout: bool) -> Passes:
         BackendError: always.
     """
     got = " and ".join(name for name, asked in (("packed documents", packed), ("dropout", dropout)) if asked)
-    raise BackendError(explain("kernels", got, "there are none of this op", "an op that mtagen.build returns"))
+    raise BackendError(explain("kernels", got, "this op was made without them", "an op that mtagen.build returns"))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Executor:
         if q.is_cpu and not self.kernels_on_cpu:
             if self.torch_on_cpu:
                 return None
-            rule = "the kernels of this op run on GPUs"
+            rule = "the kernels of this op run on GPUs only"
             raise BackendError(explain("device", "cpu", rule, "a GPU, backend='auto', or TRITON_INTERPRET=1"))
         if self.kernels is None or (documents is None and dropout is None):
             return self.kernels

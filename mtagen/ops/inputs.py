@@ -69,7 +69,9 @@ def check_decode(
         got = (tuple(cache_seqlens.shape), cache_seqlens.dtype, cache_seqlens.device)
         legal = f"shape ({q_tail.shape[0]},), torch.int32, {q_tail.device}"
         if got != ((q_tail.shape[0],), torch.int32, q_tail.device):
-            raise InputError(explain("cache_seqlens", got, "one length per batch entry, on q_tail's device", legal))
+            raise InputError(
+                explain("cache_seqlens", got, "must be one length per batch entry, on q_tail's device", legal)
+            )
     if num_splits is not None:
         is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
         if not (is_int and 1 <= num_splits <= MAX_SPLITS):
@@ -77,7 +79,7 @@ def check_decode(
             raise InputError(explain("num_splits", num_splits, "must be a positive int", legal))
         outputs = q_tail.shape[0] * q_tail.shape[1] * (rows - context)
         if outputs * num_splits > GRID_X:
-            limit = f"{outputs} rows of outputs have as many partial results each, {GRID_X} together at most"
+            limit = f"{outputs} rows of outputs have this many partial results each, and {GRID_X} in all is the limit"
             raise InputError(explain("num_splits", num_splits, limit, f"{GRID_X // outputs} or less, or None"))
     return checked
 
@@ -141,8 +143,8 @@ def check_documents(documents: Documents, total_q: int, total_k: int, device: to
     check_boundaries(("cu_seq_k", cu_seq_k), ("max_k", max_k), total_k, device)
     if len(cu_seq_q) != len(cu_seq_k):
         counts = len(cu_seq_q) - 1, len(cu_seq_k) - 1
-        rule = "cu_seq_q and cu_seq_k must have as many"
-        raise InputError(explain("documents", counts, rule, "the same length of both; documents may be empty"))
+        rule = "cu_seq_q and cu_seq_k must have the same number of documents"
+        raise InputError(explain("documents", counts, rule, "two tensors of the same length; documents may be empty"))
 
 
 def check_boundaries(
@@ -166,7 +168,7 @@ def check_boundaries(
     check_dense([(name, cu_seq)])
     got = (cu_seq.ndim, cu_seq.dtype, cu_seq.device)
     if got != (1, torch.int32, device) or len(cu_seq) == 0:
-        rule = "must be where documents begin, and the last one's end"
+        rule = "must hold where each document begins, and the end of the last"
         got_shape = (tuple(cu_seq.shape), *got[1:])
         raise InputError(explain(name, got_shape, rule, f"shape (documents + 1,), torch.int32, {device}"))
     if not (cu_seq.is_cpu and type(cu_seq) is Tensor and not torch.compiler.is_compiling()):
@@ -198,7 +200,7 @@ def _checked(
     check_dense(tensors)
     name, q = tensors[0]
     if q.dtype not in dtypes:
-        rule, legal = "this op was not built for it", " or ".join(map(str, dtypes))
+        rule, legal = "this op was not built for this dtype", " or ".join(map(str, dtypes))
         raise InputError(explain(f"{name}.dtype", q.dtype, rule, f"{legal}; or mtagen.build(..., dtype={q.dtype})"))
     check_batch(tensors, (spec.head_dim, spec.value_head_dim), packed=packed)
     for name, x in tensors:
@@ -219,6 +221,6 @@ def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: 
     heads = queries[1].shape[1]
     shape = spec.weight_shape(name, heads)
     if weight is None:
-        rule = f"this op was built with {STAGES[name]}={getattr(spec, STAGES[name])}, whose weight each call takes"
+        rule = f"this op was built with {STAGES[name]}={getattr(spec, STAGES[name])}, so each call needs its weight"
         raise InputError(explain(name, weight, rule, f"shape {shape}, such as op.identity_weights({heads})['{name}']"))
     return shaped_weight(queries, name, weight, spec.mixed.get(name), shape)

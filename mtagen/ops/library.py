@@ -194,7 +194,9 @@ class _Generation(Recorded):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise BackendError(explain("decode", "a backward pass", "decode is for generation only", "the op itself"))
+        raise BackendError(
+            explain("decode", "a backward pass", "decode has no gradients", "the op itself, on whole sequences")
+        )
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -212,11 +214,11 @@ def _autograd(run: Callable[..., Any], function: type[Recorded], *arguments: Any
             silently drop; or a transform of ``torch.func`` asks for gradients.
     """
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments if isinstance(x, Tensor)):
-        got, rule = "a tangent", "mtagen ops have a backward pass only"
+        got, rule = "a tangent", "mtagen ops have no forward-mode derivatives"
         raise BackendError(explain("forward-mode differentiation", got, rule, "mtagen.reference"))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
         if torch._C._are_functorch_transforms_active():
-            got, rule = "torch.func", "gradients of mtagen ops are those of torch.autograd"
+            got, rule = "torch.func", "torch.func cannot differentiate mtagen ops"
             raise BackendError(explain("transform", got, rule, "torch.autograd.grad, or mtagen.reference"))
         # function.apply would also look for wrappers that transforms have left behind. None come here, because the
         # dispatcher takes them off.
@@ -247,7 +249,7 @@ def _sample_by_sample(
         InputError: there are no samples, so the shapes of the results are unknown.
     """
     if samples == 0:
-        raise InputError(explain("samples of vmap", 0, "there must be one at least", "1, 2, ..."))
+        raise InputError(explain("samples of vmap", 0, "must be at least 1", "1, 2, ..."))
     along = [*zip(arguments, dims, strict=True)]
     results = [call(*(x if dim is None else x.select(dim, i) for x, dim in along)) for i in range(samples)]
     return returns(torch.stack(each) for each in zip(*results, strict=True))

@@ -229,7 +229,9 @@ def _pair(forwards: Sequence[_Offer], backwards: Sequence[_Offer]) -> dict[str, 
     pairs = [pair for pair in product(forwards, backwards) if rounds_alike(*(offer.plan for offer in pair))]
     if not pairs:
         found = tuple(f"{offer.plan.backend} by {offer.plan.lowering}" for offer in (*forwards, *backwards))
-        raise PlanError(explain("backend", found, "the passes round scores differently", "backend='torch'"))
+        raise PlanError(
+            explain("backend", found, "no forward and backward pass among them round scores alike", "backend='torch'")
+        )
     fastest = min(pairs, key=time)
     chosen = {}
     for name, other, offer, offers in zip(
@@ -250,7 +252,7 @@ def _cheapest(backend: str, pass_name: str, spec: Spec, target: Target, availabl
         raise PlanError(explain("backend", backend, "is not installed", INSTALL[backend]))
     plan = candidates(backend, pass_name, spec, target)[0]
     if plan.lowering == "strip" and "triton" not in available:
-        rule = "runs beside Triton's kernels, which are not installed"
+        rule = "needs Triton's kernels too, and Triton is not installed"
         raise PlanError(explain("backend", backend, rule, INSTALL["triton"]))
     return plan
 

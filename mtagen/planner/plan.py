@@ -262,9 +262,13 @@ def _check_arguments(spec: object, target: object, backend: object, available: o
         raise SpecError(explain("target", target, "must be a target or its name", ("cpu", *TARGETS)))
     if isinstance(target, str):
         names = ("cpu", *TARGETS)
-        rule = f"is not known; backend={target!r} says how to compute" if target in BACKENDS else "is not known"
+        rule = (
+            f"is not the name of a target; pass backend={target!r}"
+            if target in BACKENDS
+            else "is not the name of a target"
+        )
         check_choice("target", target, names, rule)
-    check_choice("backend", backend, BACKENDS, "is not built")
+    check_choice("backend", backend, BACKENDS, "is not the name of a backend")
     if not isinstance(available, (tuple, list, set, frozenset)) or not all(
         isinstance(name, str) and name in GENERATED for name in available
     ):

@@ -256,7 +256,7 @@ def get_target(name: str) -> Target:
     Raises:
         SpecError: no target has this name; the message lists the names.
     """
-    check_choice("target", name, tuple(TARGETS), "is not known")
+    check_choice("target", name, tuple(TARGETS), "is not the name of a target")
     return TARGETS[name]
 
 

@@ -276,7 +276,7 @@ class Cache:
                 continue
             if fault := _distrust(status):
                 raise UntrustedError(
-                    f"{folder} {fault}, and whoever can write there decides what is run; if it is yours, run "
+                    f"{folder} {fault}, so others could replace the code that runs; if it is yours, run "
                     f"'chmod -R go-w {self.root}', else set MTAGEN_CACHE_DIR to a folder of your own"
                 )
 

@@ -142,6 +142,7 @@ def arch_for(target: str, capability: tuple[int, int]) -> str:
     if here == planned.arch:
         return planned.sm
     if planned.is_specific or here < int(planned.arch):
-        rule = f"the GPU has compute capability {capability[0]}.{capability[1]}, which does not run its instructions"
+        major, minor = capability
+        rule = f"the GPU has compute capability {major}.{minor}, which cannot run this target's instructions"
         raise BackendError(explain("target", target, rule, "the target of this GPU, or backend='triton'"))
     return f"sm_{here}"

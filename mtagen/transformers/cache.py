@@ -28,12 +28,10 @@ def given_cache(cache: MtaCache | None, past_key_values: MtaCache | None) -> Mta
         InputError: both names were used, or the cache is no :class:`MtaCache`.
     """
     if cache is not None and past_key_values is not None:
-        raise InputError(
-            explain("cache, past_key_values", "both", "they are two names of one argument", "one of the two")
-        )
+        raise InputError(explain("cache, past_key_values", "both", "they are two names of one argument", "one of them"))
     cache = past_key_values if cache is None else cache
     if not isinstance(cache, (MtaCache, type(None))):
-        rule, legal = "a convolution needs queries of earlier tokens, too", "an MtaCache, or None"
+        rule, legal = "the convolutions need a cache that holds queries, too", "an MtaCache, or None"
         raise InputError(explain("cache", type(cache).__name__, rule, legal))
     return cache
 
@@ -138,7 +136,7 @@ class MtaCacheLayer(CacheLayerMixin):
                 needs, are lost.
         """
         if tokens_to_remove != 0:
-            rule = "queries of earlier tokens are no longer held, so that none can be taken back"
+            rule = "the cache no longer holds the queries before them, so it cannot remove tokens"
             raise InputError(explain("tokens_to_remove", tokens_to_remove, rule, "0, or reset()"))
 
     def activate_past_recording(self) -> None:
@@ -147,7 +145,7 @@ class MtaCacheLayer(CacheLayerMixin):
         Raises:
             InputError: always.
         """
-        rule = "queries of earlier tokens are not recorded, so that none can be taken back"
+        rule = "the cache does not record earlier queries, so it cannot remove tokens"
         raise InputError(explain("activate_past_recording", "a call", rule, "generation without an assistant"))
 
     def get_seq_length(self) -> int:

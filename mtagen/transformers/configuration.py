@@ -254,7 +254,9 @@ def _frequency_scaling(fields: Mapping[str, float] | None) -> FrequencyScaling |
         return None
     names = [field.name for field in dataclasses.fields(FrequencyScaling)]
     if not (isinstance(fields, Mapping) and "factor" in fields and set(fields) <= {*names}):
-        raise SpecError(explain("frequency_scaling", fields, "must map names of its fields, factor among them", names))
+        raise SpecError(
+            explain("frequency_scaling", fields, "must map names of fields to values, and have factor", names)
+        )
     return FrequencyScaling(**fields)  # type: ignore[arg-type]  # it checks them
 
 
@@ -271,9 +273,9 @@ def _checked_overrides(overrides: Mapping[Any, Mapping[str, Any]] | None, layers
     checked = {str(layer): dict(options) for layer, options in overrides.items()}
     for layer, options in checked.items():
         if not (layer.isdecimal() and int(layer) < layers):
-            raise SpecError(explain("layer_overrides", layer, "there is no such layer", f"0..{layers - 1}"))
+            raise SpecError(explain("layer_overrides", layer, "the model has no such layer", f"0..{layers - 1}"))
         for name in options:
             if name not in LAYER_OPTIONS:
-                rule = f"layer {layer} cannot override it"
+                rule = f"layer {layer} cannot override this option"
                 raise SpecError(explain("layer_overrides", name, rule, LAYER_OPTIONS))
     return checked

@@ -79,7 +79,7 @@ class MtaPreTrainedModel(PreTrainedModel):
             SpecError: another implementation than ``eager``, which is transformers' word for the model's own.
         """
         if attn_implementation not in (None, "eager"):
-            rule = "mtagen's kernels compute this model's attention, and no other can"
+            rule = "only mtagen's kernels can compute this model's attention"
             legal = "no attn_implementation; backend=... of the configuration says which kernels"
             raise SpecError(explain("attn_implementation", attn_implementation, rule, legal))
         adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
@@ -187,14 +187,18 @@ class MtaModel(MtaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
-            raise InputError(explain("input_ids, inputs_embeds", got, "say what the tokens are", "one of the two"))
+            raise InputError(
+                explain("input_ids, inputs_embeds", got, "exactly one of them must give the tokens", "one of them")
+            )
         if output_attentions or (output_attentions is None and self.config.output_attentions):
-            rule = "kernels make no matrices of attention"
+            rule = "the kernels do not store attention matrices"
             raise InputError(explain("output_attentions", True, rule, False))
         document_options = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q, "max_length_k": max_length_k}
         for name, value in document_options.items():
             if value is not None and cu_seq_lens_q is None:
-                raise InputError(explain(name, value, "is of packed documents", "cu_seq_lens_q besides, or None"))
+                raise InputError(
+                    explain(name, value, "is for packed documents", "None, or together with cu_seq_lens_q")
+                )
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         (batch, count), device = hidden_states.shape[:2], hidden_states.device
         check_position_ids(position_ids, (batch, count))
@@ -207,16 +211,16 @@ class MtaModel(MtaPreTrainedModel):
             elif attention_mask is None:
                 packing = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, batch * count)
             else:
-                rule = "packed documents have no padding"
-                raise InputError(explain("attention_mask", "cu_seq_lens_q besides", rule, "one of the two"))
+                rule = "packed documents cannot have padding"
+                raise InputError(explain("attention_mask", "together with cu_seq_lens_q", rule, "one of them"))
             can_cache = packing is None and not torch.is_grad_enabled() and not self.sees_later_keys
             if use_cache is None and self.config.use_cache and can_cache:
                 cache = MtaCache(self.config)
         else:
             cache = MtaCache(self.config) if cache is None else cache
             if seq_idx is not None or cu_seq_lens_q is not None:
-                rule = "packed documents have no cache"
-                raise InputError(explain("cache", "packed documents besides", rule, "use_cache=False"))
+                rule = "packed documents cannot use a cache"
+                raise InputError(explain("cache", "together with packed documents", rule, "use_cache=False"))
             first = cache.layers[0]
             lengths = None if first.state is None else first.state.lengths
             padding = count_padding((batch, count), device, attention_mask, position_ids, lengths, first.token_count)
@@ -260,7 +264,7 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = MtaModel(config)
         if self.model.sees_later_keys:
-            rule = "a token would be predicted from itself"
+            rule = "the model would predict a token from itself"
             raise SpecError(explain("causal", config.causal, rule, "causal=True, or MtaModel"))
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -337,13 +341,13 @@ class MtaForCausalLM(MtaPreTrainedModel, GenerationMixin):
         """
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
-            rule = "what is generated would follow padding"
+            rule = "generated tokens would follow padding"
             raise InputError(explain("attention_mask", "padding on the right", rule, "padding on the left"))
         if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
-            rule = "a cache with queries takes no tokens back"
+            rule = "an assistant needs a cache that can remove tokens, and MtaCache cannot"
             raise InputError(explain("generation", "with an assistant", rule, "greedy, sampling or beam search"))
         if generation_config.cache_implementation is not None:
-            got, rule = generation_config.cache_implementation, "a convolution needs queries of earlier tokens, too"
+            got, rule = generation_config.cache_implementation, "the convolutions need a cache that holds queries, too"
             raise InputError(explain("cache_implementation", got, rule, "None"))
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = MtaCache(self.config, max_cache_length)

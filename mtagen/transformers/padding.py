@@ -93,12 +93,12 @@ def find_documents(
         begins = begins | (inner & _differs(position_ids.expand(shape), 1))
     if seq_idx is not None:
         if tuple(seq_idx.shape) != shape:
-            raise InputError(explain("seq_idx.shape", tuple(seq_idx.shape), "one for each token", shape))
+            raise InputError(explain("seq_idx.shape", tuple(seq_idx.shape), "must be one for each token", shape))
         begins = begins | (inner & _differs(seq_idx, 0))
     binary, has_holes, is_full, is_split = torch.stack([is_binary, holes, real.all(), begins[:, 1:].any()]).tolist()
     _check_values(binary)
     if has_holes:
-        rule = "tokens of a row stand on both sides of padding, where nothing says whether they are neighbours"
+        rule = "padding separates tokens of a row, so their distance is unknown"
         raise InputError(explain("attention_mask", "padding between tokens", rule, "padding on the left or right"))
     if is_full and not is_split:
         return None
@@ -107,7 +107,7 @@ def find_documents(
     starts = (flat if tokens is None else flat[tokens]).nonzero().squeeze(1)
     total = flat.numel() if tokens is None else len(tokens)
     if total == 0:
-        raise InputError(explain("attention_mask", "padding alone", "there is no token", "a token at least"))
+        raise InputError(explain("attention_mask", "padding alone", "the batch has no token", "at least one token"))
     cu_seqlens = torch.cat([starts, starts.new_tensor([total])])
     return Packing(tokens, cu_seqlens.to(torch.int32), int(cu_seqlens.diff().max()))
 
@@ -128,7 +128,9 @@ def given_documents(
         InputError: keys have other documents than queries, or boundaries or the longest length do not fit the batch.
     """
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and not cu_seq_lens_k.equal(cu_seq_lens_q):
-        raise InputError(explain("cu_seq_lens_k", cu_seq_lens_k, "keys are of the queries' documents", cu_seq_lens_q))
+        raise InputError(
+            explain("cu_seq_lens_k", cu_seq_lens_k, "keys and queries must have the same documents", cu_seq_lens_q)
+        )
     longest = total if max_length_q is None else int(max_length_q)
     check_boundaries(("cu_seq_lens_q", cu_seq_lens_q), ("max_length_q", longest), total, cu_seq_lens_q.device)
     return Packing(None, cu_seq_lens_q, longest)
@@ -178,13 +180,16 @@ def count_padding(
     binary, has_late, has_changed, has_restarts, *padding = torch.cat([flags, (~new).sum(1)]).tolist()
     _check_values(bool(binary))
     if has_late:
-        rule = "what comes next would not follow the last token"
+        rule = "the next token would follow padding instead of the last token"
         raise InputError(explain("attention_mask", "padding after a token", rule, "with a cache, padding on the left"))
     if has_changed:
-        rule, legal = "of earlier tokens the cache holds others", "the mask of earlier calls, and new columns"
+        rule, legal = (
+            "the cache was filled with another mask of the earlier tokens",
+            "the mask of the last call, with columns appended for new tokens",
+        )
         raise InputError(explain("attention_mask", "another padding", rule, legal))
     if has_restarts:
-        rule = "packed documents have no cache"
+        rule = "packed documents cannot use a cache"
         raise InputError(explain("position_ids", "positions that restart", rule, "one document in a row"))
     return padding if any(padding) else None
 
@@ -197,7 +202,7 @@ def check_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> N
     """
     shapes = ((1, shape[1]), shape)
     if position_ids is not None and tuple(position_ids.shape) not in shapes:
-        raise InputError(explain("position_ids.shape", tuple(position_ids.shape), "one for each token", shapes))
+        raise InputError(explain("position_ids.shape", tuple(position_ids.shape), "must be one for each token", shapes))
 
 
 def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -211,10 +216,10 @@ def _real_tokens(mask: Tensor | None, shape: tuple[int, int], device: torch.devi
         return torch.ones(shape, dtype=torch.bool, device=device), torch.ones((), dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        rule = "one for each token, earlier ones in a cache included; masks of scores are not supported"
+        rule = "must be one for each token, cached tokens included; masks of scores are not supported"
         raise InputError(explain("attention_mask.shape", got, rule, shape))
     if mask.is_floating_point():
-        rule = "says of each token whether it is padding; nothing is added to scores"
+        rule = "must mark each token as real or padding; masks that are added to scores are not supported"
         raise InputError(explain("attention_mask.dtype", mask.dtype, rule, "bool, or integers 0 and 1"))
     real = mask.bool()
     return real, (mask == real).all()
@@ -227,7 +232,7 @@ def _check_values(binary: bool) -> None:
         InputError: the mask has another value.
     """
     if not binary:
-        rule = "says of each token whether it is padding"
+        rule = "must mark each token as real or padding"
         raise InputError(explain("attention_mask", "values that are neither 0 nor 1", rule, "0 and 1"))
 
 

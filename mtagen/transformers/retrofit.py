@@ -106,7 +106,7 @@ def retrofit(
     for options in config.layer_overrides.values():
         for name in _NOT_INITIALLY_THE_IDENTITY:
             if name in options:
-                rule = "the model would not compute what it did"
+                rule = "would change what the trained model computes"
                 raise SpecError(explain("layer_overrides", name, rule, "stages over scores, dropout"))
     ours: MtaForCausalLM = MtaForCausalLM._from_config(config, dtype=model.dtype).to(model.device)
     ours.load_state_dict(ours.state_dict() | _renamed(model.state_dict(), config))
@@ -143,7 +143,9 @@ def _check_llama(model: object) -> None:
         SpecError: the model is no Llama, or its attention has an option that the layer lacks.
     """
     if not isinstance(model, LlamaForCausalLM):
-        raise SpecError(explain("model", type(model).__name__, "its attention is not known", "a LlamaForCausalLM"))
+        raise SpecError(
+            explain("model", type(model).__name__, "only Llama's attention is supported", "a LlamaForCausalLM")
+        )
     config = model.config
     if config.attention_bias:
         raise SpecError(explain("attention_bias", True, "the layer's projections have no bias", False))

@@ -168,7 +168,7 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
     """
     check_convolves_only(spec, "triton")
     if spec.dtype not in target.dtypes:
-        raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
+        raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
     geometry = lift(spec)
     if geometry.terms > MAX_TERMS:
         rule = f"min(cq, ck) is {geometry.terms}, {geometry.terms - MAX_TERMS} over the limit"

@@ -28,10 +28,12 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
         PlanError: no CUDA kernel fits; the message says why.
     """
     if spec.dtype not in ("bf16", "fp16"):
-        raise PlanError(explain("dtype", spec.dtype, "the cuda backend multiplies 16-bit elements", ("bf16", "fp16")))
+        raise PlanError(explain("dtype", spec.dtype, "the cuda backend supports 16-bit dtypes only", ("bf16", "fp16")))
     if "mma" not in get_target(target).matrix:
         legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
-        raise PlanError(explain("target", target, "the cuda backend's kernels are made of mma instructions", legal))
+        raise PlanError(
+            explain("target", target, "the cuda backend needs mma instructions, which this target lacks", legal)
+        )
     fastest = {source.role: forms[0] for source in _candidates(spec, target, kernels) if (forms := source.variants)}
     roles = [kernel.role for kernel in kernels]
     if "softmax_backward" in roles and "grad_shares" not in roles:
@@ -39,8 +41,8 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     sources = tuple(fastest[role] for role in roles if role in fastest)
     if not sources:
         rule = (
-            f"cuda mixes up to {rows.MAX_HEADS} heads, and takes each score for all rows of results or for none, "
-            "and values by 16 columns"
+            f"cuda mixes up to {rows.MAX_HEADS} heads, and convolves with mask='source' and value head dims that are "
+            "multiples of 16"
         )
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
     return sources

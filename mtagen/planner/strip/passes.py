@@ -222,9 +222,9 @@ class StripLowering:
             PlanError: the pass has no plan; the message says why.
         """
         if spec.dtype not in target.dtypes:
-            raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for it", target.dtypes))
+            raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
         if spec.convolves_only and (pass_name != "backward" or not spec.kernel):
-            rule = "strips stand in for a fused backward pass of a convolution only"
+            rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         plan = StripPass(spec, target.name, pass_name, self.backend)
         _ = plan.kernels  # raises if there is no kernel, or if a tile does not fit
@@ -265,7 +265,7 @@ def _check_stands_in(plan: StripPass) -> None:
     """
     dense = replace(plan, spec=replace(plan.spec, packed=False))
     if missing := [kernel.role for kernel in dense.kernels if kernel.role not in dense.cuda]:
-        rule = "strips stand in for a fused backward pass only where these kernels, too, are CUDA's"
+        rule = "the cuda backend lacks these kernels, which an unfused backward pass needs"
         raise PlanError(explain("kernels", missing, rule, "backend='triton'"))
 
 

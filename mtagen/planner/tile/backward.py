@@ -607,7 +607,7 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
     """
     check_supported(spec, target)
     if spec.value_head_dim != spec.head_dim:
-        rule = "the fused backward kernel has one head dim"
+        rule = "the fused backward kernel needs value_head_dim equal to head_dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
     fitting = []
     for plan in _candidates(spec, target):
