@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 _WIDTH = 120  # columns, where the output is no terminal
+_LONG_HEADING = 8  # characters of a word in a column's name, after which it may be broken
 _LONG_WORD = 16  # characters, from which on words of texts, such as paths, may be broken
 
 
@@ -54,10 +55,11 @@ def print_table(table: Table, console: Console) -> None:
     natural, least = [], []
     for index, texts in enumerate([name, *cells] for name, cells in zip(names, columns, strict=True)):
         natural.append(_longest(line for text in texts for line in text.splitlines()))
-        words = [word for text in texts for word in text.split()]
+        words = [word for text in texts[1:] for word in text.split()]
         if not holds_figures[index]:
             words = [word for word in words if len(word) < _LONG_WORD]
-        least.append(natural[-1] if index < table.keys else _longest(words))
+        heading = min(_longest(texts[0].split()), _LONG_HEADING)
+        least.append(natural[-1] if index < table.keys else max(heading, _longest(words)))
     widths = _fitted(natural, least, console.width - 2 * len(names) + 1)  # less spaces after and between columns
     for name, has_figures, width in zip(names, holds_figures, widths, strict=True):
         # Rich makes columns of a "width" narrower where it thinks that they do not fit.
