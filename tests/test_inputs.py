@@ -584,7 +584,7 @@ def test_heads_and_rows_exchanged(name: str, stages: dict[str, Any], weight: dic
         call(**given, **weight, **documents)
     axes = (0, 1) if name == "varlen" else (1, 2)
     layout = "(total, H, D)" if name == "varlen" else "(B, H, N, D)"
-    rule = f"the layout is {layout}: these are 9 heads, and {next(iter(weight))} is of 4"
+    rule = f"the layout is {layout}: this tensor has 9 heads, and {next(iter(weight))} has 4"
     assert_explains(caught.value, "q.shape", f"{tuple(given['q'].shape)}", rule, f"q.transpose{axes}")
     assert call(**{key: x.transpose(*axes) for key, x in given.items()}, **weight, **documents).shape[-1] == D
 
