@@ -3,7 +3,7 @@
 Run from the repository's root::
 
     python -m tests.compare_code main            # the working tree against the commit `main`
-    python -m tests.compare_code main --only 'lift*' --folder /tmp/code
+    python -m tests.compare_code main --only 'lift*' --folder ../code
 
 Each case is a spec on a target by a backend. The sources of both trees are rendered first. Where they differ in more
 than comments, both are compiled, and the instructions of each kernel are compared. A line for each kernel that differs

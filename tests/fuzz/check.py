@@ -59,11 +59,11 @@ class Problem:
         """Return the largest error of out that roundings to 16 bits can add up to, over so many draws of the data.
 
         Probabilities and out are rounded, and so are the result and the weight of each stage after the softmax. Eager
-        PyTorch rounds as often. If one key decides a row, for example because dropout keeps no other, the roundings do
-        not average, and eager's may cancel by luck.
+        PyTorch rounds as often. If dropout keeps one key of a row, the roundings do not average, and eager's may cancel
+        by luck. Without dropout the rule alone holds, and this is 0.
         """
         case = self.case
-        if case.dtype not in ("bf16", "fp16"):
+        if not case.dropout_p or case.dtype not in ("bf16", "fp16"):
             return 0.0
         stages = (case.post_kernel is not None) + (case.post_mixed_heads is not None)
         largest = 0.0
