@@ -336,7 +336,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
             dp = tl.dot(post_mix_t, g) + minus_d[:, None]
             # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
-            dc = tl.where(p != 0.0, p * dp, 0.0).to(tl.bfloat16)
+            dc = (p * tl.where(p != 0.0, dp, 0.0)).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])

@@ -904,7 +904,7 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
             p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
             dp = g.to(tl.float32) + minus_d[:, None]
             # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
-            dc = tl.where(p != 0.0, p * dp, 0.0).to(tl.bfloat16)
+            dc = (p * tl.where(p != 0.0, dp, 0.0)).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])

@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         "strip-softmax-backward-hidden-gradients",
         f"{TRITON}/strip_rows.j2",
-        "dc = tl.where(p != 0.0, p * dp, 0.0).to(",
+        "dc = (p * tl.where(p != 0.0, dp, 0.0)).to(",
         "dc = (p * dp).to(",
         "A row of mixed heads whose numbers overflow makes NaN of the gradients of keys that it does not see.",
         ("tests/interpreter/test_hidden.py::test_training_with_planes_that_overflow",),
