@@ -189,7 +189,7 @@ def test_loops_of_the_paper_setting():
 )
 @pytest.mark.parametrize("printer", [triton_code, triton_host_code, python_code, c_code])
 def test_what_is_not_exact_is_refused(printer, expr):
-    with pytest.raises(ValueError, match="legal: integers, integer symbols"):
+    with pytest.raises(ValueError, match="legal: integers, real symbols"):
         printer(expr)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import jinja2
 
 from ..planner.geometry.affine import N_K, Size
-from ..planner.geometry.mask import Mask
+from ..planner.geometry.mask import Comparison, Mask
+from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
@@ -40,7 +41,8 @@ def render(plan: Any) -> str:
     Args:
         plan: the plan of a fused pass or of a strip's kernel; ``plan.template`` names its template.
     """
-    mask = Mask.of(plan.spec)
+    score = ScoreStage.of(plan.spec)
+    mask = score.visible
     text = (
         _environment()
         .get_template(plan.template)
@@ -48,7 +50,9 @@ def render(plan: Any) -> str:
             plan=plan,
             spec=plan.spec,
             mask=mask,
+            score=score,
             hidden=partial(_hidden, mask),
+            visible=partial(_visible, mask),
             sequence=SEQUENCE,
             version=__version__,
         )
@@ -146,8 +150,17 @@ def _hidden(mask: Mask, position: str | tuple[str, str], key: str | tuple[str, s
     is hidden from some query. See :meth:`Mask.hidden`.
     """
     positions, keys = ([*map(Source, (x, x) if isinstance(x, str) else x)] for x in (position, key))
-    comparisons = mask.hidden((positions[0], positions[1]), (keys[0], keys[1]), n_k=n_k)
-    return " || ".join(f"{c_code(left)} {operator} {c_code(right)}" for left, operator, right in comparisons)
+    return " || ".join(map(_comparison, mask.hidden((positions[0], positions[1]), (keys[0], keys[1]), n_k=n_k)))
+
+
+def _visible(mask: Mask, position: str, key: str) -> str:
+    """Return the condition that the query at a position sees a key that exists."""
+    return " && ".join(map(_comparison, mask.visible(Source(position), Source(key)))) or "true"
+
+
+def _comparison(comparison: Comparison) -> str:
+    left, operator, right = comparison
+    return f"{c_code(left)} {operator} {c_code(right)}"
 
 
 def _asm_operands(first: int, count: int) -> str:

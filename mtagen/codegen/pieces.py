@@ -143,6 +143,13 @@ def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
     return seen if last is None else f"({seen}) & ({key} <= {triton_code(last)})"
 
 
+def visible(mask: Mask, position: str, key: str) -> str:
+    """Return the condition that the query at a position sees a key that exists, for any mask."""
+    comparisons = mask.visible(Source(position), Source(key))
+    texts = [f"{triton_code(left)} {operator} {triton_code(right)}" for left, operator, right in comparisons]
+    return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts) or "True"
+
+
 def diagonal_key(band: Band, row: str) -> str:
     """Return the key on diagonal ``delta`` of a row."""
     return triton_code(band.key(Symbol(row, integer=True) + OFF, DELTA))

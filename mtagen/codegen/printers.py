@@ -1,6 +1,6 @@
 """Print exact integer sympy expressions as Triton, Python or C source that reads as if handwritten.
 
-Only integers, integer symbols, sums, products, Min, Max and floor or ceiling of a quotient can be printed;
+Only integers, real symbols, sums, products, Min, Max and floor or ceiling of a quotient can be printed;
 anything else (a float, a true division) raises. Terms come in a fixed order, so the same expression always
 gives the same text.
 """
@@ -79,7 +79,7 @@ class _PythonPrinter:
     def _visit(self, expr: Expr) -> tuple[str, int]:
         if expr.is_Integer:
             return str(expr), _ATOM if expr >= 0 else _SUM
-        if expr.is_Symbol and expr.is_integer and expr.name.isidentifier():
+        if expr.is_Symbol and expr.is_real and expr.name.isidentifier():
             return str(expr.name), _ATOM
         if isinstance(expr, Source):
             return str(expr.name), _SUM
@@ -191,5 +191,5 @@ def _is_negative(term: Expr) -> bool:
 
 
 def _unprintable(expr: Expr, rule: str) -> ValueError:
-    legal = "integers, integer symbols, +, -, *, Min, Max, floor(a/b), ceiling(a/b)"
+    legal = "integers, real symbols, +, -, *, Min, Max, floor(a/b), ceiling(a/b)"
     return ValueError(explain("expr", str(expr), rule, legal))

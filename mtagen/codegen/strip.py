@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from ..planner.geometry.score import ScoreStage
 from ..planner.kernel import Kernel
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
 from ..version import __version__
 from . import host, triton
-from .pieces import aligned, dot_options, first_key, first_position, last_key, last_position, sees
+from .pieces import aligned, dot_options, first_key, first_position, last_key, last_position, sees, visible
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 
@@ -55,7 +56,9 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             "torch_score": "torch.float32" if wide else "torch.float16",
         },
         "to_log2": repr(math.log2(math.e) / module.score_scale),
+        "score": ScoreStage.of(spec),
         "sees": partial(sees, module.mask),
+        "visible": partial(visible, module.mask),
         "aligned": partial(aligned, 16 // spec.itemsize),
         "first_key": partial(first_key, module.mask),
         "last_key": partial(last_key, module.mask),

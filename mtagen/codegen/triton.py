@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import jinja2
 import sympy
 
+from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
 from ..planner.lift.kernels import AXES, DOCUMENT_TILE
@@ -41,6 +42,7 @@ from .pieces import (
     shifted,
     tap,
     unrolled,
+    visible,
     weight_entry,
     weight_index,
     width_mask,
@@ -216,7 +218,9 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "within": lambda condition: f"({condition}){d_mask}" if d_mask else condition,
         "dot_options": dot_options(module),
         "fp32_dot_options": dot_options(module, "fp32"),
+        "score": ScoreStage.of(spec),
         "sees": partial(sees, lift.mask),
+        "visible": partial(visible, lift.mask),
         "first_key": partial(first_key, lift.mask),
         "last_key": partial(last_key, lift.mask),
         "starts_first": lambda why: f"  # the longest first: {why}" if lift.mask.favours_later_rows else "",

@@ -118,6 +118,12 @@ class Mask:
         """Return the last position whose query sees a key."""
         return None if self.left is None else key + self.left
 
+    def visible(self, position: Size, key: Size) -> tuple[Comparison, ...]:
+        """Return comparisons that all hold iff the query at a position sees a key that exists."""
+        first, last = self.first_key(position), self.last_key(position)
+        seen = () if first is None else (Comparison(key, ">=", first),)
+        return seen if last is None else (*seen, Comparison(key, "<=", last))
+
     # ---- Conditions for blocks, which are given by their first and last position or key.
 
     def hidden(self, positions: Interval, keys: Interval, *, n_k: Size | None = N_K) -> tuple[Comparison, ...]:
