@@ -17,6 +17,18 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+@triton.jit
+def _visible_to(position, key, reach):
+    """Whether a query from a position to `reach` positions later sees a key."""
+    return key <= position + reach
+
+
+@triton.jit
+def _between(key, start, end):
+    """Whether a row that sees the keys start <= j < end sees a key."""
+    return key < end
+
+
 @triton.jit(do_not_specialize=[
     "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
 ])
@@ -41,22 +53,24 @@ def mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    seen_by_all = tl.minimum(end, first + r0 + off + 1)
-    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    for j0 in tl.range(begin, interior_end, BLOCK_N):
+    chunk_begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, chunk_begin + CHUNK)
+    begin = chunk_begin
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    seen_by_all = tl.minimum((first + r0 + off) + 1, end)
+    whole_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    for j0 in tl.range(begin, whole_end, BLOCK_N):
         y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(x, y.trans()) * factor
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(interior_end, end, BLOCK_N):
+    for j0 in tl.range(whole_end, end, BLOCK_N):
         y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where(_visible_to((first + r + off)[:, None], j, 0), c, 0.0)
+
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
 
 
@@ -80,23 +94,26 @@ def mta_strip_decode_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     r0 = tl.program_id(0) % blocks * BLOCK_M
     b = b0 + slot // n_heads
     h = slot % n_heads
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
+
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    interior_end = begin
-    for j0 in tl.range(interior_end, end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+    chunk_begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, chunk_begin + CHUNK)
+    begin = chunk_begin
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
+        y = y_desc.load([b, h // group, key0 + j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where(_visible_to((first + r + off)[:, None], j, 0), c, 0.0)
         c = tl.where((j < limit) & (r + off >= 0)[:, None], c, 0.0)
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
 
 
@@ -128,8 +145,9 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
 
-    end = tl.minimum(first + r + off + 1, keys)
+    end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
+    start = 0
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
@@ -145,10 +163,10 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     ).to(tl.float16)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.where(j < end, tl.dot(mix, x) * 92.33248261689366, float("-inf"))
+        c = tl.where(_between(j, start, end), tl.dot(mix, x) * 92.33248261689366, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
@@ -157,11 +175,11 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     if r >= skip:
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
 
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         c = tl.dot(mix, x) * 92.33248261689366
-        p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
+        p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
         tl.store(out_ptr + row + j, p.to(out_ptr.dtype.element_ty), mask=exists[:, None])
@@ -200,10 +218,14 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
-    end = tl.minimum(first + r + off + 1, limit)
+
+    end = tl.minimum((first + r + off) + 1, limit)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
+    start = 0
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
@@ -219,10 +241,10 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     ).to(tl.float16)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.where(j < end, tl.dot(mix, x) * 92.33248261689366, float("-inf"))
+        c = tl.where(_between(j, start, end), tl.dot(mix, x) * 92.33248261689366, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
@@ -231,11 +253,11 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     if r >= skip:
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
 
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         c = tl.dot(mix, x) * 92.33248261689366
-        p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
+        p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
         tl.store(out_ptr + row + j, p.to(out_ptr.dtype.element_ty), mask=exists[:, None])
@@ -310,26 +332,29 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     ).to(tl.bfloat16)
     post_sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
     for r in tl.range(program, count, PROGRAMS):
-        end = tl.minimum(first + r + off + 1, keys)
+
+        there = exists
+        end = tl.minimum((first + r + off) + 1, keys)
         end = tl.where(r < valid or first + r + off < 0, 0, end)
+        start = 0
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         stats = (b * n_heads + h) * n_q + first + r
-        log_sum = tl.load(lse_ptr + stats, mask=exists, other=0.0) * 1.4426950408889634
+        log_sum = tl.load(lse_ptr + stats, mask=there, other=0.0) * 1.4426950408889634
         dot = tl.zeros([BLOCK_H], tl.float32)
-        for j0 in tl.range(0, end, BLOCK_N):
+        for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            inside = exists[:, None] & (j < end)
+            inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            p = tl.where(_between(j, start, end), tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
             dot += tl.sum(p * tl.dot(post_mix_t, g), 1)
-        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0) - dot
-        for j0 in tl.range(0, end, BLOCK_N):
+        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=there, other=0.0), 0.0) - dot
+        for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            inside = exists[:, None] & (j < end)
+            inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            p = tl.where(_between(j, start, end), tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
             scaled = (p * 256.0).to(tl.float16)
             shares = tl.dot(post_mix, scaled) * 0.00390625
             tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
@@ -374,7 +399,9 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     owner = tl.program_id(0) % ctas // blocks
     b = b0 + owner // kv_heads
     kv_head = owner % kv_heads
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     index = tl.program_id(0) % ctas % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = kv_head * group + index // n_new
     n = index % n_new
@@ -382,6 +409,7 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     plane = plane_ptr + (((b - b0) * n_heads + h).to(tl.int64) * count + count - n_new + n)[:, None] * pitch
     d = tl.arange(0, DV)[None, :]
     v = v_ptr + b * v_b + kv_head * v_h + d
+    v += v_n // 8 * 8 * key0
     acc = tl.zeros([BLOCK_R, DV], tl.float32)
     for j0 in tl.range(part * split, tl.minimum(limit, (part + 1) * split), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)

@@ -17,6 +17,36 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+@triton.jit
+def _visible(position, key):
+    """Whether the query at a position sees a key."""
+    return key <= position
+
+
+@triton.jit
+def _visible_to(position, key, reach):
+    """Whether a query from a position to `reach` positions later sees a key."""
+    return key <= position + reach
+
+
+@triton.jit
+def _term(x, position, key):
+    """x as a term of a convolution for the query at a position: zero where that query decides, and does not see it."""
+    return x
+
+
+@triton.jit
+def _counted(dx, position, key):
+    """The gradient of a term of the query at a position: zero where that query decides, and does not see the key."""
+    return tl.where(_visible(position, key), dx, 0.0)
+
+
+@triton.jit
+def _between(key, start, end):
+    """Whether a row that sees the keys start <= j < end sees a key."""
+    return key < end
+
+
 @triton.jit(do_not_specialize=[
     "count", "keys", "off", "first", "skip", "pitch", "n_heads", "group", "b0", "factor",
 ])
@@ -41,22 +71,24 @@ def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    seen_by_all = tl.minimum(end, first + r0 + off + 1)
-    interior_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    for j0 in tl.range(begin, interior_end, BLOCK_N):
+    chunk_begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, chunk_begin + CHUNK)
+    begin = chunk_begin
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    seen_by_all = tl.minimum((first + r0 + off) + 1, end)
+    whole_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+    for j0 in tl.range(begin, whole_end, BLOCK_N):
         y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(x, y.trans()) * factor
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(interior_end, end, BLOCK_N):
+    for j0 in tl.range(whole_end, end, BLOCK_N):
         y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where(_visible_to((first + r + off)[:, None], j, 0), c, 0.0)
+
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
 
 
@@ -80,23 +112,26 @@ def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     r0 = tl.program_id(0) % blocks * BLOCK_M
     b = b0 + slot // n_heads
     h = slot % n_heads
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
+
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
-    begin = chunk * CHUNK
-    chunk_end = tl.minimum(keys, begin + CHUNK)
-    end = tl.minimum(chunk_end, first + r0 + BLOCK_M - 1 + off + 1)
-    interior_end = begin
-    for j0 in tl.range(interior_end, end, BLOCK_N):
-        y = y_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, D)
+    chunk_begin = chunk * CHUNK
+    chunk_end = tl.minimum(keys, chunk_begin + CHUNK)
+    begin = chunk_begin
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
+        y = y_desc.load([b, h // group, key0 + j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        c = tl.where(j <= (first + r + off)[:, None], c, 0.0)
+        c = tl.where(_visible_to((first + r + off)[:, None], j, 0), c, 0.0)
         c = tl.where((j < limit) & (r + off >= 0)[:, None], c, 0.0)
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-    for j0 in tl.range(begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N) * BLOCK_N, chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
 
 
@@ -126,8 +161,9 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
 
     position = (first + r + off)[:, None]
+    chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
-    end = chunk_end
+    begin = chunk_begin
     v = w[:, None] - n - 3
     taps = weight_ptr + slot % n_heads * 66 + v
     exists = (v >= 0) & (v < 11)
@@ -137,25 +173,31 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
     band_3 = tl.load(taps + 33, mask=exists, other=0.0).to(tl.float16)
     band_4 = tl.load(taps + 44, mask=exists, other=0.0).to(tl.float16)
     band_5 = tl.load(taps + 55, mask=exists, other=0.0).to(tl.float16)
-    end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-    for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         x = x_desc.load([slot, r0 - 5, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_0, acc)
         x = x_desc.load([slot, r0 - 4, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_1, acc)
         x = x_desc.load([slot, r0 - 3, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_2, acc)
         x = x_desc.load([slot, r0 - 2, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_3, acc)
         x = x_desc.load([slot, r0 - 1, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_4, acc)
         x = x_desc.load([slot, r0, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_5, acc)
         j = j0 + n
-        acc = tl.where(j <= position, acc, 0.0)
+        acc = tl.where(_visible(position, j), acc, 0.0)
         tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
-    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
@@ -185,11 +227,14 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
     w = tl.arange(0, WINDOW)
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
     b = b0 + slot // n_heads
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
     position = (first + r + off)[:, None]
+    chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
-    end = chunk_end
+    begin = chunk_begin
     v = w[:, None] - n - 3
     taps = weight_ptr + slot % n_heads * 66 + v
     exists = (v >= 0) & (v < 11)
@@ -199,25 +244,31 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
     band_3 = tl.load(taps + 33, mask=exists, other=0.0).to(tl.float16)
     band_4 = tl.load(taps + 44, mask=exists, other=0.0).to(tl.float16)
     band_5 = tl.load(taps + 55, mask=exists, other=0.0).to(tl.float16)
-    end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-    for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         x = x_desc.load([slot, r0 - 5, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_0, acc)
         x = x_desc.load([slot, r0 - 4, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_1, acc)
         x = x_desc.load([slot, r0 - 3, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_2, acc)
         x = x_desc.load([slot, r0 - 2, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_3, acc)
         x = x_desc.load([slot, r0 - 1, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_4, acc)
         x = x_desc.load([slot, r0, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_5, acc)
         j = j0 + n
-        acc = tl.where(j <= position, acc, 0.0)
+        acc = tl.where(_visible(position, j), acc, 0.0)
         tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
-    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
@@ -244,8 +295,9 @@ def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_p
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
 
     position = (first + r + off)[:, None]
+    chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
-    end = chunk_end
+    begin = chunk_begin
     v = n - w[:, None] + 13
     taps = weight_ptr + slot % n_heads * 66 + v
     exists = (v >= 0) & (v < 11)
@@ -255,25 +307,25 @@ def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_p
     band_3 = tl.load(taps + 33, mask=exists, other=0.0).to(tl.bfloat16)
     band_4 = tl.load(taps + 44, mask=exists, other=0.0).to(tl.bfloat16)
     band_5 = tl.load(taps + 55, mask=exists, other=0.0).to(tl.bfloat16)
-    end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-    for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
         j = j0 + n
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         dy = dy_desc.load([slot, r0 + 5, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_0, acc)
+        acc += _term(tl.dot(dy, band_0), position + 5, j)
         dy = dy_desc.load([slot, r0 + 4, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_1, acc)
+        acc += _term(tl.dot(dy, band_1), position + 4, j)
         dy = dy_desc.load([slot, r0 + 3, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_2, acc)
+        acc += _term(tl.dot(dy, band_2), position + 3, j)
         dy = dy_desc.load([slot, r0 + 2, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_3, acc)
+        acc += _term(tl.dot(dy, band_3), position + 2, j)
         dy = dy_desc.load([slot, r0 + 1, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_4, acc)
+        acc += _term(tl.dot(dy, band_4), position + 1, j)
         dy = dy_desc.load([slot, r0, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_5, acc)
-        acc = tl.where(j <= position, acc, 0.0)
+        acc += _term(tl.dot(dy, band_5), position, j)
+        acc = _counted(acc, position, j)
         tl.store(dx_ptr + rows + j, acc.to(dx_ptr.dtype.element_ty), mask=(r < count)[:, None])
-    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
@@ -290,24 +342,29 @@ def mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_
 
     dW[u, v] = sum over r, j of dy[slot, r, j] x[slot, r - 5 + u, j - 5 + v]
 
-    A program owns a row u of the kernel and a chunk of keys, and adds to its own partial sum. It sums products
-    dy^T x of a tile's keys with those of a window; a diagonal of that sum is of one tap.
+    A program owns a row u of the kernel, a chunk of keys and a part of the rows, and adds to its own partial sum. It
+    sums products dy^T x of a tile's keys with those of a window; a diagonal of that sum is of one tap.
     """
     chunks = tl.cdiv(keys, CHUNK)
     u = tl.program_id(0) % 6
     chunk = tl.program_id(0) // 6 % chunks
-    slot = tl.program_id(0) // 6 // chunks
+    slot, part = tl.program_id(0) // 6 // chunks, b0
+    part_begin, part_end = 0, count
     n = tl.arange(0, BLOCK_N)
     w = tl.arange(0, WINDOW)
     sums = tl.zeros([BLOCK_N, WINDOW], tl.float32)
-    for r0 in tl.range(0, count, BLOCK_M):
-        end = tl.minimum(keys, (chunk + 1) * CHUNK)
-        end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-        for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    for r0 in tl.range(part_begin, part_end, BLOCK_M):
+
+        position = (first + r0 + tl.arange(0, BLOCK_M) + off)[:, None]
+        chunk_end = tl.minimum(keys, (chunk + 1) * CHUNK)
+        begin = chunk * CHUNK
+        end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+        for j0 in tl.range(begin, end, BLOCK_N):
             dy = dy_desc.load([slot, r0, j0]).reshape(BLOCK_M, BLOCK_N)
             x = x_desc.load([slot, r0 - 5 + u, j0 - 8]).reshape(BLOCK_M, WINDOW)
+            x = _term(x, position, (j0 - 8 + w)[None, :])
             sums = tl.dot(dy.trans(), x.to(dy.dtype), sums)
-    partial = partial_ptr + (((b0 * n_heads + slot) * all_chunks + chunk) * 6 + u) * 11
+    partial = partial_ptr + (((part * n_heads + slot) * all_chunks + chunk) * 6 + u) * 11
     for v in range(11):
         tap = tl.sum(tl.where(w[None, :] - n[:, None] == v + 3, sums, 0.0))
         tl.store(partial + v, tl.load(partial + v) + tap * 64.0)
@@ -339,8 +396,9 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
 
     position = (first + r + off)[:, None]
+    chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
-    end = chunk_end
+    begin = chunk_begin
     v = w[:, None] - n - 3
     taps = post_weight_ptr + slot % n_heads * 66 + v
     exists = (v >= 0) & (v < 11)
@@ -350,26 +408,32 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     band_3 = tl.load(taps + 33, mask=exists, other=0.0).to(tl.float16)
     band_4 = tl.load(taps + 44, mask=exists, other=0.0).to(tl.float16)
     band_5 = tl.load(taps + 55, mask=exists, other=0.0).to(tl.float16)
-    end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-    for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         x = x_desc.load([slot, r0 - 5, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_0, acc)
         x = x_desc.load([slot, r0 - 4, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_1, acc)
         x = x_desc.load([slot, r0 - 3, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_2, acc)
         x = x_desc.load([slot, r0 - 2, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_3, acc)
         x = x_desc.load([slot, r0 - 1, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_4, acc)
         x = x_desc.load([slot, r0, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_5, acc)
         j = j0 + n
-        acc = tl.where(j <= position, acc, 0.0)
+        acc = tl.where(_visible(position, j), acc, 0.0)
         acc = tl.where((r >= skip)[:, None], acc, 0.0)
         tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
-    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
@@ -399,11 +463,14 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
     w = tl.arange(0, WINDOW)
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
     b = b0 + slot // n_heads
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
     position = (first + r + off)[:, None]
+    chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
-    end = chunk_end
+    begin = chunk_begin
     v = w[:, None] - n - 3
     taps = post_weight_ptr + slot % n_heads * 66 + v
     exists = (v >= 0) & (v < 11)
@@ -413,26 +480,32 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
     band_3 = tl.load(taps + 33, mask=exists, other=0.0).to(tl.float16)
     band_4 = tl.load(taps + 44, mask=exists, other=0.0).to(tl.float16)
     band_5 = tl.load(taps + 55, mask=exists, other=0.0).to(tl.float16)
-    end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-    for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         x = x_desc.load([slot, r0 - 5, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_0, acc)
         x = x_desc.load([slot, r0 - 4, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_1, acc)
         x = x_desc.load([slot, r0 - 3, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_2, acc)
         x = x_desc.load([slot, r0 - 2, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_3, acc)
         x = x_desc.load([slot, r0 - 1, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_4, acc)
         x = x_desc.load([slot, r0, j0 - 8]).reshape(BLOCK_M, WINDOW)
+        x = _term(x, position, (j0 - 8 + w)[None, :])
         acc = tl.dot(x, band_5, acc)
         j = j0 + n
-        acc = tl.where(j <= position, acc, 0.0)
+        acc = tl.where(_visible(position, j), acc, 0.0)
         acc = tl.where((r >= skip)[:, None], acc, 0.0)
         tl.store(out_ptr + rows + j, acc.to(out_ptr.dtype.element_ty), mask=(r < count)[:, None])
-    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
@@ -459,8 +532,9 @@ def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_c
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
 
     position = (first + r + off)[:, None]
+    chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
-    end = chunk_end
+    begin = chunk_begin
     v = n - w[:, None] + 13
     taps = post_weight_ptr + slot % n_heads * 66 + v
     exists = (v >= 0) & (v < 11)
@@ -470,25 +544,25 @@ def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_c
     band_3 = tl.load(taps + 33, mask=exists, other=0.0).to(tl.bfloat16)
     band_4 = tl.load(taps + 44, mask=exists, other=0.0).to(tl.bfloat16)
     band_5 = tl.load(taps + 55, mask=exists, other=0.0).to(tl.bfloat16)
-    end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-    for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+    for j0 in tl.range(begin, end, BLOCK_N):
         j = j0 + n
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         dy = dy_desc.load([slot, r0 + 5, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_0, acc)
+        acc += _term(tl.dot(dy, band_0), position + 5, j)
         dy = dy_desc.load([slot, r0 + 4, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_1, acc)
+        acc += _term(tl.dot(dy, band_1), position + 4, j)
         dy = dy_desc.load([slot, r0 + 3, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_2, acc)
+        acc += _term(tl.dot(dy, band_2), position + 3, j)
         dy = dy_desc.load([slot, r0 + 2, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_3, acc)
+        acc += _term(tl.dot(dy, band_3), position + 2, j)
         dy = dy_desc.load([slot, r0 + 1, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_4, acc)
+        acc += _term(tl.dot(dy, band_4), position + 1, j)
         dy = dy_desc.load([slot, r0, j0 - 8]).reshape(BLOCK_M, WINDOW)
-        acc = tl.dot(dy, band_5, acc)
-        acc = tl.where(j <= position, acc, 0.0)
+        acc += _term(tl.dot(dy, band_5), position, j)
+        acc = _counted(acc, position, j)
         tl.store(dx_ptr + rows + j, acc.to(dx_ptr.dtype.element_ty), mask=(r < count)[:, None])
-    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, chunk * CHUNK), chunk_end, BLOCK_N):
+    for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + rows + j0 + n, zeros, mask=(r < count)[:, None])
 
@@ -505,24 +579,29 @@ def mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_
 
     dW[u, v] = sum over r, j of dy[slot, r, j] x[slot, r - 5 + u, j - 5 + v]
 
-    A program owns a row u of the kernel and a chunk of keys, and adds to its own partial sum. It sums products
-    dy^T x of a tile's keys with those of a window; a diagonal of that sum is of one tap.
+    A program owns a row u of the kernel, a chunk of keys and a part of the rows, and adds to its own partial sum. It
+    sums products dy^T x of a tile's keys with those of a window; a diagonal of that sum is of one tap.
     """
     chunks = tl.cdiv(keys, CHUNK)
     u = tl.program_id(0) % 6
     chunk = tl.program_id(0) // 6 % chunks
-    slot = tl.program_id(0) // 6 // chunks
+    slot, part = tl.program_id(0) // 6 // chunks, b0
+    part_begin, part_end = 0, count
     n = tl.arange(0, BLOCK_N)
     w = tl.arange(0, WINDOW)
     sums = tl.zeros([BLOCK_N, WINDOW], tl.float32)
-    for r0 in tl.range(0, count, BLOCK_M):
-        end = tl.minimum(keys, (chunk + 1) * CHUNK)
-        end = tl.minimum(end, first + r0 + BLOCK_M - 1 + off + 1)
-        for j0 in tl.range(chunk * CHUNK, end, BLOCK_N):
+    for r0 in tl.range(part_begin, part_end, BLOCK_M):
+
+        position = (first + r0 + tl.arange(0, BLOCK_M) + off)[:, None]
+        chunk_end = tl.minimum(keys, (chunk + 1) * CHUNK)
+        begin = chunk * CHUNK
+        end = tl.minimum((first + r0 + BLOCK_M - 1 + off) + 1, chunk_end)
+        for j0 in tl.range(begin, end, BLOCK_N):
             dy = dy_desc.load([slot, r0, j0]).reshape(BLOCK_M, BLOCK_N)
             x = x_desc.load([slot, r0 - 5 + u, j0 - 8]).reshape(BLOCK_M, WINDOW)
+            x = _term(x, position, (j0 - 8 + w)[None, :])
             sums = tl.dot(dy.trans(), x.to(dy.dtype), sums)
-    partial = partial_ptr + (((b0 * n_heads + slot) * all_chunks + chunk) * 6 + u) * 11
+    partial = partial_ptr + (((part * n_heads + slot) * all_chunks + chunk) * 6 + u) * 11
     for v in range(11):
         tap = tl.sum(tl.where(w[None, :] - n[:, None] == v + 3, sums, 0.0))
         tl.store(partial + v, tl.load(partial + v) + tap * 0.00390625)
@@ -554,8 +633,9 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
 
-    end = tl.minimum(first + r + off + 1, keys)
+    end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
+    start = 0
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
@@ -565,10 +645,10 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     ).to(tl.float16)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.where(j < end, tl.dot(mix, x) * 92.33248261689366, float("-inf"))
+        c = tl.where(_between(j, start, end), tl.dot(mix, x) * 92.33248261689366, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
@@ -577,11 +657,11 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     if r >= skip:
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
 
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         c = tl.dot(mix, x) * 92.33248261689366
-        p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
+        p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
@@ -614,11 +694,12 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
-    end = tl.minimum(first + r + off + 1, keys)
+    end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < skip or first + r + off < 0, 0, end)
-    for j0 in tl.range(0, end, BLOCK_N):
+    start = 0
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
-        x = tl.load(x_ptr + row + j, mask=exists[:, None] & (j < end), other=0.0)
+        x = tl.load(x_ptr + row + j, mask=exists[:, None] & _between(j, start, end), other=0.0)
         y = tl.dot(post_mix, x) * 0.00390625
         tl.store(out_ptr + row + j, y.to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
@@ -654,10 +735,14 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
-    end = tl.minimum(first + r + off + 1, limit)
+
+    end = tl.minimum((first + r + off) + 1, limit)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
+    start = 0
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
@@ -667,10 +752,10 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     ).to(tl.float16)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.where(j < end, tl.dot(mix, x) * 92.33248261689366, float("-inf"))
+        c = tl.where(_between(j, start, end), tl.dot(mix, x) * 92.33248261689366, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
@@ -679,11 +764,11 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     if r >= skip:
         tl.store(lse, log_sum * 0.6931471805599453, mask=exists)
 
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         c = tl.dot(mix, x) * 92.33248261689366
-        p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
+        p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
@@ -710,8 +795,11 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     off = limit - count
+
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
@@ -719,11 +807,12 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
-    end = tl.minimum(first + r + off + 1, limit)
+    end = tl.minimum((first + r + off) + 1, limit)
     end = tl.where(r < skip or first + r + off < 0, 0, end)
-    for j0 in tl.range(0, end, BLOCK_N):
+    start = 0
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
-        x = tl.load(x_ptr + row + j, mask=exists[:, None] & (j < end), other=0.0)
+        x = tl.load(x_ptr + row + j, mask=exists[:, None] & _between(j, start, end), other=0.0)
         y = tl.dot(post_mix, x) * 0.00390625
         tl.store(out_ptr + row + j, y.to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
@@ -752,8 +841,10 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-    end = tl.minimum(first + r + off + 1, keys)
+
+    end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
+    start = 0
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     mix = tl.load(
@@ -762,11 +853,11 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
         other=0.0,
     ).to(tl.float16)
     log_sum = tl.load(lse_ptr + (b * n_heads + h) * n_q + first + r, mask=exists, other=0.0) * 1.4426950408889634
-    for j0 in tl.range(0, end, BLOCK_N):
+    for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         c = tl.dot(mix, x) * 92.33248261689366
-        p = tl.where(j < end, tl.exp2(c - log_sum[:, None]), 0.0)
+        p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         tl.store(out_ptr + row + j, (p * 256.0).to(out_ptr.dtype.element_ty), mask=exists[:, None])
     # Convolutions and products read whole blocks of keys: hidden blocks are zeros.
     for j0 in tl.range(tl.cdiv(end, BLOCK_N) * BLOCK_N, keys, BLOCK_N):
@@ -806,12 +897,14 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
     for r in tl.range(program, count, PROGRAMS):
+
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
-        end = tl.minimum(first + r + off + 1, keys)
+        end = tl.minimum((first + r + off) + 1, keys)
         end = tl.where(r < skip or first + r + off < 0, 0, end)
-        for j0 in tl.range(0, end, BLOCK_N):
+        start = 0
+        for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            inside = exists[:, None] & (j < end)
+            inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             dy = tl.load(dy_ptr + row + j, mask=inside, other=0.0)
             y = tl.dot(post_mix, x) * 0.00390625
@@ -882,26 +975,29 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
     for r in tl.range(program, count, PROGRAMS):
-        end = tl.minimum(first + r + off + 1, keys)
+
+        there = exists
+        end = tl.minimum((first + r + off) + 1, keys)
         end = tl.where(r < valid or first + r + off < 0, 0, end)
+        start = 0
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         stats = (b * n_heads + h) * n_q + first + r
-        log_sum = tl.load(lse_ptr + stats, mask=exists, other=0.0) * 1.4426950408889634
+        log_sum = tl.load(lse_ptr + stats, mask=there, other=0.0) * 1.4426950408889634
         dot = tl.zeros([BLOCK_H], tl.float32)
-        for j0 in tl.range(0, end, BLOCK_N):
+        for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            inside = exists[:, None] & (j < end)
+            inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            p = tl.where(_between(j, start, end), tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
             dot += tl.sum(p * g.to(tl.float32), 1)
-        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=exists, other=0.0), 0.0) - dot
-        for j0 in tl.range(0, end, BLOCK_N):
+        minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=there, other=0.0), 0.0) - dot
+        for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            inside = exists[:, None] & (j < end)
+            inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            p = tl.where(j < end, tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            p = tl.where(_between(j, start, end), tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
             dp = g.to(tl.float32) + minus_d[:, None]
             # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
             dc = (p * tl.where(p != 0.0, dp, 0.0)).to(tl.bfloat16)
@@ -939,7 +1035,9 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     owner = tl.program_id(0) % ctas // blocks
     b = b0 + owner // kv_heads
     kv_head = owner % kv_heads
-    limit = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    length = tl.minimum(tl.load(seqlens_ptr + b), keys)
+    key0 = 0
+    limit = length - key0
     index = tl.program_id(0) % ctas % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = kv_head * group + index // n_new
     n = index % n_new
@@ -947,6 +1045,7 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     plane = plane_ptr + (((b - b0) * n_heads + h).to(tl.int64) * count + count - n_new + n)[:, None] * pitch
     d = tl.arange(0, DV)[None, :]
     v = v_ptr + b * v_b + kv_head * v_h + d
+    v += v_n // 8 * 8 * key0
     acc = tl.zeros([BLOCK_R, DV], tl.float32)
     for j0 in tl.range(part * split, tl.minimum(limit, (part + 1) * split), BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)

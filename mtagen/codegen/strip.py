@@ -16,7 +16,8 @@ from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
 from ..version import __version__
 from . import host, triton
-from .pieces import aligned, dot_options, first_key, first_position, last_key, last_position, sees, visible
+from .pieces import aligned, dot_options, first_key, last_key, visible
+from .seen import Seen
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
 
@@ -57,13 +58,12 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         },
         "to_log2": repr(math.log2(math.e) / module.score_scale),
         "score": ScoreStage.of(spec),
-        "sees": partial(sees, module.mask),
         "visible": partial(visible, module.mask),
+        "seen": Seen(module.mask),
+        "drawn_key": f"({first} + j0)" if (first := module.first_drawn_key) else "j0",
         "aligned": partial(aligned, 16 // spec.itemsize),
         "first_key": partial(first_key, module.mask),
         "last_key": partial(last_key, module.mask),
-        "first_position": partial(first_position, module.mask),
-        "last_position": partial(last_position, module.mask),
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
             f"{stages.post_heads if name.startswith('post') else stages.heads})"

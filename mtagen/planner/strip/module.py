@@ -17,7 +17,7 @@ from .kernels import CONVOLUTION_ROWS, GRADIENT_CHUNK, PROGRAMS, SPLIT, by_descr
 from .passes import ENOUGH_ROWS, KEY_MULTIPLE, WINDOW_ROWS, StripPass
 from .planes import PlaneKernel
 from .source import StripSource
-from .stages import PROBABILITY_SCALE, SCORE_SCALE, Stages
+from .stages import PROBABILITY_SCALE, SCORE_SCALE, Convolution, Stages
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,25 @@ class StripModule:
     def reach(self) -> int:
         """Number of keys past the last visible key whose scores a convolution needs."""
         return self.spec.cq - 1 if self.mask.zeroes_terms else 0
+
+    def reach_of(self, stage: Convolution) -> int:
+        """Return the number of rows after its own that may count a score in a convolution."""
+        return stage.cq - 1 if self.mask.zeroes_terms else 0
+
+    @property
+    def sequence(self) -> str:
+        """The template that says where rows and keys of training lie."""
+        return "strip_packed.j2" if self.spec.packed else "strip_batch.j2"
+
+    @property
+    def cached_keys(self) -> str:
+        """The argument of a decode step's kernels for the number of keys of the cache."""
+        return "n_k" if self.mask.hides_earlier else "keys"
+
+    @property
+    def first_drawn_key(self) -> str:
+        """The key of the sequence, for dropout's draws, that is key 0 of the planes; empty if they begin alike."""
+        return "" if not self.mask.hides_earlier else "unseen" if self.spec.packed else "key0"
 
     @property
     def block_d(self) -> int:
