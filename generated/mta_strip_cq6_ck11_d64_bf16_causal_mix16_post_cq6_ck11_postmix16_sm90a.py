@@ -11,6 +11,9 @@ A strip has queries first .. first + count. The first `skip` rows are context. T
 rows have scores without whole context. There are keys 0 .. keys, and `pitch` elements from row to row.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -1057,40 +1060,132 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     tl.store(partial_ptr + place[:, None].to(tl.int64) * 64 + d, acc, mask=exists)
 
 
-def _strips(batch, n_heads, n_q, n_k, planes, workspace_bytes):
-    """Divide the work into strips whose `planes` planes fit the workspace.
+class Limits(NamedTuple):
+    """What the plan says about strips.
 
-    Returns:
-        The number of a strip's sequences, the number of its rows, context included, and the elements from one row of a
-        plane to the next. Rows fill whole tiles, 128 at least. Fewer rows have fewer hidden keys.
+    Attributes:
+        context: earlier rows of scores that a row of outputs depends on.
+        enough_rows: rows of outputs that a strip has of each sequence before it takes more sequences.
+        min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
+        row_multiple: divisor of these rows, unless they are all rows or the most.
+        left, right: keys before and after its own that a row sees. None is no limit.
+        key_multiple: divisor of the keys of a strip, unless they are all keys. It makes products faster.
+        begin_multiple: divisor of the first key; dropout draws for groups of keys.
+        pitch_multiple: divisor of the elements from one row of a plane to the next.
+        itemsize: bytes of an element of a plane.
     """
-    pitch = triton.cdiv(n_k, 256) * 256
-    rows = workspace_bytes // (planes * n_heads * pitch * 2)
-    sequences = max(1, min(batch, rows // (min(n_q, 512) + 10)))
-    fitting = rows // sequences // 128 * 128
-    return sequences, min(n_q, max(128, fitting)), pitch
+
+    context: int
+    enough_rows: int
+    min_rows: int
+    max_rows: int | None
+    row_multiple: int
+    left: int | None
+    right: int | None
+    key_multiple: int
+    begin_multiple: int
+    pitch_multiple: int
+    itemsize: int
+
+    def pitch(self, n_k: int, rows: int) -> int:
+        """The elements from one row of a plane to the next; a row holds all keys that `rows` rows see."""
+        seen = n_k
+        if self.left is not None and self.right is not None:
+            seen = min(n_k, rows + self.left + self.right + self.begin_multiple - 1)
+        return -(-seen // self.pitch_multiple) * self.pitch_multiple
+
+    def sizes(
+        self, batch: int, n_heads: int, n_q: int, n_k: int, planes: int, workspace_bytes: int
+    ) -> tuple[int, int, int]:
+        """Divide the work into strips whose `planes` planes fit the workspace.
+
+        Returns:
+            The sequences of a strip, its rows, context included, and the elements from one row of a plane to the next.
+            Fewer rows have fewer hidden keys.
+        """
+        most = n_q if self.max_rows is None else min(n_q, self.max_rows)
+        rows = workspace_bytes // (planes * n_heads * self.pitch(n_k, most) * self.itemsize)
+        sequences = max(1, min(batch, rows // (min(n_q, self.enough_rows) + self.context)))
+        fitting = rows // sequences // self.row_multiple * self.row_multiple
+        rows = min(most, max(self.min_rows, fitting))
+        return sequences, rows, self.pitch(n_k, rows)
+
+    def keys_of_step(self, count: int, n_k: int) -> int:
+        """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
+        return n_k if self.left is None else min(n_k, count + self.left)
+
+    def keys(self, begin: int, end: int, n_q: int, n_k: int) -> tuple[int, int]:
+        """The first key that some of the rows begin <= i < end sees, and the number of keys from there on."""
+        off = n_k - n_q
+        key0 = 0
+        if self.left is not None:
+            key0 = max(0, begin + off - self.left) // self.begin_multiple * self.begin_multiple
+        keys = n_k - key0
+        if self.right is not None:
+            seen = end + off + self.right - key0
+            keys = min(keys, -(-seen // self.key_multiple) * self.key_multiple)
+        return key0, keys
 
 
-def _planes(batch, n_heads, n_q, n_k, count, workspace_bytes, device):
-    """Memory of some planes of a strip, and the strips themselves.
+class Strip(NamedTuple):
+    """A strip.
 
-    Yields:
-        b0, b1: the sequences of a strip; begin, end: its rows of outputs; first: its first row of queries; keys: number
-        of keys that some row sees, in whole tiles, which makes products faster; and the planes, (slots, rows, pitch)
-        each.
+    Attributes:
+        b0, b1: its sequences are b0 <= b < b1.
+        begin, end: its rows of outputs.
+        first: its first row of queries.
+        key0, keys: the first key that some row sees, and the number of keys from there on.
+        planes: tensors (slots, rows, pitch).
     """
-    sequences, rows, pitch = _strips(batch, n_heads, n_q, n_k, count, workspace_bytes)
-    size = sequences * n_heads * rows * pitch
-    memory = [torch.empty(size, dtype=torch.float16, device=device) for _ in range(count)]
+
+    b0: int
+    b1: int
+    begin: int
+    end: int
+    first: int
+    key0: int
+    keys: int
+    planes: list[torch.Tensor]
+
+
+def _strips(
+    limits: Limits,
+    sizes: tuple[int, int, int],
+    batch: int,
+    n_heads: int,
+    n_q: int,
+    n_k: int,
+    planes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Strip]:
+    """The strips of `sizes` that Limits.sizes returned. All have the same memory, of `planes` planes."""
+    sequences, rows, pitch = sizes
+    memory = [torch.empty(sequences * n_heads * rows * pitch, dtype=dtype, device=device) for _ in range(planes)]
+    context = limits.context
     for b0 in range(0, batch, sequences):
         b1 = min(b0 + sequences, batch)
-        for first in range(0, max(n_q - 10, 1), max(rows - 10, 1)):
-            begin = first + 10 if first else 0
-            end = min(first + rows, n_q)
-            keys = min(n_k, triton.cdiv(end - 1 + n_k - n_q + 1, 128) * 128)
+        for first in range(0, max(n_q - context, min(n_q, 1)), max(rows - context, 1)):
+            begin, end = first + context if first else 0, min(first + rows, n_q)
+            key0, keys = limits.keys(first, end, n_q, n_k)
             shape = ((b1 - b0) * n_heads, end - first, pitch)
             length = shape[0] * shape[1] * shape[2]
-            yield b0, b1, begin, end, first, keys, [x[:length].view(shape) for x in memory]
+            yield Strip(b0, b1, begin, end, first, key0, keys, [x[:length].view(shape) for x in memory])
+
+
+LIMITS = Limits(
+    context=10,
+    enough_rows=512,
+    min_rows=128,
+    max_rows=None,
+    row_multiple=128,
+    left=None,
+    right=0,
+    key_multiple=128,
+    begin_multiple=1,
+    pitch_multiple=256,
+    itemsize=2,
+)
 
 
 def _tiles(x, rows, width):
@@ -1100,19 +1195,24 @@ def _tiles(x, rows, width):
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1] * (x.ndim - 2) + [rows, width])
 
 
-def _by_keys(x, kv_heads, keys):
+def _by_keys(x: torch.Tensor, kv_heads: int, keys: int) -> torch.Tensor:
     """A plane grouped by the heads of keys: (sequences * Hkv, rows of their heads, keys)."""
     slots, rows, pitch = x.shape
-    return x.view(-1, x.shape[0] * rows // kv_heads, pitch)[:, :, :keys]
+    return x.view(-1, slots * rows // kv_heads, pitch)[:, :, :keys]
 
 
-def _rows_by_keys(x, kv_heads):
+def _rows_by_keys(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Rows (sequences, H, rows, dim) grouped by the heads of keys: (sequences * Hkv, rows of their heads, dim)."""
     batch, heads, rows, dim = x.shape
     return x.reshape(batch * kv_heads, heads // kv_heads * rows, dim)
 
 
-def _add_product(total, a, b, factor=1.0):
+def _by_heads(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values (sequences, Hkv, keys, dim), one head after the other."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> None:
     """total (sequences, heads, rows, dim) fp32 += factor a b, of matrices one head after the other."""
     flat = total.flatten(0, 1)  # a view
     if total.is_cuda and a.dtype != torch.float32:
@@ -1121,9 +1221,14 @@ def _add_product(total, a, b, factor=1.0):
         flat.add_(torch.bmm(a, b), alpha=factor)
 
 
-def _by_heads(x):
-    """Keys or values (sequences, Hkv, keys, dim), one head after the other."""
-    return x.reshape(-1, *x.shape[2:])
+def _matrices(partial: torch.Tensor, n_heads: int, mixed: int, heads: int) -> torch.Tensor:
+    """Gradients (H/m, m, m) of matrices from partial sums (B * bundles, programs, heads, heads) of bundles of heads."""
+    bundles, groups = -(-n_heads // heads), heads // mixed
+    sums: torch.Tensor = partial.view(-1, bundles, *partial.shape[1:]).sum((0, 2))[:, :heads, :heads]
+    if groups == 1:
+        return sums.contiguous()
+    blocks = sums.reshape(bundles, groups, mixed, groups, mixed).diagonal(dim1=1, dim2=3)  # (bundles, m, m, groups)
+    return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
 @torch.no_grad()
@@ -1144,21 +1249,23 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     batch, n_heads, n_q, _ = q.shape
     _, kv_heads, n_k, _ = k.shape
-    group, off = n_heads // kv_heads, n_k - n_q
+    group = n_heads // kv_heads
+    sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 3, 1073741824)
 
-    workspace_bytes = 1073741824
-    strips = _planes(batch, n_heads, n_q, n_k, 3, workspace_bytes, q.device)
-    for b0, b1, begin, end, first, keys, planes in strips:
+    strips = _strips(LIMITS, sizes, batch, n_heads, n_q, n_k, 3, torch.float16, q.device)
+    for b0, b1, begin, end, first, key0, keys, planes in strips:
         if keys <= 0:
             out[b0:b1, :, begin:end], lse[b0:b1, :, begin:end] = 0.0, float("-inf")
             continue
+        off, seen = n_k - n_q - key0, slice(key0, key0 + keys)
+        k_seen, v_seen = k[:, :, seen], v[:, :, seen]
         scores, convolved, convolved_shares = planes
         slots, count, pitch = scores.shape
         skip = begin - first
         valid = max(0, skip - 5)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(q, 128, 64), _tiles(k, 128, 64), _tiles(scores, 128, 128),
+            _tiles(q, 128, 64), _tiles(k_seen, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
@@ -1191,9 +1298,9 @@ def forward(q, k, v, weight, head_weight, post_weight, post_head_weight, scale):
         )
         made = out[b0:b1, :, begin:end]
         if group == 1:
-            torch.bmm(shares[:, skip:, :keys], _by_heads(v[b0:b1, :, :keys]), out=made.flatten(0, 1))
+            torch.bmm(shares[:, skip:, :keys], _by_heads(v_seen[b0:b1]), out=made.flatten(0, 1))
         else:
-            product = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v[b0:b1, :, :keys]))
+            product = torch.bmm(_by_keys(shares, (b1 - b0) * kv_heads, keys), _by_heads(v_seen[b0:b1]))
             made.copy_(product.view(b1 - b0, n_heads, count, -1)[:, :, skip:])
     return out, lse
 
@@ -1216,25 +1323,28 @@ def backward(
     Returns:
         Gradients of q, k, v in their shapes and dtypes, and of the weights in fp32.
     """
-    batch, n_heads, n_q, _ = q.shape
-    _, kv_heads, n_k, _ = k.shape
-    group, off = n_heads // kv_heads, n_k - n_q
     f32 = dict(dtype=torch.float32, device=q.device)
     dk, dv = (torch.zeros(x.shape, **f32) for x in (k, v))
     dq = torch.zeros(q.shape, **f32)
+    batch, n_heads, n_q, _ = q.shape
+    _, kv_heads, n_k, _ = k.shape
+    group = n_heads // kv_heads
+    sizes = LIMITS.sizes(batch, n_heads, n_q, n_k, 5, 1073741824)
     bundles = batch * triton.cdiv(n_heads, 16)
     mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
     bundles = batch * triton.cdiv(n_heads, 16)
     post_mix_partial = torch.zeros((bundles, 512, 16, 16), **f32)
     all_chunks = triton.cdiv(n_k, 2048)
-    convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
-    post_convolution_partial = torch.zeros((batch, n_heads, all_chunks, 6, 11), **f32)
+    parts = batch
+    convolution_partial = torch.zeros((parts, n_heads, all_chunks, 6, 11), **f32)
+    post_convolution_partial = torch.zeros((parts, n_heads, all_chunks, 6, 11), **f32)
 
-    workspace_bytes = 1073741824
-    strips = _planes(batch, n_heads, n_q, n_k, 5, workspace_bytes, q.device)
-    for b0, b1, begin, end, first, keys, planes in strips:
+    strips = _strips(LIMITS, sizes, batch, n_heads, n_q, n_k, 5, torch.float16, q.device)
+    for b0, b1, begin, end, first, key0, keys, planes in strips:
         if keys <= 0:
             continue
+        off, seen = n_k - n_q - key0, slice(key0, key0 + keys)
+        k_seen, v_seen = k[:, :, seen], v[:, :, seen]
         scores, convolved, grad_shares, probabilities, shares = planes
         slots, count, pitch = scores.shape
         skip = begin - first
@@ -1242,7 +1352,7 @@ def backward(
         grad_shares = grad_shares.view(q.dtype)
         grid = (triton.cdiv(count, 128) * triton.cdiv(keys, 512) * slots,)
         mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a[grid](
-            _tiles(q, 128, 64), _tiles(k, 128, 64), _tiles(scores, 128, 128),
+            _tiles(q, 128, 64), _tiles(k_seen, 128, 64), _tiles(scores, 128, 128),
             count, keys, off, first, skip, pitch, n_heads, group, b0, scale * 0.015625,
             num_warps=8, num_stages=3, enable_fp_fusion=True,
         )
@@ -1254,7 +1364,7 @@ def backward(
         )
         torch.bmm(
             _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
-            _by_heads(v[b0:b1, :, :keys]).mT,
+            _by_heads(v_seen[b0:b1]).mT,
             out=_by_keys(grad_shares, (b1 - b0) * kv_heads, keys),
         )
         grid = (triton.cdiv(n_heads, 16) * (b1 - b0) * count,)
@@ -1278,7 +1388,7 @@ def backward(
             num_warps=4, num_stages=3, enable_fp_fusion=True,
         )
         _add_product(
-            dv[b0:b1, :, :keys],
+            dv[b0:b1, :, seen],
             _by_keys(shares, (b1 - b0) * kv_heads, keys).mT,
             _rows_by_keys(grad_out[b0:b1, :, first:end], kv_heads),
         )
@@ -1319,10 +1429,11 @@ def backward(
         grads = _by_keys(ds, (b1 - b0) * kv_heads, keys)
         made = dq[b0:b1, :, first:end]
         if group == 1:
-            _add_product(made, grads, _by_heads(k[b0:b1, :, :keys]), scale)
+            _add_product(made, grads, _by_heads(k_seen[b0:b1]), scale)
         else:
-            made.add_(torch.bmm(grads, _by_heads(k[b0:b1, :, :keys])).view(made.shape), alpha=scale)
-        _add_product(dk[b0:b1, :, :keys], grads.mT, _rows_by_keys(q[b0:b1, :, first:end], kv_heads), scale)
+            made.add_(torch.bmm(grads, _by_heads(k_seen[b0:b1])).view(made.shape), alpha=scale)
+        _add_product(dk[b0:b1, :, seen], grads.mT, _rows_by_keys(q[b0:b1, :, first:end], kv_heads), scale)
+
     return (
         dq.to(q.dtype),
         dk.to(k.dtype),
@@ -1332,16 +1443,6 @@ def backward(
         post_convolution_partial.sum((0, 2)),
         _matrices(post_mix_partial, n_heads, 16, 16),
     )
-
-
-def _matrices(partial, n_heads, mixed, heads):
-    """Gradients (H/m, m, m) of matrices from partial sums (B * bundles, programs, heads, heads) of bundles of heads."""
-    bundles, groups = triton.cdiv(n_heads, heads), heads // mixed
-    sums = partial.unflatten(0, (-1, bundles)).sum((0, 2))[:, :heads, :heads]
-    if groups == 1:
-        return sums.contiguous()
-    blocks = sums.reshape(bundles, groups, mixed, groups, mixed).diagonal(dim1=1, dim2=3)  # (bundles, m, m, groups)
-    return blocks.permute(0, 3, 1, 2).reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()
 
 
 @torch.no_grad()
@@ -1356,19 +1457,20 @@ def decode(
         weight, head_weight, post_weight, post_head_weight: see forward.
         scale: see forward.
         cache_seqlens: (B,) int32, the keys in use, or None for all.
-        num_splits: parts into which keys are split to sum values, or None for parts of 1024 keys.
+        num_splits: parts into which visible keys are split to sum values, or None for parts of 1024 keys.
 
     Returns:
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
     q, k, v = q_tail, k_cache, v_cache
     batch, n_heads, count, _ = q.shape
-    _, kv_heads, keys, _ = k.shape
+    _, kv_heads, n_k, _ = k.shape
+    keys = LIMITS.keys_of_step(count, n_k)
     group, n_new, n_q = n_heads // kv_heads, count - 10, count
     first, off, skip, valid = 0, 0, 10, 5
     seqlens = cache_seqlens
     if seqlens is None:
-        seqlens = torch.full((batch,), keys, dtype=torch.int32, device=q.device)
+        seqlens = torch.full((batch,), n_k, dtype=torch.int32, device=q.device)
     pitch = triton.cdiv(keys, 256) * 256
     split = 1024 if num_splits is None else triton.cdiv(triton.cdiv(keys, num_splits), 64) * 64
     splits = triton.cdiv(keys, split)

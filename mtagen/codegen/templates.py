@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import jinja2
 
 from ..spec import DROPOUT_GROUP
+
+_HOST = resources.files("mtagen") / "templates/host"
 
 
 def environment(folder: str) -> jinja2.Environment:
@@ -19,5 +23,15 @@ def environment(folder: str) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    templates.globals["DROPOUT_GROUP"] = DROPOUT_GROUP
+    templates.globals |= {"DROPOUT_GROUP": DROPOUT_GROUP, "functions_of": functions_of}
     return templates
+
+
+def functions_of(name: str) -> str:
+    """Return what a Python file of host functions defines, without its imports.
+
+    The module that takes the functions has imports of its own.
+    """
+    source = (_HOST / name).read_text(encoding="utf-8")
+    _, _, definitions = source.partition("\n\n\n")
+    return definitions

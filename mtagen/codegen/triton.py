@@ -353,6 +353,6 @@ def _tidy(text: str) -> str:
     """
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text)
-    text = re.sub(r"\n+(?=(@triton\.jit|@torch\.no_grad|def |class ))", "\n\n\n", text)
+    text = re.sub(r"\n+(?=(@triton\.jit|@torch\.no_grad|def |class |LIMITS = ))", "\n\n\n", text)
     text = re.sub(r"(@(?:triton\.jit|torch\.no_grad)(?:\([^()]*\))?)\n+(?=def )", r"\1\n", text)
     return text.strip() + "\n"

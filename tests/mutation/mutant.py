@@ -37,7 +37,7 @@ class Mutant(NamedTuple):
         return replace(text, self.file, self.old, self.new, self.within)
 
 
-CUDA, TRITON = "mtagen/templates/cuda", "mtagen/templates/triton"
+CUDA, TRITON, HOST = (f"mtagen/templates/{folder}" for folder in ("cuda", "triton", "host"))
 EMULATED, INTERPRETED = "tests/test_emulated_kernels.py", "tests/interpreter/test_kernels.py"
 INTERPRETED_DECODE = "tests/interpreter/test_decode.py"
 INTERPRETED_STRIP = "tests/interpreter/test_strip.py"

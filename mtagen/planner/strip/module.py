@@ -126,6 +126,32 @@ class StripModule:
         return "strip_packed.j2" if self.spec.packed else "strip_batch.j2"
 
     @property
+    def host(self) -> str:
+        """The template that says what host functions of training do with these rows."""
+        return "strip_packed_host.j2" if self.spec.packed else "strip_batch_host.j2"
+
+    @property
+    def limits(self) -> Mapping[str, int | None]:
+        """The fields of ``Limits`` (``templates/host/strips.py``).
+
+        Packed documents are rows of one sequence there, whose context is whole tiles of places.
+        """
+        packed = self.spec.packed
+        return {
+            "context": self.context_places if packed else self.spec.context,
+            "enough_rows": ENOUGH_ROWS,
+            "min_rows": self.min_rows,
+            "max_rows": self.max_rows,
+            "row_multiple": TILE if packed else CONVOLUTION_ROWS,
+            "left": self.mask.left,
+            "right": self.mask.right,
+            "key_multiple": KEY_MULTIPLE,
+            "begin_multiple": self.begin_multiple,
+            "pitch_multiple": self.pitch_multiple,
+            "itemsize": self.plane_itemsize,
+        }
+
+    @property
     def cached_keys(self) -> str:
         """The argument of a decode step's kernels for the number of keys of the cache."""
         return "n_k" if self.mask.hides_earlier else "keys"

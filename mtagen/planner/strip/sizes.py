@@ -1,5 +1,5 @@
 """Symbols in the grids of strip kernels; host code has them under the same names
-(``strip_host.j2``).
+(``strip_batch_host.j2``).
 """
 
 from __future__ import annotations

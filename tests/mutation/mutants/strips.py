@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mutant import CUDA, CUDA_IN_STRIPS, EMULATED_STRIP, INTERPRETED_STRIP, TRITON, Mutant
+from ..mutant import CUDA, CUDA_IN_STRIPS, EMULATED_STRIP, HOST, INTERPRETED_STRIP, TRITON, Mutant
 
 MUTANTS = (
     Mutant(
@@ -47,18 +47,18 @@ MUTANTS = (
     ),
     Mutant(
         "strip-decode-sees-the-whole-cache",
-        f"{TRITON}/strip_pieces.j2",
-        "tl.minimum(tl.load(seqlens_ptr + b), keys)",
-        "keys",
+        f"{TRITON}/strip_step.j2",
+        "tl.minimum(tl.load(seqlens_ptr + b), {{ module.cached_keys }})",
+        "{{ module.cached_keys }}",
         "A sequence that is shorter than its cache reads what the cache holds behind it.",
         (f"{INTERPRETED_STRIP}::test_decode",),
     ),
     Mutant(
         "strip-context-too-short",
-        f"{TRITON}/strip_host.j2",
-        "begin = first + {{ spec.context }} if first else 0",
-        "begin = first + {{ stages.post_context }} if first else 0",
-        "The first rows of a strip lack the context of the convolution before the softmax.",
+        f"{HOST}/strips.py",
+        "first + context if first else 0",
+        "first + context - 1 if first else 0",
+        "The first row of a strip lacks a part of its context.",
         (f"{INTERPRETED_STRIP}::test_strips_of_some_rows",),
     ),
     Mutant(
@@ -72,24 +72,24 @@ MUTANTS = (
     Mutant(
         "strip-hidden-scores-kept",
         f"{TRITON}/strip_product.j2",
-        'c = tl.where({{ sees(position % "", "j", farthest) }}, c, 0.0)',
+        "c = tl.where(_visible_to((first + r + off)[:, None], j, {{ reach }}), c, 0.0)",
         "c = c",
         "A convolution takes in scores of keys that their queries do not see.",
         (f"{INTERPRETED_STRIP}::test_training",),
     ),
     Mutant(
         "strip-keys-before-the-window-of-a-row",
-        f"{TRITON}/strip_rows.j2",
-        '"(j >= start) & (j < end)"',
-        '"(j < end)"',
+        "mtagen/codegen/seen.py",
+        'f"({key} >= {start}) & ({key} < {end})" if self.mask.hides_earlier else f"{key} < {end}"',
+        'f"{key} < {end}"',
         "The softmax of a row takes in the keys before its window that are in the block where it begins.",
         (f"{INTERPRETED_STRIP}::test_windows",),
     ),
     Mutant(
         "strip-window-without-that-of-the-context",
-        f"{TRITON}/strip_host.j2",
-        'first_key("first + n_k - n_q")',
-        'first_key("begin + n_k - n_q")',
+        f"{HOST}/strips.py",
+        "limits.keys(first, end, n_q, n_k)",
+        "limits.keys(begin, end, n_q, n_k)",
         "A strip lacks keys that its context sees and its rows of outputs do not.",
         ("tests/test_strip.py::test_strips_in_a_window",),
     ),
@@ -104,14 +104,14 @@ MUTANTS = (
     Mutant(
         "strip-dropout-draws-for-a-strip-of-sequences",
         f"{TRITON}/strip_convolve.j2",
-        'keep("        ", "b0 * n_heads + slot"',
-        'keep("        ", "slot"',
+        'keep("        ", sequence, "b0 * n_heads + slot"',
+        'keep("        ", sequence, "slot"',
         "The sequences of all strips drop what those of the first one do.",
         (f"{INTERPRETED_STRIP}::test_dropout",),
     ),
     Mutant(
         "strip-gradient-of-groups-in-another-layout",
-        f"{TRITON}/strip_host.j2",
+        f"{HOST}/matrices.py",
         "reshape(-1, mixed, mixed)[: n_heads // mixed].contiguous()",
         "reshape(-1, mixed, mixed)[: n_heads // mixed]",
         "Traced code takes the gradient of a mixing matrix for contiguous.",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-convolves-over-the-start-of-a-document",
-        f"{TRITON}/strip_pieces.j2",
+        f"{TRITON}/strip_packed.j2",
         "top = tl.maximum(begin, tl.maximum(skip",
         "top = tl.maximum(0, tl.maximum(skip",
         "The first rows of a packed document take in the last ones of the document before.",
@@ -135,9 +135,9 @@ MUTANTS = (
     ),
     Mutant(
         "strip-context-of-documents-counted-twice",
-        f"{TRITON}/strip_places.j2",
-        '"%d if place0 else 0" % context',
-        '"0" % ()',
+        f"{TRITON}/strip_packed_host.j2",
+        "begin - place0, n_heads",
+        "0, n_heads",
         "The rows that two strips of packed documents share give their gradients twice.",
         (f"{INTERPRETED_STRIP}::test_packed_documents_of_strips",),
     ),

@@ -1,0 +1,117 @@
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Limits(NamedTuple):
+    """What the plan says about strips.
+
+    Attributes:
+        context: earlier rows of scores that a row of outputs depends on.
+        enough_rows: rows of outputs that a strip has of each sequence before it takes more sequences.
+        min_rows, max_rows: limits of the rows of a strip, context included. None is no limit.
+        row_multiple: divisor of these rows, unless they are all rows or the most.
+        left, right: keys before and after its own that a row sees. None is no limit.
+        key_multiple: divisor of the keys of a strip, unless they are all keys. It makes products faster.
+        begin_multiple: divisor of the first key; dropout draws for groups of keys.
+        pitch_multiple: divisor of the elements from one row of a plane to the next.
+        itemsize: bytes of an element of a plane.
+    """
+
+    context: int
+    enough_rows: int
+    min_rows: int
+    max_rows: int | None
+    row_multiple: int
+    left: int | None
+    right: int | None
+    key_multiple: int
+    begin_multiple: int
+    pitch_multiple: int
+    itemsize: int
+
+    def pitch(self, n_k: int, rows: int) -> int:
+        """The elements from one row of a plane to the next; a row holds all keys that `rows` rows see."""
+        seen = n_k
+        if self.left is not None and self.right is not None:
+            seen = min(n_k, rows + self.left + self.right + self.begin_multiple - 1)
+        return -(-seen // self.pitch_multiple) * self.pitch_multiple
+
+    def sizes(
+        self, batch: int, n_heads: int, n_q: int, n_k: int, planes: int, workspace_bytes: int
+    ) -> tuple[int, int, int]:
+        """Divide the work into strips whose `planes` planes fit the workspace.
+
+        Returns:
+            The sequences of a strip, its rows, context included, and the elements from one row of a plane to the next.
+            Fewer rows have fewer hidden keys.
+        """
+        most = n_q if self.max_rows is None else min(n_q, self.max_rows)
+        rows = workspace_bytes // (planes * n_heads * self.pitch(n_k, most) * self.itemsize)
+        sequences = max(1, min(batch, rows // (min(n_q, self.enough_rows) + self.context)))
+        fitting = rows // sequences // self.row_multiple * self.row_multiple
+        rows = min(most, max(self.min_rows, fitting))
+        return sequences, rows, self.pitch(n_k, rows)
+
+    def keys_of_step(self, count: int, n_k: int) -> int:
+        """The number of keys that some of the last `count` rows of a sequence of at most n_k keys see."""
+        return n_k if self.left is None else min(n_k, count + self.left)
+
+    def keys(self, begin: int, end: int, n_q: int, n_k: int) -> tuple[int, int]:
+        """The first key that some of the rows begin <= i < end sees, and the number of keys from there on."""
+        off = n_k - n_q
+        key0 = 0
+        if self.left is not None:
+            key0 = max(0, begin + off - self.left) // self.begin_multiple * self.begin_multiple
+        keys = n_k - key0
+        if self.right is not None:
+            seen = end + off + self.right - key0
+            keys = min(keys, -(-seen // self.key_multiple) * self.key_multiple)
+        return key0, keys
+
+
+class Strip(NamedTuple):
+    """A strip.
+
+    Attributes:
+        b0, b1: its sequences are b0 <= b < b1.
+        begin, end: its rows of outputs.
+        first: its first row of queries.
+        key0, keys: the first key that some row sees, and the number of keys from there on.
+        planes: tensors (slots, rows, pitch).
+    """
+
+    b0: int
+    b1: int
+    begin: int
+    end: int
+    first: int
+    key0: int
+    keys: int
+    planes: list[torch.Tensor]
+
+
+def _strips(
+    limits: Limits,
+    sizes: tuple[int, int, int],
+    batch: int,
+    n_heads: int,
+    n_q: int,
+    n_k: int,
+    planes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Strip]:
+    """The strips of `sizes` that Limits.sizes returned. All have the same memory, of `planes` planes."""
+    sequences, rows, pitch = sizes
+    memory = [torch.empty(sequences * n_heads * rows * pitch, dtype=dtype, device=device) for _ in range(planes)]
+    context = limits.context
+    for b0 in range(0, batch, sequences):
+        b1 = min(b0 + sequences, batch)
+        for first in range(0, max(n_q - context, min(n_q, 1)), max(rows - context, 1)):
+            begin, end = first + context if first else 0, min(first + rows, n_q)
+            key0, keys = limits.keys(first, end, n_q, n_k)
+            shape = ((b1 - b0) * n_heads, end - first, pitch)
+            length = shape[0] * shape[1] * shape[2]
+            yield Strip(b0, b1, begin, end, first, key0, keys, [x[:length].view(shape) for x in memory])
