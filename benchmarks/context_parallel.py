@@ -204,7 +204,7 @@ def main(
     pipeline: Annotated[
         str,
         typer.Option(
-            help="6,11: a convolution before the softmax; mix: 16 heads mixed before and after it; all: both, twice.",
+            help="6,11: convolution before the softmax; mix: 16 heads mixed before and after; all: both on each side.",
             metavar="|".join(PIPELINES),
         ),
     ] = "6,11",
