@@ -1,7 +1,8 @@
-"""Time another checkout of mtagen and this one by turns: ``python benchmarks/alternate.py --help``.
+"""Time another checkout of mtagen and this one alternately, on the same GPU.
 
-GPUs of one kind, and one GPU as it warms up, differ by more than many changes do, so that runs of two days say nothing
-of 2 %. Here each round measures both, one after the other, and the least of a case's medians counts.
+``python benchmarks/alternate.py --help`` prints the options. GPUs of one kind differ by 3 to 4 %,
+and a GPU slows down as it warms up. So runs of different days cannot show a change of 2 %. Here
+each round runs both checkouts, and each case counts with its shortest median of all rounds.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def bench(checkout: Path, options: Sequence[str]) -> Run:
-    """A run of a checkout's ``mtagen bench``.
+    """Run a checkout's ``mtagen bench`` and return its results.
 
     Raises:
-        typer.Exit: it failed; what it said is shown.
+        typer.Exit: the run failed. Its last output is printed first.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = [sys.executable, "-m", "mtagen", "bench", *options, "--json", str(out)]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)  # finds its own mtagen first
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)  # imports the mtagen in cwd
         if done.returncode:
             typer.echo(f"{checkout}: {shlex.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}", err=True)
             raise typer.Exit(2)
@@ -43,7 +44,7 @@ def bench(checkout: Path, options: Sequence[str]) -> Run:
 
 
 def least(rounds: Sequence[Run]) -> Run:
-    """The first run, with the least time that any had for each case and contender."""
+    """Return the first run with the shortest time of all rounds for each case and contender."""
     rows = []
     for same in zip(*(run["results"] for run in rounds), strict=True):
         times = [row["ms"] for row in same if "ms" in row]
@@ -52,13 +53,18 @@ def least(rounds: Sequence[Run]) -> Run:
 
 
 def main(
-    before: Annotated[Path, typer.Argument(help="The root of the other checkout.", exists=True, file_okay=False)],
-    options: Annotated[list[str] | None, typer.Argument(help="Of mtagen bench, after --.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In which both are measured.")] = 2,
-    threshold: Annotated[float, typer.Option(min=0, help="What may be lost, as a share of the time before.")] = 0.02,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write both here.", dir_okay=False)] = None,
+    before: Annotated[Path, typer.Argument(help="Root folder of the other checkout.", exists=True, file_okay=False)],
+    options: Annotated[list[str] | None, typer.Argument(help="Options of mtagen bench, after --.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each runs both checkouts once.")] = 2,
+    threshold: Annotated[float, typer.Option(min=0, help="Largest accepted slowdown: 0.02 is 2 %.")] = 0.02,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results of both checkouts to this file.", dir_okay=False)
+    ] = None,
 ) -> None:
-    """List what became slower than in another checkout; exit 1 if anything did, 2 if a run failed."""
+    """List the cases that are slower than in another checkout.
+
+    The exit code is 1 if a case is slower, and 2 if a run failed.
+    """
     sides: dict[Path, list[Run]] = {before: [], HERE: []}
     for checkout in track([*sides] * rounds, "runs", console=Console(stderr=True)):
         sides[checkout].append(bench(checkout, options or []))

@@ -1,7 +1,8 @@
-"""CPU time of a call of an op by CUDA, without its kernels, on any machine: ``python benchmarks/call.py --help``.
+"""CPU time of a call of a CUDA op without its kernels, on any machine.
 
-Tensors are on the CPU, and a launch does nothing. What a GPU's host takes besides is the launch, and to ask PyTorch for
-the current device and stream. Each figure is the least over bursts, for other programs only add to it.
+``python benchmarks/call.py --help`` prints the options. Tensors are on the CPU and a launch does
+nothing. A call on a GPU's host also launches, and asks PyTorch for the current device and stream.
+Each figure is the shortest mean of all bursts, because other programs can only lengthen a burst.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from mtagen.ops.executor import Executor
 from mtagen.runtime.load import load, load_host
 
 SPEC, HEADS, ROWS = Spec((6, 11), 64), 16, 64
-CALLS = 40  # of a burst
+CALLS = 40  # calls in a burst
 
 
 class NoKernel:
-    """Stands in for a loaded kernel, and does nothing."""
+    """A stand-in for a loaded kernel that does nothing."""
 
     def __call__(self, grid: Sequence[int], *arguments: float) -> None:
-        """Launch nothing."""
+        """Do nothing."""
 
 
 def op_without_kernels() -> AttentionOp:
-    """The op of an H200's plan, whose launches do nothing."""
+    """Return an op by the plan for an H200 whose launches do nothing."""
     planned = plan(SPEC, "sm_90a", "cuda")
     sources = render(planned)
     host = load_host(planned, sources, "forward")
@@ -47,7 +48,7 @@ def op_without_kernels() -> AttentionOp:
 
 
 def least_us(call: Callable[[], object], bursts: int) -> float:
-    """Microseconds of a call, the least mean of a burst."""
+    """Return the microseconds of a call: the shortest mean of a burst."""
     for _ in range(10 * CALLS):
         call()
     gc.collect()
@@ -62,8 +63,8 @@ def least_us(call: Callable[[], object], bursts: int) -> float:
     return 1e6 * min(times)
 
 
-def main(bursts: Annotated[int, typer.Option(min=1, help=f"Of {CALLS} calls each.")] = 400) -> None:
-    """Time calls that launch nothing."""
+def main(bursts: Annotated[int, typer.Option(min=1, help=f"Number of bursts of {CALLS} calls.")] = 400) -> None:
+    """Print the CPU time of a forward, backward and decode call that launches nothing."""
     torch.set_num_threads(1)
     op, options = op_without_kernels(), {"dtype": torch.bfloat16}
     q, k, v = (torch.zeros(1, HEADS, ROWS, SPEC.head_dim, **options) for _ in range(3))

@@ -1,9 +1,13 @@
-"""Time attention over several ranks against one: ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py --help``.
+"""Time attention over several ranks and compare it with one rank and with a model.
 
-Of each length, forward and backward of one op: on the first rank alone with the whole sequence; on all ranks by
-:class:`mtagen.distributed.ContextParallel`, on a GPU with a profile of it on the first rank; and what each rank
-computes of that, without any communication. What the model :func:`mtagen.distributed.predict` says stands beside it,
-with the rates of the first measurement.
+``torchrun --nproc-per-node 2 benchmarks/context_parallel.py --help`` prints the options. For each
+length, the script times the forward and backward pass of one op in three ways:
+
+- alone: the first rank computes the whole sequence
+- over ranks: all ranks, by :class:`mtagen.distributed.ContextParallel`; GPUs are profiled too
+- computed: each rank makes its own calls, without communication
+
+:func:`mtagen.distributed.predict` predicts the time over ranks from the rates measured alone.
 """
 
 from __future__ import annotations
@@ -45,23 +49,25 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 TIMES = "forward", "backward", "both"
 WARMUP, ROUNDS = 2, 3
-Outputs = list[tuple[Tensor, list[Tensor]]]  # each with what its gradient is asked of
+Outputs = list[tuple[Tensor, list[Tensor]]]  # each output with the tensors that get gradients
 
 
 def tensors(spec: Spec, heads: int, kv_heads: int, rows: int, keys: int, device: torch.device) -> list[Tensor]:
-    """q, k and v of one sequence, random, wanting gradients."""
+    """Return random q, k and v of one sequence that require gradients."""
     made = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device}
     shapes = (heads, rows, spec.head_dim), (kv_heads, keys, spec.head_dim), (kv_heads, keys, spec.value_head_dim)
     return [torch.randn(1, *shape, **made).requires_grad_() for shape in shapes]
 
 
 def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) -> list[tuple[float, float]]:
-    """Milliseconds of forward passes and of their backward passes; the CPU runs ahead, as it does in training.
+    """Return the milliseconds of each forward pass and its backward pass.
+
+    The CPU runs ahead of the GPU, as it does in training.
 
     Args:
-        forward: makes outputs.
-        repeats: that are timed, after some that are not.
-        device: where.
+        forward: Computes the outputs.
+        repeats: Number of timed repetitions; a few untimed ones come first.
+        device: Device of the outputs.
     """
     on_gpu, marks = device.type == "cuda", []
 
@@ -85,20 +91,20 @@ def timed(forward: Callable[[], Outputs], repeats: int, device: torch.device) ->
 
 
 def differentiate(outs: Outputs) -> None:
-    """The backward pass."""
+    """Run the backward pass."""
     for out, leaves in outs:
         torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 
 def activity(forward: Callable[[], Outputs], repeats: int) -> dict[str, Any]:
-    """What the GPU does in both passes, by PyTorch's profiler.
+    """Profile both passes on the GPU with PyTorch's profiler.
 
     Returns:
-        Milliseconds: ``kernels``, by name, the longest first; ``transfers``, in which NCCL's kernels run; and
-        ``exposed``, the part of these in which no other kernel runs.
+        Milliseconds: ``kernels`` by name, the longest first; ``transfers``, while NCCL's kernels
+        run; ``exposed``, the part of ``transfers`` while no other kernel runs.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(1 + repeats):  # in the first one ranks wait for each other's profiler
+        for _ in range(1 + repeats):  # ranks wait for each other's profiler in the first
             differentiate(forward())
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
@@ -116,7 +122,7 @@ def activity(forward: Callable[[], Outputs], repeats: int) -> dict[str, Any]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -125,7 +131,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def slowest(times: list[tuple[float, float]], device: torch.device) -> dict[str, float]:
-    """Medians of forward passes, of backward passes and of both together, each of the rank that takes longest."""
+    """Return the medians of forward, backward and both passes, each on its slowest rank."""
     medians = [statistics.median(each) for each in (*zip(*times, strict=True), map(sum, times))] if times else [0.0] * 3
     longest = torch.tensor(medians, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
@@ -141,7 +147,7 @@ def measure(
     repeats: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """One length: milliseconds alone, over ranks, computed by ranks, and what is predicted."""
+    """Measure one length: alone, over ranks, computed by ranks without transfers, and predicted."""
     spec, ranks, rank = op.plan.spec, dist.get_world_size(), dist.get_rank()
     weights = {
         name: torch.randn(shape, device=device).div_(shape[-1] * shape[-2]).requires_grad_()
@@ -162,7 +168,7 @@ def measure(
         "computed": lambda: [attend(op, part) for part in parts],
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):  # by turns, since clocks change as GPUs get warm
+    for _ in range(ROUNDS):  # alternating, because clocks change as GPUs warm up
         for name, forward in contenders.items():
             if name != "alone" or rank == 0:
                 times[name] += timed(forward, repeats, device)
@@ -181,7 +187,7 @@ def measure(
 
 
 def table(results: list[dict[str, Any]], title: str) -> Table:
-    """What was measured, for the console."""
+    """Return the measurements as a table for the console."""
     shown = Table(title=title)
     for heading in ("N", "alone, ms", "over ranks, ms", "computed, ms", "exposed, ms", "speed-up", "predicted"):
         shown.add_column(heading, justify="right")
@@ -194,18 +200,27 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
 
 
 def main(
-    length: Annotated[list[int], typer.Option(help="Of a sequence; repeatable.")],
-    pipeline: Annotated[str, typer.Option(help="Stages.", metavar="|".join(PIPELINES))] = "6,11",
-    head_dim: Annotated[int, typer.Option(help="Of queries, keys and values.")] = 128,
-    heads: Annotated[int, typer.Option(help="Of queries.")] = 16,
-    kv_heads: Annotated[int, typer.Option(help="Of keys and values.")] = 8,
-    link: Annotated[float, typer.Option(help="GB/s that reach a rank, for what is predicted.")] = 350,
-    repeats: Annotated[int, typer.Option(min=1, help=f"That are timed in each of {ROUNDS} rounds.")] = 5,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for what was measured.")] = None,
+    length: Annotated[list[int], typer.Option(help="Length of the sequence; repeatable.")],
+    pipeline: Annotated[
+        str,
+        typer.Option(
+            help="6,11: convolution before the softmax; mix: 16 heads mixed before and after; all: both on each side.",
+            metavar="|".join(PIPELINES),
+        ),
+    ] = "6,11",
+    head_dim: Annotated[int, typer.Option(help="Head dim of queries, keys and values.")] = 128,
+    heads: Annotated[int, typer.Option(help="Heads of queries.")] = 16,
+    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
+    link: Annotated[float, typer.Option(help="GB/s that a rank receives, for the prediction.")] = 350,
+    repeats: Annotated[int, typer.Option(min=1, help=f"Timed repetitions in each of {ROUNDS} rounds.")] = 5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file.")] = None,
 ) -> None:
-    """Measure forward and backward of one op over all ranks, in bf16 on GPUs, one for each rank, or on the CPU."""
+    """Time both passes of one op over all ranks.
+
+    Each rank uses a GPU of its own in bf16, or the CPU in fp32 if no GPU is available.
+    """
     if pipeline not in PIPELINES:
-        raise typer.BadParameter(f"{pipeline} is none of {', '.join(PIPELINES)}", param_hint="--pipeline")
+        raise typer.BadParameter(f"got {pipeline}; pass one of {', '.join(PIPELINES)}", param_hint="--pipeline")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -219,7 +234,7 @@ def main(
     report["results"] = []
     for n in length:
         report["results"].append(measure(op, heads, kv_heads, n, 1e9 * link, repeats, device))
-        if dist.get_rank() == 0 and json_path is not None:  # after each, for a later one may fail
+        if dist.get_rank() == 0 and json_path is not None:  # after each length, because a later one may fail
             json_path.write_text(json.dumps(report, indent=1) + "\n")
     if dist.get_rank() == 0:
         Console().print(table(report["results"], f"{pipeline}, d = {head_dim}, {report['ranks']} ranks, {device.type}"))

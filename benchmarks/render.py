@@ -1,7 +1,9 @@
-"""Write what pages and pictures show of measurements: those in ``benchmarks/results`` and ``examples/gpt/results``.
+"""Write the tables, figures and plots of pages from measurements.
+
+The measurements are in ``benchmarks/results`` and ``examples/gpt/results``.
 
 python benchmarks/render.py            (needs matplotlib: pip install -e '.[bench]')
-python benchmarks/render.py --check    exits 1 if a page or a picture on one is not what was measured
+python benchmarks/render.py --check    exits 1 if a page or a picture on it is out of date
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from mtagen.bench.runs import Run, by_device, device, load_folder, machine, suit
 from mtagen.bench.summary import AUTHORS, PREDICTED, Goal, Part, runs_table, written
 from mtagen.bench.tables import Table, to_markdown
 
-Report = dict[str, Any]  # what examples/gpt/throughput.py writes of one model, or one of its results
+Report = dict[str, Any]  # what examples/gpt/throughput.py writes for a model, or one result in it
 
 ROOT = Path(__file__).parent.parent
 NOTHING_MEASURED = "Nothing was measured."
-ATTENTIONS = {"plain": "plain", "mta": "mtagen", "authors": "authors"}  # of models: what reports call them, and pages
-PICTURES = {  # on pages: what each is drawn of, and how
+ATTENTIONS = {"plain": "plain", "mta": "mtagen", "authors": "authors"}  # name in the reports of models: name on pages
+PICTURES = {  # file on pages: suite that it shows, function that draws it
     "training_steps.svg": ("full", picture_of_training_steps),
     "layers.svg": ("layers", picture_of_layers),
     "passes.svg": ("full", picture_of_cases),
 }
-MAX_CPU_US = 60  # of a forward call
+MAX_CPU_US = 60  # goal for the CPU time of a forward call
 RESULTS_HEAD = f"""\
 # Results
 
@@ -79,7 +81,7 @@ GOALS = (
         for batch, n in ((8, 32768), (1, 131072))
         for d in (128, 64)
     ),
-    # Pipelines: 16 heads mixed before and after the softmax, the same with convolutions, and the best small model's.
+    # Pipelines: 16 heads mixed before and after the softmax, the same with convolutions, and (6, 11) with pairs after.
     Goal("mtagen cuda", "forward", 128, 3.6, **MIXING),
     Goal("mtagen cuda", "forward", 64, 4.8, **MIXING),
     Goal("mtagen cuda", "backward", 128, 3.8, **MIXING),
@@ -112,7 +114,7 @@ DATA_GOALS = (
     ),
 )
 
-TOGETHER = (*OURS, *SAME_MATH, *SDPA)  # so that all that is told first of the paper's kernel is of one run
+TOGETHER = (*OURS, *SAME_MATH, *SDPA)  # so the first figures of the paper's filter come from one run
 FIGURES = (
     Part(summary.figures_head),
     Part(summary.speedup_figure, names=TOGETHER),
@@ -141,7 +143,7 @@ PARTS = (
 
 
 def figures(runs: dict[Path, Run]) -> str:
-    """What a reader is told first: three figures of the first device with training steps."""
+    """Return the README's three figures, of the first device with training steps."""
     for where, by_path in by_device(runs).items():
         if told := written(by_path.values(), FIGURES):
             head, *lines = told
@@ -150,7 +152,7 @@ def figures(runs: dict[Path, Run]) -> str:
 
 
 def headlines(runs: dict[Path, Run]) -> str:
-    """The main tables of each device."""
+    """Return the main tables of each device."""
     blocks = []
     for where, by_path in by_device(runs).items():
         blocks += [f"### {where}", *written(by_path.values(), (*HEADLINES, MEMORY, DECODE))]
@@ -158,10 +160,10 @@ def headlines(runs: dict[Path, Run]) -> str:
 
 
 def pictures(runs: dict[Path, Run]) -> dict[str, Picture]:
-    """Those on pages by the names of their files, of the first device, where it has runs of their suite.
+    """Return the pictures on pages by file name, of the first device if it has runs of their suite.
 
-    The contenders of a picture may come from several runs. Contenders of the first figures come from one run, as in
-    tables, where a run has them all.
+    The contenders of a picture may come from several runs. The contenders of the first figures
+    come from one run if a run has them all, as in tables.
     """
     made = {}
     for where, by_path in list(by_device(runs).items())[:1]:
@@ -173,9 +175,9 @@ def pictures(runs: dict[Path, Run]) -> dict[str, Picture]:
 
 
 def load_reports(folder: Path) -> list[Report]:
-    """What ``examples/gpt/throughput.py --json`` has written, small models first.
+    """Load the files that ``examples/gpt/throughput.py --json`` wrote, small models first.
 
-    Files of one model and machine, on the same batch and with the same versions, are one report.
+    Files of one model and machine, on the same batch and with the same versions, become one report.
     """
     joined: dict[str, Report] = {}
     for path in sorted(folder.glob("*.json")):
@@ -187,7 +189,10 @@ def load_reports(folder: Path) -> list[Report]:
 
 
 def training_steps(reports: Sequence[Report]) -> str:
-    """A section on whole models, each attention eager or compiled, whichever is faster; empty if none was measured."""
+    """Return the section on whole models, or nothing if none was measured.
+
+    Each attention is eager or compiled, whichever is faster.
+    """
     steps = [(report, best) for report in reports for name in ATTENTIONS if (best := fastest_step(report, name))]
     if not steps:
         return ""
@@ -197,7 +202,7 @@ def training_steps(reports: Sequence[Report]) -> str:
 
 
 def throughput(reports: Sequence[Report]) -> str:
-    """All that was measured of whole models, and what failed."""
+    """Return the table of all measurements of whole models, failed ones too."""
     if not reports:
         return NOTHING_MEASURED
     machines = "; ".join(dict.fromkeys(map(machine, reports)))
@@ -206,7 +211,10 @@ def throughput(reports: Sequence[Report]) -> str:
 
 
 def steps_table(title: str, steps: Iterable[tuple[Report, Report]]) -> str:
-    """A line for each result, with its speed over plain attention and the authors' order, each at its faster."""
+    """Return a table with a row for each result.
+
+    Speeds are relative to plain attention and to the authors' order, each at its faster form.
+    """
     lines = []
     for report, result in steps:
         name, _, compiled = result["contender"].partition("-")
@@ -225,13 +233,16 @@ def steps_table(title: str, steps: Iterable[tuple[Report, Report]]) -> str:
 
 
 def fastest_step(report: Report, name: str) -> Report | None:
-    """The faster result of one attention, eager or compiled; None where both failed or none was tried."""
+    """Return the faster result of one attention, or None if no form succeeded."""
     found = [result for result in report["results"] if result["contender"].partition("-")[0] == name and "ms" in result]
     return min(found, key=lambda result: result["ms"], default=None)
 
 
 def results_page(runs: dict[Path, Run], page: Path) -> str:
-    """All tables of all devices, a plot of each suite's fullest run, and what the runs were made with."""
+    """Return RESULTS.md: all tables of all devices, plots, and the environments of the runs.
+
+    Each suite's run with the most results gets a plot.
+    """
     blocks = [RESULTS_HEAD]
     for name, by_path in by_device(runs).items():
         fullest: dict[str, Path] = {}
@@ -251,7 +262,7 @@ def relative(path: Path, page: Path) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Break long lines of text and of lists, but no tables and headings, and never around an equals sign."""
+    """Break long lines at 100 columns, except tables and headings; keep ``a = b`` on one line."""
     lines = [
         line
         if line.startswith(("|", "#"))
@@ -262,25 +273,25 @@ def wrapped(text: str) -> str:
 
 
 def filled(text: str, parts: Mapping[str, str], page: Path) -> str:
-    """The text of a page with other parts between its marks.
+    """Return the text of a page with the parts between its marks replaced.
 
     Raises:
-        SystemExit: it has no such marks; the message says which.
+        SystemExit: The page lacks a mark. The message names it.
     """
     for name, part in parts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, found, rest = text.partition(begin)
         _, ended, after = rest.partition(end)
         if not (found and ended):
-            raise SystemExit(f"{page} has no part between {begin} and {end}")
+            raise SystemExit(f"{page} has no part between {begin} and {end}; add these two lines")
         text = f"{before}{begin}\n\n{part}\n\n{end}{after}" if part else f"{before}{begin}\n{end}{after}"
     return text
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="root folder of the repository")
     args = parser.parse_args(arguments)
     runs = load_folder(args.root / "benchmarks/results")
     reports = load_reports(args.root / "examples/gpt/results")

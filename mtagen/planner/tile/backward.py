@@ -197,7 +197,7 @@ class TileBackward(TilePass):
 
         G then begins at the beginning of a chunk, so that each producer warp, which has four row
         shifts in each of two row tiles there, multiplies one chunk fewer. Other extents gain little
-        or lose (benchmarks/notes/cuda-backward.md, "Kernels of 7 and 8 rows").
+        or lose (benchmarks/notes/cuda-backward.md, "Filters of 7 and 8 rows").
         """
         return self.hopper and self.spec.cq in (7, 8) and 6 <= self.spec.ck <= 9
 
