@@ -52,7 +52,6 @@ def mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     r0 = tl.program_id(0) % blocks * BLOCK_M
     b = b0 + slot // n_heads
     h = slot % n_heads
-
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
@@ -71,7 +70,6 @@ def mta_strip_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
         c = tl.where(_visible_to((first + r + off)[:, None], j, 0), c, 0.0)
-
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
     for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
@@ -101,7 +99,6 @@ def mta_strip_decode_scores_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     key0 = 0
     limit = length - key0
     off = limit - count
-
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
@@ -147,7 +144,6 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-
     end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     start = 0
@@ -225,7 +221,6 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     key0 = 0
     limit = length - key0
     off = limit - count
-
     end = tl.minimum((first + r + off) + 1, limit)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     start = 0
@@ -335,7 +330,6 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     ).to(tl.bfloat16)
     post_sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
     for r in tl.range(program, count, PROGRAMS):
-
         there = exists
         end = tl.minimum((first + r + off) + 1, keys)
         end = tl.where(r < valid or first + r + off < 0, 0, end)

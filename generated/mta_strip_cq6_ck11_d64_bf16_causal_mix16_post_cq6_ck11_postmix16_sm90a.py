@@ -70,7 +70,6 @@ def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90
     r0 = tl.program_id(0) % blocks * BLOCK_M
     b = b0 + slot // n_heads
     h = slot % n_heads
-
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
@@ -89,7 +88,6 @@ def mta_strip_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90
         c = tl.dot(x, y.trans()) * factor
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
         c = tl.where(_visible_to((first + r + off)[:, None], j, 0), c, 0.0)
-
         plane_desc.store([slot, r0, j0], c.to(plane_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
     for j0 in tl.range(tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N, begin), chunk_end, BLOCK_N):
         plane_desc.store([slot, r0, j0], tl.zeros([1, BLOCK_M, BLOCK_N], plane_desc.dtype))
@@ -119,7 +117,6 @@ def mta_strip_decode_scores_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     key0 = 0
     limit = length - key0
     off = limit - count
-
     r = r0 + tl.arange(0, BLOCK_M)
     x = x_desc.load([b, h, first + r0, 0]).reshape(BLOCK_M, D)
 
@@ -162,7 +159,6 @@ def mta_strip_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.arange(0, WINDOW)
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
-
     position = (first + r + off)[:, None]
     chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
@@ -296,7 +292,6 @@ def mta_strip_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_p
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.arange(0, WINDOW)
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
-
     position = (first + r + off)[:, None]
     chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
@@ -357,7 +352,6 @@ def mta_strip_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_
     w = tl.arange(0, WINDOW)
     sums = tl.zeros([BLOCK_N, WINDOW], tl.float32)
     for r0 in tl.range(part_begin, part_end, BLOCK_M):
-
         position = (first + r0 + tl.arange(0, BLOCK_M) + off)[:, None]
         chunk_end = tl.minimum(keys, (chunk + 1) * CHUNK)
         begin = chunk * CHUNK
@@ -397,7 +391,6 @@ def mta_strip_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.arange(0, WINDOW)
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
-
     position = (first + r + off)[:, None]
     chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
@@ -533,7 +526,6 @@ def mta_strip_post_convolution_adjoint_cq6_ck11_d64_bf16_causal_mix16_post_cq6_c
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.arange(0, WINDOW)
     rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
-
     position = (first + r + off)[:, None]
     chunk_begin = chunk * CHUNK
     chunk_end = tl.minimum(tl.cdiv(keys, BLOCK_N) * BLOCK_N, (chunk + 1) * CHUNK)
@@ -594,7 +586,6 @@ def mta_strip_post_convolution_gradient_cq6_ck11_d64_bf16_causal_mix16_post_cq6_
     w = tl.arange(0, WINDOW)
     sums = tl.zeros([BLOCK_N, WINDOW], tl.float32)
     for r0 in tl.range(part_begin, part_end, BLOCK_M):
-
         position = (first + r0 + tl.arange(0, BLOCK_M) + off)[:, None]
         chunk_end = tl.minimum(keys, (chunk + 1) * CHUNK)
         begin = chunk * CHUNK
@@ -635,7 +626,6 @@ def mta_strip_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm9
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-
     end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     start = 0
@@ -689,7 +679,6 @@ def mta_strip_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix16_sm
     h = bundle % bundles * HEADS + hh
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
-
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
@@ -742,7 +731,6 @@ def mta_strip_decode_softmax_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmi
     key0 = 0
     limit = length - key0
     off = limit - count
-
     end = tl.minimum((first + r + off) + 1, limit)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     start = 0
@@ -802,7 +790,6 @@ def mta_strip_decode_post_mix_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postm
     key0 = 0
     limit = length - key0
     off = limit - count
-
     row = (slot.to(tl.int64) * count + r)[:, None] * pitch
     # Matrices of groups of 16 heads, on the diagonal; heads that do not exist get zeros.
     post_mix = tl.load(
@@ -844,7 +831,6 @@ def mta_strip_probabilities_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
     exists = (hh < HEADS) & (h < n_heads)
     slot = bundle // bundles * n_heads + h
     b = b0 + bundle // bundles
-
     end = tl.minimum((first + r + off) + 1, keys)
     end = tl.where(r < valid or first + r + off < 0, 0, end)
     start = 0
@@ -900,7 +886,6 @@ def mta_strip_post_mix_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_pos
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
     for r in tl.range(program, count, PROGRAMS):
-
         row = (slot.to(tl.int64) * count + r)[:, None] * pitch
         end = tl.minimum((first + r + off) + 1, keys)
         end = tl.where(r < skip or first + r + off < 0, 0, end)
@@ -978,7 +963,6 @@ def mta_strip_softmax_backward_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_post
     ).to(tl.bfloat16)
     sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
     for r in tl.range(program, count, PROGRAMS):
-
         there = exists
         end = tl.minimum((first + r + off) + 1, keys)
         end = tl.where(r < valid or first + r + off < 0, 0, end)

@@ -224,13 +224,20 @@ def test_which_windows_fit_slabs() -> None:
 # Strips and planes.
 
 
+def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, planes: int, workspace: int) -> list[Any]:
+    """The strips of a call with so many planes, without their memory."""
+    sizes = module.LIMITS.sizes(batch, heads, n_q, n_k, planes, workspace)
+    nowhere = torch.device("meta")
+    return [*module._strips(module.LIMITS, sizes, batch, heads, n_q, n_k, planes, torch.float16, nowhere)]
+
+
 @pytest.mark.parametrize("cq", [1, 2, 6, MAX_KERNEL])
 @pytest.mark.parametrize("post_cq", [1, 5, MAX_KERNEL])
 def test_at_least_half_of_a_strip_is_no_context(cq: int, post_cq: int) -> None:
     spec = Spec((cq, 2), 64, post_kernel=(post_cq, 3))
     module = StripModule.of([StripPass(spec, "sm_90a", "forward")])
     assert module.min_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
-    assert module.min_rows % module.row_multiple == 0
+    assert module.min_rows % module.limits["row_multiple"] == 0
     assert decode_rows(spec) >= spec.context + MAX_NEW_TOKENS
 
 
@@ -241,13 +248,13 @@ def test_strips(spec: Spec, workspace: int, causal: bool, monkeypatch: pytest.Mo
     """They have every row of every sequence once, its context, and the keys that some row sees, in the workspace."""
     spec = Spec.from_dict(spec.to_dict() | {"causal": causal})
     module = loaded(spec, tmp_path, monkeypatch)
-    nowhere = torch.device("meta")
-    for (batch, heads, n_q, n_k), count in itertools.product(
+    for sizes, count in itertools.product(
         ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)), (1, 5)
     ):
+        batch, heads, n_q, n_k = sizes
         owned = []
-        strips = module._planes(batch, heads, n_q, n_k, count, workspace, nowhere)
-        for b0, b1, begin, end, first, keys, planes in strips:
+        for b0, b1, begin, end, first, key0, keys, planes in strips_of(module, *sizes, count, workspace):
+            assert key0 == 0
             owned += itertools.product(range(b0, b1), range(begin, end))
             assert first == max(0, begin - spec.context)
             seen = end + n_k - n_q if causal else n_k
@@ -287,10 +294,9 @@ def test_strips_in_a_window(
     spec = Spec.from_dict(EVERYTHING.to_dict() | {"causal": causal, "window": window, "dropout": dropout})
     group = DROPOUT_GROUP if dropout else 1
     module = loaded(spec, tmp_path, monkeypatch)
-    nowhere = torch.device("meta")
     for batch, heads, n_q, n_k in ((1, 16, 1, 1), (3, 16, 200, 300), (2, 16, 700, 690), (1, 32, 1500, 40)):
         owned = []
-        strips = [*module._planes(batch, heads, n_q, n_k, 5, workspace, nowhere)]
+        strips = strips_of(module, batch, heads, n_q, n_k, 5, workspace)
         rows = max(end - first for _, _, _, end, first, *_ in strips)
         for b0, b1, begin, end, first, key0, keys, planes in strips:
             owned += itertools.product(range(b0, b1), range(begin, end))
@@ -323,7 +329,7 @@ def test_planes_in_a_window_do_not_grow_with_the_sequence(
     module = loaded(spec, tmp_path, monkeypatch)
     sizes, scores = [], []
     for n in (2**13, 2**15, 2**17):
-        strips = [*module._planes(1, 16, n, n, 5, 2**30, torch.device("meta"))]
+        strips = strips_of(module, 1, 16, n, n, 5, 2**30)
         sizes.append(max(x.numel() for *_, planes in strips for x in planes))
         scores.append(sum((end - first) * keys for _, _, _, end, first, _, keys, _ in strips) / n)
     assert len({*sizes}) == 1
@@ -344,7 +350,7 @@ def test_planes_are_those_of_the_host_code(spec: Spec) -> None:
         assert read >= {*one.planes}
         calls = [ast.unparse(x) for x in nodes if isinstance(x, ast.Call)]
         count = len(one.planes)
-        planes = f"_planes(batch, n_heads, n_q, n_k, {count}, workspace_bytes, q.device)"
+        planes = f"_strips(LIMITS, sizes, batch, n_heads, n_q, n_k, {count}, torch.float16, q.device)"
         assert (f"range({count})" if name == "decode" else planes) in calls
 
 

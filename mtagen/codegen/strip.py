@@ -16,7 +16,7 @@ from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
 from ..version import __version__
 from . import host, triton
-from .pieces import aligned, dot_options, first_key, last_key, visible
+from .pieces import aligned, dot_options, visible
 from .seen import Seen
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
@@ -62,8 +62,6 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "seen": Seen(module.mask),
         "drawn_key": f"({first} + j0)" if (first := module.first_drawn_key) else "j0",
         "aligned": partial(aligned, 16 // spec.itemsize),
-        "first_key": partial(first_key, module.mask),
-        "last_key": partial(last_key, module.mask),
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
             f"{stages.post_heads if name.startswith('post') else stages.heads})"

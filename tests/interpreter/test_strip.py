@@ -124,7 +124,7 @@ def strips(op: AttentionOp, sizes: Sizes, planes: int) -> tuple[int, int]:
     """Sequences and rows of a strip of a call with so many planes, as the host code cuts it."""
     module = load_host(op.plan, render(op.plan), "forward")
     workspace_bytes = op.plan.strip["forward"].workspace_bytes
-    sequences, rows, _ = module._strips(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes, workspace_bytes)
+    sequences, rows, _ = module.LIMITS.sizes(sizes.batch, sizes.heads, sizes.nq, sizes.nk, planes, workspace_bytes)
     return sequences, rows
 
 
@@ -457,7 +457,7 @@ def test_planes_of_packed_documents() -> None:
     module = load_host(made, render(made), "forward")
     packed = documents.packed([(32, 40)] * 1000 + [(0, 5), (300, 3)])
     places = (packed.cu_seq_q[-1].item() // 128 + 1002) * 128
-    records = module._documents(*packed[:2], places)
+    records = module._documents(*packed[:2], places, 128)
     assert records.dtype == torch.int32
     assert len(records) == places // 128
     rows = [(record[0], i) for record in records.tolist() for i in range(record[1], min(record[1] + 128, record[2]))]

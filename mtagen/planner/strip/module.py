@@ -98,11 +98,6 @@ class StripModule:
         return next(plan for plan in self.passes if plan.pass_name == pass_name)
 
     @property
-    def enough_rows(self) -> int:
-        """Rows of outputs that a strip has of each sequence before it takes more sequences."""
-        return ENOUGH_ROWS
-
-    @property
     def max_rows(self) -> int | None:
         """Upper limit of a strip's rows, context included, with a window on both sides; None
         otherwise.
@@ -185,16 +180,6 @@ class StripModule:
     def split(self) -> int:
         """Default number of keys of a split in decode."""
         return SPLIT
-
-    @property
-    def row_multiple(self) -> int:
-        """Divisor of a strip's rows, context included; the last strip may have any number."""
-        return CONVOLUTION_ROWS
-
-    @property
-    def key_multiple(self) -> int:
-        """Divisor of a strip's keys, unless they are all keys."""
-        return KEY_MULTIPLE
 
     @property
     def begin_multiple(self) -> int:
