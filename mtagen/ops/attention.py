@@ -81,7 +81,8 @@ class AttentionOp:
         self.dtypes = dtypes
         self._drops = drops
         self._build_again = build_again
-        _ = plan.spec.weight_names  # fill the cached property now, because torch.compile cannot trace its first use
+        # Fill cached properties now, because torch.compile cannot trace their first use.
+        _ = plan.spec.weight_names, plan.spec.context
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
