@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
 from .bench.tables import Table, open_console, print_table
 from .errors import InputError, MtagenError, SpecError, explain
-from .spec import DTYPES, KEY_PADDINGS, MASKS, DType, KeyPadding, Mask, Spec
+from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -123,21 +123,8 @@ def _spec(
         bool, typer.Option("--dropout/--no-dropout", help="Include dropout of attention probabilities.")
     ] = False,
 ) -> Spec:
-    return Spec(
-        _extents("kernel", kernel),
-        head_dim,
-        head_dim if value_head_dim is None else value_head_dim,
-        causal,
-        cast(KeyPadding, key_padding),
-        cast(Mask, mask),
-        cast(DType, dtype),
-        mixed_heads,
-        _extents("post_kernel", post_kernel),
-        post_mixed_heads,
-        window,
-        packed,
-        dropout,
-    )
+    options: dict[str, Any] = {**locals()}  # only the options are local so far
+    return Spec(**options | {name: _extents(name, options[name]) for name in ("kernel", "post_kernel")})
 
 
 def _extents(name: str, kernel: str) -> tuple[int, int] | None:

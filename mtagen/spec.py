@@ -289,6 +289,12 @@ class Spec:
         return cls(**fields)
 
 
+# Fields that mtagen.build takes as options: a built op serves batches and packed documents, with dropout and without.
+OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout"))
+# Options that mtagen.reference takes: it sees the stages and sizes in its tensors.
+RULES = tuple(name for name in OPTIONS if name not in (*STAGES.values(), "head_dim", "value_head_dim", "dtype"))
+
+
 def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
     """Return the extents (cq, ck) of a convolution after checking them."""
     if kernel is None:
