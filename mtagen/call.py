@@ -12,7 +12,6 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
 from torch import Tensor
 
-from .documents import Documents
 from .dropout import Dropout
 from .spec import WEIGHTS
 
@@ -44,6 +43,23 @@ def _given(*weights: Tensor | None) -> list[Tensor]:
     return [weight for weight in weights if weight is not None]
 
 
+class Documents(NamedTuple):
+    """Where the documents of a call begin and end.
+
+    Attributes:
+        cu_seq_q: (documents + 1,) int32, the first query of each document, and the end of the last
+            document. Rows after that end are padding.
+        cu_seq_k: the same for keys.
+        max_q: upper limit of a document's number of queries.
+        max_k: upper limit of a document's number of keys.
+    """
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+
 class Call(NamedTuple):
     """A call of an op on a batch or on packed documents.
 
@@ -55,7 +71,7 @@ class Call(NamedTuple):
         scale: factor of q k^T.
         key: names the built op.
         cu_seq_q, cu_seq_k, max_q, max_k: where packed documents begin and end, see
-            :class:`.documents.Documents`; a batch leaves them out.
+            :class:`Documents`; a batch leaves them out.
         dropout_seed, dropout_p: see :class:`.dropout.Dropout`; a call without dropout leaves them out.
     """
 

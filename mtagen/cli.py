@@ -199,7 +199,7 @@ def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", 
 @app.command("list")
 def list_entries() -> None:
     """List the kernels and tuned tables in the on-disk cache."""
-    from .runtime.cache import Cache
+    from .runtime.disk_cache import Cache
 
     cache = Cache()
     rows = [
@@ -240,7 +240,7 @@ def collect_env(as_json: _Json = False) -> None:
 @app.command()
 def clear_cache(yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False) -> None:
     """Remove all kernels and tuned tables from the on-disk cache."""
-    from .runtime.cache import Cache
+    from .runtime.disk_cache import Cache
 
     cache = Cache()
     if not yes:

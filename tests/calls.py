@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mtagen.call import Call, Step
-from mtagen.documents import Documents
+from mtagen.call import Call, Documents, Step
 from mtagen.dropout import Dropout
 from mtagen.spec import WEIGHTS, Spec
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from calls import call_of, step_of
 
+from mtagen import reference
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 from mtagen.cpu import attention as cpu
 from mtagen.cpu import pipeline
-from mtagen.naive import reference
 from mtagen.spec import Spec
 
 F64 = torch.float64

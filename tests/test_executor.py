@@ -11,9 +11,8 @@ import torch
 from calls import call_of, step_of
 from torch import Tensor
 
-from mtagen.call import Call, Step
+from mtagen.call import Call, Documents, Step
 from mtagen.cpu import attention, pipeline
-from mtagen.documents import Documents
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 from mtagen.spec import Spec

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtagen import Spec, cpu, plan
-from mtagen.documents import Documents
+from mtagen.call import Documents
 from mtagen.dropout import Dropout
 from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp

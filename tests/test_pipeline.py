@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mtagen
+from mtagen import reference
 from mtagen.check import failures
 from mtagen.cpu import pipeline
 from mtagen.measure.cases import Case, Sizes
-from mtagen.naive import reference
 from mtagen.ops.attention import AttentionOp
 from mtagen.planner.names import suffix
 from mtagen.spec import WEIGHTS, Spec

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..call import Call
-from ..documents import Documents
+from ..call import Call, Documents
 from ..spec import Spec
 
 _Results: TypeAlias = tuple[Tensor, ...]

@@ -20,7 +20,7 @@ from ..call import INPUTS, Call, Length, schema_of
 from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
 from ..ops.attention import AttentionOp, autocast
-from ..ops.inputs import check_boundaries, check_call, check_packed
+from ..ops.checks import check_boundaries, check_call, check_packed
 from ..spec import BATCH, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
 from .sharding import ChunkCall, Rows, Sharding, fresh, regions

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..accuracy import GRADIENT_FACTOR, Comparison, compare
-from ..naive import reference
+from ..eager import reference
 from ..spec import RULES, Spec
 from .inputs import Inputs
 

@@ -12,11 +12,11 @@ from ..dtypes import DTypeLike, dtype_name
 from ..errors import InputError, SpecError, explain
 from ..op import build
 from ..ops.attention import AttentionOp, autocast_dtype
-from ..ops.inputs import check_boundaries
+from ..ops.checks import check_boundaries
 from ..planner import Backend
 from ..spec import MAX_NEW_TOKENS, OPTIONS, KeyPadding, Mask
 from .cache import Cache
-from .inputs import GateKind, as_count, check_count, check_divisor, check_input, check_options
+from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import cpu
-from ..call import Call, Step
-from ..documents import Documents
+from ..call import Call, Documents, Step
 from ..dropout import Dropout
 from ..errors import BackendError, explain
 from ..runtime.load import Passes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Named, check_batch, check_dense, check_groups, shaped_weight
-from ..documents import Documents
+from ..call import Documents
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
 from ..spec import MAX_NEW_TOKENS, STAGES, WEIGHTS, Spec, as_int
