@@ -23,6 +23,7 @@ from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import load, load_host
+from mtagen.spec import WEIGHTS
 
 SPEC, HEADS, ROWS = Spec((6, 11), 64), 16, 64
 CALLS = 40  # calls in a burst
@@ -71,7 +72,7 @@ def main(bursts: Annotated[int, typer.Option(min=1, help=f"Number of bursts of {
     q_tail, weight = q[:, :, : SPEC.cq], torch.zeros(HEADS, *SPEC.kernel)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, weight)]
     out, lse = op(q, k, v, weight, return_lse=True)
-    absent = (None,) * (len(library.WEIGHTS) - 1)
+    absent = (None,) * (len(WEIGHTS) - 1)
     arguments = (out, torch.zeros_like(lse), q, k, v, weight, *absent, out, lse, 1.0, "without kernels")
     table = Table("call", "us", title=f"{SPEC.kernel}, d = {SPEC.head_dim}, torch {torch.__version__}")
     for name, call in (

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mtagen
 from mtagen.distributed import ContextParallel, Rates, predict
-from mtagen.distributed.sharding import Call, Sharding
+from mtagen.distributed.sharding import ChunkCall, Sharding
 from mtagen.environment import collect
 from mtagen.measure.cases import visible_pairs
 from mtagen.spec import Spec
@@ -160,7 +160,7 @@ def measure(
     whole = tensors(spec, heads, kv_heads, length, length, device) if rank == 0 else []
     own = tensors(spec, heads, kv_heads, length // ranks, length // ranks, device)
     cp = ContextParallel(op, dist.group.WORLD)
-    calls = [Call.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held_by(rank)]
+    calls = [ChunkCall.of(chunk, length, spec) for chunk in Sharding(length, ranks, balanced=True).held_by(rank)]
     parts = [tensors(spec, heads, kv_heads, call.queries.count, call.keys.count, device) for call in calls]
     contenders: dict[str, Callable[[], Outputs]] = {
         "alone": lambda: [attend(op, whole)],

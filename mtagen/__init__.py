@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from . import accuracy, distributed, nn
     from . import transformers as transformers
     from .dropout import draw_seed, dropout_mask
+    from .eager import reference
     from .errors import BackendError, InputError, MtagenError, PlanError, SpecError
-    from .naive import reference
     from .op import build
     from .ops.attention import AttentionOp
     from .planner import TARGETS, Plan, Target, plan
@@ -37,7 +37,7 @@ _HOMES = {
     "draw_seed": "dropout",
     "dropout_mask": "dropout",
     "plan": "planner",
-    "reference": "naive",
+    "reference": "eager",  # importing a module named reference would replace the function by the module
 }
 
 _SUBMODULES = ("accuracy", "distributed", "nn", "transformers")

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from .errors import InputError, explain
+from .spec import BATCH, PACKED, Argument
 
 _LARGEST = sys.float_info.max
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
+
+
+def _deciding(rows: Sequence[Argument]) -> list[int]:
+    """Return which extent decides each of D, DV and the extents of q, k and v: the first with the same symbol."""
+    symbols = ["D", "DV", *(symbol for argument in rows for symbol in argument.shape)]
+    return [symbols.index(symbol) for symbol in symbols]
+
+
+_DECIDING = {False: _deciding(BATCH), True: _deciding(PACKED)}  # by whether documents are packed
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -70,30 +80,20 @@ def check_batch(tensors: Named, head_dims: tuple[int, int], *, packed: bool = Fa
         if x.device != device:
             legal = f"{device}: {name}.to({q_name}.device)"
             raise InputError(explain(f"{name}.device", x.device, f"must be on {q_name}'s device", legal))
-    shapes, (head_dim, value_head_dim) = (q.shape, k.shape, v.shape), head_dims
     heads, kv_heads, rows = q.shape[1], k.shape[1], 0 if packed else 2
     if kv_heads == 0 or heads % kv_heads:
         rule, legal = f"{q_name}'s heads must be a multiple of {k_name}'s", "H = group * Hkv"
         if k.shape[rows] and q.shape[rows] % k.shape[rows] == 0:
             legal += f", or if axes are exchanged, {_exchanged(q_name, q)} and the same of the others"
         raise InputError(explain("heads", (heads, kv_heads), rule, legal))
-    if packed:
-        legal_shapes: tuple[tuple[int, ...], ...] = (
-            (q.shape[0], heads, head_dim),
-            (k.shape[0], kv_heads, head_dim),
-            (k.shape[0], kv_heads, value_head_dim),
-        )
-    else:
-        legal_shapes = (
-            (q.shape[0], heads, q.shape[2], head_dim),
-            (q.shape[0], kv_heads, k.shape[2], head_dim),
-            (q.shape[0], kv_heads, k.shape[2], value_head_dim),
-        )
-    if shapes != legal_shapes:
-        rule = "does not fit the spec and the other tensors"
-        given = zip(tensors, legal_shapes, strict=True)
-        name, x, legal_shape = next((name, x, legal) for (name, x), legal in given if x.shape != legal)
-        raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal_shape))
+    extents = [*head_dims, *q.shape, *k.shape, *v.shape]
+    legal_extents = [extents[i] for i in _DECIDING[packed]]
+    if extents != legal_extents:
+        rule, ndim = "does not fit the spec and the other tensors", q.ndim
+        for number, (name, x) in enumerate(tensors):
+            legal_shape = tuple(legal_extents[2 + number * ndim :][:ndim])
+            if x.shape != legal_shape:
+                raise InputError(explain(f"{name}.shape", tuple(x.shape), rule, legal_shape))
 
 
 def _exchanged(name: str, x: Tensor) -> str:

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from .bench.suites import MAX_MATERIALISED, PATIENCE, SUITES
 from .bench.tables import Table, open_console, print_table
 from .errors import InputError, MtagenError, SpecError, explain
-from .spec import DTYPES, KEY_PADDINGS, MASKS, DType, KeyPadding, Mask, Spec
+from .spec import DTYPES, KEY_PADDINGS, MASKS, Spec
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -123,21 +123,8 @@ def _spec(
         bool, typer.Option("--dropout/--no-dropout", help="Include dropout of attention probabilities.")
     ] = False,
 ) -> Spec:
-    return Spec(
-        _extents("kernel", kernel),
-        head_dim,
-        head_dim if value_head_dim is None else value_head_dim,
-        causal,
-        cast(KeyPadding, key_padding),
-        cast(Mask, mask),
-        cast(DType, dtype),
-        mixed_heads,
-        _extents("post_kernel", post_kernel),
-        post_mixed_heads,
-        window,
-        packed,
-        dropout,
-    )
+    options: dict[str, Any] = {**locals()}  # only the options are local so far
+    return Spec(**options | {name: _extents(name, options[name]) for name in ("kernel", "post_kernel")})
 
 
 def _extents(name: str, kernel: str) -> tuple[int, int] | None:
@@ -212,7 +199,7 @@ def plan(*, spec: Spec, target: _Target = "sm_90a", backend: _Backend = "auto", 
 @app.command("list")
 def list_entries() -> None:
     """List the kernels and tuned tables in the on-disk cache."""
-    from .runtime.cache import Cache
+    from .runtime.disk_cache import Cache
 
     cache = Cache()
     rows = [
@@ -253,7 +240,7 @@ def collect_env(as_json: _Json = False) -> None:
 @app.command()
 def clear_cache(yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False) -> None:
     """Remove all kernels and tuned tables from the on-disk cache."""
-    from .runtime.cache import Cache
+    from .runtime.disk_cache import Cache
 
     cache = Cache()
     if not yes:

@@ -28,6 +28,7 @@ class Config:
 
     cache_dir: Path
     cache_lock_timeout: float
+    shortcuts: bool
     triton_interpret: bool
 
     @classmethod
@@ -41,6 +42,7 @@ class Config:
         return cls(
             cache_dir=_cache_dir(),
             cache_lock_timeout=_seconds("MTAGEN_CACHE_LOCK_TIMEOUT", LOCK_TIMEOUT),
+            shortcuts=_flag("MTAGEN_SHORTCUTS", default="1"),
             triton_interpret=_flag("TRITON_INTERPRET"),
         )
 
@@ -58,6 +60,12 @@ class Config:
                 f"{self.cache_lock_timeout:g}",
                 f"{LOCK_TIMEOUT:g}",
                 "seconds to wait for a process that builds the same kernel, before building it privately",
+            ),
+            Setting(
+                "MTAGEN_SHORTCUTS",
+                str(int(self.shortcuts)),
+                "1",
+                "0: every call goes through PyTorch's dispatcher, and tuning times passes instead of single kernels",
             ),
             Setting(
                 "TRITON_INTERPRET",
@@ -99,6 +107,6 @@ def _seconds(name: str, default: float) -> float:
     return value
 
 
-def _flag(name: str) -> bool:
+def _flag(name: str, default: str = "") -> bool:
     # The spellings Triton itself accepts.
-    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")
+    return (os.environ.get(name) or default).lower() in ("1", "true", "yes", "on", "y")

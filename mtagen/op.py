@@ -14,7 +14,7 @@ from .planner.tables import shipped
 from .runtime.devices import local_target
 from .runtime.load import available_backends
 from .runtime.tuned import remembered
-from .spec import DType, KeyPadding, Mask, Spec
+from .spec import OPTIONS, DType, KeyPadding, Mask, Spec
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
 
@@ -101,19 +101,7 @@ def build(
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
     named = None if dtype is None else dtype_name("dtype", dtype)
     default: DType = "fp32" if interpreted or target == "cpu" else "bf16"
-    spec = Spec(
-        kernel=kernel,
-        head_dim=head_dim,
-        value_head_dim=head_dim if value_head_dim is None else value_head_dim,
-        causal=causal,
-        key_padding=key_padding,
-        mask=mask,
-        dtype=named or default,
-        mixed_heads=mixed_heads,
-        post_kernel=post_kernel,
-        post_mixed_heads=post_mixed_heads,
-        window=window,
-    )
+    spec = Spec(**{name: arguments[name] for name in OPTIONS} | {"dtype": named or default})
     if tune and backend == "torch":
         legal = f"False, or one of the backends {GENERATED}"
         raise BackendError(explain("tune", tune, "the torch backend has no kernels to tune", legal))

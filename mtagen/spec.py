@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from .errors import SpecError, check_choice, explain
 
@@ -32,6 +32,59 @@ STAGES = {
     "post_head_weight": "post_mixed_heads",
 }
 WEIGHTS = tuple(STAGES)
+Role: TypeAlias = Literal["queries", "keys", "values", "filters", "mixtures", "boundaries", "lengths", "seed"]
+
+
+class Argument(NamedTuple):
+    """A tensor that an op takes.
+
+    Attributes:
+        name: its name in calls.
+        role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``boundaries``
+            say where packed documents begin, ``lengths`` how many keys of a cache are in use.
+        shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
+            tensors of a call. ``H/4`` is a quarter of ``H``.
+        dtypes: the dtypes that it may have; ``q`` is that of the queries.
+        differentiable: whether the op has a gradient of it.
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int | str, ...]
+    dtypes: tuple[str, ...] = ("q",)
+    differentiable: bool = True
+
+    def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape in numbers, given the symbols' values."""
+        return tuple(x if isinstance(x, int) else _extent(x, sizes) for x in self.shape)
+
+
+def _extent(symbol: str, sizes: Mapping[str, int]) -> int:
+    name, _, divisor = symbol.partition("/")
+    return sizes[name] // int(divisor or 1)
+
+
+# Queries, keys and values of a batch, of packed documents, and of a step of decoding, whose Nq counts the earlier
+# queries that the new ones depend on.
+BATCH = (
+    Argument("q", "queries", ("B", "H", "Nq", "D")),
+    Argument("k", "keys", ("B", "Hkv", "Nk", "D")),
+    Argument("v", "values", ("B", "Hkv", "Nk", "DV")),
+)
+PACKED = (
+    Argument("q", "queries", ("total_q", "H", "D")),
+    Argument("k", "keys", ("total_k", "Hkv", "D")),
+    Argument("v", "values", ("total_k", "Hkv", "DV")),
+)
+STEP = tuple(
+    argument._replace(name=name, differentiable=False)
+    for argument, name in zip(BATCH, ("q_tail", "k_cache", "v_cache"), strict=True)
+)
+BOUNDARIES = tuple(
+    Argument(name, "boundaries", ("documents + 1",), ("int32",), False) for name in ("cu_seq_q", "cu_seq_k")
+)
+SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
+LENGTHS = Argument("cache_seqlens", "lengths", ("B",), ("int32",), False)
 
 
 @dataclass(frozen=True)
@@ -140,7 +193,7 @@ class Spec:
         left = {"both": (ck - 1) // 2, "left": ck - 1, "right": 0}[self.key_padding]
         return left, ck - 1 - left
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Number of earlier queries that a row of the output depends on."""
         return self.cq - 1 + (self.post_kernel[0] - 1 if self.post_kernel else 0)
@@ -163,9 +216,42 @@ class Spec:
         return {name: kernel for name, kernel in kernels.items() if kernel}
 
     @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The tensors that a call takes, in its order."""
+        given = (*(PACKED if self.packed else BATCH), *self.weight_arguments.values())
+        others = (*BOUNDARIES,) * self.packed + (SEED,) * self.dropout
+        return self._with_head_dims(given + others)
+
+    @cached_property
+    def decode_arguments(self) -> tuple[Argument, ...]:
+        """The tensors that a step of decoding takes, in its order."""
+        return self._with_head_dims((*STEP, *self.weight_arguments.values(), LENGTHS))
+
+    @cached_property
+    def weight_arguments(self) -> dict[str, Argument]:
+        """The weights that the op takes, by name, in the order of ``WEIGHTS``."""
+        described = {}
+        for name, (group, extents) in self._weight_extents.items():
+            role: Role = "mixtures" if name in self.mixed else "filters"
+            shape = "H" if group == 1 else f"H/{group}", *extents
+            described[name] = Argument(name, role, shape, ("fp32", "q"))
+        return described
+
+    @cached_property
+    def _weight_extents(self) -> dict[str, tuple[int, tuple[int, int]]]:
+        """Heads that share a filter or matrix of each weight, and the extents of that filter or matrix."""
+        filters = {name: (1, kernel) for name, kernel in self.kernels.items()}
+        described = filters | {name: (m, (m, m)) for name, m in self.mixed.items()}
+        return {name: described[name] for name in WEIGHTS if name in described}
+
+    def _with_head_dims(self, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        dims = {"D": self.head_dim, "DV": self.value_head_dim}
+        return tuple(x._replace(shape=tuple(dims.get(str(size), size) for size in x.shape)) for x in arguments)
+
+    @cached_property
     def weight_names(self) -> tuple[str, ...]:
         """Names of the weights that the op takes, in the order of ``WEIGHTS``."""
-        return tuple(name for name in WEIGHTS if name in self.kernels or name in self.mixed)
+        return tuple(self._weight_extents)
 
     def weights(self, heads: int) -> dict[str, tuple[int, ...]]:
         """Return the weights' shapes by name, in the order of ``WEIGHTS``, for H = ``heads``."""
@@ -173,10 +259,8 @@ class Spec:
 
     def weight_shape(self, name: str, heads: int) -> tuple[int, ...]:
         """Return the shape of the weight ``name`` for q with ``heads`` heads."""
-        if name in self.kernels:
-            return heads, *self.kernels[name]
-        mixed = self.mixed[name]
-        return heads // mixed, mixed, mixed
+        group, extents = self._weight_extents[name]
+        return heads // group, *extents
 
     @property
     def left(self) -> int | None:
@@ -203,6 +287,12 @@ class Spec:
     def from_dict(cls, fields: Mapping[str, Any]) -> Spec:
         """Return the spec that :meth:`to_dict` made ``fields`` from."""
         return cls(**fields)
+
+
+# Fields that mtagen.build takes as options: a built op serves batches and packed documents, with dropout and without.
+OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout"))
+# Options that mtagen.reference takes: it sees the stages and sizes in its tensors.
+RULES = tuple(name for name in OPTIONS if name not in (*STAGES.values(), "head_dim", "value_head_dim", "dtype"))
 
 
 def _extents(name: str, kernel: Any) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ import torch
 
 from .check import failures
 from .codegen import render
+from .config import Config
 from .errors import BackendError, PlanError, explain
 from .measure.cases import CACHE_LENGTH, LENGTH, SCALES, Sizes
 from .measure.inputs import Sampler
@@ -37,6 +38,7 @@ from .planner.passes import PASSES, Fields, PassPlan, describe
 from .planner.strip.passes import StripPass
 from .planner.tables import TUNED, Shape, Table, shipped
 from .runtime.load import available_backends, load, load_host
+from .runtime.loaded import intercepted
 from .runtime.precompile import precompile
 from .runtime.tuned import describe_machine, remember
 from .spec import Spec
@@ -306,11 +308,12 @@ def _time(candidate: Candidate) -> float:
     sizes.
     """
     pass_plan, spec, pass_name = candidate.pass_plan, candidate.plan.spec, candidate.pass_name
+    # A fused CUDA pass is one decision. Without shortcuts, nothing stands in for a module's kernels.
+    if not isinstance(pass_plan, (StripPass, LiftPass)) or not Config.from_env().shortcuts:
+        return _pass_ms(load(candidate.plan, render(candidate.plan)), pass_name, spec, CANDIDATE_SIZES)
     if isinstance(pass_plan, StripPass):
         module = load_host(candidate.plan, render(candidate.plan), pass_name)
         return _kernel_ms(module, pass_plan.role(candidate.key), _call(module, pass_name, spec, _LONG))
-    if not isinstance(pass_plan, LiftPass):  # a fused CUDA pass is one decision
-        return _pass_ms(load(candidate.plan, render(candidate.plan)), pass_name, spec, CANDIDATE_SIZES)
     module, role = load_host(candidate.plan, render(candidate.plan), pass_name), pass_plan.role(candidate.key)
     if role in DECODE_ROLES:  # the kernel takes nearly all the time of its pass
         return _ms(_call(module, "decode", spec, _DECODE_STEPS[DECODE_ROLES.index(role)]))
@@ -337,11 +340,10 @@ def _kernel_name(pass_plan: LiftPass, role: str) -> str:
 def _kernel_ms(module: ModuleType, role: str, call: Callable[[], object]) -> float:
     """Return the median ms, over some calls, of all launches of one CUDA kernel of a strip pass."""
     call()  # loads the kernel
-    (kernels,) = module.LOADED[role].values()
-    kernel, event = kernels[role], partial(torch.cuda.Event, enable_timing=True)
+    event = partial(torch.cuda.Event, enable_timing=True)
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def launch(*arguments: Any) -> None:
+    def launch(kernel: Callable[..., None], *arguments: Any) -> None:
         begin, end = event(), event()
         begin.record()
         kernel(*arguments)
@@ -354,11 +356,8 @@ def _kernel_ms(module: ModuleType, role: str, call: Callable[[], object]) -> flo
         torch.cuda.synchronize()
         return float(sum(begin.elapsed_time(end) for begin, end in marks))
 
-    kernels[role] = launch
-    try:
+    with intercepted(module, role, launch):
         return statistics.median(launches_ms() for _ in range(_CALLS))
-    finally:
-        kernels[role] = kernel
 
 
 def _ms(call: Callable[[], object]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtagen.documents import Documents
+from mtagen.call import Documents
 from mtagen.dropout import Dropout, dropout_mask
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.measure.inputs import Inputs

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtagen import reference
 from mtagen.accuracy import GRADIENT_FACTOR, Comparison, compare
 from mtagen.check import check
 from mtagen.errors import InputError, SpecError
 from mtagen.measure.cases import Sizes
-from mtagen.naive import reference
 from mtagen.spec import Spec
 
 INF = float("inf")

@@ -27,7 +27,7 @@ from mtagen.codegen import render
 from mtagen.errors import SpecError
 from mtagen.runtime import cache as cache_module
 from mtagen.runtime import nvrtc
-from mtagen.runtime.cache import MANIFEST, TAG, TAG_CONTENT, Cache, Entry, UntrustedError, cache_key
+from mtagen.runtime.disk_cache import MANIFEST, TAG, TAG_CONTENT, Cache, Entry, UntrustedError, cache_key
 from mtagen.runtime.load import load_host
 from mtagen.runtime.loader import load_module
 from mtagen.version import __version__

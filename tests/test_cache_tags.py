@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtagen.runtime.cache import TAG, TAG_CONTENT, Cache, cache_key
+from mtagen.runtime.disk_cache import TAG, TAG_CONTENT, Cache, cache_key
 from mtagen.version import __version__
 
 SIGNATURE, OURS = TAG_CONTENT.splitlines(keepends=True)  # the first line is that of all programs

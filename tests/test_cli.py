@@ -26,7 +26,7 @@ from mtagen.cli import app
 from mtagen.codegen import render
 from mtagen.codegen.host import codes
 from mtagen.planner import Plan, plan
-from mtagen.runtime.cache import Cache, cache_key
+from mtagen.runtime.disk_cache import Cache, cache_key
 from mtagen.spec import Spec
 
 COMMANDS = ("emit", "plan", "list", "show-config", "collect-env", "clear-cache", "check", "bench", "tune")

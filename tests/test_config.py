@@ -11,7 +11,13 @@ from mtagen.config import Config
 from mtagen.environment import collect
 from mtagen.errors import SpecError
 
-VARIABLES = ("MTAGEN_CACHE_DIR", "XDG_CACHE_HOME", "MTAGEN_CACHE_LOCK_TIMEOUT", "TRITON_INTERPRET")
+VARIABLES = (
+    "MTAGEN_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "MTAGEN_CACHE_LOCK_TIMEOUT",
+    "MTAGEN_SHORTCUTS",
+    "TRITON_INTERPRET",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +28,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    assert Config.from_env() == Config(tmp_path / ".cache" / "mtagen", 600.0, False)
+    assert Config.from_env() == Config(tmp_path / ".cache" / "mtagen", 600.0, shortcuts=True, triton_interpret=False)
 
 
 def test_cache_dir_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -61,14 +67,23 @@ def test_bad_timeout_is_explained(monkeypatch: pytest.MonkeyPatch, bad: str) -> 
         Config.from_env()
 
 
+def test_an_empty_switch_is_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTAGEN_SHORTCUTS", "")
+    assert Config.from_env().shortcuts
+    monkeypatch.setenv("MTAGEN_SHORTCUTS", "false")
+    assert not Config.from_env().shortcuts
+
+
 def test_describe_shows_values_in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "here"))
     monkeypatch.setenv("MTAGEN_CACHE_LOCK_TIMEOUT", "2.5")
+    monkeypatch.setenv("MTAGEN_SHORTCUTS", "0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     rows = {row.name: row for row in Config.from_env().describe()}
     assert {name: row.value for name, row in rows.items()} == {
         "MTAGEN_CACHE_DIR": str(tmp_path / "here"),
         "MTAGEN_CACHE_LOCK_TIMEOUT": "2.5",
+        "MTAGEN_SHORTCUTS": "0",
         "TRITON_INTERPRET": "1",
     }
     assert rows["MTAGEN_CACHE_LOCK_TIMEOUT"].default == "600"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calls import call_of, step_of
 
+from mtagen import reference
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 from mtagen.cpu import attention as cpu
 from mtagen.cpu import pipeline
-from mtagen.naive import reference
 from mtagen.spec import Spec
 
 F64 = torch.float64
@@ -51,8 +52,10 @@ def run_reference(spec, args, grad_out, grad_lse):
 
 
 def run_tiled(spec, args, grad_out, grad_lse, **tiling):
-    out, lse = cpu.forward(spec, *args, SCALE, **tiling)
-    return out, lse, *cpu.backward(spec, grad_out, grad_lse, *args, out, lse, SCALE, **tiling)
+    *qkv, weight = args
+    call = call_of(spec, *qkv, [weight], SCALE)
+    out, lse = cpu.forward(spec, call, **tiling)
+    return out, lse, *cpu.backward(spec, call, grad_out, grad_lse, out, lse, **tiling)
 
 
 def assert_same(got, expected):
@@ -165,17 +168,17 @@ def test_decode_equals_reference(kernel, causal, key_padding, mask):
     lengths = [0, 1, 3, 12, 40]
     for n_new in (1, 2, 5, 8):
         args, expected = decode_case(spec, lengths, n_new, capacity=43)
-        assert_same(pipeline.decode(spec, *args, SCALE, torch.tensor(lengths)), expected)
+        assert_same(pipeline.decode(spec, step_of(spec, *args, SCALE, torch.tensor(lengths))), expected)
 
 
 def test_decode_of_a_full_cache():
     spec = make_spec((6, 11))
     args, expected = decode_case(spec, [30, 30], 3, capacity=30)
-    assert_same(pipeline.decode(spec, *args, SCALE, None), expected)
+    assert_same(pipeline.decode(spec, step_of(spec, *args, SCALE)), expected)
 
 
 def test_decode_dtypes():
     spec = make_spec((2, 3), dtype="bf16")
     (*tensors, weights), _ = decode_case(spec, [30], 3, capacity=30)
-    out, lse = pipeline.decode(spec, *(x.bfloat16() for x in tensors), weights, SCALE, None)
+    out, lse = pipeline.decode(spec, step_of(spec, *(x.bfloat16() for x in tensors), weights, SCALE))
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

@@ -25,7 +25,7 @@ from mtagen.planner.kernel import Argument, numbers, reads, strides, writes
 from mtagen.planner.kernel import Kernel as PlannedKernel
 from mtagen.runtime import load as runtime
 from mtagen.runtime import nvrtc
-from mtagen.runtime.cache import Cache
+from mtagen.runtime.disk_cache import Cache
 from mtagen.runtime.load import arch_for, compile_kernels
 from mtagen.runtime.nvrtc import cached_cubin, compile_cubin, cuda_is_installed, toolchain
 from mtagen.runtime.offline import usage_of_cubins

@@ -10,7 +10,7 @@ from checkpoints import forward_calls
 from test_transformers import MODELS, SIZES, STAGES, VOCABULARY, cache_of, close, llama, made, tokens
 
 from mtagen import SpecError
-from mtagen.documents import Documents
+from mtagen.call import Documents
 from mtagen.nn import FrequencyScaling
 from mtagen.transformers import MtaConfig, MtaForCausalLM, MtaModel, retrofit
 from mtagen.transformers.configuration import LAYER_OPTIONS

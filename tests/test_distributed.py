@@ -31,7 +31,7 @@ from torchrun import torchrun
 import mtagen
 from mtagen import BackendError, InputError, SpecError
 from mtagen.distributed import ContextParallel, context_parallel, exchange
-from mtagen.distributed.sharding import Call, Rows, Sharding, fresh, regions
+from mtagen.distributed.sharding import ChunkCall, Rows, Sharding, fresh, regions
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, eager_op, judge
@@ -553,7 +553,7 @@ def test_calls_take_what_their_rows_see(stages: dict[str, Any], mask: str) -> No
     spec, length = Spec(**stages, **MASKS[mask], head_dim=WIDTH), 29
     sharding = Sharding(length, 3, balanced=True)
     for chunk in map(sharding.chunk, range(sharding.chunks)):
-        call = Call.of(chunk, length, spec)
+        call = ChunkCall.of(chunk, length, spec)
         queries = {row - before for row in chunk for before in range(spec.context + 1) if row >= before}
         seen = {
             key
@@ -571,7 +571,7 @@ def test_keys_are_brought_once(mask: str, length: int) -> None:
     """To one tensor for calls whose keys overlap, which holds no rows but theirs."""
     spec, sharding = Spec((4, 3), **MASKS[mask], head_dim=WIDTH), Sharding(length, 3, balanced=True)
     for chunks in sharding.held:
-        calls = [Call.of(chunk, length, spec) for chunk in chunks]
+        calls = [ChunkCall.of(chunk, length, spec) for chunk in chunks]
         new, tensors = fresh(calls), regions(calls)
         taken = [set(call.keys) for call in calls]
         assert [set(rows) for rows in new] == [taken[0], taken[1] - taken[0]]

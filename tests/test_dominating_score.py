@@ -14,9 +14,8 @@ from test_emulated_kernels import op_of
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from mtagen import build
+from mtagen import build, reference
 from mtagen.accuracy import GRADIENT_FACTOR
-from mtagen.naive import reference
 from mtagen.spec import Spec
 
 SPEC = Spec((3, 3), 64)

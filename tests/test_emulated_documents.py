@@ -14,7 +14,7 @@ from test_emulated_kernels import case_id
 from torch import Tensor
 
 from mtagen import plan
-from mtagen.documents import Documents
+from mtagen.call import Documents
 from mtagen.dropout import Dropout
 from mtagen.measure.inputs import Inputs
 from mtagen.planner.tile import layout

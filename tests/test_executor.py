@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from calls import call_of, step_of
 from torch import Tensor
 
+from mtagen.call import Call, Documents, Step
 from mtagen.cpu import attention, pipeline
-from mtagen.documents import Documents
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
 from mtagen.spec import Spec
@@ -44,7 +45,7 @@ class StrictKernels:
         self.calls["forward"] += 1
         assert_rows(q, k, v)
         assert_dense_fp32(weight)
-        return attention.forward(self.spec, q, k, v, weight, scale)
+        return attention.forward(self.spec, call_of(SPEC, q, k, v, [weight], scale))
 
     def backward(
         self,
@@ -64,7 +65,8 @@ class StrictKernels:
         assert_rows(grad_out, q, k, v)
         assert_dense_fp32(weight, grad_lse, lse)
         assert out.is_contiguous()
-        return attention.backward(self.spec, grad_out, grad_lse, q, k, v, weight, out, lse, scale)
+        call = call_of(SPEC, q, k, v, [weight], scale)
+        return attention.backward(self.spec, call, grad_out, grad_lse, out, lse)
 
     def decode(
         self,
@@ -82,7 +84,7 @@ class StrictKernels:
         assert cache_seqlens is None or (cache_seqlens.is_contiguous() and cache_seqlens.dtype == torch.int32)
         self.splits = num_splits
         weights = [weight] if self.spec.kernel else []
-        return pipeline.decode(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
+        return pipeline.decode(self.spec, step_of(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens))
 
 
 def assert_rows(*tensors: Tensor) -> None:
@@ -122,9 +124,14 @@ def operands(nq: int = NQ, nk: int = NK, weight_dtype: torch.dtype = torch.float
     return [*(random(*shape) for shape in shapes), random(H, *SPEC.kernel, dtype=weight_dtype)]
 
 
-def in_list(tensors: list[Tensor]) -> list[Any]:
-    """The arguments of a call, which takes its weights as a list."""
-    return [*tensors[:3], tensors[3:]]
+def call(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, documents: Documents | None = None) -> Call:
+    """A call, with filters or without."""
+    return call_of(SPEC if weights else replace(SPEC, kernel=None), q, k, v, weights, SCALE, documents)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, lengths: Tensor | None = None, splits: int = 0) -> Step:
+    """A step of decoding, with filters or without."""
+    return step_of(SPEC if weights else replace(SPEC, kernel=None), q, k, v, weights, SCALE, lengths, splits)
 
 
 # Layouts of the same values: as they are, and such as kernels cannot read.
@@ -171,31 +178,31 @@ def test_operands_of_any_layout(executor: Executor, index: int, layout: Callable
     *qkv, weight = operands()
     qkv[index] = layout(qkv[index])
     dense = [x.contiguous() for x in qkv]
-    out, lse = executor.forward(*qkv, [weight], SCALE)
-    assert_equal((out, lse), attention.forward(SPEC, *dense, weight, SCALE))
+    out, lse = executor.forward(call(*qkv, weight))
+    assert_equal((out, lse), attention.forward(SPEC, call(*dense, weight)))
     grads = random(*out.shape), random(*lse.shape, dtype=torch.float32)
-    got = executor.backward(*grads, *qkv, [weight], out, lse, SCALE)
-    assert_equal(got, attention.backward(SPEC, *grads, *dense, weight, out, lse, SCALE))
+    got = executor.backward(call(*qkv, weight), *grads, out, lse)
+    assert_equal(got, attention.backward(SPEC, call(*dense, weight), *grads, out, lse))
 
 
 @every_layout
 def test_gradients_of_any_layout(executor: Executor, layout: Callable[[Tensor], Tensor]) -> None:
     tensors = operands()
-    out, lse = executor.forward(*in_list(tensors), SCALE)
+    out, lse = executor.forward(call(*tensors))
     grad_out, grad_lse = layout(random(*out.shape)), layout(random(*lse.shape, 8, dtype=torch.float32))[..., 0]
-    got = executor.backward(grad_out, grad_lse, *in_list(tensors), out, lse, SCALE)
+    got = executor.backward(call(*tensors), grad_out, grad_lse, out, lse)
     dense = grad_out.contiguous(), grad_lse.contiguous()
-    assert_equal(got, attention.backward(SPEC, *dense, *tensors, out, lse, SCALE))
+    assert_equal(got, attention.backward(SPEC, call(*tensors), *dense, out, lse))
 
 
 def test_the_gradient_of_a_sum(executor: Executor, kernels: StrictKernels) -> None:
     """``out.sum().backward()`` gives one number the shape of the output; all its strides are 0."""
     tensors = operands()
-    out, lse = executor.forward(*in_list(tensors), SCALE)
+    out, lse = executor.forward(call(*tensors))
     one = torch.ones((), dtype=out.dtype).expand(out.shape), torch.zeros(()).expand(lse.shape)
-    got = executor.backward(*one, *in_list(tensors), out, lse, SCALE)
+    got = executor.backward(call(*tensors), *one, out, lse)
     assert kernels.calls["backward"] == 1
-    assert_equal(got, attention.backward(SPEC, torch.ones_like(out), torch.zeros_like(lse), *tensors, out, lse, SCALE))
+    assert_equal(got, attention.backward(SPEC, call(*tensors), torch.ones_like(out), torch.zeros_like(lse), out, lse))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
@@ -207,15 +214,15 @@ def test_weights_of_any_layout_and_dtype(
     q, k, v, weight = operands(weight_dtype=dtype)
     weight = layout(weight)
     exact = weight.float().contiguous()
-    out, lse = executor.forward(q, k, v, [weight], SCALE)
-    assert_equal((out, lse), attention.forward(SPEC, q, k, v, exact, SCALE))
+    out, lse = executor.forward(call(q, k, v, weight))
+    assert_equal((out, lse), attention.forward(SPEC, call(q, k, v, exact)))
     grads = random(*out.shape), torch.zeros_like(lse)
-    got = executor.backward(*grads, q, k, v, [weight], out, lse, SCALE)
-    *expected, dweight = attention.backward(SPEC, *grads, q, k, v, exact, out, lse, SCALE)
+    got = executor.backward(call(q, k, v, weight), *grads, out, lse)
+    *expected, dweight = attention.backward(SPEC, call(q, k, v, exact), *grads, out, lse)
     assert_equal(got, (*expected, dweight.to(dtype)))
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
-    got = executor.decode(tail, k, v, [weight], None, SCALE, 0)
-    assert_equal(got, pipeline.decode(SPEC, tail, k, v, [exact], SCALE, None))
+    got = executor.decode(step(tail, k, v, weight))
+    assert_equal(got, pipeline.decode(SPEC, step(tail, k, v, exact)))
 
 
 def test_plain_attention_is_a_kernel_of_one_tap() -> None:
@@ -224,13 +231,13 @@ def test_plain_attention_is_a_kernel_of_one_tap() -> None:
     executor = Executor(spec, StrictKernels(spec).passes(), kernels_on_cpu=True, torch_on_cpu=False)
     q, k, v, _ = operands()
     tap = torch.ones(H, 1, 1)
-    out, lse = executor.forward(q, k, v, [], SCALE)
-    assert_equal((out, lse), attention.forward(spec, q, k, v, tap, SCALE))
+    out, lse = executor.forward(call(q, k, v))
+    assert_equal((out, lse), attention.forward(spec, call(q, k, v, tap)))
     grads = random(*out.shape), random(*lse.shape, dtype=torch.float32)
-    got = executor.backward(*grads, q, k, v, [], out, lse, SCALE)
-    assert_equal(got, attention.backward(spec, *grads, q, k, v, tap, out, lse, SCALE)[:3])
-    got = executor.decode(q, k, v, [], None, SCALE, 0)
-    assert_equal(got, pipeline.decode(spec, q, k, v, [], SCALE, None))
+    got = executor.backward(call(q, k, v), *grads, out, lse)
+    assert_equal(got, attention.backward(spec, call(q, k, v, tap), *grads, out, lse)[:3])
+    got = executor.decode(step(q, k, v))
+    assert_equal(got, pipeline.decode(spec, step(q, k, v)))
 
 
 @every_layout
@@ -241,8 +248,8 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
     tensors = [random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim), k, v]
     tensors[index] = layout(tensors[index])
     dense = [x.contiguous() for x in tensors]
-    got = executor.decode(*tensors, [weight], None, SCALE, 0)
-    assert_equal(got, pipeline.decode(SPEC, *dense, [weight], SCALE, None))
+    got = executor.decode(step(*tensors, weight))
+    assert_equal(got, pipeline.decode(SPEC, step(*dense, weight)))
 
 
 @pytest.mark.parametrize(
@@ -257,8 +264,8 @@ def test_decode_of_any_layout(executor: Executor, index: int, layout: Callable[[
 def test_lengths_of_any_stride(executor: Executor, lengths: Tensor) -> None:
     _, k, v, weight = operands()
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
-    got = executor.decode(tail, k, v, [weight], lengths, SCALE, 0)
-    assert_equal(got, pipeline.decode(SPEC, tail, k, v, [weight], SCALE, lengths))
+    got = executor.decode(step(tail, k, v, weight, lengths=lengths))
+    assert_equal(got, pipeline.decode(SPEC, step(tail, k, v, weight, lengths=lengths)))
 
 
 @pytest.mark.parametrize(("asked", "passed"), [(0, None), (1, 1), (5, 5)])
@@ -266,14 +273,14 @@ def test_no_number_of_splits_leaves_it_to_the_plan(
     executor: Executor, kernels: StrictKernels, asked: int, passed: int | None
 ) -> None:
     _, k, v, weight = operands()
-    executor.decode(random(B, H, SPEC.cq, SPEC.head_dim), k, v, [weight], None, SCALE, asked)
+    executor.decode(step(random(B, H, SPEC.cq, SPEC.head_dim), k, v, weight, splits=asked))
     assert kernels.splits == passed
 
 
 def test_rows_that_are_copied_are_warned_of(executor: Executor) -> None:
     q, k, v, weight = operands()
     with pytest.warns(RuntimeWarning, match="k has strides .* are copied before each call"):
-        executor.forward(q, padded(k), v, [weight], SCALE)
+        executor.forward(call(q, padded(k), v, weight))
 
 
 # Nothing to launch.
@@ -283,9 +290,9 @@ def test_rows_that_are_copied_are_warned_of(executor: Executor) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.float32, DTYPE])
 def test_no_scores(executor: Executor, kernels: StrictKernels, nq: int, nk: int, weight_dtype: torch.dtype) -> None:
     tensors = operands(nq, nk, weight_dtype)
-    out, lse = executor.forward(*in_list(tensors), SCALE)
-    assert_equal((out, lse), attention.forward(SPEC, *tensors, SCALE))
-    got = executor.backward(out, lse, *in_list(tensors), out, lse, SCALE)
+    out, lse = executor.forward(call(*tensors))
+    assert_equal((out, lse), attention.forward(SPEC, call(*tensors)))
+    got = executor.backward(call(*tensors), out, lse, out, lse)
     assert_equal(got, tuple(torch.zeros_like(x) for x in tensors))
     assert not any(kernels.calls.values())
 
@@ -302,11 +309,11 @@ def test_no_scores_of_packed_documents(
     q, k, v, weight = operands()
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     ends = (torch.tensor(cu_seq, dtype=torch.int32) for cu_seq in (cu_seq_q, cu_seq_k))
-    documents = Documents(*ends, *longest)
+    of_documents = call(*packed, weight, documents=Documents(*ends, *longest))
     with_variants = replace(executor, variants=lambda *_: kernels.passes())
-    out, lse = with_variants.forward(*packed, [weight], SCALE, documents)
+    out, lse = with_variants.forward(of_documents)
     assert_equal((out, lse), (torch.zeros(NQ, H, 24, dtype=DTYPE), torch.full((H, NQ), -torch.inf)))
-    got = with_variants.backward(out, lse, *packed, [weight], out, lse, SCALE, documents)
+    got = with_variants.backward(of_documents, out, lse, out, lse)
     assert_equal(got, tuple(torch.zeros_like(x) for x in (*packed, weight)))
     assert not any(kernels.calls.values())
 
@@ -316,14 +323,14 @@ def test_decode_of_an_empty_cache(executor: Executor, kernels: StrictKernels, wi
     _, k, v, weight = operands(nk=0)
     tail = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)
     lengths = torch.zeros(B, dtype=torch.int32) if with_lengths else None
-    got = executor.decode(tail, k, v, [weight], lengths, SCALE, 0)
-    assert_equal(got, pipeline.decode(SPEC, tail, k, v, [weight], SCALE, lengths))
+    got = executor.decode(step(tail, k, v, weight, lengths=lengths))
+    assert_equal(got, pipeline.decode(SPEC, step(tail, k, v, weight, lengths=lengths)))
     assert not any(kernels.calls.values())
 
 
 def test_decode_without_a_sequence(executor: Executor, kernels: StrictKernels) -> None:
     _, k, v, weight = operands()
     tail: Any = random(B, H, SPEC.cq - 1 + NEW, SPEC.head_dim)[:0]
-    got = executor.decode(tail, k[:0], v[:0], [weight], None, SCALE, 0)
-    assert_equal(got, pipeline.decode(SPEC, tail, k[:0], v[:0], [weight], SCALE, None))
+    got = executor.decode(step(tail, k[:0], v[:0], weight))
+    assert_equal(got, pipeline.decode(SPEC, step(tail, k[:0], v[:0], weight)))
     assert not any(kernels.calls.values())

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from calls import call_of
 from test_executor import assert_dense_fp32, assert_rows
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtagen import Spec, cpu, plan
-from mtagen.documents import Documents
+from mtagen.call import Documents
 from mtagen.dropout import Dropout
 from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp
@@ -57,7 +58,8 @@ class Variants:
         assert_rows(q, k, v)
         assert_dense_fp32(weight)
         assert weight.shape == (HEADS, self.spec.cq, self.spec.ck)
-        return cpu.forward(self.spec, q, k, v, self._weights(weight), scale, *self._note(packed, drops, more))
+        told = self._note(packed, drops, more)
+        return cpu.forward(self.spec, call_of(self.spec, q, k, v, self._weights(weight), scale, *told))
 
     def backward(
         self,
@@ -77,8 +79,8 @@ class Variants:
     ) -> tuple[Tensor, ...]:
         assert_rows(grad_out, q, k, v)
         assert_dense_fp32(weight, grad_lse, lse)
-        tensors = grad_out, grad_lse, q, k, v, self._weights(weight), out, lse
-        grads = cpu.backward(self.spec, *tensors, scale, *self._note(packed, drops, more))
+        call = call_of(self.spec, q, k, v, self._weights(weight), scale, *self._note(packed, drops, more))
+        grads = cpu.backward(self.spec, call, grad_out, grad_lse, out, lse)
         return grads if self.spec.kernel else (*grads, torch.zeros_like(weight))
 
     def _weights(self, weight: Tensor) -> list[Tensor]:

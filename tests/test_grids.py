@@ -14,7 +14,7 @@ from torch import Tensor
 from mtagen import InputError, Plan, Spec, plan
 from mtagen.codegen import Sources, render
 from mtagen.dtypes import TORCH_DTYPES
-from mtagen.ops.inputs import check_decode
+from mtagen.ops.checks import check_decode
 from mtagen.planner.targets import GRID_X, GRID_YZ
 from mtagen.runtime.launches import recorded
 from mtagen.runtime.load import load_host

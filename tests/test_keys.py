@@ -15,7 +15,7 @@ from mtagen.codegen import cuda as cuda_sources
 from mtagen.codegen import render
 from mtagen.codegen import triton as triton_sources
 from mtagen.runtime import nvrtc
-from mtagen.runtime.cache import Cache
+from mtagen.runtime.disk_cache import Cache
 from mtagen.runtime.load import plan_key
 
 SPEC = Spec((6, 11), 64)

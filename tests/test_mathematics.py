@@ -18,8 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from mtagen import Spec, plan
-from mtagen.naive import reference
+from mtagen import Spec, plan, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import mtagen
 from mtagen import InputError, SpecError
 from mtagen.accuracy import compare
-from mtagen.documents import Documents
+from mtagen.call import Documents
 from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention
 from mtagen.nn.parts import HeadNorm
 from mtagen.ops import library

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import mtagen
 from mtagen import BackendError, SpecError, reference
-from mtagen.ops import library
+from mtagen.ops import bypass, library
 from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
 from mtagen.runtime.load import Passes
@@ -491,6 +491,18 @@ def test_ordinary_calls_need_no_dispatcher(op: AttentionOp, dispatched: list[str
     if not inference:
         out.sum().backward()
     assert dispatched == []
+
+
+def test_without_shortcuts_all_calls_are_dispatched(
+    op: AttentionOp, dispatched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTAGEN_SHORTCUTS", "0")
+    bypass.is_on.cache_clear()
+    try:
+        op(*leaves(5, 7)).sum().backward()
+    finally:
+        bypass.is_on.cache_clear()
+    assert dispatched == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("watch", WHO_WATCHES.values(), ids=WHO_WATCHES)

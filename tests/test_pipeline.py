@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from calls import call_of, step_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mtagen
+from mtagen import reference
 from mtagen.check import failures
 from mtagen.cpu import pipeline
 from mtagen.measure.cases import Case, Sizes
-from mtagen.naive import reference
 from mtagen.ops.attention import AttentionOp
 from mtagen.planner.names import suffix
 from mtagen.spec import WEIGHTS, Spec
@@ -111,8 +112,8 @@ def run_reference(spec: Spec, args: Sequence[Tensor], grad_out: Tensor, grad_lse
 
 def run_pipeline(spec: Spec, args: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor) -> list[Tensor]:
     q, k, v, *weights = args
-    results = pipeline.forward(spec, q, k, v, weights, SCALE)
-    return [*results, *pipeline.backward(spec, grad_out, grad_lse, q, k, v, weights, SCALE)]
+    call = call_of(spec, q, k, v, weights, SCALE)
+    return [*pipeline.forward(spec, call), *pipeline.backward(spec, call, grad_out, grad_lse)]
 
 
 def assert_same(spec: Spec, got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -197,7 +198,7 @@ def test_strips_before_the_first_key() -> None:
     """When causal, most queries see no key: whole strips of them, and a strip with some that see one."""
     spec = make_spec(EVERYTHING)
     args = make_inputs(spec, 30, 4)
-    out, lse = pipeline.forward(spec, *args[:3], args[3:], SCALE)
+    out, lse = pipeline.forward(spec, call_of(spec, *args[:3], args[3:], SCALE))
     assert not out[:, :, :26].any()
     assert (lse[:, :, :26] == -torch.inf).all()
     assert_equals_reference(spec, args)
@@ -282,6 +283,7 @@ def test_few_shapes_are_convolved(mask: str, monkeypatch: pytest.MonkeyPatch) ->
 
 MEMORY = """
 import sys, torch
+from mtagen.call import Call
 from mtagen.cpu import pipeline
 from mtagen.spec import Spec
 
@@ -293,9 +295,9 @@ pipeline.STRIP_SCORES = 2**17
 spec = Spec((2, 3), 16, post_kernel=(2, 3), dtype="fp32")
 def run(n):
     q = torch.randn(1, 1, n, 16)
-    weights = [torch.randn(1, 2, 3) for _ in range(2)]
-    out, lse = pipeline.forward(spec, q, q, q, weights, 0.25)
-    pipeline.backward(spec, out, lse, q, q, q, weights, 0.25)
+    call = Call(q, q, q, torch.randn(1, 2, 3), None, torch.randn(1, 2, 3), None, 0.25, "")
+    out, lse = pipeline.forward(spec, call)
+    pipeline.backward(spec, call, out, lse)
 run(512)
 before = resident()
 run(4096)
@@ -364,7 +366,9 @@ def test_decode_equals_reference(options: dict[str, Any]) -> None:
     lengths = [0, 1, 3, 5, 19]
     for n_new in (1, 4):
         (q, k, v, *weights), expected = decode_case(spec, lengths, n_new, capacity=21)
-        assert_same(spec, pipeline.decode(spec, q, k, v, weights, SCALE, torch.tensor(lengths)), expected)
+        assert_same(
+            spec, pipeline.decode(spec, step_of(spec, q, k, v, weights, SCALE, torch.tensor(lengths))), expected
+        )
 
 
 @pytest.mark.parametrize("n_new", range(1, 9))
@@ -373,7 +377,9 @@ def test_decode_of_new_tokens(n_new: int) -> None:
         spec = make_spec(options)
         lengths = [n_new - 1, n_new, 9, 26, 0]
         (q, k, v, *weights), expected = decode_case(spec, lengths, n_new, capacity=27)
-        assert_same(spec, pipeline.decode(spec, q, k, v, weights, SCALE, torch.tensor(lengths)), expected)
+        assert_same(
+            spec, pipeline.decode(spec, step_of(spec, q, k, v, weights, SCALE, torch.tensor(lengths))), expected
+        )
 
 
 @every_pipeline
@@ -382,14 +388,14 @@ def test_decode_of_a_full_cache(stages: dict[str, Any]) -> None:
     spec = make_spec(stages)
     (q, k, v, *weights), expected = decode_case(spec, [15, 15], 2, capacity=15)
     for lengths in (None, torch.tensor([15, 99])):
-        assert_same(spec, pipeline.decode(spec, q, k, v, weights, SCALE, lengths), expected)
+        assert_same(spec, pipeline.decode(spec, step_of(spec, q, k, v, weights, SCALE, lengths)), expected)
 
 
 @pytest.mark.parametrize("batch", [0, 2])
 def test_decode_of_nothing(batch: int) -> None:
     spec = make_spec(EVERYTHING)
     (q, k, v, *weights), _ = decode_case(spec, [9, 9], 2, capacity=9)
-    out, lse = pipeline.decode(spec, q[:batch], k[:batch, :, :0], v[:batch, :, :0], weights, SCALE, None)
+    out, lse = pipeline.decode(spec, step_of(spec, q[:batch], k[:batch, :, :0], v[:batch, :, :0], weights, SCALE))
     assert torch.equal(out, torch.zeros(batch, HEADS, 2, VALUE_DIM, dtype=F64))
     assert torch.equal(lse, torch.full((batch, HEADS, 2), -torch.inf, dtype=F64))
 

@@ -11,7 +11,7 @@ import pytest
 from torchrun import torchrun
 
 from mtagen.distributed import Prediction, Rates, predict
-from mtagen.distributed.sharding import Call, Sharding
+from mtagen.distributed.sharding import ChunkCall, Sharding
 from mtagen.spec import Spec
 
 SPEC = Spec((6, 11), 16, 24)
@@ -48,7 +48,7 @@ def bytes_that_move(spec: Spec, balanced: bool) -> tuple[Bytes, Bytes, Bytes]:
     had: list[set[int]] = [set() for _ in range(3)]
     forward, backward, returned = [], [], []
     for chunks in zip(*held, strict=True):
-        calls = [Call.of(chunk, 203, spec) for chunk in chunks]
+        calls = [ChunkCall.of(chunk, 203, spec) for chunk in chunks]
         keys, context = [set(call.keys) for call in calls], [set(call.context) for call in calls]
         new = [keys[rank] - had[rank] for rank in range(3)]
         had = [had[rank] | keys[rank] for rank in range(3)]
@@ -78,7 +78,7 @@ def busiest(steps: Bytes) -> int:
 def test_traffic_and_memory(spec: Spec, balanced: bool) -> None:
     made = of(spec, balanced=balanced)
     assert made.traffic == busiest([step for steps in bytes_that_move(spec, balanced) for step in steps])
-    calls = [[Call.of(chunk, 203, spec) for chunk in chunks] for chunks in Sharding(203, 3, balanced).held]
+    calls = [[ChunkCall.of(chunk, 203, spec) for chunk in chunks] for chunks in Sharding(203, 3, balanced).held]
     assert made.gathered == PAIR * max(len({row for call in each for row in call.keys}) for each in calls)
 
 
@@ -88,7 +88,7 @@ def test_time_of_computing(spec: Spec) -> None:
     made = of(spec, replace(RATES, link=1e30))
     per_rank = []
     for chunks in Sharding(203, 3, True).held:
-        calls = [Call.of(chunk, 203, spec) for chunk in chunks]
+        calls = [ChunkCall.of(chunk, 203, spec) for chunk in chunks]
         # Rows before a chunk and, where masks depend on positions, after it are computed too.
         rows = [(query, call.keys) for call in calls for query in call.queries]
         per_rank.append(8 * sum(sees(spec, query, key) for query, keys in rows for key in keys))

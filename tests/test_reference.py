@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mtagen
-from mtagen import InputError, SpecError
-from mtagen.naive import reference
+from mtagen import InputError, SpecError, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,11 +16,11 @@ from emulator import host_function, needs_compiler
 from single_pass import Recorder, cheapest, on_gpu
 from torch import Tensor
 
+from mtagen import reference
 from mtagen.accuracy import GRADIENT_FACTOR, compare
 from mtagen.codegen.cuda import render
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
-from mtagen.naive import reference
 from mtagen.planner import get_target
 from mtagen.planner.targets import Target
 from mtagen.planner.tile.backward import ROW_TILE, TileBackward

@@ -13,11 +13,11 @@ import torch
 from single_pass import Recorder, cheapest, on_gpu
 from torch import Tensor
 
+from mtagen import reference
 from mtagen.accuracy import compare
 from mtagen.codegen.cuda import render
 from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
-from mtagen.naive import reference
 from mtagen.planner import get_target, target_for_capability
 from mtagen.planner.tile.decode import DecodeTile, TileDecode
 from mtagen.runtime.nvrtc import compile_cubin

@@ -114,6 +114,16 @@ def test_the_time_of_a_kernel_in_strips(monkeypatch: pytest.MonkeyPatch) -> None
     assert module.LOADED["softmax"] == {0: {"softmax": softmax}}
 
 
+def test_without_shortcuts_passes_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function stands in for a kernel of a module."""
+    monkeypatch.setenv("MTAGEN_SHORTCUTS", "0")
+    monkeypatch.setattr(tuning, "load", lambda planned, sources: planned)
+    monkeypatch.setattr(tuning, "_pass_ms", lambda planned, name, spec, sizes: (planned, name))
+    for base in (plan(SPEC, TARGET, "triton"), plan(LAYER, TARGET, "cuda")):
+        one = next(iter(candidates_of(base, 1)))
+        assert tuning._time(one) == (one.plan, one.pass_name)
+
+
 def test_every_tile_of_training_has_its_kernel() -> None:
     """What is timed of a Triton candidate is the kernel that its tile is of."""
     base = plan(SPEC, TARGET, "triton")

@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from ..accuracy import Comparison
+from ..call import Documents
 from ..check import check as check_op
-from ..documents import Documents
 from ..errors import BackendError, InputError, PlanError, explain
 from ..measure.cases import DROPOUT_P, LENGTH, PAPER, Case, Sizes
 from ..measure.inputs import Inputs, Sampler

@@ -8,110 +8,54 @@ block. :mod:`.pipeline` computes other pipelines, windows and dropout in strips 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from ..documents import Documents
-from ..dropout import Dropout
+from ..call import Call, Step
 from ..spec import Spec
 from . import attention, packed, pipeline
 
 __all__ = ["backward", "decode", "forward"]
 
 
-def forward(
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    documents: Documents | None = None,
-    dropout: Dropout | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(spec: Spec, call: Call) -> tuple[Tensor, Tensor]:
     """Compute the forward pass: :func:`.pipeline.forward`, or :func:`.packed.forward` with
     documents.
     """
-    if documents is not None:
-        return packed.forward(_forward, spec, q, k, v, weights, scale, documents, dropout)
-    return _forward(spec, q, k, v, weights, scale, dropout)
+    return _forward(spec, call) if call.documents is None else packed.forward(_forward, spec, call)
 
 
 def backward(
-    spec: Spec,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    documents: Documents | None = None,
-    dropout: Dropout | None = None,
+    spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the backward pass: :func:`.pipeline.backward`. :func:`forward` returned out and lse."""
-    if documents is not None:
-        grads = grad_out, grad_lse
-        return packed.backward(_backward, spec, *grads, q, k, v, weights, out, lse, scale, documents, dropout)
-    return _backward(spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale, dropout)
+    rows = grad_out, grad_lse, out, lse
+    return _backward(spec, call, *rows) if call.documents is None else packed.backward(_backward, spec, call, *rows)
 
 
-def decode(
-    spec: Spec,
-    q_tail: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    cache_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
     """Compute a decode step: :func:`.pipeline.decode`."""
-    return pipeline.decode(spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
+    return pipeline.decode(spec, step)
 
 
-def _forward(
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    dropout: Dropout | None,
-    first_entry: int = 0,
-) -> tuple[Tensor, Tensor]:
-    if _by_blocks(spec) and dropout is None:
-        return attention.forward(spec, q, k, v, _filters(q, weights), scale)
-    return pipeline.forward(spec, q, k, v, weights, scale, dropout, first_entry)
+def _forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tensor]:
+    if _by_blocks(spec) and call.dropout is None:
+        return attention.forward(spec, _with_filters(call))
+    return pipeline.forward(spec, call, first_entry)
 
 
 def _backward(
-    spec: Spec,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    dropout: Dropout | None,
-    first_entry: int = 0,
+    spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, first_entry: int = 0
 ) -> tuple[Tensor, ...]:
-    if _by_blocks(spec) and dropout is None:
-        filters = _filters(q, weights)
-        grads = attention.backward(spec, grad_out, grad_lse, q, k, v, filters, out, lse, scale)
-        return grads[: 3 + len(weights)]
-    return pipeline.backward(spec, grad_out, grad_lse, q, k, v, weights, scale, dropout, first_entry)
+    if _by_blocks(spec) and call.dropout is None:
+        grads = attention.backward(spec, _with_filters(call), grad_out, grad_lse, out, lse)
+        return grads[: 3 + len(call.weights)]
+    return pipeline.backward(spec, call, grad_out, grad_lse, first_entry)
 
 
 def _by_blocks(spec: Spec) -> bool:
     return spec.convolves_only and spec.left is None and spec.right in (None, 0)
 
 
-def _filters(q: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the filters of the convolution; those of plain attention have a single tap of 1."""
-    return weights[0] if weights else q.new_ones(q.shape[1], 1, 1)
+def _with_filters(call: Call) -> Call:
+    """Return the call with filters of a convolution; those of plain attention have a single tap of 1."""
+    return call if call.weight is not None else call._replace(weight=call.q.new_ones(call.q.shape[1], 1, 1))

@@ -16,35 +16,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import Call
 from ..spec import Spec
 from . import lifting
 
 TILE = 256  # rows and columns of a block of scores: a quarter of a MiB in fp32, within a core's private cache
 
 
-def forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, *, tile: int = TILE
-) -> tuple[Tensor, Tensor]:
+def forward(spec: Spec, call: Call, *, tile: int = TILE) -> tuple[Tensor, Tensor]:
     """Compute softmax(conv2d(mask0(scale * q k^T), weight) masked) v and the log-sum-exp of its
     rows.
 
     Args:
         spec: the operator; dtype and head dims are taken from the tensors instead.
-        q: ``[B, H, Nq, D]``, aligned to the end of the keys.
-        k: ``[B, Hkv, Nk, D]``, H a multiple of Hkv.
-        v: ``[B, Hkv, Nk, DV]``.
-        weight: ``[H, cq, ck]``.
-        scale: factor of q k^T.
+        call: a batch and its filters, without other stages and without dropout.
         tile: rows and columns of a block of scores.
 
     Returns:
         ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs). A query
         that sees no key gets 0 and -inf.
     """
+    q, k, v = call.q, call.k, call.v
     off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    for group in _groups(q, k, v, weight, scale):
+    for group in _groups(call):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             # The maximum starts at a finite number, not -inf, so that exp(peak - peak) is 1 before a row sees a key.
@@ -66,18 +62,7 @@ def forward(
 
 
 def backward(
-    spec: Spec,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    tile: int = TILE,
+    spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *, tile: int = TILE
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`forward`, by G = P * (dP - D + dLSE) at every score.
 
@@ -89,10 +74,11 @@ def backward(
     Returns:
         ``(dq, dk, dv, dweight)`` in the shapes and dtypes of q, k, v and weight.
     """
+    q, k, v, (weight,) = call.q, call.k, call.v, call.weights
     off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
     dq = torch.zeros_like(q)
     dk, dv, dweight = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v, weight))
-    for group in _groups(q, k, v, weight, scale):
+    for group in _groups(call):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
         dleft, dright = (group.q.new_zeros(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (left, right))
         dband, dvalues = torch.zeros_like(band), torch.zeros_like(group.v)
@@ -126,7 +112,7 @@ def backward(
         key_side = group.batch * k.shape[1] + group.kv_head
         dk.flatten(0, 1).index_add_(0, key_side, dkeys)
         dv.flatten(0, 1).index_add_(0, key_side, dvalues)
-        dweight.index_add_(0, group.head, scale * dkernel)
+        dweight.index_add_(0, group.head, call.scale * dkernel)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype)
 
 
@@ -148,13 +134,14 @@ class _Group(NamedTuple):
     kernel: Tensor
 
 
-def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Iterator[_Group]:
+def _groups(call: Call) -> Iterator[_Group]:
     """Yield groups of heads of all batch entries; none if there are no scores.
 
     A group has as many heads as fill a block of scores for each thread, because ops of short
     sequences cost more to call than to run. Larger groups are no faster and need memory: the lifted
     operands of a group are min(cq, ck) times as large as its inputs.
     """
+    q, k, v, (weight,) = call.q, call.k, call.v, call.weights
     heads, ratio, dtype = q.shape[1], q.shape[1] // k.shape[1], _compute_dtype(q)
     if not (q.shape[2] and k.shape[2]):
         return
@@ -170,7 +157,7 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> It
             q[batch, head].to(dtype),
             k[batch, kv_head].to(dtype),
             v[batch, kv_head].to(dtype),
-            scale * weight[head].to(dtype),
+            call.scale * weight[head].to(dtype),
         )
 
 

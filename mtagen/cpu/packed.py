@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..documents import Documents
-from ..dropout import Dropout
+from ..call import Call, Documents
 from ..spec import Spec
 
 _Results: TypeAlias = tuple[Tensor, ...]
 
 
-def forward(
-    run: Callable[..., _Results],
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    documents: Documents,
-    dropout: Dropout | None,
-) -> tuple[Tensor, Tensor]:
+def forward(run: Callable[..., _Results], spec: Spec, call: Call) -> tuple[Tensor, Tensor]:
     """Compute the outputs and log-sum-exps of all documents.
 
     Args:
-        run: computes the forward pass of a batch.
+        run: computes the forward pass of a batch. For dropout it takes the number of its first
+            entry, which is that of a document here.
         spec: the operator.
-        q: ``[total_q, H, D]``.
-        k: ``[total_k, Hkv, D]``.
-        v: ``[total_k, Hkv, DV]``.
-        weights: as for a batch.
-        scale: factor of q k^T.
-        documents: boundaries of the documents.
-        dropout: the call's dropout; it takes a document's number for that of a batch entry.
+        call: packed documents.
 
     Returns:
         ``out [total_q, H, DV]`` in ``q.dtype`` and ``lse [H, total_q]`` in fp32 (fp64 for fp64 inputs).
     """
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    q = call.q
+    out = q.new_zeros(*q.shape[:2], call.v.shape[2])
     lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for number, queries, keys in _each(documents):
-        part, log_sums = run(spec, *_batch(queries, q), *_batch(keys, k, v), weights, scale, dropout, number)
+    for number, queries, keys in _each(call.documents):
+        part, log_sums = run(spec, _document(call, queries, keys), number)
         out[queries], lse[:, queries] = part[0].transpose(0, 1), log_sums[0]
     return out, lse
 
@@ -54,17 +39,11 @@ def forward(
 def backward(
     run: Callable[..., _Results],
     spec: Spec,
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    documents: Documents,
-    dropout: Dropout | None,
 ) -> _Results:
     """Compute the gradients of :func:`forward`, in the shapes and dtypes of q, k, v and the
     weights.
@@ -75,28 +54,36 @@ def backward(
         grad_lse: ``[H, total_q]``, the gradient of lse.
         out, lse: the results of :func:`forward`; the other arguments are those of :func:`forward`.
     """
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    weights = call.weights
+    dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
     sums = [torch.zeros(weight.shape, dtype=dtype, device=weight.device) for weight in weights]
-    for number, queries, keys in _each(documents):
-        part_grad_out, part_q, part_out = _batch(queries, grad_out, q, out)
+    for number, queries, keys in _each(call.documents):
+        part_grad_out, part_out = _batch(queries, grad_out, out)
         part_grad_lse, part_lse = (x[None, :, queries] for x in (grad_lse, lse))
-        tensors = part_q, *_batch(keys, k, v), weights, part_out, part_lse
-        grads = run(spec, part_grad_out, part_grad_lse, *tensors, scale, dropout, number)
-        for total, rows, part in zip((dq, dk, dv), (queries, keys, keys), grads, strict=False):
-            total[rows] = part[0].transpose(0, 1)
+        rows = part_grad_out, part_grad_lse, part_out, part_lse
+        grads = run(spec, _document(call, queries, keys), *rows, number)
+        for total, part_rows, part in zip((dq, dk, dv), (queries, keys, keys), grads, strict=False):
+            total[part_rows] = part[0].transpose(0, 1)
         for total, part in zip(sums, grads[3:], strict=True):
             total += part
     return dq, dk, dv, *(total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
 
 
-def _each(documents: Documents) -> Iterator[tuple[int, slice, slice]]:
+def _each(documents: Documents | None) -> Iterator[tuple[int, slice, slice]]:
     """Yield the number, queries and keys of each document that has queries and keys."""
+    assert documents is not None, "the call is one of packed documents"
     ends = (cu_seq.tolist() for cu_seq in documents[:2])
     parts: Any = ([slice(*pair) for pair in pairwise(cu_seq)] for cu_seq in ends)
     for number, (queries, keys) in enumerate(zip(*parts, strict=True)):
         if queries.start < queries.stop and keys.start < keys.stop:
             yield number, queries, keys
+
+
+def _document(call: Call, queries: slice, keys: slice) -> Call:
+    """Return the call on one document, as a batch of one sequence."""
+    (q,), (k, v) = _batch(queries, call.q), _batch(keys, call.k, call.v)
+    return call._replace(q=q, k=k, v=v, cu_seq_q=None, cu_seq_k=None)
 
 
 def _batch(rows: slice, *tensors: Tensor) -> _Results:

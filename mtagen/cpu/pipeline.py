@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad
 
+from ..call import Call, Step
 from ..dropout import Dropout
 from ..spec import Spec
 
@@ -27,53 +28,29 @@ _TERMS = 2**12  # terms of a partial sum in a matrix's gradient: in fp32, longer
 _PIECE = 2**12  # keys that one call convolves
 
 
-def forward(
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    dropout: Dropout | None = None,
-    first_entry: int = 0,
-) -> tuple[Tensor, Tensor]:
+def forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tensor]:
     """Compute the pipeline's outputs and the log-sum-exp of the rows that its softmax takes.
 
     Args:
         spec: the operator; dtype and head dims are taken from the tensors instead.
-        q: ``[B, H, Nq, D]``, aligned to the end of the keys.
-        k: ``[B, Hkv, Nk, D]``, H a multiple of Hkv.
-        v: ``[B, Hkv, Nk, DV]``.
-        weights: the spec's weights, in the order and shapes of :meth:`Spec.weights`.
-        scale: factor of q k^T.
-        dropout: the call's dropout, or None.
+        call: a batch. Query i sits at position i + Nk - Nq.
         first_entry: number of the first batch entry in the dropout mask.
 
     Returns:
         ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs).
     """
+    q, k, v = call.q, call.k, call.v
     out, lse = _results_without_keys(q, q.shape[2], v)
-    stages = _Stages.of(spec, q, weights, scale)
+    stages = _Stages.of(spec, q, call.weights, call.scale)
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
-        factors = _dropout_factors(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
+        factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
         results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context, factors)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
 
-def backward(
-    spec: Spec,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    dropout: Dropout | None = None,
-    first_entry: int = 0,
-) -> tuple[Tensor, ...]:
+def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_entry: int = 0) -> tuple[Tensor, ...]:
     """Compute the gradients of :func:`forward`.
 
     Args:
@@ -84,7 +61,8 @@ def backward(
     Returns:
         The gradients of q, k, v and each weight, in their shapes and dtypes.
     """
-    stages = _Stages.of(spec, q, weights, scale)
+    q, k, v, weights = call.q, call.k, call.v, call.weights
+    stages = _Stages.of(spec, q, weights, call.scale)
     dtype = stages.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for b, strip in _strips(spec, q, k):
@@ -92,7 +70,7 @@ def backward(
         douts = F.pad(grad_out[b, :, rows].to(dtype), (0, 0, strip.context, 0))
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
-        factors = _dropout_factors(dropout, first_entry + b, q.shape[1], strip, stages.dtype)
+        factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
         dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses, factors)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
@@ -101,39 +79,26 @@ def backward(
     return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, *dweights), (q, k, v, *weights), strict=True))
 
 
-def decode(
-    spec: Spec,
-    q_tail: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    weights: Sequence[Tensor],
-    scale: float,
-    cache_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
     """Compute the last n_new rows of the pipeline over cached keys, as one strip.
 
     Args:
         spec: the operator, as for :func:`forward`.
-        q_tail: ``[B, H, context+n_new, D]``, the context queries, then the new ones. The last row
-            is at the last position of its sequence. Rows at negative positions are ignored,
-            whatever they hold.
-        k_cache: ``[B, Hkv, Nmax, D]``.
-        v_cache: ``[B, Hkv, Nmax, DV]``.
-        weights: as for :func:`forward`.
-        scale: factor of q k^T.
-        cache_seqlens: ``[B]`` integers, number of valid keys of each sequence, the new ones
-            included; other keys may hold anything. ``None`` and numbers above Nmax mean all Nmax.
+        step: the last row of ``q_tail`` is at the last position of its sequence. Rows at negative
+            positions are ignored, whatever they hold, and so are keys that are not in use.
+            ``cache_seqlens`` counts the new keys, too; numbers above N mean all N.
 
     Returns:
         ``out [B, H, n_new, DV]`` in ``q_tail.dtype`` and ``lse [B, H, n_new]`` in fp32 (fp64 for fp64 inputs). New rows
         at negative positions get 0 and -inf.
     """
+    q_tail, k_cache, v_cache, cache_seqlens = step.q_tail, step.k_cache, step.v_cache, step.cache_seqlens
     tail, capacity = q_tail.shape[2], k_cache.shape[2]
     n_new = tail - spec.context
     out, lse = _results_without_keys(q_tail, n_new, v_cache)
     if not out.numel():
         return out, lse
-    stages = _Stages.of(spec, q_tail, weights, scale)
+    stages = _Stages.of(spec, q_tail, step.weights, step.scale)
     lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
     for b, length in enumerate(lengths):
         rows = min(tail, length)  # rows at positions from 0 on

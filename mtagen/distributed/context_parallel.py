@@ -16,13 +16,14 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_worl
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import resolve_scale
+from ..call import INPUTS, Call, Length, schema_of
 from ..errors import BackendError, InputError, explain
 from ..ops import flops, library
 from ..ops.attention import AttentionOp, autocast
-from ..ops.inputs import check_boundaries, check_call, check_packed
-from ..spec import WEIGHTS, Spec
+from ..ops.checks import check_boundaries, check_call, check_packed
+from ..spec import BATCH, Spec
 from .exchange import Exchange, Part, Transfer, begin, combined, sum_dtype, total
-from .sharding import Call, Rows, Sharding, fresh, regions
+from .sharding import ChunkCall, Rows, Sharding, fresh, regions
 
 
 class ContextParallel:
@@ -300,7 +301,7 @@ class _Step:
         gradients: exchange that returns the gradients of the keys and values of each rank's call.
     """
 
-    call: Call
+    call: ChunkCall
     start: int
     context: Exchange
     region: Rows
@@ -312,9 +313,9 @@ class _Step:
         return x.narrow(0, rows.start - self.region.start, rows.count)
 
 
-def _calls(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> list[Call]:
+def _calls(spec: Spec, sharding: Sharding, rank: int, longest: int | None) -> list[ChunkCall]:
     """Return a rank's calls of the op, one for each of its chunks."""
-    return [Call.of(chunk, sharding.length, spec, longest) for chunk in sharding.held_by(rank)]
+    return [ChunkCall.of(chunk, sharding.length, spec, longest) for chunk in sharding.held_by(rank)]
 
 
 @lru_cache(maxsize=256)
@@ -389,13 +390,13 @@ class _Plan(NamedTuple):
 
     scale: float
     key: str
-    group_name: str
+    group: str
     rank: int
     ranks: int
     balanced: bool
-    length: int
+    length: Length
     cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
+    max_seqlen: Length = 0
 
     @property
     def spec(self) -> Spec:
@@ -403,13 +404,13 @@ class _Plan(NamedTuple):
         return library.executor_of(self.key).spec
 
     @property
-    def group(self) -> ProcessGroup:
+    def process_group(self) -> ProcessGroup:
         """The group of ranks."""
-        group: ProcessGroup = distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[arg-type,attr-defined]
+        group: ProcessGroup = distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type,attr-defined]
         return group
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ChunkCall]:
         """This rank's calls; ``length`` may be a symbol."""
         return _calls(*self._sizes)
 
@@ -428,15 +429,14 @@ class _Plan(NamedTuple):
         """The axis of rows of q, k, v and the output."""
         return 2 if self.cu_seqlens is None else 0
 
-    def of_call(self, call: Call) -> tuple[Any, ...]:
-        """Return a call's arguments of ``mtagen::forward`` and ``mtagen::backward`` after the
-        tensors.
-        """
+    def of_call(self, call: ChunkCall, inputs: Sequence[Any]) -> Call:
+        """Return the op's call for a chunk, given q, k and v of that call, and the weights."""
+        arguments = *inputs, self.scale, self.key
         if self.cu_seqlens is None:
-            return self.scale, self.key
+            return Call(*arguments)
         rows = call.queries, call.keys
         cu_seqs = (self.cu_seqlens.clamp(each.start, each.stop) - each.start for each in rows)
-        return self.scale, self.key, *cu_seqs, *(min(self.max_seqlen, each.count) for each in rows)
+        return Call(*arguments, *cu_seqs, *(min(self.max_seqlen, each.count) for each in rows))
 
     def rows_first(self, x: Tensor) -> Tensor:
         """Return a view of ``x`` with rows as the first axis, as exchanges need it."""
@@ -533,31 +533,35 @@ class _Plan(NamedTuple):
             _copy(self.chunk(x, step), self._split_queries(each, step.call)[1])
         return x
 
-    def _split_queries(self, x: Tensor, call: Call) -> tuple[Tensor, ...]:
+    def _split_queries(self, x: Tensor, call: ChunkCall) -> tuple[Tensor, ...]:
         """Split the rows of a call into those before its chunk, the chunk, and those after it."""
         return x.split_with_sizes([call.context.count, call.chunk.count, call.padding], self.dim)
 
-    def like_call(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
-        """Return meta tensors of the shapes of a call's q, k and v."""
-        dim, sizes = self.dim, (call.queries.count, call.keys.count, call.keys.count)
-        given = zip((q, k, v), sizes, strict=True)
-        return [x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :], device="meta") for x, size in given]
+    def meta_calls(self, inputs: Sequence[Any]) -> list[Call]:
+        """Return the op's calls for this rank's chunks, with meta tensors for q, k and v."""
+        dim, calls = self.dim, []
+        for call in self.calls:
+            counts = {"queries": call.queries.count, "keys": call.keys.count, "values": call.keys.count}
+            sizes = zip(inputs, [counts[argument.role] for argument in BATCH], strict=False)
+            qkv = (x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :], device="meta") for x, size in sizes)
+            calls.append(self.of_call(call, (*qkv, *inputs[3:])))
+        return calls
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+def _forward(*arguments: Any) -> list[Tensor]:
     """Return this rank's outputs, and for the backward pass the queries before each chunk and the
     log-sum-exps.
 
     Queries before a chunk have rows as their first axis. Every rank takes part in every exchange,
     even with nothing to compute.
     """
-    weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
+    (q, k, v, *weights), plan = arguments[:INPUTS], _Plan(*arguments[INPUTS:])
     steps, queries, keys, values = plan.steps, plan.chunks(q), plan.region_tensors(k), plan.region_tensors(v)
     contexts = [x.new_empty(step.call.context.count, *x.shape[1:]) for step, x in zip(steps, queries, strict=True)]
     of_context = [step.context.send(queries, x) for step, x in zip(steps, contexts, strict=True)]
     transfers = list(zip(of_context, plan.send(keys), plan.send(values), strict=True))
     for of_step in transfers:
-        begin(of_step, plan.group, q.device)
+        begin(of_step, plan.process_group, q.device)
     for step, context in zip(steps, contexts, strict=True):
         step.context.copy_own(queries, context)
     transfers[0][0].wait()  # for both calls: the second call may read rows that came for the first
@@ -567,7 +571,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
             with lanes.lane(number):
                 transfers[number][0].wait()
                 taken = plan.extended(q, step, context), *(plan.call_keys(x[number], step) for x in (keys, values))
-                results.append(library.run("forward", *taken, *weights, *plan.of_call(step.call)))
+                results.append(library.run("forward", *plan.of_call(step.call, (*taken, *weights))))
             used.append(taken)
         lanes.join()
         return [
@@ -577,7 +581,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
         ]
 
 
-def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+def _backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     """Return the gradients of this rank's rows, to which all ranks' outputs contribute, and those
     of weights.
 
@@ -587,12 +591,12 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     transfer would end sooner, because the rank that sends most sends all of it after its second
     chunk.
     """
-    weights, (out, *saved), plan = rest[: len(WEIGHTS)], rest[len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
+    (q, k, v, *weights), (out, *saved), plan = arguments[:INPUTS], arguments[INPUTS], _Plan(*arguments[INPUTS + 1 :])
     steps, keys, values = plan.steps, plan.region_tensors(k), plan.region_tensors(v)
     lses, contexts = saved[-len(steps) :], saved[: -len(steps)] or [None] * len(steps)
     transfers = list(zip(plan.send(keys), plan.send(values), strict=True))
     for number in range(len(steps)):  # no variable refers to a transfer, which would keep its tensors alive
-        begin(transfers[number], plan.group, q.device)
+        begin(transfers[number], plan.process_group, q.device)
     rows = [  # while keys and values travel
         (*(plan.extended(x, step).contiguous() for x in (grad_out, out)), plan.extended(q, step, context))
         for step, context in zip(steps, contexts, strict=True)
@@ -601,17 +605,12 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     for step, lse in zip(steps, lses, strict=True):
         transfers.pop(0)[0].wait()
         grads, outs, queries = rows.pop(0)
-        dq, dk, dv, *dw = library.run(
-            "backward",
+        dq, dk, dv, *dw = library.backward(
+            plan.of_call(step.call, (queries, *(plan.call_keys(x.pop(0), step) for x in (keys, values)), *weights)),
             grads,
             torch.zeros_like(lse),
-            queries,
-            plan.call_keys(keys.pop(0), step),
-            plan.call_keys(values.pop(0), step),
-            *weights,
             outs,
             lse,
-            *plan.of_call(step.call),
         )
         dqs.append(dq)
         dks.append(plan.contiguous_rows(dk))
@@ -624,7 +623,7 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     keys_back, values_back = (
         [step.gradients.send_back(x) for step, x in zip(steps, each, strict=True)] for each in (dks, dvs)
     )
-    begin([*queries_back, *keys_back, *values_back], plan.group, q.device)
+    begin([*queries_back, *keys_back, *values_back], plan.process_group, q.device)
 
     # While gradients travel, this rank adds up the gradients of its own rows.
     dq = plan.fill_chunks(dqs, q.new_empty(q.shape))
@@ -642,37 +641,28 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     return [dq, dk, dv, *(dw.to(w.dtype) for dw, w in zip(dweights, given, strict=True))]
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    plan = _Plan(*rest[len(WEIGHTS) :])
+def _fake_forward(*arguments: Any) -> list[Tensor]:
+    (q, k, v, *_), plan = arguments[:INPUTS], _Plan(*arguments[INPUTS:])
     (out, lse), others = library.fake_forward(q, k, v), plan.rows_first(q).shape[1:]
     contexts = [q.new_empty(call.context.count, *others) for call in plan.calls if plan.spec.context]
     return [out, *contexts, *(lse.new_empty(*lse.shape[:-1], call.queries.count) for call in plan.calls)]
 
 
-def _fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+def _fake_backward(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     """Return empty gradients; those of keys and values are contiguous with rows as the first axis."""
-    dq, _, _, *dws = library.fake_backward(grad_out, grad_out, q, k, v, *rest)
-    plan = _Plan(*rest[len(WEIGHTS) + 1 :])
-    return [dq, *(plan.from_rows(plan.new_rows(x, x.shape[plan.dim])) for x in (k, v)), *dws]
+    dq, dk, dv, *dws = library.fake_backward(grad_out, grad_out, *arguments)
+    plan = _Plan(*arguments[INPUTS + 1 :])
+    return [dq, *(plan.from_rows(plan.new_rows(x, x.shape[plan.dim])) for x in (dk, dv)), *dws]
 
 
-def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+def _forward_flop(*arguments: Any) -> int:
     """Count the FLOP of the rank's calls, with the rows around its chunks."""
-    weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) :])
-    return sum(
-        flops.attention_forward_flop(*plan.like_call(call, q, k, v), *weights, *plan.of_call(call))
-        for call in plan.calls
-    )
+    return sum(map(flops.forward_flop, _Plan(*arguments[INPUTS:]).meta_calls(arguments[:INPUTS])))
 
 
-def _backward_flop(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+def _backward_flop(grad_out: Tensor, *arguments: Any) -> int:
     """Count the FLOP of the rank's calls, with the rows around its chunks."""
-    weights, plan = rest[: len(WEIGHTS)], _Plan(*rest[len(WEIGHTS) + 1 :])
-    rows = grad_out, grad_out  # the count does not depend on them
-    return sum(
-        flops.attention_backward_flop(*rows, *plan.like_call(call, q, k, v), *weights, *rows, *plan.of_call(call))
-        for call in plan.calls
-    )
+    return sum(map(flops.backward_flop, _Plan(*arguments[INPUTS + 1 :]).meta_calls(arguments[:INPUTS])))
 
 
 class _Differentiable(library.Recorded):
@@ -685,19 +675,19 @@ class _Differentiable(library.Recorded):
         """Run the op and save its results; all but the first, the outputs, are for the backward
         pass only.
         """
-        results, plan = run(*arguments), _Plan(*arguments[library.INPUTS :])
+        results, plan = run(*arguments), _Plan(*arguments[INPUTS:])
         ctx.plan, ctx.arguments = plan._replace(cu_seqlens=None), len(arguments)
-        ctx.save_for_backward(*arguments[: library.INPUTS], plan.cu_seqlens, *results)
+        ctx.save_for_backward(*arguments[:INPUTS], plan.cu_seqlens, *results)
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        inputs, (cu_seqlens, *results) = saved[: library.INPUTS], saved[library.INPUTS :]
+        inputs, (cu_seqlens, *results) = saved[:INPUTS], saved[INPUTS:]
         plan = ctx.plan._replace(cu_seqlens=cu_seqlens)
         grads = iter(library.run("context_parallel_backward", grad_out, *inputs, results, *plan))
-        others = (None,) * (ctx.arguments - library.INPUTS)
+        others = (None,) * (ctx.arguments - INPUTS)
         return None, *(None if x is None else next(grads) for x in inputs), *others
 
 
@@ -720,20 +710,20 @@ def _has_words(x: Tensor) -> bool:
     return last == 1 and not any(number % 16 for number in (x.data_ptr(), *bytes_apart))
 
 
-_PLAN = (
-    "float scale, str key, str group, int rank, int ranks, bool balanced, SymInt length, Tensor? cu_seqlens=None, "
-    "SymInt max_seqlen=0"
-)
+_INPUTS, _PLAN = schema_of(Call)[:INPUTS], schema_of(_Plan)
 library.register_op(
-    f"context_parallel_forward(Tensor q, Tensor k, Tensor v, {library.WEIGHTS_SCHEMA}, {_PLAN}) -> Tensor[]",
+    "context_parallel_forward",
+    [*_INPUTS, *_PLAN],
+    "Tensor[]",
     _forward,
     _fake_forward,
     _Differentiable,
     _forward_flop,
 )
 library.register_op(
-    f"context_parallel_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, {library.WEIGHTS_SCHEMA}, "
-    f"Tensor[] results, {_PLAN}) -> Tensor[]",
+    "context_parallel_backward",
+    ["Tensor grad_out", *_INPUTS, "Tensor[] results", *_PLAN],
+    "Tensor[]",
     _backward,
     _fake_backward,
     library.DifferentiatedOnce,

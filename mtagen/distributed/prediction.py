@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ..measure.cases import visible_pairs
 from ..spec import Spec
-from .sharding import Call, Rows, Sharding, common, fresh, regions
+from .sharding import ChunkCall, Rows, Sharding, common, fresh, regions
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def predict(
         balanced: see :class:`ContextParallel`.
     """
     held = Sharding(length, ranks, balanced).held
-    by_rank = [[Call.of(chunk, length, spec) for chunk in chunks] for chunks in held]
+    by_rank = [[ChunkCall.of(chunk, length, spec) for chunk in chunks] for chunks in held]
     steps = list(zip(*by_rank, strict=True))
     query_bytes = batch * heads * spec.head_dim * spec.itemsize
     pair_bytes = batch * kv_heads * (spec.head_dim + spec.value_head_dim) * spec.itemsize
@@ -143,7 +143,7 @@ def _carried(moved: Sequence[Sequence[int]], rates: Rates) -> float:
     return rates.latency + most / rates.link if most else 0.0
 
 
-def _scores(call: Call, spec: Spec) -> int:
+def _scores(call: ChunkCall, spec: Spec) -> int:
     """Return the number of pairs of a row of a call and a key that the row sees."""
     return visible_pairs(call.queries.count, call.keys.count, spec.left, spec.right)
 

@@ -91,7 +91,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Call:
+class ChunkCall:
     """One call of the op, which computes the outputs of a chunk.
 
     Attributes:
@@ -106,7 +106,7 @@ class Call:
     keys: Rows
 
     @classmethod
-    def of(cls, chunk: Rows, length: int, spec: Spec, longest: int | None = None) -> Call:
+    def of(cls, chunk: Rows, length: int, spec: Spec, longest: int | None = None) -> ChunkCall:
         """Return the call for a chunk of a sequence of ``length`` rows, or of documents of at most
         ``longest`` rows.
 
@@ -134,7 +134,7 @@ class Call:
         return self.queries.stop - self.chunk.stop
 
 
-def fresh(calls: Sequence[Call]) -> list[Rows]:
+def fresh(calls: Sequence[ChunkCall]) -> list[Rows]:
     """Return the keys of each of a rank's calls that no earlier call has.
 
     A later call's keys start and end later.
@@ -144,7 +144,7 @@ def fresh(calls: Sequence[Call]) -> list[Rows]:
     return [Rows(start, call.keys.stop) for start, call in zip(starts, calls, strict=True)]
 
 
-def regions(calls: Sequence[Call]) -> list[Rows]:
+def regions(calls: Sequence[ChunkCall]) -> list[Rows]:
     """Return, for each of a rank's calls, the rows of the tensor with its keys; overlapping or
     adjacent keys share one.
     """

@@ -1,6 +1,4 @@
-"""Random arguments of an operator: the one module that knows its tensors, their shapes and their
-sizes.
-"""
+"""Random arguments of an operator."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import TORCH_DTYPES
-from ..spec import Spec
+from ..spec import BATCH, Argument, Spec
 from .cases import Sizes
 
 
@@ -77,28 +75,26 @@ class Sampler:
 
     def inputs(self, *, decode: bool = False) -> Inputs:
         """Draw the arguments of a call, or of a decode step."""
-        return Inputs(
-            q=self.queries(self.sizes.nq, decode=decode),
-            k=self._rows(self.sizes.kv_heads, self.sizes.nk, self.spec.head_dim),
-            v=self._rows(self.sizes.kv_heads, self.sizes.nk, self.spec.value_head_dim),
-            weights={
-                name: self._weight(shape, self.spec.mixed.get(name) or math.prod(shape[1:]))
-                for name, shape in self.spec.weights(self.sizes.heads).items()
-            },
-        )
+        spec, (batch, heads, kv_heads, nq, nk) = self.spec, self.sizes
+        rows = nq + spec.context if decode else nq
+        sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "Nq": rows, "Nk": nk}
+        sizes |= {"D": spec.head_dim, "DV": spec.value_head_dim}
+        q, k, v = (self._rows(*argument.extents(sizes)) for argument in BATCH)
+        return Inputs(q, k, v, {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()})
 
     def queries(self, n: int, *, decode: bool = False) -> Tensor:
         """Draw q of ``n`` rows, or of ``n`` new tokens and the earlier rows that decode needs."""
-        return self._rows(self.sizes.heads, n + (self.spec.context if decode else 0), self.spec.head_dim)
+        rows = n + self.spec.context if decode else n
+        return self._rows(self.sizes.batch, self.sizes.heads, rows, self.spec.head_dim)
 
     def outputs(self) -> Tensor:
         """Draw a tensor like out, ``(B, H, Nq, DV)``, for example the gradient of out."""
-        return self._rows(self.sizes.heads, self.sizes.nq, self.spec.value_head_dim)
+        return self._rows(self.sizes.batch, self.sizes.heads, self.sizes.nq, self.spec.value_head_dim)
 
-    def _rows(self, heads: int, n: int, dim: int) -> Tensor:
+    def _rows(self, batch: int, heads: int, n: int, dim: int) -> Tensor:
         if self.rows_outside_heads:
-            return self._normal(self.sizes.batch, n, heads, dim).transpose(1, 2)
-        return self._normal(self.sizes.batch, heads, n, dim)
+            return self._normal(batch, n, heads, dim).transpose(1, 2)
+        return self._normal(batch, heads, n, dim)
 
     def _normal(self, *shape: int) -> Tensor:
         dtype, generator = TORCH_DTYPES[self.spec.dtype], self.generator
@@ -106,9 +102,11 @@ class Sampler:
         wide = torch.promote_types(dtype, torch.float32)
         return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(self.device, dtype)
 
-    def _weight(self, shape: tuple[int, ...], terms: int) -> Tensor:
+    def _weight(self, weight: Argument, heads: int) -> Tensor:
         """Draw a weight; the squares of the entries in one sum add up to about 1, so that mixing
         keeps magnitudes.
         """
+        shape = weight.extents({"H": heads})
+        terms = shape[-1] if weight.role == "mixtures" else math.prod(shape[1:])
         entries = torch.randn(shape, generator=self.generator, device=self.generator.device).to(self.device)
         return entries * float(terms**-0.5)

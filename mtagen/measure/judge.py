@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..accuracy import GRADIENT_FACTOR, Comparison, compare
-from ..naive import reference
-from ..spec import Spec
+from ..eager import reference
+from ..spec import RULES, Spec
 from .inputs import Inputs
 
 
@@ -21,7 +21,7 @@ def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
     """Return :func:`mtagen.reference` for an operator: (q, k, v, weights by name) -> out, or (out,
     lse).
     """
-    rules = {name: getattr(spec, name) for name in ("causal", "window", "key_padding", "mask")}
+    rules = {name: getattr(spec, name) for name in RULES}
     return partial(reference, **rules, return_lse=return_lse)
 
 

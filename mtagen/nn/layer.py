@@ -12,11 +12,11 @@ from ..dtypes import DTypeLike, dtype_name
 from ..errors import InputError, SpecError, explain
 from ..op import build
 from ..ops.attention import AttentionOp, autocast_dtype
-from ..ops.inputs import check_boundaries
+from ..ops.checks import check_boundaries
 from ..planner import Backend
-from ..spec import MAX_NEW_TOKENS, KeyPadding, Mask
+from ..spec import MAX_NEW_TOKENS, OPTIONS, KeyPadding, Mask
 from .cache import Cache
-from .inputs import GateKind, as_count, check_count, check_divisor, check_input, check_options
+from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
 from .rope import FrequencyScaling, document_positions, rotate, rotation
 
@@ -142,6 +142,7 @@ class MultiTokenAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        arguments = {**locals()}  # only the arguments are local so far
         super().__init__()
         dim, n_heads = check_count("dim", dim), check_count("n_heads", n_heads)
         self.dim, self.n_heads = dim, n_heads
@@ -160,15 +161,10 @@ class MultiTokenAttention(nn.Module):
         self.rope_theta, self.frequency_scaling, self.dropout = rope_theta, frequency_scaling, dropout
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._build_options: dict[str, Any] = {
-            "kernel": kernel,
+            **{name: arguments[name] for name in OPTIONS if name in arguments},
             "head_dim": self.head_dim,
             "mixed_heads": mixed_heads,
-            "post_kernel": post_kernel,
             "post_mixed_heads": post_mixed_heads,
-            "window": window,
-            "causal": causal,
-            "key_padding": key_padding,
-            "mask": mask,
             "backend": backend,
             "dtype": None if compute_dtype is None else dtype_name("compute_dtype", compute_dtype),
             "dropout": dropout > 0,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import resolve_scale
+from ..call import Documents
 from ..codegen import Sources, render
 from ..config import Config
-from ..documents import Documents
 from ..dropout import check_dropout_p, check_seed, draw_seed
 from ..dtypes import TORCH_DTYPES
 from ..errors import BackendError, InputError, explain
@@ -23,8 +23,8 @@ from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import DType, Spec
 from . import library
+from .checks import check_call, check_decode, check_heads, check_varlen
 from .executor import Executor
-from .inputs import check_call, check_decode, check_heads, check_varlen
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing itself from Python 3.11 on
@@ -81,7 +81,8 @@ class AttentionOp:
         self.dtypes = dtypes
         self._drops = drops
         self._build_again = build_again
-        _ = plan.spec.weight_names  # fill the cached property now, because torch.compile cannot trace its first use
+        # Fill cached properties now, because torch.compile cannot trace their first use.
+        _ = plan.spec.weight_names, plan.spec.context
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import cpu
-from ..documents import Documents
+from ..call import Call, Documents, Step
 from ..dropout import Dropout
 from ..errors import BackendError, explain
 from ..runtime.load import Passes
@@ -50,52 +50,31 @@ class Executor:
     deterministic: bool | None = None
     variants: Callable[[bool, bool], Passes] = plain_only
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weights: Sequence[Tensor],
-        scale: float,
-        documents: Documents | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return out (B, H, Nq, DV) in q.dtype and lse (B, H, Nq) in fp32 (fp64 for fp64).
 
         With packed documents q, k and v are (total, heads, dim), out is (total_q, H, DV) and lse
         (H, total_q).
         """
+        q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
-            return cpu.forward(self.spec, q, k, v, weights, scale, documents, dropout)
+            return cpu.forward(self.spec, call)
         if _sees_nothing(q, k, documents):
             rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
             return _empty_result(q, q.shape[:-1], rows, v)
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            return kernels.forward(
-                q, k, v, *self._as_kernels_take(q, weights), scale, *_as_passed(documents), *_as_passed(dropout)
-            )
+            weights = self._as_kernels_take(q, call.weights)
+            return kernels.forward(q, k, v, *weights, call.scale, *_as_passed(documents), *_as_passed(dropout))
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        grad_lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weights: Sequence[Tensor],
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        documents: Documents | None = None,
-        dropout: Dropout | None = None,
-    ) -> list[Tensor]:
+    def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
         """Return the gradients of q, k, v and each weight, contiguous, in that input's dtype."""
+        q, k, v, documents, dropout = call.q, call.k, call.v, call.documents, call.dropout
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
-            grads = cpu.backward(self.spec, grad_out, grad_lse, q, k, v, weights, out, lse, scale, documents, dropout)
-            return [grad.contiguous() for grad in grads]
+            return [grad.contiguous() for grad in cpu.backward(self.spec, call, grad_out, grad_lse, out, lse)]
+        weights = call.weights
         if _sees_nothing(q, k, documents):
             return [x.new_zeros(x.shape) for x in (q, k, v, *weights)]
         with _on(q):
@@ -110,27 +89,19 @@ class Executor:
                 *self._as_kernels_take(q, weights),
                 out,
                 lse,
-                scale,
+                call.scale,
                 *_as_passed(documents),
                 *_as_passed(dropout),
                 deterministic=self._is_deterministic(),
             )
             return [dq, dk, dv, *(dx.to(x.dtype) for dx, x in zip(dweights, weights, strict=False))]
 
-    def decode(
-        self,
-        q_tail: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        weights: Sequence[Tensor],
-        cache_seqlens: Tensor | None,
-        scale: float,
-        num_splits: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return out (B, H, n_new, DV) and lse (B, H, n_new); num_splits 0 means as planned."""
+    def decode(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Return out (B, H, n_new, DV) and lse (B, H, n_new)."""
+        q_tail, k_cache, v_cache, cache_seqlens = step.q_tail, step.k_cache, step.v_cache, step.cache_seqlens
         kernels = self._kernels_for(q_tail)
         if kernels is None:
-            return cpu.decode(self.spec, q_tail, k_cache, v_cache, weights, scale, cache_seqlens)
+            return cpu.decode(self.spec, step)
         if q_tail.numel() == 0 or k_cache.numel() == 0:
             shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
             return _empty_result(q_tail, shape, shape, v_cache)
@@ -138,9 +109,9 @@ class Executor:
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
-            fp32_weights = self._as_kernels_take(q_tail, weights)
+            fp32_weights = self._as_kernels_take(q_tail, step.weights)
             assert kernels.decode is not None, "batches without dropout decode"
-            return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, scale, lengths, num_splits or None)
+            return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, step.num_splits or None)
 
     def _as_kernels_take(self, q: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights in fp32. Kernels of plain attention take a single-tap weight."""

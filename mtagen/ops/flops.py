@@ -18,93 +18,52 @@ from __future__ import annotations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..call import Call, Step
 
-def attention_forward_flop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    head_weight: Tensor | None,
-    post_weight: Tensor | None,
-    post_head_weight: Tensor | None,
-    scale: float,
-    key: str,
-    cu_seq_q: Tensor | None = None,
-    cu_seq_k: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    *_: object,
-    **__: object,
-) -> int:
+
+def forward_flop(call: Call) -> int:
     """Count the flop of a call of ``mtagen::forward``: q k^T, the stages and the product with v."""
-    terms = _taps(weight) + _mixed(head_weight) + _taps(post_weight) + _mixed(post_head_weight)
-    scores = _scores(q, k, cu_seq_q, cu_seq_k, max_q, max_k)
-    return 2 * scores * (q.shape[-1] + v.shape[-1] + terms)
+    return 2 * _scores(call) * (call.q.shape[-1] + call.v.shape[-1] + _terms(call))
 
 
-def attention_backward_flop(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    head_weight: Tensor | None,
-    post_weight: Tensor | None,
-    post_head_weight: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    key: str,
-    cu_seq_q: Tensor | None = None,
-    cu_seq_k: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    *_: object,
-    **__: object,
-) -> int:
+def backward_flop(call: Call) -> int:
     """Count the flop of a call of ``mtagen::backward``.
 
     They are those of q k^T, dO v^T, A^T dO, dS k and dS^T q, of the stages' adjoints and of the
     weights' gradients.
     """
-    terms = _taps(weight) + _mixed(head_weight) + _taps(post_weight) + _mixed(post_head_weight)
-    scores = _scores(q, k, cu_seq_q, cu_seq_k, max_q, max_k)
-    return 2 * scores * (3 * q.shape[-1] + 2 * v.shape[-1] + 2 * terms)
+    return 2 * _scores(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1] + 2 * _terms(call))
 
 
-def attention_decode_flop(
-    q_tail: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    weight: Tensor | None,
-    head_weight: Tensor | None,
-    post_weight: Tensor | None,
-    post_head_weight: Tensor | None,
-    *_: object,
-    **__: object,
-) -> int:
+def decode_flop(step: Step) -> int:
     """Count the flop of a call of ``mtagen::decode``, scores of the context queries included.
 
     Each convolution leaves cq - 1 rows fewer to the stages after it. All keys of a cache count,
     because shapes do not say how many are in use.
     """
-    (batch, heads, rows, d), n, dv = q_tail.shape, k_cache.shape[2], v_cache.shape[3]
+    (batch, heads, rows, d), n, dv = step.q_tail.shape, step.k_cache.shape[2], step.v_cache.shape[3]
     flop_per_key = rows * d
-    for kernel, matrix in ((weight, head_weight), (post_weight, post_head_weight)):
+    for kernel, matrix in ((step.weight, step.head_weight), (step.post_weight, step.post_head_weight)):
         rows -= 0 if kernel is None else kernel.shape[1] - 1
         flop_per_key += rows * (_taps(kernel) + _mixed(matrix))
     return 2 * batch * heads * n * (flop_per_key + rows * dv)
 
 
-def _scores(q: Tensor, k: Tensor, cu_seq_q: Tensor | None, cu_seq_k: Tensor | None, max_q: int, max_k: int) -> int:
+def _scores(call: Call) -> int:
     """Count the (row, key) pairs of all heads and sequences."""
-    if cu_seq_q is None or cu_seq_k is None:
-        batch, heads, n_q, _ = q.shape
-        return batch * heads * n_q * k.shape[2]
+    if call.documents is None:
+        batch, heads, n_q, _ = call.q.shape
+        return batch * heads * n_q * call.k.shape[2]
+    cu_seq_q, cu_seq_k, max_q, max_k = call.documents
     if isinstance(cu_seq_q, FakeTensor) or cu_seq_q.is_meta:
-        return q.shape[1] * (len(cu_seq_q) - 1) * max_q * max_k
-    return q.shape[1] * int((cu_seq_q.diff().long() * cu_seq_k.diff()).sum())
+        return call.q.shape[1] * (len(cu_seq_q) - 1) * max_q * max_k
+    return call.q.shape[1] * int((cu_seq_q.diff().long() * cu_seq_k.diff()).sum())
+
+
+def _terms(call: Call) -> int:
+    """Count the products that the stages sum for a score."""
+    filters, mixtures = (call.weight, call.post_weight), (call.head_weight, call.post_head_weight)
+    return sum(map(_taps, filters)) + sum(map(_mixed, mixtures))
 
 
 def _taps(kernel: Tensor | None) -> int:

@@ -1,46 +1,34 @@
 """The registered ops ``mtagen::forward``, ``mtagen::backward``, ``mtagen::decode``, their autograd and flop formulas.
 
-Schemas hold tensors, numbers and the key of a built op. The key is the content hash of the op's
-plan, so a traced graph means the same in every process that has built the same op. The weights come
-in the order of ``spec.WEIGHTS``; weights of stages that the op lacks are None. A call without
-packed documents (:class:`mtagen.documents.Documents`) or without dropout
-(:class:`mtagen.dropout.Dropout`) leaves out the last arguments.
+The arguments are the fields of :class:`mtagen.call.Call` and :class:`mtagen.call.Step`: tensors,
+numbers and the key of a built op. The key is the content hash of the op's plan, so a traced graph
+means the same in every process that has built the same op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from ..documents import Documents
-from ..dropout import Dropout
+from ..call import INPUTS, Call, Step, schema_of
 from ..errors import BackendError, InputError, explain
-from ..spec import WEIGHTS
 from . import flops
+from .bypass import is_passed_on
 from .executor import Executor
 
 _executors: dict[str, Executor] = {}
-_OTHERS = frozenset((type(None), int, float, str))  # types of ordinary arguments that are no tensors
 
 _library = torch.library.Library("mtagen", "DEF")
 _AUTOCAST_KEYS = [
     name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")
 ]  # one per device type
-WEIGHTS_SCHEMA = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
-_CALL = (
-    "float scale, str key, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "
-    "Tensor? dropout_seed=None, float dropout_p=0."
-)
-INPUTS = 3 + len(WEIGHTS)  # the differentiable arguments: q, k, v and the weights
 
 
 def register(key: str, executor: Executor) -> None:
@@ -61,73 +49,46 @@ def executor_of(key: str) -> Executor:
         raise BackendError(explain("key", key, rule, "call mtagen.build(...) with the same arguments first")) from None
 
 
-class _Call(NamedTuple):
-    """Arguments after the tensors and weights. The dispatcher leaves out defaults at the end."""
-
-    scale: float
-    key: str
-    cu_seq_q: Tensor | None = None
-    cu_seq_k: Tensor | None = None
-    max_q: int = 0
-    max_k: int = 0
-    dropout_seed: Tensor | None = None
-    dropout_p: float = 0.0
-
-    @property
-    def documents(self) -> Documents | None:
-        """The boundaries of packed documents, or None for a batch."""
-        if self.cu_seq_q is None or self.cu_seq_k is None:
-            return None
-        return Documents(self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k)
-
-    @property
-    def dropout(self) -> Dropout | None:
-        """The dropout of the call, or None."""
-        return None if self.dropout_seed is None else Dropout(self.dropout_seed, self.dropout_p)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*arguments)
+    return executor_of(call.key).forward(call)
 
 
-def _given(weights: Iterable[Tensor | None]) -> list[Tensor]:
-    return [weight for weight in weights if weight is not None]
+def _backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
+    call, (out, lse) = _call_of(rest)
+    return executor_of(call.key).backward(call, grad_out, grad_lse, out, lse)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    weights, call = rest[: len(WEIGHTS)], _Call(*rest[len(WEIGHTS) :])
-    run = executor_of(call.key).forward
-    return run(q, k, v, _given(weights), call.scale, call.documents, call.dropout)
+def _call_of(rest: Sequence[Any]) -> tuple[Call, Sequence[Tensor]]:
+    """Return the call and its results from the arguments of ``mtagen::backward`` after the gradients."""
+    return Call(*rest[:INPUTS], *rest[INPUTS + 2 :]), rest[INPUTS : INPUTS + 2]
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    weights, (out, lse, *others) = rest[: len(WEIGHTS)], rest[len(WEIGHTS) :]
-    call = _Call(*others)
-    grads, run = (grad_out, grad_lse), executor_of(call.key).backward
-    return run(*grads, q, k, v, _given(weights), out, lse, call.scale, call.documents, call.dropout)
-
-
-def _decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *weights, cache_seqlens, scale, num_splits, key = rest
-    return executor_of(key).decode(q_tail, k_cache, v_cache, _given(weights), cache_seqlens, scale, num_splits)
+def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    step = Step(*arguments)
+    return executor_of(step.key).decode(step)
 
 
 def _stats_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return an empty output and empty log-sum-exps, for tracing."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])  # with packed documents, heads come first
     return out, q.new_empty(rows, dtype=_stats_dtype(q))
 
 
-def fake_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+def fake_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
     """Return empty gradients of q, k, v and the given weights, for tracing."""
-    weights = rest[: len(WEIGHTS)]
-    return [x.new_empty(x.shape) for x in (q, k, v, *_given(weights))]
+    return [x.new_empty(x.shape) for x in rest[:INPUTS] if x is not None]
 
 
-def _fake_decode(q_tail: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    new_tokens = q_tail.shape[2] - executor_of(rest[-1]).spec.context
-    out = q_tail.new_empty(*q_tail.shape[:2], new_tokens, v_cache.shape[3])
+def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    step = Step(*arguments)
+    q_tail, new_tokens = step.q_tail, step.q_tail.shape[2] - executor_of(step.key).spec.context
+    out = q_tail.new_empty(*q_tail.shape[:2], new_tokens, step.v_cache.shape[3])
     return out, q_tail.new_empty(out.shape[:3], dtype=_stats_dtype(q_tail))
 
 
@@ -162,20 +123,18 @@ class _Differentiable(Recorded):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = run(*arguments)
-        call = _Call(*arguments[INPUTS:])
-        ctx.numbers = call.scale, call.key, call.max_q, call.max_k, call.dropout_p
+        tensors, ctx.others = Call(*arguments).split()
         ctx.arguments = len(arguments)
-        ctx.save_for_backward(*arguments[:INPUTS], *results, call.cu_seq_q, call.cu_seq_k, call.dropout_seed)
+        ctx.save_for_backward(*results, *tensors)
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, cu_seq_q, cu_seq_k, dropout_seed = ctx.saved_tensors
-        scale, key, max_q, max_k, dropout_p = ctx.numbers
-        call = _Call(scale, key, cu_seq_q, cu_seq_k, max_q, max_k, dropout_seed, dropout_p)
-        grads = iter(run("backward", grad_out, grad_lse, *saved, *call))
+        out, lse, *tensors = ctx.saved_tensors
+        call = Call.joined(tensors, ctx.others)
+        grads = iter(backward(call, grad_out, grad_lse, out, lse))
         others = (None,) * (ctx.arguments - INPUTS)
-        return None, *(None if x is None else next(grads) for x in saved[:INPUTS]), *others
+        return None, *(None if x is None else next(grads) for x in call[:INPUTS]), *others
 
 
 class DifferentiatedOnce(Recorded):
@@ -294,72 +253,26 @@ _OPS: dict[str, _Op] = {}
 def run(name: str, *arguments: Any) -> Any:
     """Call a registered op.
 
-    Where PyTorch's dispatcher would only pass the arguments on, the kernel is called directly. That
-    saves a quarter of a call's time on the CPU, and more where gradients are needed.
+    Where PyTorch's dispatcher would only pass the arguments on (:mod:`.bypass`), the kernel is
+    called directly. That saves a quarter of a call's time on the CPU, and more where gradients are
+    needed.
     """
     op = _OPS[name]
-    if torch.compiler.is_compiling() or not _passed_on(arguments):
+    if torch.compiler.is_compiling() or not is_passed_on(arguments):
         return op.registered(*arguments)
     return _autograd(op.kernel, op.function, *arguments)
 
 
-def _passed_on(arguments: Iterable[Any]) -> bool:
-    """Return whether the dispatcher would only pass the call on.
-
-    It would if all arguments are ordinary and no mode, transform, tracer or profiler watches ops.
-    """
-    if _thread_state() not in _ordinary_states() or torch._C._len_torch_function_stack():
-        return False
-    ordinary = _ordinary_keys(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    for x in arguments:  # a loop is faster than all() of a generator
-        kind = type(x)
-        if kind is Tensor or kind is Parameter:
-            if torch._C._dispatch_keys(x).raw_repr() not in ordinary:
-                return False
-        elif kind not in _OTHERS:
-            return False
-    return not torch._C._autograd._profiler_enabled()
-
-
-def _thread_state() -> tuple[int, int]:
-    """Return the dispatch keys that modes of this thread add to all tensors, and those they take
-    away.
-    """
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return included.raw_repr(), excluded.raw_repr()
-
-
-@cache
-def _ordinary_states() -> frozenset[tuple[int, int]]:
-    """Return the thread states in which a call is ordinary.
-
-    They are the state of a new thread, which no mode has changed yet, that of inference mode, and
-    both of them in a backward pass.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        states = [thread.submit(torch.inference_mode(mode)(_thread_state)).result() for mode in (False, True)]
-    try:  # PyTorch with named tensors (2.11 still has them) excludes their key in backward passes.
-        named = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Named")).raw_repr()
-    except RuntimeError:
-        named = 0
-    return frozenset((included, excluded | key) for included, excluded in states for key in (0, named))
-
-
-@cache
-def _ordinary_keys(on_gpus: bool) -> frozenset[int]:
-    """Return the dispatch keys of plain dense tensors, made in inference mode or not.
-
-    Args:
-        on_gpus: whether to include tensors on GPUs. Making one starts CUDA, which a forked process
-            cannot do.
-    """
-    devices = ("cpu", "cuda") if on_gpus else ("cpu",)
-    samples = [torch.inference_mode(mode)(torch.empty)(0, device=x) for x in devices for mode in (False, True)]
-    return frozenset(torch._C._dispatch_keys(x).raw_repr() for x in samples)
+def backward(call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """Call ``mtagen::backward``, which returns the gradients of q, k, v and the given weights."""
+    grads: list[Tensor] = run("backward", grad_out, grad_lse, *call[:INPUTS], out, lse, *call[INPUTS:])
+    return grads
 
 
 def register_op(
-    schema: str,
+    name: str,
+    arguments: Sequence[str],
+    returns: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     function: type[Recorded],
@@ -368,17 +281,18 @@ def register_op(
     """Register an op in the namespace ``mtagen``, which :func:`run` calls by its name.
 
     Args:
-        schema: the op's schema, as ``torch.library.Library.define`` takes it.
+        name: the op's name.
+        arguments: the op's arguments, as its schema declares them.
+        returns: the type of its results, as its schema declares it.
         kernel: computes the op.
         fake: returns empty results, for tracing.
         function: differentiates the op.
         flop: counts the op's flop.
     """
-    name, _, _ = schema.partition("(")
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     packet = getattr(torch.ops.mtagen, name)
     op = packet.default
-    register_flop_formula(packet, get_raw=True)(flop)
+    register_flop_formula(packet, get_raw=True)(lambda *arguments, **_: flop(*arguments))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, partial(_autograd, partial(_below_autograd, op), function), "Autograd")
     for autocast_key in _AUTOCAST_KEYS:
@@ -389,26 +303,31 @@ def register_op(
     _OPS[name] = _Op(op, kernel, function)
 
 
+_CALL = schema_of(Call)
 register_op(
-    f"forward(Tensor q, Tensor k, Tensor v, {WEIGHTS_SCHEMA}, {_CALL}) -> (Tensor, Tensor)",
+    "forward",
+    _CALL,
+    "(Tensor, Tensor)",
     _forward,
     fake_forward,
     _Differentiable,
-    flops.attention_forward_flop,
+    lambda *arguments: flops.forward_flop(Call(*arguments)),
 )
 register_op(
-    f"backward(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, {WEIGHTS_SCHEMA}, Tensor out, "
-    f"Tensor lse, {_CALL}) -> Tensor[]",
+    "backward",
+    ["Tensor grad_out", "Tensor grad_lse", *_CALL[:INPUTS], "Tensor out", "Tensor lse", *_CALL[INPUTS:]],
+    "Tensor[]",
     _backward,
     fake_backward,
     DifferentiatedOnce,
-    flops.attention_backward_flop,
+    lambda grad_out, grad_lse, *rest: flops.backward_flop(_call_of(rest)[0]),
 )
 register_op(
-    f"decode(Tensor q_tail, Tensor k_cache, Tensor v_cache, {WEIGHTS_SCHEMA}, Tensor? cache_seqlens, float scale, "
-    "int num_splits, str key) -> (Tensor, Tensor)",
+    "decode",
+    schema_of(Step),
+    "(Tensor, Tensor)",
     _decode,
     _fake_decode,
     _Generation,
-    flops.attention_decode_flop,
+    lambda *arguments: flops.decode_flop(Step(*arguments)),
 )

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from ..dtypes import TORCH_DTYPES
 from ..planner.plan import Plan
-from ..spec import MAX_NEW_TOKENS
+from ..spec import MAX_NEW_TOKENS, Argument
 
 
 @dataclass(frozen=True)
@@ -107,30 +107,31 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     """
     spec = plan.spec
     heads = 2 * math.lcm(*spec.mixed.values())
+    sizes = {"B": 1, "H": heads, "Hkv": heads, **dict.fromkeys(("Nq", "Nk", "total_q", "total_k"), spec.cq)}
+    dtypes = {"q": TORCH_DTYPES[spec.dtype], "fp32": torch.float32}
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+    def zeros(argument: Argument, **others: int) -> Tensor:
+        shape = argument.extents(sizes | others)
+        return torch.zeros(shape, dtype=dtypes[argument.dtypes[0]], device=device)
 
-    k, v = zeros(1, heads, spec.cq, spec.head_dim), zeros(1, heads, spec.cq, spec.value_head_dim)
+    q, k, v, *weights = (zeros(argument) for argument in spec.arguments if argument.differentiable)
+    weights = weights or [torch.zeros(heads, 1, 1, device=device)]  # plain attention is a convolution by a single tap
     others: list[Any] = []  # arguments after the scale
     if spec.packed:
-        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
         cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
         others += [cu_seq, cu_seq, spec.cq, spec.cq]
     if spec.dropout:
         others += [torch.zeros(2, dtype=torch.int64, device=device), 0.5]
-    shapes = spec.weights(heads).values() or [(heads, 1, 1)]  # plain attention is a convolution by a single tap
-    weights = [torch.zeros(shape, device=device) for shape in shapes]
     out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
     lse = lse if spec.packed else lse.unsqueeze(0)
     if pass_name == "forward":
-        module.forward(k, k, v, *weights, 1.0, *others)
+        module.forward(q, k, v, *weights, 1.0, *others)
     if pass_name == "backward":
-        module.backward(out, lse, k, k, v, *weights, out, lse, 1.0, *others)
+        module.backward(out, lse, q, k, v, *weights, out, lse, 1.0, *others)
     if pass_name != "decode":
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)
     for new_tokens in (1, MAX_NEW_TOKENS):
-        q_tail = zeros(1, heads, spec.context + new_tokens, spec.head_dim)
+        q_tail = zeros(spec.decode_arguments[0], Nq=spec.context + new_tokens)
         for cache_seqlens in (None, lengths):
             module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)

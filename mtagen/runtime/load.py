@@ -17,11 +17,11 @@ from ..errors import BackendError, explain
 from ..planner.choice import GENERATED, Backend
 from ..planner.plan import Plan
 from ..planner.targets import get_target
-from .cache import Cache, cache_key
 from .devices import devices_for
+from .disk_cache import Cache, cache_key
 from .loader import load_module
 from .nvrtc import cached_cubin, cuda_is_installed, toolchain
-from .triton import require_triton, triton_is_installed, triton_version
+from .triton_package import require_triton, triton_is_installed, triton_version
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import BackendError, explain
-from .cache import Cache, cache_key
+from .disk_cache import Cache, cache_key
 
 _HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")  # the templates include them
 _OPTIONS: dict[str, str | bool] = {"std": "c++17", "lineinfo": True}

@@ -13,9 +13,9 @@ import torch
 from ..errors import BackendError
 from ..planner.tables import TUNED, Table
 from ..spec import Spec
-from .cache import Cache, cache_key
+from .disk_cache import Cache, cache_key
 from .nvrtc import toolchain
-from .triton import triton_version
+from .triton_package import triton_version
 
 _FILE = "table.json"
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
 from ..nn import FrequencyScaling
-from ..nn.inputs import GateKind
+from ..nn.checks import GateKind
 from ..planner import Backend
 from ..spec import KeyPadding, Mask
 

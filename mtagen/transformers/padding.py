@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..nn import MultiTokenAttention
-from ..ops.inputs import check_boundaries
+from ..ops.checks import check_boundaries
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,6 +69,7 @@ def retrofit(
             that the layer does not have.
         PlanError: this machine's target has no plan of the stages; the message names the limit.
     """
+    options = {name: value for name, value in locals().items() if name != "model"}  # only arguments are local so far
     _check_llama(model)
     theirs, rope = model.config, model.config.rope_parameters
     config = MtaConfig(
@@ -86,26 +87,18 @@ def retrofit(
         rms_norm_eps=theirs.rms_norm_eps,
         use_cache=theirs.use_cache,
         tie_word_embeddings=theirs.tie_word_embeddings,
-        kernel=kernel,
-        mixed_heads=mixed_heads,
-        post_kernel=post_kernel,
-        post_mixed_heads=post_mixed_heads,
-        key_padding=key_padding,
         rope_theta=rope["rope_theta"],
         frequency_scaling={name: rope[name] for name in _SCALED_BY[rope["rope_type"]]} or None,
         dropout=theirs.attention_dropout,
-        mask=mask,
-        backend=backend,
-        compute_dtype=compute_dtype,
-        layer_overrides=layer_overrides,
         pad_token_id=theirs.pad_token_id,
         bos_token_id=theirs.bos_token_id,
         eos_token_id=theirs.eos_token_id,
         dtype=model.dtype,
+        **options,
     )
-    for options in config.layer_overrides.values():
+    for overrides in config.layer_overrides.values():
         for name in _NOT_INITIALLY_THE_IDENTITY:
-            if name in options:
+            if name in overrides:
                 rule = "would change what the trained model computes"
                 raise SpecError(explain("layer_overrides", name, rule, "stages over scores, dropout"))
     ours: MtaForCausalLM = MtaForCausalLM._from_config(config, dtype=model.dtype).to(model.device)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtagen import reference
 from mtagen.accuracy import compare
 from mtagen.codegen import render
-from mtagen.naive import reference
 from mtagen.planner import plan
 from mtagen.runtime.loader import load_module
 from mtagen.spec import Spec

@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "cache-clears-whatever-is-tagged",
-        "mtagen/runtime/cache.py",
+        "mtagen/runtime/disk_cache.py",
         "tag.read_bytes() == TAG_CONTENT",
         'tag.read_bytes().startswith(b"Signature")',
         "`mtagen clear-cache` removes what another program keeps beside it.",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "cache-keeps-a-tag-of-others",
-        "mtagen/runtime/cache.py",
+        "mtagen/runtime/disk_cache.py",
         "if not _is_tagged(folder):",
         "if not (folder / TAG).is_file():",
         "Entries beside a changed tag are never cleared.",

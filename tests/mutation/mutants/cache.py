@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-CACHE, PROCESSES = "mtagen/runtime/cache.py", "mtagen/runtime/processes.py"
+CACHE, PROCESSES = "mtagen/runtime/disk_cache.py", "mtagen/runtime/processes.py"
 TESTS = "tests/test_cache.py"
 
 MUTANTS = (

@@ -5,26 +5,26 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 LIBRARY, EXECUTOR, OP = "mtagen/ops/library.py", "mtagen/ops/executor.py", "mtagen/ops/attention.py"
+CALL = "mtagen/call.py"
 TOLD = "tests/test_executor_documents.py"
 
 MUTANTS = (
     Mutant(
         "packing-lengths-swapped-for-the-backward-pass",
-        LIBRARY,
-        "call.max_q, call.max_k",
-        "call.max_k, call.max_q",
+        CALL,
+        "return _tensors(self), _others(self)",
+        "return _tensors(self), _others(self._replace(max_q=self.max_k, max_k=self.max_q))",
         "The backward pass takes the longest document's keys for its queries.",
         (f"{TOLD}::test_both_passes_are_told_where_documents_are",),
-        within="_Differentiable",
     ),
     Mutant(
         "packing-lengths-swapped",
-        LIBRARY,
+        CALL,
         "self.max_q, self.max_k",
         "self.max_k, self.max_q",
         "Both passes take the longest document's keys for its queries.",
         (f"{TOLD}::test_both_passes_are_told_where_documents_are",),
-        within="_Call.documents",
+        within="Call.documents",
     ),
     Mutant(
         "packing-starts-in-strides",

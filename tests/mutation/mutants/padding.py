@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding-refused-on-the-cpu",
-        "mtagen/ops/inputs.py",
+        "mtagen/ops/checks.py",
         "values[-1] > total",
         "values[-1] != total",
         "The CPU refuses rows behind the last document.",

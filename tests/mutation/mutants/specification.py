@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-NAIVE, TESTS = "mtagen/naive.py", ("tests/test_reference.py",)
+EAGER, TESTS = "mtagen/eager.py", ("tests/test_reference.py",)
 
 MUTANTS = (
     Mutant(
         "reference-drops-nothing-without-a-mask",
-        NAIVE,
+        EAGER,
         "if p != 0:",
         "if p < 0:",
         "The specification ignores a probability of dropout.",
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference-takes-a-mask-of-another-shape",
-        NAIVE,
+        EAGER,
         "if got != (shape, torch.bool, device):",
         "if got[1:] != (torch.bool, device):",
         "A mask of other rows and keys is broadcast, or fails in PyTorch.",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference-takes-every-rule",
-        NAIVE,
+        EAGER,
         "        **rules,\n",
         "",
         "A window that no op has is taken for another.",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference-takes-every-batch",
-        NAIVE,
+        EAGER,
         "check_batch(tensors, (q.shape[-1], v.shape[-1]))",
         "pass",
         "Batches, ranks and dtypes that ops refuse are broadcast.",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference-takes-every-weight",
-        NAIVE,
+        EAGER,
         "shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))",
         "pass",
         "Weights are reshaped into what was not meant.",

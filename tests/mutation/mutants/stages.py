@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         "specified-mixture-transposed",
-        "mtagen/naive.py",
+        "mtagen/eager.py",
         "goi,bgirc->bgorc",
         "gio,bgirc->bgorc",
         "The specification mixes by the transposed matrices.",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "specified-post-convolution-not-masked",
-        "mtagen/naive.py",
+        "mtagen/eager.py",
         "forbidden, key_padding, mask).masked_fill(forbidden, 0)",
         "forbidden, key_padding, mask)",
         "By the specification a convolution after the softmax lets a query see later keys.",
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights-without-a-stage",
-        "mtagen/ops/inputs.py",
+        "mtagen/ops/checks.py",
         'raise InputError(explain(told, got, rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))',
         "return None",
         "A weight that the op has no stage for is ignored.",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Named, check_batch, check_dense, check_groups, shaped_weight
-from ..documents import Documents
+from ..call import Documents
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
 from ..spec import MAX_NEW_TOKENS, STAGES, WEIGHTS, Spec, as_int
@@ -207,14 +207,16 @@ def _checked(
         if x.stride()[-1] != 1 and x.shape[-1] > 1:
             legal = f"{name}.contiguous()"
             raise InputError(explain(f"{name}.stride()", tuple(x.stride()), "the last stride must be 1", legal))
-    return [_checked_weight(spec, tensors[0], name, weight) for name, weight in zip(WEIGHTS, weights, strict=True)]
+    needed = spec.weight_names
+    return [
+        None if weight is None and name not in needed else _checked_weight(spec, tensors[0], name, weight)
+        for name, weight in zip(WEIGHTS, weights, strict=True)
+    ]
 
 
-def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor | None:
-    """Check a weight and return it in its shape, or None if the spec has no such stage."""
+def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor:
+    """Check a weight that the spec needs or the caller passed, and return it in its shape."""
     if name not in spec.weight_names:
-        if weight is None:
-            return None
         told, got = (f"{name}.shape", tuple(weight.shape)) if isinstance(weight, Tensor) else (name, weight)
         rule = "this op was built without such a stage"
         raise InputError(explain(told, got, rule, f"None, or mtagen.build(..., {STAGES[name]}=...)"))

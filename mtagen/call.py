@@ -1,0 +1,159 @@
+"""A call of an op as one record: what the registered ops, the executor and the CPU backend take.
+
+The fields of a record are the arguments of a registered op, by name and in order.
+:mod:`mtagen.ops.library` prints the op's schema from them. A new argument is a new field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
+
+from torch import Tensor
+
+from .dropout import Dropout
+from .spec import WEIGHTS
+
+INPUTS = 3 + len(WEIGHTS)  # the differentiable fields, which come first: q, k, v and the weights
+Length: TypeAlias = Annotated[int, "SymInt"]  # an int that may be a symbol of torch.compile
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    str: "str",
+    int: "int",
+    bool: "bool",
+    Length: "SymInt",
+}
+
+
+def fields_of(record: type[tuple[Any, ...]]) -> dict[str, str]:
+    """Return the type of each field of a record by its name, as schemas write it."""
+    return {name: SCHEMA_TYPES[hint] for name, hint in get_type_hints(record, include_extras=True).items()}
+
+
+def schema_of(record: Any) -> list[str]:
+    """Return a record's fields as arguments of a schema."""
+    defaults = {name: f"={value}" for name, value in record._field_defaults.items()}
+    return [f"{kind} {name}{defaults.get(name, '')}" for name, kind in fields_of(record).items()]
+
+
+def _given(*weights: Tensor | None) -> list[Tensor]:
+    return [weight for weight in weights if weight is not None]
+
+
+class Documents(NamedTuple):
+    """Where the documents of a call begin and end.
+
+    Attributes:
+        cu_seq_q: (documents + 1,) int32, the first query of each document, and the end of the last
+            document. Rows after that end are padding.
+        cu_seq_k: the same for keys.
+        max_q: upper limit of a document's number of queries.
+        max_k: upper limit of a document's number of keys.
+    """
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+
+class Call(NamedTuple):
+    """A call of an op on a batch or on packed documents.
+
+    Attributes:
+        q: (B, H, Nq, D); packed documents have (total_q, H, D). :meth:`mtagen.Spec.arguments`
+            describes the other tensors.
+        weight, head_weight, post_weight, post_head_weight: the weights of the op's stages; None
+            for stages that the op lacks.
+        scale: factor of q k^T.
+        key: names the built op.
+        cu_seq_q, cu_seq_k, max_q, max_k: where packed documents begin and end, see
+            :class:`Documents`; a batch leaves them out.
+        dropout_seed, dropout_p: see :class:`.dropout.Dropout`; a call without dropout leaves them out.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weight: Tensor | None
+    head_weight: Tensor | None
+    post_weight: Tensor | None
+    post_head_weight: Tensor | None
+    scale: float
+    key: str
+    cu_seq_q: Tensor | None = None
+    cu_seq_k: Tensor | None = None
+    max_q: Length = 0
+    max_k: Length = 0
+    dropout_seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of the op's stages, in the order of ``spec.WEIGHTS``."""
+        return _given(self.weight, self.head_weight, self.post_weight, self.post_head_weight)
+
+    @property
+    def documents(self) -> Documents | None:
+        """The boundaries of packed documents, or None for a batch."""
+        if self.cu_seq_q is None or self.cu_seq_k is None:
+            return None
+        return Documents(self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k)
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """The dropout of the call, or None."""
+        return None if self.dropout_seed is None else Dropout(self.dropout_seed, self.dropout_p)
+
+    def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+        """Return the tensors, which autograd saves, and the other fields; :meth:`joined` inverts it."""
+        return _tensors(self), _others(self)
+
+    @classmethod
+    def joined(cls, tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Call:
+        """Return the call that :meth:`split` has split."""
+        return cls(*_in_order((*tensors, *others)))
+
+
+class Step(NamedTuple):
+    """A step of decoding: a few queries against a cache of keys and values.
+
+    Attributes:
+        q_tail: (B, H, context + n_new, D), the earlier queries that the new ones depend on, then
+            the new ones.
+        k_cache: (B, Hkv, N, D).
+        v_cache: (B, Hkv, N, DV).
+        weight, head_weight, post_weight, post_head_weight: as in :class:`Call`.
+        cache_seqlens: (B,) int32, the number of keys in use of each entry; None means all N.
+        scale: factor of q k^T.
+        num_splits: number of parts into which kernels split the keys; 0 means as planned.
+        key: names the built op.
+    """
+
+    q_tail: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    weight: Tensor | None
+    head_weight: Tensor | None
+    post_weight: Tensor | None
+    post_head_weight: Tensor | None
+    cache_seqlens: Tensor | None
+    scale: float
+    num_splits: int
+    key: str
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of the op's stages, in the order of ``spec.WEIGHTS``."""
+        return _given(self.weight, self.head_weight, self.post_weight, self.post_head_weight)
+
+
+_TENSORS, _OTHERS = (
+    [i for i, kind in enumerate(fields_of(Call).values()) if kind.startswith("Tensor") is are_tensors]
+    for are_tensors in (True, False)
+)
+_tensors, _others = itemgetter(*_TENSORS), itemgetter(*_OTHERS)
+_in_order = itemgetter(*map([*_TENSORS, *_OTHERS].index, range(len(Call._fields))))
