@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         "documents-log-sum-exps-of-the-first-head",
-        f"{CUDA}/output_tile.j2",
-        "return static_cast<long long>(h) * total_q + q0 + i;",
+        f"{CUDA}/packed.cuh",
+        "return static_cast<long long>(h) * pitch + q0 + i;",
         "return q0 + i;",
         "All heads write the log-sum-exps of the first.",
         (f"{EMULATED_DOCUMENTS}::test_accurate",),
