@@ -848,7 +848,8 @@ struct Batch {
   int block;                            // the CTA's block of rows
   int n_q, n_k;                         // queries and keys
 
-  DEVICE Batch(int head, int heads, int block, int n_q, int n_k)
+  // The head is one of `heads` of an entry.
+  DEVICE Batch(u32 head, int heads, int block, int n_q, int n_k)
       : head(head), b(head / heads), h(head % heads), block(block), n_q(n_q), n_k(n_k) {}
 
   // Where the queries or the keys of head h begin in a tensor with these strides.
@@ -860,10 +861,34 @@ struct Batch {
     return queries(h, stride_b, stride_h, stride_n);
   }
 
-  // Query i of a head of the batch: its row in tensors of outputs, and among statistics with `pitch` rows per head.
-  DEVICE long long output_row(int i, int) const { return static_cast<long long>(head) * n_q + i; }
+  // Query i of the CTA's head: its row in tensors of outputs, and among statistics with `pitch` rows per head.
+  DEVICE long long output_row(int i) const { return static_cast<long long>(head) * n_q + i; }
 
   DEVICE long long statistic(int i, int pitch) const { return static_cast<long long>(head) * pitch + i; }
+
+  // ---- For CTAs that own keys: h is then a head of keys.
+
+  // Keys that are loaded.
+  DEVICE int loaded_keys() const { return n_k; }
+
+  // Key j's row in gradients of keys.
+  DEVICE long long key_row(int j) const { return static_cast<long long>(head) * n_k + j; }
+
+  // The block's number among those of a head, in the order of their keys.
+  DEVICE u32 place_of_block(int) const { return block; }
+
+  // The number of head h, of `heads` heads of queries, among heads of statistics; and the row of query i in sums of dQ.
+  DEVICE long long head_of_statistics(int h, int heads) const { return b * heads + h; }
+
+  DEVICE long long query_row(long long head, int i, int) const { return head * n_q + i; }
+
+  // Rows of statistics before the first query, if each sequence has `room` more than queries.
+  DEVICE int statistics_before(int) const { return 0; }
+
+  // The number of entries, and that of this entry.
+  DEVICE int entries(u32 heads_of_batch, int heads) const { return heads_of_batch / heads; }
+
+  DEVICE int entry() const { return b; }
 };
 
 using Sequence = Batch;
@@ -905,7 +930,7 @@ struct OutputTile : Sequence {
 // the next.
 template <int N, class Element>
 DEVICE void store_output(float* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax,
-                         const OutputTile& work, int row, int heads, int pitch, int lane) {
+                         const OutputTile& work, int row, int pitch, int lane) {
   constexpr int COLUMNS = 2 * N;
   const int lane_pair = lane & 3;
 #pragma unroll
@@ -917,7 +942,7 @@ DEVICE void store_output(float* out, float* lse, const float (&o)[N], const Soft
     if (lane_pair == 0)
       lse[row_of_split(work.statistic(i, pitch))] =
           total == 0.f ? -INFINITY : log2f(total) - softmax.shift[r];
-    float* const to = out + row_of_split(work.output_row(i, heads)) * COLUMNS + 2 * lane_pair;
+    float* const to = out + row_of_split(work.output_row(i)) * COLUMNS + 2 * lane_pair;
 #pragma unroll
     for (int n = 0; n < COLUMNS / CHUNK; ++n)
       *reinterpret_cast<float2*>(to + CHUNK * n) =
@@ -1145,7 +1170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     }
   }
 
-  store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), heads, n_q, lane);
+  store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), n_q, lane);
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key

@@ -140,6 +140,11 @@ class TileBackward(TilePass):
         position = self.mask.last_position(_C0 + self.keys - 1)
         return N_Q if position is None else sympy.Min(N_Q, position - _OFFSET + 1)
 
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the last rows may see none of the CTA's keys."""
+        return self.mask.left is not None
+
     # ---- Rows
 
     @property

@@ -108,3 +108,16 @@ class Layout:
     def places(self) -> tuple[Argument, ...]:
         """The arguments that say where sequences lie, as the struct takes them."""
         return self.documents or self.lengths
+
+    @property
+    def row_places(self) -> tuple[Argument, ...]:
+        """The arguments that say where the rows of a head's statistics lie."""
+        lengths = numbers("int", self.queries.name)
+        return (*lengths, *reads("int", "cu_seq_q"), *numbers("int", "documents")) if self.packed else lengths
+
+    @property
+    def key_places(self) -> tuple[Argument, ...]:
+        """The arguments that say where the keys of a head lie."""
+        if self.packed:
+            return (*reads("int", "tiles", "cu_seq_k"), *numbers("int", "kv_heads"))
+        return numbers("int", "n_k")
