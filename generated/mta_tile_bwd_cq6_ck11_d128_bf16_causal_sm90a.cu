@@ -1085,7 +1085,7 @@ struct Cta : Sequence {
     exponent = scale * (LOG2_E / SCORE_SCALE);
   }
 
-  // Whether the mask hides any key from any row of a step, or (with mask="output") from a later row that reads it.
+  // Whether any key is hidden from any row of a step, or (with mask="output") from a later row that reads it.
   // `row` is the step's first row, counted from `first`.
   DEVICE bool hides(int row) const {
     return ahead + KEYS - 1 > row;
@@ -1129,7 +1129,7 @@ struct Place {
   }
 };
 
-// Stores S into its slab, with zeros where the mask hides it.
+// Stores S into its slab, with zeros where it is hidden.
 DEVICE void store_scores(float (&s)[PART / 2], const Cta& cta, const Place& at, int row_tile, int step) {
   if (cta.hides(step * ROWS)) {
     const int ahead = cta.ahead - step * ROWS + at.column - at.row;
