@@ -536,6 +536,12 @@ constexpr int SCORE_RING = 10, GRADIENT_RING = 5;
 constexpr int SLAB_ROW = 400;
 // Each row of W has a table of TAP_WORDS words: taps v and v + 1 for each v from 1 - CHUNK on.
 constexpr int TAP_WORDS = 30;
+// A document has ROW_ROOM more statistics than rows, because steps may read past the last row.
+constexpr int ROW_ROOM = 144;
+// Whether no query sees past its own position, so that no key is compared with the end of the sequence.
+constexpr bool BOUNDS_KEYS = true;
+// Whether the last rows may see none of a CTA's keys, so that its steps end before them.
+constexpr bool MAY_END_EARLY = false;
 // ROW_LANES threads share a vector, 8 elements each.
 constexpr int ROW_LANES = 8;
 // The slab of S holds q . k times SCORE_SCALE, so that it fits fp16.
@@ -556,6 +562,78 @@ constexpr int SHARED_TAPS = 229152;
 constexpr int SHARED_STATISTICS = 230592;
 constexpr int SHARED_BARRIERS = 231616;
 
+// ---- The place of a CTA in the grid ---------------------------------------------------------------------------------
+
+// The number of heads in the whole batch.
+DEVICE u32 grid_heads() { return gridDim.x * gridDim.z; }
+
+// The number of the CTA's head among them.
+DEVICE u32 cta_head() { return blockIdx.z * gridDim.x + blockIdx.x; }
+
+// The number of tiles of a head.
+DEVICE u32 grid_tiles() { return gridDim.y; }
+
+// The number of the CTA's tile among them.
+DEVICE u32 cta_tile() {
+  const u32 number = blockIdx.y;
+  return number;
+}
+
+// ---- Sequences ------------------------------------------------------------------------------------------------------
+
+// An entry of a batch, whose tensors are (batch, heads, rows, columns). All entries have the same number of rows.
+struct Batch {
+  static constexpr bool exists = true;  // the CTA has a block
+  int head;                             // the CTA's head, counted over the whole batch
+  int b, h;                             // the entry, and the head in it
+  int block;                            // the CTA's block of rows
+  int n_q, n_k;                         // queries and keys
+
+  // The head is one of `heads` of an entry.
+  DEVICE Batch(u32 head, int heads, int block, int n_q, int n_k)
+      : head(head), b(head / heads), h(head % heads), block(block), n_q(n_q), n_k(n_k) {}
+
+  // Where the queries or the keys of head h begin in a tensor with these strides.
+  DEVICE long long queries(int h, long long stride_b, long long stride_h, long long) const {
+    return b * stride_b + h * stride_h;
+  }
+
+  DEVICE long long keys(int h, long long stride_b, long long stride_h, long long stride_n) const {
+    return queries(h, stride_b, stride_h, stride_n);
+  }
+
+  // Query i of the CTA's head: its row in tensors of outputs, and among statistics with `pitch` rows per head.
+  DEVICE long long output_row(int i) const { return static_cast<long long>(head) * n_q + i; }
+
+  DEVICE long long statistic(int i, int pitch) const { return static_cast<long long>(head) * pitch + i; }
+
+  // ---- For CTAs that own keys: h is then a head of keys.
+
+  // Keys that are loaded.
+  DEVICE int loaded_keys() const { return n_k; }
+
+  // Key j's row in gradients of keys.
+  DEVICE long long key_row(int j) const { return static_cast<long long>(head) * n_k + j; }
+
+  // The block's number among those of a head, in the order of their keys.
+  DEVICE u32 place_of_block(int) const { return block; }
+
+  // The number of head h, of `heads` heads of queries, among heads of statistics; and the row of query i in sums of dQ.
+  DEVICE long long head_of_statistics(int h, int heads) const { return b * heads + h; }
+
+  DEVICE long long query_row(long long head, int i, int) const { return head * n_q + i; }
+
+  // Rows of statistics before the first query, if each sequence has `room` more than queries.
+  DEVICE int statistics_before(int) const { return 0; }
+
+  // The number of entries, and that of this entry.
+  DEVICE int entries(u32 heads_of_batch, int heads) const { return heads_of_batch / heads; }
+
+  DEVICE int entry() const { return b; }
+};
+
+using Sequence = Batch;
+
 // ---- Before and after the main kernel ----------------------------------------------------------------------------
 
 // The sum of x over neighbouring lanes, a power of two of them.
@@ -564,6 +642,36 @@ DEVICE float sum_of_lanes(float x, int lanes) {
   for (int distance = lanes / 2; distance; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
   return x;
 }
+
+// A row of the statistics of a head, counted over the whole batch, and the query that it belongs to.
+struct BatchRow {
+  int b, h, i;          // entry of the batch, head, and query
+  bool exists;          // whether there is a query
+  long long output;     // its row in tensors of outputs
+  long long statistic;  // its place in log-sum-exps
+
+  DEVICE BatchRow(int head, int row, int heads, int n_q) : b(head / heads), h(head % heads), i(row), exists(row < n_q) {
+    output = statistic = static_cast<long long>(head) * n_q + row;
+  }
+
+  // Where the query's row begins in a tensor with these strides.
+  DEVICE long long at(long long stride_b, long long stride_h, long long stride_n) const {
+    return b * stride_b + h * stride_h + i * stride_n;
+  }
+};
+
+// A block of keys of a head, counted over the whole batch.
+struct BatchKeys {
+  static constexpr bool exists = true;
+  long long head;
+  int block, n_k;
+  u32 place;  // the block's number among those of the head
+
+  DEVICE BatchKeys(long long head, int block, int n_k) : head(head), block(block), n_k(n_k), place(block) {}
+
+  // Key j's row in gradients of keys.
+  DEVICE long long row(int j) const { return head * n_k + j; }
+};
 
 // Writes for every row dot = grad_out . out - grad_lse, which the softmax's gradient subtracts, and lse in units of
 // log2; and zeroes the sums of dQ. Rows that see no key, and rows past the last up to `row_pitch`, get an infinite lse,
@@ -575,16 +683,15 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d64
     int heads, int n_q, int row_pitch) {
   constexpr int BLOCK_ROWS = 256 / ROW_LANES;
   const int blocks = (row_pitch + BLOCK_ROWS - 1) / BLOCK_ROWS;  // per head; x counts the blocks of all heads, because y ends at 65535
-  const int head = blockIdx.x / blocks, b = head / heads, h = head % heads;
-  const int i = blockIdx.x % blocks * BLOCK_ROWS + threadIdx.x / ROW_LANES, column = threadIdx.x % ROW_LANES;
-  const long long row = static_cast<long long>(head) * n_q + i;
-  const bool inside = i < n_q;
+  const int head = blockIdx.x / blocks, column = threadIdx.x % ROW_LANES;
+  const int i = blockIdx.x % blocks * BLOCK_ROWS + threadIdx.x / ROW_LANES;  // the row of statistics
+  const BatchRow row(head, i, heads, n_q);
   float dot = 0.f;
-  if (inside && column < D / CHUNK) {
-    const long long at = row * D + column * CHUNK;
+  if (row.exists && column < D / CHUNK) {
+    const long long at = row.output * D + column * CHUNK;
     const uint4 x = *reinterpret_cast<const uint4*>(out + at);
     const uint4 y = *reinterpret_cast<const uint4*>(
-        grad_out + b * grad_out_stride_b + h * grad_out_stride_h + i * grad_out_stride_n + column * CHUNK);
+        grad_out + row.at(grad_out_stride_b, grad_out_stride_h, grad_out_stride_n) + column * CHUNK);
     const u32 outputs[4] = {x.x, x.y, x.z, x.w}, gradients[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -597,8 +704,8 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_rows_cq6_ck11_d64
   dot = sum_of_lanes(dot, ROW_LANES);
   if (i < row_pitch && column == 0) {
     const long long to = static_cast<long long>(head) * row_pitch + i;
-    row_dot[to] = inside ? dot - grad_lse[row] : 0.f;
-    row_lse[to] = inside && lse[row] != -INFINITY ? lse[row] * LOG2_E : INFINITY;
+    row_dot[to] = row.exists ? dot - grad_lse[row.statistic] : 0.f;
+    row_lse[to] = row.exists && lse[row.statistic] != -INFINITY ? lse[row.statistic] * LOG2_E : INFINITY;
   }
 }
 
@@ -655,14 +762,14 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d
   constexpr int PIECES = D / 16, SHARED_ROWS = 2 * HALO;
   const int column = piece % PIECES * 16, row = piece / PIECES % SHARED_ROWS;
   const long long cta = piece / (PIECES * SHARED_ROWS), head = cta / key_blocks;
-  const int block = cta % key_blocks;
-  const long long place = cta;
+  const BatchKeys keys(head, cta % key_blocks, n_k);
+  if (!keys.exists) return;
   const bool first = row < HALO;
-  const int j = block * OWNED - PAD_LEFT + (first ? row : OWNED + row - HALO);
-  if (j < 0 || j >= n_k || !first && (block + 1) * OWNED < n_k) return;
-  const float* const from = dk_parts + (place * SHARED_ROWS + row) * D + column;
+  const int j = keys.block * OWNED - PAD_LEFT + (first ? row : OWNED + row - HALO);
+  if (j < 0 || j >= keys.n_k || !first && (keys.block + 1) * OWNED < keys.n_k) return;
+  const float* const from = dk_parts + ((head * key_blocks + keys.place) * SHARED_ROWS + row) * D + column;
   load_piece(sums, from);
-  if (first && block > 0) {
+  if (first && keys.block > 0) {
     float4 before[4];
     load_piece(before, from - HALO * D);  // the parts of the last columns of the CTA before
 #pragma unroll
@@ -671,8 +778,7 @@ extern "C" __global__ void __launch_bounds__(256) mta_tile_bwd_finish_cq6_ck11_d
       sums[i].z += before[i].z, sums[i].w += before[i].w;
     }
   }
-  const long long key = head * n_k + j;
-  store_piece<false>(dk + key * D + column, sums, scale);
+  store_piece<false>(dk + keys.row(j) * D + column, sums, scale);
 }
 
 // ---- Slabs, and tiles of vectors, in shared memory ---------------------------------------------------------------
@@ -957,37 +1063,50 @@ DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, 
 // ---- Scores, probabilities and their gradients, in registers -----------------------------------------------------
 
 // The work of a CTA: the keys from c0, the key of column 0, on, and the rows from `first` on.
-// Earlier rows see none of the keys.
-struct Cta {
-  u32 base;  // address of shared memory
-  int n_k, kv_heads, b, kv_head, c0, first;
-  int steps;  // enough for the products that lag by a row tile to reach the last row
-  int ahead;  // key c0 minus the position of row `first`
+// Rows before `first`, and rows from `end` on, see none of the keys.
+struct Cta : Sequence {
+  u32 base;        // address of shared memory
+  int kv_heads;    // heads of keys; h is one of them
+  int c0, first;   // key and row
+  int steps;       // enough for the products that lag by a row tile to reach the last row
+  int ahead;       // key c0 minus the position of row `first`
   float exponent;  // the probability of a convolved value x of the slab is 2^(exponent x - lse)
 
-  DEVICE Cta(u32 base, int n_q, int n_k, int heads, int group, float scale) : base(base), n_k(n_k) {
+  DEVICE Cta(const Sequence& sequence, u32 base, int kv_heads, float scale)
+      : Sequence(sequence), base(base), kv_heads(kv_heads) {
     const int offset = n_k - n_q;  // row i is the query at position i + offset
-    const u32 head = blockIdx.z * gridDim.x + blockIdx.x;
-    kv_heads = heads / group, b = head / kv_heads, kv_head = head % kv_heads;
-    c0 = static_cast<int>(blockIdx.y) * OWNED - PAD_LEFT;
+    c0 = block * OWNED - PAD_LEFT;
     first = max(0, c0 - offset);
-    steps = (n_q - first + ROW_TILE + ROWS - 1) / ROWS;
+    const int end = n_q;
+    steps = (end - first + ROW_TILE + ROWS - 1) / ROWS;
+    if (MAY_END_EARLY) steps = max(1, steps);
     ahead = c0 - (first + offset);
     exponent = scale * (LOG2_E / SCORE_SCALE);
   }
 
-  // Whether the mask hides any key from any row of a step, or (with mask="output") from a later row that reads it.
+  // Whether any key is hidden from any row of a step, or (with mask="output") from a later row that reads it.
   // `row` is the step's first row, counted from `first`.
   DEVICE bool hides(int row) const {
     return ahead + KEYS - 1 > row;
   }
 
-  // The row of a key in dK and dV.
-  DEVICE long long key_row(int j) const { return (static_cast<long long>(b) * kv_heads + kv_head) * n_k + j; }
+  // The number of rows to which the CTA has added its part of dQ after a step, whose rows of dQ begin at `row`. After
+  // its last step nothing is left to wait for.
+  DEVICE int added_rows(int step, int row) const {
+    return MAY_END_EARLY && step + 1 == steps ? n_q : row + ROWS;
+  }
+
+  // The CTA's parts of dK for the columns that it shares with its neighbours.
+  DEVICE float* parts(float* dk_parts) const {
+    return reinterpret_cast<float(*)[2 * HALO * D]>(dk_parts)[cta_head() * grid_tiles() + place_of_block(OWNED)];
+  }
 };
 
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
+
 // Whether the key that is `ahead` keys after a row's position is hidden from the row.
-DEVICE bool is_hidden(int ahead) { return ahead > 0; }
+DEVICE bool is_hidden(int ahead) { return !visible(0, ahead); }
 
 DEVICE unsigned warp_index() { return static_cast<unsigned>(thread_index()) / 32; }
 DEVICE int lane_index() { return thread_index() & 31; }
@@ -1009,7 +1128,7 @@ struct Place {
   }
 };
 
-// Stores S into its slab, with zeros where the mask hides it.
+// Stores S into its slab, with zeros where it is hidden.
 DEVICE void store_scores(float (&s)[PART / 2], const Cta& cta, const Place& at, int row_tile, int step) {
   if (cta.hides(step * ROWS)) {
     const int ahead = cta.ahead - step * ROWS + at.column - at.row;
@@ -1055,19 +1174,20 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
                                const float (&lse)[2], const Cta& cta, const Place& at, int row_tile, int step) {
   const int key = cta.c0 + PAD_LEFT + at.column;  // of the thread's first column
   const int ahead = cta.ahead + PAD_LEFT + at.column - (step * ROWS + at.row);  // of its first row
+  const int keys = cta.n_k - key;  // from there on
   auto finish = [&](int n, bool edge) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int column = CHUNK * n + (e & 1), row = e >> 1;  // counted from the thread's first
       float& x = p[4 * n + e];
       x = exp2_fast(fmaf(x, cta.exponent, -lse[row]));
-      const bool exists = key + column >= 0;
+      const bool exists = key + column >= 0 && (BOUNDS_KEYS || column < keys);
       if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f;
       if (is_spare(n, at.column + column)) x = 0.f;
     }
     at.store(cta.base + SHARED_P, PART / CHUNK * at.part + n, p + 4 * n);
   };
-  const bool all_exist = cta.c0 + PAD_LEFT >= 0;
+  const bool all_exist = cta.c0 + PAD_LEFT >= 0 && (BOUNDS_KEYS || cta.c0 + PAD_LEFT + OWNED <= cta.n_k);
   const bool edge = !all_exist || cta.hides(step * ROWS);
   convolve_slab<Scores, PART / CHUNK>(p, cta, at, row_tile, edge, finish);
 }
@@ -1103,9 +1223,10 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
   convolve_slab<Gradients, PART / CHUNK>(ds, cta, at, row_tile, edge, finish);
 }
 
-// Waits until the CTA before has added `rows` rows to dQ, so that sums are added in the order of the CTAs.
-DEVICE void await_turn(const int* added, int rows, int lane) {
-  if (lane == 0)
+// Waits until the CTA before, if it owns keys of the same sequence, has added `rows` rows to dQ, so that sums are added
+// in the order of the CTAs.
+DEVICE void await_turn(const Cta& cta, const int* added, int rows, int lane) {
+  if (lane == 0 && cta.block > 0)
     while (load_acquire(added - 1) < rows) {
     }
   __syncwarp();
@@ -1249,8 +1370,8 @@ DEVICE void issue_keys(float (&dk)[D / 2], u32 gradients, u32 above, u32 queries
 }
 
 // Adds the warpgroup's columns of dQ to the head's sums. The thread's first row is row `first`.
-DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long head, int first, int n_q, int part,
-                           const Place& at) {
+DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long head, int first, int part,
+                           const Cta& cta, int heads, const Place& at) {
   // A reduction takes four neighbouring registers, but the four columns that a thread has of a row are not neighbours.
   // All columns are moved before the first reduction. If each reduction moved its columns to the same registers, it
   // would wait until the reduction before has read them.
@@ -1266,8 +1387,8 @@ DEVICE void add_to_queries(float* dq_sum, float (&dq)[DQ_COLUMNS / 2], long long
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = first + r;
-    if (i < 0 || i >= n_q || at.part >= DQ_PARTS) continue;
-    float* const to = dq_sum + (head * n_q + i) * D + part * DQ_COLUMNS + 4 * at.lane_pair;
+    if (i < 0 || i >= cta.n_q || at.part >= DQ_PARTS) continue;
+    float* const to = dq_sum + cta.query_row(head, i, heads) * D + part * DQ_COLUMNS + 4 * at.lane_pair;
 #pragma unroll
     for (int m = 0; m < DQ_COLUMNS / 16; ++m) {
       const float* const x = dq + 8 * m + 4 * r;
@@ -1309,7 +1430,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
-  const Cta cta(base, n_q, n_k, heads, group, scale);
+  const Cta cta(Sequence(cta_head(), heads / group, cta_tile(), n_q, n_k), base, heads / group,
+                scale);
+  if (!cta.exists) return;
 
   const u32 used = base + SHARED_BARRIERS, loaded = used + 8, written = used + 16, taken = used + 24;
   if (threadIdx.x == 0) {
@@ -1321,22 +1444,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   }
 
   auto load_rows = [&](u32 tile, const Element* from, long long stride, int row) {
-    copy_rows<ROWS, ROWS, true, WARPGROUP>(tile, from, stride, row, n_q, thread_of_warpgroup());
+    copy_rows<ROWS, ROWS, true, WARPGROUP>(tile, from, stride, row, cta.n_q, thread_of_warpgroup());
   };
   // Producer warps copy the Q, dO and statistics of a step, each of which has two buffers.
   auto load_step = [&](int h, int step) {
     const int row = cta.first + step * ROWS, buffer = step & 1, thread = thread_of_warpgroup();
-    load_rows(base + SHARED_DO + buffer * VECTORS_TILE, grad_out + cta.b * grad_out_stride_b + h * grad_out_stride_h,
-              grad_out_stride_n, row);
-    load_rows(base + SHARED_Q + buffer * VECTORS_TILE, q + cta.b * q_stride_b + h * q_stride_h, q_stride_n, row);
+    load_rows(base + SHARED_DO + buffer * VECTORS_TILE,
+              grad_out + cta.queries(h, grad_out_stride_b, grad_out_stride_h, grad_out_stride_n), grad_out_stride_n, row);
+    load_rows(base + SHARED_Q + buffer * VECTORS_TILE,
+              q + cta.queries(h, q_stride_b, q_stride_h, q_stride_n), q_stride_n, row);
     const float* const from = thread < ROWS ? row_lse : row_dot;
-    const long long at = static_cast<long long>(cta.b * heads + h) * row_pitch + row + thread % ROWS;
-    copy_word_async(base + SHARED_STATISTICS + buffer * STATISTICS + thread * 4, from + at);
+    const long long first = cta.head_of_statistics(h, heads) * row_pitch + cta.statistics_before(ROW_ROOM);
+    copy_word_async(base + SHARED_STATISTICS + buffer * STATISTICS + thread * 4, from + first + row + thread % ROWS);
   };
   auto load_row_tile_above = [&](int h, int step) {
-    const Element* const from = q + cta.b * q_stride_b + h * q_stride_h;
+    const Element* const from = q + cta.queries(h, q_stride_b, q_stride_h, q_stride_n);
     const int row = cta.first + step * ROWS - ROW_TILE;
-    copy_rows<ROW_TILE, ROW_TILE, true, WARPGROUP>(base + SHARED_Q_ABOVE, from, q_stride_n, row, n_q,
+    copy_rows<ROW_TILE, ROW_TILE, true, WARPGROUP>(base + SHARED_Q_ABOVE, from, q_stride_n, row, cta.n_q,
                                                    thread_of_warpgroup());
   };
   // All threads prepare head h: zeros in the slabs, tables of taps, the vectors of step 0.
@@ -1354,7 +1478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
     registers_down_to<56>();
     int done = 0;  // counts steps, of this head and those before
 #pragma unroll 1
-    for (int h = cta.kv_head * group; h < (cta.kv_head + 1) * group; ++h) {
+    for (int h = cta.h * group; h < (cta.h + 1) * group; ++h) {
       begin_head(h);
       float dw_sums_of_warp[WEIGHT_PRODUCTS][4] = {};
       // Adds the warp's row tiles of a step from `begin` to `end`, counted among its own.
@@ -1386,7 +1510,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       float* const block = reinterpret_cast<float*>(shared + SHARED_G);
       sum_diagonals(dw_sums_of_warp, block + warp * 64, tap_sums + warp * (CQ * CK), warp % WEIGHT_SETS, thread & 31);
       named_barrier(PRODUCER, WARPGROUP);
-      store_weight_gradient<4>(dw_sums, tap_sums, h, gridDim.x * gridDim.z / cta.kv_heads, cta.b, gridDim.y, blockIdx.y, thread);
+      store_weight_gradient<4>(dw_sums, tap_sums, h, cta.entries(grid_heads(), cta.kv_heads), cta.entry(), grid_tiles(),
+                               cta_tile(), thread);
     }
     return;
   }
@@ -1394,18 +1519,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   registers_up_to<152>();
   const u32 part_keys = warpgroup * KEYS_TILE;
   auto load_keys = [&](u32 tile, const Element* from, long long stride, int key) {
-    copy_rows<PART, KEYS, false, WARPGROUP>(tile + part_keys, from, stride, key + PART * warpgroup, n_k,
+    copy_rows<PART, KEYS, false, WARPGROUP>(tile + part_keys, from, stride, key + PART * warpgroup, cta.loaded_keys(),
                                             threadIdx.x % WARPGROUP);
   };
-  load_keys(base + SHARED_K, k + cta.b * k_stride_b + cta.kv_head * k_stride_h, k_stride_n, cta.c0);
-  load_keys(base + SHARED_V, v + cta.b * v_stride_b + cta.kv_head * v_stride_h, v_stride_n, cta.c0 + PAD_LEFT);
+  load_keys(base + SHARED_K, k + cta.keys(cta.h, k_stride_b, k_stride_h, k_stride_n), k_stride_n, cta.c0);
+  load_keys(base + SHARED_V, v + cta.keys(cta.h, v_stride_b, v_stride_h, v_stride_n), v_stride_n, cta.c0 + PAD_LEFT);
 
   float dk_sums[D / 2] = {}, dv_sums[D / 2] = {};
   int done = 0;  // counts steps, of this head and those before
 #pragma unroll 1
-  for (int h = cta.kv_head * group; h < (cta.kv_head + 1) * group; ++h) {
+  for (int h = cta.h * group; h < (cta.h + 1) * group; ++h) {
     begin_head(h);
-    const long long head = cta.b * heads + h;
+    const long long head = cta.head_of_statistics(h, heads);
 
     auto in_score_ring = [](unsigned step, const Place& at) { return (ROW_TILES * step + at.row_tile) % SCORE_RING; };
     float s[PART / 2];
@@ -1467,9 +1592,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       pin(dq);
       const Place at(warpgroup);
       const int row = cta.first + step * ROWS - ROW_TILE;           // of dQ's first row tile
-      int* const added = progress + head * (gridDim.y) + (blockIdx.y);  // rows to which this CTA has added
-      if (progress && blockIdx.y > 0) await_turn(added, min(row + ROWS, n_q), at.lane);
-      add_to_queries(dq_sum, dq, head, row + at.row, n_q, part, at);
+      int* const added = progress + head * grid_tiles() + cta.place_of_block(OWNED);  // rows that have the CTA's part
+      if (progress) await_turn(cta, added, min(row + ROWS, cta.n_q), at.lane);
+      add_to_queries(dq_sum, dq, head, row + at.row, part, cta, heads, at);
 
       wgmma_wait<2>();
       pin(s);
@@ -1480,13 +1605,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
       barrier_arrive(used);
       if (progress) {
         named_barrier(SCORE_GRADIENTS, MAIN_THREADS);
-        if (threadIdx.x == 0) store_release(added, row + ROWS);
+        if (threadIdx.x == 0) store_release(added, cta.added_rows(step, row));
       }
     }
     named_barrier(ALL, THREADS);
   }
 
-  store_keys(dk, reinterpret_cast<float (*)[2 * HALO * D]>(dk_parts)[(blockIdx.z * gridDim.x + blockIdx.x) * (gridDim.y) + (blockIdx.y)],
+  store_keys(dk, cta.parts(dk_parts),
              dk_sums, cta, Place(warpgroup), scale, 0);
   store_keys(dv, nullptr, dv_sums, cta, Place(warpgroup), 1.f, PAD_LEFT);
 }

@@ -211,6 +211,12 @@ constexpr int WINDOW_CHUNKS = 3;  // chunks that 8 neighbouring outputs read
 constexpr int STEPS = 9;  // mma's that convolve 16 x 8 scores
 constexpr int FRAGMENT = 8, STEP = 32 * FRAGMENT;  // bytes of a step's B operand, per lane and per warp
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// Whether queries are scaled before their products, which is exact in bf16; otherwise the products are.
+constexpr bool SCALES_QUERIES = true;
+// Whether a convolution counts a hidden score as zero: in all rows of its result, or in those that do not see its key.
+constexpr bool MASKS_SCORES = true, MASKS_WINDOWS = false;
+// Whether no query sees past its own position, so that queries before the first key see no key.
+constexpr bool BOUNDS_KEYS = true;
 constexpr float SCORE_SCALE = 0.00390625f;  // slabs hold q . k times this
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
@@ -283,6 +289,14 @@ struct Problem {
   float scale;
 };
 
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
+
+// Whether some key from `key` to `last_key` is hidden from a query at a position from `position` to `last_position`.
+DEVICE bool hides(int position, int last_position, int key, int last_key) {
+  return last_key > position;
+}
+
 extern __shared__ __align__(128) unsigned char dynamic[];
 
 // A region of shared memory as an array.
@@ -311,8 +325,9 @@ struct Work {
     length = x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max;
     first_position = length - n_new;
     // A tile's first output is CK - 1 keys before its first key, so a split reads CK - 1 keys more than it has outputs.
-    const int span = ceil_div(ceil_div(length, x.num_splits) + CK - 1, Tile::KEYS) * Tile::KEYS - (CK - 1);
-    begin = split * span, end = min(begin + span, length);
+    const int unseen = 0;  // earlier keys are hidden from all new tokens
+    const int span = ceil_div(ceil_div(length - unseen, x.num_splits) + CK - 1, Tile::KEYS) * Tile::KEYS - (CK - 1);
+    begin = unseen + split * span, end = min(begin + span, length);
     tiles = begin < end ? ceil_div(end - begin + CK - 1, Tile::KEYS) : 0;
   }
 
@@ -396,10 +411,12 @@ DEVICE void load_queries(u32 shared, const Problem& x, const Work<Tile>& work) {
     if (h < work.heads && position >= 0)
       chunk = *reinterpret_cast<const uint4*>(q + h * x.q_stride_h + n * x.q_stride_n + column * CHUNK);
     u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    if constexpr (SCALES_QUERIES) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float2 pair = unpack<Element>(words[e]);
-      words[e] = pack<Element>(pair.x * SCORE_SCALE, pair.y * SCORE_SCALE);
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = unpack<Element>(words[e]);
+        words[e] = pack<Element>(pair.x * SCORE_SCALE, pair.y * SCORE_SCALE);
+      }
     }
     store_shared(shared + Tile::Q + row * K_ROW + column * CHUNK_BYTES, words[0], words[1], words[2], words[3]);
     if (column == 0) store_shared(shared + Tile::POSITION + row * 4, position);
@@ -436,13 +453,13 @@ DEVICE void write_scores(u32 k_tile, u32 q, u32 slab, const int* positions, int 
     if (edge) {  // hidden scores are zeros
 #pragma unroll
       for (int i = 0; i < KEYS / 4; ++i)
-        if (key + 8 * (i >> 1) + lane_row > positions[row + (i & 1)])
-          s[i >> 2][r][i & 3] = 0.f;
+        if (!visible(positions[row + (i & 1)], key + 8 * (i >> 1) + lane_row)) s[i >> 2][r][i & 3] = 0.f;
     }
 #pragma unroll
     for (int i = 0; i < KEYS / 8; ++i) {
       const float low = s[i >> 1][r][2 * (i & 1)], high = s[i >> 1][r][2 * (i & 1) + 1];
-      const u32 scores = pack<fp16>(low, high);
+      constexpr float FACTOR = SCALES_QUERIES ? 1.f : SCORE_SCALE;
+      const u32 scores = pack<fp16>(low * FACTOR, high * FACTOR);
       store_shared_halves(to + i * CHUNK_BYTES, to + Tile::SLAB_ROW + i * CHUNK_BYTES, scores);
     }
   }
@@ -453,7 +470,7 @@ template <class Tile>
 DEVICE void write_tile_scores(u32 shared, u32 k_tile, const Work<Tile>& work, int key, int warp, int lane) {
   const int warp_key = warp * Tile::WARP_KEYS;  // the warp's first key, in the tile
   const int* const positions = region<const int>(Tile::POSITION);
-  const bool edge = key + Tile::KEYS - 1 > work.length - work.head_rows;
+  const bool edge = MASKS_SCORES && hides(work.length - work.head_rows, work.length - 1, key, key + Tile::KEYS - 1);
   for (int row = 0; row < work.rows; row += 24) {
     const u32 q = shared + Tile::Q + row * K_ROW;
     const u32 slab = shared + Tile::SLAB + row * Tile::SLAB_ROW + (CK - 1 + warp_key) * 2;
@@ -523,12 +540,24 @@ DEVICE void convolve(float (&c)[4], u32 shared, const Work<Tile>& work, int h, i
   const int row = h * work.head_rows + token_of_row(work, token, lane & 15);
   const u32 from = shared + Tile::SLAB + row * Tile::SLAB_ROW + (lane & 15) % CHUNKS * CHUNK_BYTES;
   const u32 toeplitz = shared + Tile::TOEPLITZ + h * (STEPS * STEP) + lane * FRAGMENT;
+  const int first = work.first_position;
+  const bool edge = MASKS_WINDOWS && hides(first, first + work.n_new - 1, key, key + CK - 1 + Tile::KEYS - 1);
   float sums[2][4] = {};  // sums of even and of odd steps, so that an mma need not wait for the one before
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     u32 a[4], weights[2];
     load_matrices(a, from + (lane < 16 ? tap_offset<Tile>(2 * step) : tap_offset<Tile>(2 * step + 1)));
     load_shared(weights, toeplitz + step * STEP);
+    if (edge) {  // scores of keys that are hidden from the token are zeros
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int m = (lane >> 2) + 8 * (i & 1), chunk = m % CHUNKS + (2 * step + (i >> 1)) % WINDOW_CHUNKS;
+        const int position = first + token_of_row(work, token, m);
+        const int j = key + CHUNK * chunk + 2 * (lane & 3);
+        if (!visible(position, j)) a[i] &= 0xffff0000u;
+        if (!visible(position, j + 1)) a[i] &= 0xffffu;
+      }
+    }
     mma<fp16>(sums[step & 1], a, weights[0], weights[1]);
   }
 #pragma unroll
@@ -560,7 +589,8 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
   float* const peaks = region<float>(Tile::PEAK);
   float2* const sums = region<float2>(Tile::SUM);
   const int column = work.first_output(tile), first_position = work.first_position;
-  const bool edge = column < work.begin || column + Tile::KEYS > work.end || column + Tile::KEYS - 1 > first_position;
+  const bool edge = hides(first_position, first_position + work.n_new - 1, column, column + Tile::KEYS - 1) ||
+                    column < work.begin || column + Tile::KEYS > work.end || (!BOUNDS_KEYS && first_position < 0);
   for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
     const int h = index / work.token_tiles, token = index % work.token_tiles * Tile::TOKENS;
     float c[4];
@@ -579,7 +609,8 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = column + m % CHUNKS * CHUNK + 2 * lane_pair + e;
-          if (j < work.begin || j >= work.end || j > position) score[r][e] = -INFINITY;
+          if (!visible(position, j) || j < work.begin || j >= work.end || (!BOUNDS_KEYS && position < 0))
+            score[r][e] = -INFINITY;
         }
       }
       top[r] = fmaxf(score[r][0], score[r][1]);
@@ -742,7 +773,7 @@ DEVICE void decode(const Problem& x) {
     __syncthreads();
     softmax_tile(shared, work, tile, exponent, warp, lane);
     const u32 v_tile = ring.await(2 * tile + 1);
-    carry_columns<Tile>(slab, work.rows);
+    if (WINDOW_CHUNKS > 1) carry_columns<Tile>(slab, work.rows);
     outputs.rescale(lane);
     outputs.add(shared, v_tile, work.pairs, warp, lane);
   }

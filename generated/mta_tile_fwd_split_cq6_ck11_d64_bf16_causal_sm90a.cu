@@ -302,12 +302,13 @@ using Element = bf16;
 // A CTA computes ROWS rows of scores. The first HALO = CQ - 1 rows only complete the windows of the rows below them, so
 // the CTA stores the outputs of the last OWNED rows.
 //
-// Step t loads the keys from KEYS t on, but computes outputs from key KEYS t - LAG on, because a window has
+// Step t loads the keys from KEYS t - LEAD on, but computes outputs from key KEYS t - LAG on, because a window has
 // keys on both sides of its output. With this lag the windows end in the tile, and those of 8 outputs begin at a chunk
 // of 8 columns in shared memory.
+// Tiles begin LEAD keys before key 0.
 constexpr int D = 64, DV = 64, CQ = 6, CK = 11;
 constexpr int ROWS = 192, HALO = 5, OWNED = 187;
-constexpr int KEYS = 64, LAG = 11;
+constexpr int KEYS = 64, LAG = 11, LEAD = 0;
 
 // Factor of the scores q.k that shared memory holds. They are fp16, which has 3 more significant bits than bf16. The
 // factor extends their range to 65504 / SCORE_SCALE; as a power of two it costs no precision.
@@ -817,22 +818,92 @@ DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax
   }
 }
 
+// ---- The place of a CTA in the grid ---------------------------------------------------------------------------------
+
+// The number of the CTA's head among them.
+DEVICE u32 cta_head() { return blockIdx.x; }
+
+// The number of tiles of a head.
+DEVICE u32 grid_tiles() { return gridDim.y; }
+
+// The number of the CTA's tile among them. The last tiles run first, because they have the most keys.
+DEVICE u32 cta_tile() {
+  const u32 number = blockIdx.y;
+  return grid_tiles() - 1 - number;
+}
+
+// Whether the grid has more tiles than a head, because its layers have equally many.
+constexpr bool SPARE_TILES = false;
+
+// A row of results, counted over the results of all splits of the keys.
+DEVICE long long row_of_split(long long row) { return row * gridDim.z + blockIdx.z; }
+
+// ---- Sequences ------------------------------------------------------------------------------------------------------
+
+// An entry of a batch, whose tensors are (batch, heads, rows, columns). All entries have the same number of rows.
+struct Batch {
+  static constexpr bool exists = true;  // the CTA has a block
+  int head;                             // the CTA's head, counted over the whole batch
+  int b, h;                             // the entry, and the head in it
+  int block;                            // the CTA's block of rows
+  int n_q, n_k;                         // queries and keys
+
+  // The head is one of `heads` of an entry.
+  DEVICE Batch(u32 head, int heads, int block, int n_q, int n_k)
+      : head(head), b(head / heads), h(head % heads), block(block), n_q(n_q), n_k(n_k) {}
+
+  // Where the queries or the keys of head h begin in a tensor with these strides.
+  DEVICE long long queries(int h, long long stride_b, long long stride_h, long long) const {
+    return b * stride_b + h * stride_h;
+  }
+
+  DEVICE long long keys(int h, long long stride_b, long long stride_h, long long stride_n) const {
+    return queries(h, stride_b, stride_h, stride_n);
+  }
+
+  // Query i of the CTA's head: its row in tensors of outputs, and among statistics with `pitch` rows per head.
+  DEVICE long long output_row(int i) const { return static_cast<long long>(head) * n_q + i; }
+
+  DEVICE long long statistic(int i, int pitch) const { return static_cast<long long>(head) * pitch + i; }
+
+  // ---- For CTAs that own keys: h is then a head of keys.
+
+  // Keys that are loaded.
+  DEVICE int loaded_keys() const { return n_k; }
+
+  // Key j's row in gradients of keys.
+  DEVICE long long key_row(int j) const { return static_cast<long long>(head) * n_k + j; }
+
+  // The block's number among those of a head, in the order of their keys.
+  DEVICE u32 place_of_block(int) const { return block; }
+
+  // The number of head h, of `heads` heads of queries, among heads of statistics; and the row of query i in sums of dQ.
+  DEVICE long long head_of_statistics(int h, int heads) const { return b * heads + h; }
+
+  DEVICE long long query_row(long long head, int i, int) const { return head * n_q + i; }
+
+  // Rows of statistics before the first query, if each sequence has `room` more than queries.
+  DEVICE int statistics_before(int) const { return 0; }
+
+  // The number of entries, and that of this entry.
+  DEVICE int entries(u32 heads_of_batch, int heads) const { return heads_of_batch / heads; }
+
+  DEVICE int entry() const { return b; }
+};
+
+using Sequence = Batch;
+
 // ---- Output tiles ---------------------------------------------------------------------------------------------------
 //
 // A CTA computes an output tile: the outputs of OWNED rows of a head, from a split of the keys.
 
-struct OutputTile {
-  int head;      // number of the head in the whole batch
-  int b, h;      // entry of the batch, and head
-  int n_q, n_k;  // queries and keys of the sequence
-  int first;     // first row of scores; the first HALO rows are outputs of another tile
-  int offset;    // query i is at position i + offset
-  int unseen;    // number of keys before those that the outputs need; keys are counted from there
-  int steps;     // number of tiles of keys that any row sees
+struct OutputTile : Sequence {
+  int first;   // first row of scores; the first HALO rows are outputs of another tile
+  int offset;  // query i is at position i + offset
+  int unseen;  // number of keys before those that the outputs need; n_k and the numbers of keys leave them out
+  int steps;   // number of tiles of keys that any row sees
 
-  DEVICE OutputTile(int head_, int number, int heads, int n_q_, int n_k_) : head(head_), n_q(n_q_), n_k(n_k_) {
-    b = head / heads, h = head % heads;
-    const int block = gridDim.y - 1 - number;  // blocks with the most keys run first
+  DEVICE explicit OutputTile(const Sequence& sequence) : Sequence(sequence) {
     first = block * OWNED - HALO;
 
     // A split has split_tiles tiles of keys; the last split has the rest.
@@ -852,9 +923,6 @@ struct OutputTile {
 
   // Number of steps in which any of the first `rows` rows takes part.
   DEVICE int steps_of(int rows) const { return min(steps, tiles_seen(rows)); }
-
-  // The split's row of query i, of the outputs and of the log-sum-exps.
-  DEVICE long long row_of(int i) const { return (static_cast<long long>(head) * n_q + i) * gridDim.z + blockIdx.z; }
 };
 
 // Stores outputs and log-sum-exps of a thread's two rows, row and row + 1, if they belong to the output tile. A row
@@ -862,7 +930,7 @@ struct OutputTile {
 // the next.
 template <int N, class Element>
 DEVICE void store_output(float* out, float* lse, const float (&o)[N], const Softmax<Element>& softmax,
-                         const OutputTile& work, int row, int lane) {
+                         const OutputTile& work, int row, int pitch, int lane) {
   constexpr int COLUMNS = 2 * N;
   const int lane_pair = lane & 3;
 #pragma unroll
@@ -872,8 +940,9 @@ DEVICE void store_output(float* out, float* lse, const float (&o)[N], const Soft
     if (i < work.first + HALO || i >= work.n_q) continue;
     const float inverse = total == 0.f ? 0.f : 1.f / total;
     if (lane_pair == 0)
-      lse[work.row_of(i)] = total == 0.f ? -INFINITY : log2f(total) - softmax.shift[r];
-    float* const to = out + work.row_of(i) * COLUMNS + 2 * lane_pair;
+      lse[row_of_split(work.statistic(i, pitch))] =
+          total == 0.f ? -INFINITY : log2f(total) - softmax.shift[r];
+    float* const to = out + row_of_split(work.output_row(i)) * COLUMNS + 2 * lane_pair;
 #pragma unroll
     for (int n = 0; n < COLUMNS / CHUNK; ++n)
       *reinterpret_cast<float2*>(to + CHUNK * n) =
@@ -916,10 +985,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
   const u32 base = shared_address(shared), barriers = base + SHARED_BARRIERS;
   const int warpgroup = uniform(threadIdx.x >> 7);
 
-  const OutputTile work(blockIdx.x, blockIdx.y, heads, n_q, n_k);
+  const OutputTile work(Sequence(cta_head(), heads, cta_tile(), n_q, n_k));
+  if (!work.exists || SPARE_TILES && work.first + HALO >= work.n_q) return;
   if (work.steps == 0) {  // the split sees no key
     for (int i = work.first + HALO + threadIdx.x; i < min(work.first + ROWS, work.n_q); i += THREADS)
-      partial_lse[work.row_of(i)] = -INFINITY;
+      partial_lse[row_of_split(work.statistic(i, work.n_q))] = -INFINITY;
     return;
   }
 
@@ -945,13 +1015,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     const int thread = threadIdx.x & 63;
     const bool loads_k = (threadIdx.x & 64) == 0;
     const u32 full = barriers + (loads_k ? K_FULL : V_FULL), empty = barriers + (loads_k ? K_EMPTY : V_EMPTY);
-    const Element* const keys = k + work.b * k_stride_b + work.h / group * k_stride_h + work.unseen * k_stride_n;
-    const Element* const values = v + work.b * v_stride_b + work.h / group * v_stride_h + work.unseen * v_stride_n;
+    const int kv_head = work.h / group;
+    const Element* const keys =
+        k + work.keys(kv_head, k_stride_b, k_stride_h, k_stride_n) + work.unseen * k_stride_n;
+    const Element* const values =
+        v + work.keys(kv_head, v_stride_b, v_stride_h, v_stride_n) + work.unseen * v_stride_n;
     for (int t = 0; t < work.steps; ++t) {
       const int stage = t % STAGES;
       if (t >= STAGES) barrier_wait(empty + BARRIER * stage, (t / STAGES - 1) & 1);
       if (loads_k)
-        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS, work.n_k, thread);
+        load_tile<KEYS, D, 64>(base + SHARED_K + stage * K_TILE, keys, k_stride_n, t * KEYS - LEAD, work.n_k, thread);
       else
         load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
       copy_commit();
@@ -968,7 +1041,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
 
   // The warpgroup copies its rows of Q, in the order of the fragments, and its head's weights.
   const int thread = threadIdx.x & 127;
-  const Element* const queries = q + work.b * q_stride_b + work.h * q_stride_h;
+  const Element* const queries = q + work.queries(work.h, q_stride_b, q_stride_h, q_stride_n);
   load_queries<ROWS, D, 64, 128>(q_tile, 64 * warpgroup, queries, q_stride_n, work.first, work.n_q, thread);
   for (int i = thread; i < CQ * CK; i += 128) copy_word_async(taps + 4 * i, weight + work.h * CQ * CK + i);
   copy_commit();
@@ -1012,7 +1085,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
 
   auto write_scores = [&](int t) {
     const int slab = t & 1;
-    mask_scores(s, position, t * KEYS, work.n_k, lane);
+    mask_scores(s, position, t * KEYS - LEAD, work.n_k, lane);
     // The warp below must have read this slab's rows of step t - 2.
     if (gives_rows && t >= 2) barrier_wait(given + ROWS_READ + BARRIER * slab, (t / 2 - 1) & 1);
     scores.write(s, slab, lane);
@@ -1045,13 +1118,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     // tile is convolved again, for its maximum.
     auto fits = [&] {
       softmax.begin();
-      scores.convolved(c, slab, position, t * KEYS, weights, lane,
+      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane,
                        [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
       mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
       return softmax.end();
     };
     if (t == 0 || !fits()) {  // no row has a reference before the first tile
-      scores.convolved(c, slab, position, t * KEYS, weights, lane, [](int) {});
+      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, [](int) {});
       mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
       float rescale[2];
       softmax.restart(p, c, rescale);
@@ -1097,7 +1170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_split_cq6_
     }
   }
 
-  store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), lane);
+  store_output(partial, partial_lse, o, softmax, work, top + 2 * (lane >> 2), n_q, lane);
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key

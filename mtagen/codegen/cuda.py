@@ -113,7 +113,8 @@ def render_host(plan: Plan) -> str:
 @cache
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
-    templates.filters |= {"parameters": _parameters, "table": _table, "host": python_code, "c": c_code, "codes": codes}
+    templates.filters |= {"parameters": _parameters, "names": _names_of, "table": _table}
+    templates.filters |= {"host": python_code, "c": c_code, "codes": codes}
     templates.globals |= {"allocate": allocate, "launch": launch, "together": together} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,
@@ -124,6 +125,11 @@ def _environment() -> jinja2.Environment:
 def _parameters(arguments: Sequence[Argument]) -> str:
     """Return the parameter list of a kernel, on lines of its own."""
     return _filled((argument.declaration for argument in arguments), 4)
+
+
+def _names_of(arguments: Sequence[Argument]) -> str:
+    """Return arguments by which a kernel hands on some of its parameters."""
+    return ", ".join(argument.name for argument in arguments)
 
 
 def _table(rows: Iterable[Sequence[Any]]) -> str:

@@ -40,7 +40,7 @@ from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, wri
 from ..names import kernel_name
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
-from .layout import LAYERS, Layout
+from .layout import LAYERS
 from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .sections import Sections
@@ -87,6 +87,7 @@ class TileBackward(TilePass):
     keys: int
 
     pass_name = "backward"
+    reverses_tiles = has_spare_tiles = False  # the last kernel counts on the order of tiles
 
     @classmethod
     def fitting(cls, spec: Spec, target: Target) -> Sequence[TileBackward]:
@@ -138,6 +139,11 @@ class TileBackward(TilePass):
         """End of the query rows that the CTA needs: later rows see none of its keys."""
         position = self.mask.last_position(_C0 + self.keys - 1)
         return N_Q if position is None else sympy.Min(N_Q, position - _OFFSET + 1)
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the last rows may see none of the CTA's keys."""
+        return self.mask.left is not None
 
     # ---- Rows
 
@@ -416,11 +422,6 @@ class TileBackward(TilePass):
     def row_lanes(self) -> int:
         """Number of threads that share a row of 16-byte columns, a power of two."""
         return 1 << (self.spec.head_dim // 8 - 1).bit_length()
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of sequences."""
-        return Layout.of(self.spec)
 
     @property
     def row_room(self) -> int:

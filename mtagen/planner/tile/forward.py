@@ -29,7 +29,7 @@ from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
 from .combine import SPLITS, Combine
 from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
-from .layout import LAYERS, Layout
+from .layout import LAYERS
 from .memory import SharedMap
 from .passes import TilePass
 from .sections import Sections
@@ -78,7 +78,6 @@ class TileForward(TilePass):
 
     pass_name = "forward"
     role = "forward"
-    splits = False  # whether CTAs take splits of the keys
 
     @classmethod
     def fitting(cls, spec: Spec, target: Target) -> Sequence[TileForward]:
@@ -337,11 +336,6 @@ class TileForward(TilePass):
         values = Wgmma("wgmma_values", self.spec.value_head_dim, dtype, a_in_registers=True, b_transposed=True)
         return scores, values
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of sequences."""
-        return Layout.of(self.spec)
-
     @property
     def results(self) -> tuple[Argument, ...]:
         """Pointers to the kernel's results."""
@@ -369,6 +363,21 @@ class TileForward(TilePass):
         None if z has another use.
         """
         return None if self.sections else self.layout.layers(self.head_tiles)
+
+    @property
+    def has_spare_tiles(self) -> bool:
+        """Whether layers may have more output tiles than a head; a schedule of documents says which
+        exist.
+        """
+        return self.layers is not None and not self.layout.packed
+
+    @property
+    def reverses_tiles(self) -> bool:
+        """Whether CTAs take the last output tiles first, which see the most keys.
+
+        Schedules of documents have an order of their own.
+        """
+        return self.mask.favours_later_rows and not self.layout.packed
 
     @property
     def grid(self) -> tuple[Expr, ...]:

@@ -36,6 +36,13 @@ class Layout:
         return cls(spec.packed)
 
     @property
+    def sequence(self) -> str:
+        """The struct that says where the rows of a CTA's sequence lie (``templates/cuda/batch.cuh``,
+        ``packed.cuh``).
+        """
+        return "Packed" if self.packed else "Batch"
+
+    @property
     def batch(self) -> Expr:
         """Number of entries of the batch; all documents are in one entry."""
         return Integer(1) if self.packed else BATCH
@@ -96,3 +103,21 @@ class Layout:
     def lengths(self) -> tuple[Argument, ...]:
         """Lengths that all sequences share."""
         return () if self.packed else numbers("int", "n_q", "n_k")
+
+    @property
+    def places(self) -> tuple[Argument, ...]:
+        """The arguments that say where sequences lie, as the struct takes them."""
+        return self.documents or self.lengths
+
+    @property
+    def row_places(self) -> tuple[Argument, ...]:
+        """The arguments that say where the rows of a head's statistics lie."""
+        lengths = numbers("int", self.queries.name)
+        return (*lengths, *reads("int", "cu_seq_q"), *numbers("int", "documents")) if self.packed else lengths
+
+    @property
+    def key_places(self) -> tuple[Argument, ...]:
+        """The arguments that say where the keys of a head lie."""
+        if self.packed:
+            return (*reads("int", "tiles", "cu_seq_k"), *numbers("int", "kv_heads"))
+        return numbers("int", "n_k")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, cached_property
 
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..passes import Fields, PassPlan, describe
 from ..targets import Target, get_target
+from .layout import Layout
 
 
 class TilePass(PassPlan):
@@ -23,6 +24,17 @@ class TilePass(PassPlan):
     lowering = "tile"
     backend = "cuda"
     template: str
+    splits = False  # whether CTAs take splits of the keys
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of sequences."""
+        return Layout.of(self.spec)
+
+    @property
+    def sequence(self) -> str:
+        """The struct of a CTA's sequence."""
+        return self.layout.sequence
 
     @property
     def cuda(self) -> Mapping[str, TilePass]:

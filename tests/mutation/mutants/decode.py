@@ -7,7 +7,7 @@ from ..mutant import CUDA, EMULATED, INTERPRETED_DECODE, TRITON, Mutant
 MUTANTS = (
     Mutant(
         "decode-length-beyond-the-cache",
-        f"{CUDA}/decode.cu.j2",
+        f"{CUDA}/decode_work.j2",
         "x.seqlens ? min(x.seqlens[b], x.n_max) : x.n_max",
         "x.seqlens ? x.seqlens[b] : x.n_max",
         "A length beyond the cache reads the keys of another sequence.",
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "decode-heads-of-a-later-block",
-        f"{CUDA}/decode.cu.j2",
+        f"{CUDA}/decode_work.j2",
         "head = kv_head * x.group + block * x.cta_heads,",
         "head = kv_head * x.group + block,",
         "Where a group has more heads than a CTA takes, some are decoded twice and others never.",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "decode-tokens-of-a-later-step",
-        f"{CUDA}/decode.cu.j2",
+        f"{CUDA}/decode_softmax.cuh",
         "token = index % work.token_tiles * Tile::TOKENS;",
         "token = index % work.token_tiles;",
         "Of more new tokens than one step takes, some are decoded twice and others never.",
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "decode-first-24-rows-of-scores",
-        f"{CUDA}/decode.cu.j2",
+        f"{CUDA}/decode_scores.cuh",
         "for (int row = 0; row < work.rows; row += 24) {",
         "for (int row = 0; row < min(work.rows, 24); row += 24) {",
         "Where a CTA has more than 24 rows of queries, the scores of the others are zeros.",
@@ -55,9 +55,9 @@ MUTANTS = (
     ),
     Mutant(
         "decode-mask-off-by-one",
-        f"{CUDA}/decode.cu.j2",
-        'hidden("position", "j", n_k=none) if mask.hides',
-        'hidden("position + 1", "j", n_k=none) if mask.hides',
+        f"{CUDA}/decode_softmax.cuh",
+        "!visible(position, j)",
+        "!visible(position + 1, j)",
         "A new token sees the one after it.",
         (f"{EMULATED}::test_decode",),
     ),

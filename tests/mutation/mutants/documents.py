@@ -7,9 +7,9 @@ from ..mutant import CUDA, EMULATED_DOCUMENTS, INTERPRETED_DOCUMENTS, INTERPRETE
 MUTANTS = (
     Mutant(
         "documents-length-of-the-rest",
-        f"{CUDA}/document.j2",
-        "int n_k = cu_seq_k[b + 1] - k0;",
-        "int n_k = cu_seq_k[gridDim.y - 1] - k0;",
+        f"{CUDA}/packed.cuh",
+        "n_k = cu_seq_k[b + 1] - k0;",
+        "n_k = cu_seq_k[gridDim.y - 1] - k0;",
         "Keys of later documents are seen.",
         (f"{EMULATED_DOCUMENTS}::test_accurate",),
     ),
@@ -23,9 +23,9 @@ MUTANTS = (
     ),
     Mutant(
         "documents-share-a-place-of-keys",
-        f"{CUDA}/backward_scores.j2",
-        "return k0 / OWNED + b + (c0 + PAD_LEFT) / OWNED;",
-        "return k0 / OWNED + (c0 + PAD_LEFT) / OWNED;",
+        f"{CUDA}/packed.cuh",
+        "return k0 / rows + b + block;",
+        "return k0 / rows + block;",
         "Two CTAs count the rows of dQ that they have added to in one place, so that a third one adds too early.",
         (f"{EMULATED_DOCUMENTS}::test_no_races_and_the_same_bits_again",),
     ),
@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         "documents-log-sum-exps-of-the-first-head",
-        f"{CUDA}/output_tile.j2",
-        "return static_cast<long long>(h) * total_q + q0 + i;",
+        f"{CUDA}/packed.cuh",
+        "return static_cast<long long>(h) * pitch + q0 + i;",
         "return q0 + i;",
         "All heads write the log-sum-exps of the first.",
         (f"{EMULATED_DOCUMENTS}::test_accurate",),

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "dropout-counts-keys-from-the-window",
         f"{CUDA}/forward_sm90.cu.j2",
-        "group_of({{ unseen }}step * KEYS - LAG)",
+        "group_of(work.unseen + step * KEYS - LAG)",
         "group_of(step * KEYS - LAG)",
         "What is dropped of a key depends on which keys a CTA skips.",
         (f"{EMULATED}::test_what_is_dropped_is_what_the_mask_says",),

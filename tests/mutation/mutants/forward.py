@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "sections-all-of-the-first-heads",
-        f"{CUDA}/layout.j2",
+        f"{CUDA}/grid.j2",
         '"blockIdx.z * gridDim.x + blockIdx.x" if plan.sections',
         '"blockIdx.x" if plan.sections',
         "CTAs of all sections compute the heads of the first one.",
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "sections-count-the-heads-of-one",
-        f"{CUDA}/layout.j2",
+        f"{CUDA}/grid.j2",
         '"gridDim.x * gridDim.z" if plan.sections',
         '"gridDim.x" if plan.sections',
         "Terms of W's gradient are written where those of other entries of the batch belong.",
@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "forward-split-without-keys-leaves-no-lse",
         f"{CUDA}/no_work.j2",
-        "row_of(i)] = -INFINITY;",
-        "row_of(i)];",
+        "work.n_q))] = -INFINITY;",
+        "work.n_q))];",
         "Rows of which a split has no key are merged with what the memory held.",
         (f"{EMULATED}::test_splits_of_the_keys",),
     ),

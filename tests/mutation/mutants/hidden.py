@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "decode-keys-past-those-in-use",
-        f"{CUDA}/decode.cu.j2",
+        f"{CUDA}/decode_loads.cuh",
         "work.first_key(item / 2), 0, work.length)",
         "work.first_key(item / 2), 0, x.n_max)",
         "The scores of keys past the length of a sequence are convolved.",

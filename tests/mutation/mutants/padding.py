@@ -26,9 +26,9 @@ MUTANTS = (
     ),
     Mutant(
         "padding-keys-are-loaded",
-        f"{CUDA}/document.j2",
-        "n_q > 0 ? n_k : 0;",
-        "n_k;",
+        f"{CUDA}/packed.cuh",
+        "return n_q > 0 ? n_k : 0;",
+        "return n_k;",
         "NaN in keys that no query meets reaches the gradient of W.",
         (f"{EMULATED_DOCUMENTS}::{_BEHIND}",),
     ),

@@ -41,9 +41,9 @@ MUTANTS = (
     ),
     Mutant(
         "decode-masks-a-repeated-token-as-the-next",
-        f"{CUDA}/decode.cu.j2",
-        "work.first_position + token_of_row(work, token, m);",
-        "work.first_position + token + m / CHUNKS;",
+        f"{CUDA}/decode_convolution.cuh",
+        "first + token_of_row(work, token, m);",
+        "first + token + m / CHUNKS;",
         "Rows past the last token have its scores under the mask of a later one, and overwrite its probabilities.",
         (f"{EMULATED}::test_decode_of_terms_that_each_token_sees",),
     ),
