@@ -127,6 +127,97 @@ DEVICE u32 as_elements<bf16>(u32 x) {
   return pack<bf16>(scores.x, scores.y);
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a batch. All sequences have the same rows and keys in planes.
+struct Batch : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = false;
+  static constexpr int top = 0, key0 = 0;
+  int unseen;  // keys of the sequence before key 0 of planes
+
+  DEVICE Batch(int number, int, int, int count, int keys, int off, int first, int unseen = 0)
+      : SequenceRows{number, first, off, keys, keys, count}, unseen(unseen) {}
+
+  // The place of row r and key j in the sequence, on which dropout's draws depend.
+  DEVICE int drawn_query(int r) const { return first + r; }
+
+  DEVICE int drawn_key(int j) const { return unseen + j; }
+};
+
+using Sequence = Batch;
+
 // ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
@@ -175,8 +266,7 @@ DEVICE void copy_tile(u32 to, const Type* plane, int pitch, int row, int key, in
 
 using Source = fp16;
 constexpr int ROW_HALO = ROWS_ABOVE, SHIFT = -SPARE, TILE_ROW = 144;
-// A row sees the keys up to SEEN_AHEAD after its own position.
-constexpr int SEEN_AHEAD = 0;
+constexpr int PART = 512;  // rows of packed documents that a CTA has
 
 struct Scores {};
 struct Gradients {};
@@ -344,24 +434,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_g
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, set = warp % WEIGHT_SETS;
-  const int chunks = (keys + KEYS - 1) / KEYS, chunk = blockIdx.x % chunks, slot = blockIdx.x / chunks;
-  const int key = chunk * KEYS;
+  const int chunks = (keys + KEYS - 1) / KEYS, chunk = blockIdx.x % chunks, key = chunk * KEYS;
+  // A CTA has all rows of a slot, or of packed documents a part. Sums are those of a part's heads, or of all heads.
+  const int owner = blockIdx.x / chunks, slot = Sequence::PACKED ? owner % n_heads : owner;
+  const int part = Sequence::PACKED ? owner / n_heads : b0;
   x += static_cast<long long>(slot) * count * pitch;
   dy += static_cast<long long>(slot) * count * pitch;
-  const int begin = max(0, key - SEEN_AHEAD - off - first) / ROWS * ROWS;  // some row from here on sees a key
+  auto sequence_of = [&](int row) {
+    return Sequence(b0, row, ROWS, count, keys, off, first);
+  };
+  int row, end;  // rows from `row` to before `end` may see some of the keys
+  if constexpr (Sequence::PACKED) {
+    row = part * PART, end = min(count, row + PART);
+  } else {
+    const int position = sequence_of(0).position(0);
+    row = HIDES_LATER ? max(0, key - SEEN_AHEAD - position) / ROWS * ROWS : 0;
+    end = HIDES_EARLIER ? min(count, key + KEYS + SEEN_BEHIND - position) : count;
+  }
+  // The first row, not before `row`, of a tile in which some row sees one of the keys.
+  auto next = [&](int row) {
+    if constexpr (Sequence::PACKED)
+      for (; row < end; row += ROWS) {
+        const Sequence sequence = sequence_of(row);
+        const int last = min(key + KEYS, sequence.keys);
+        if (VisibleKeys::of_rows<1>(sequence.position(row), ROWS, key, last).exist()) break;
+      }
+    return row;
+  };
   auto load = [&](int row, int buffer) {
+    const Sequence sequence = sequence_of(row);
     const u32 to = base + buffer * BUFFER;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x, pitch, row - ROWS_ABOVE, key - KEYS_LEFT, count, keys);
-    copy_tile<ROWS, KEYS / CHUNK, TILE_ROW>(to + SHARED_TILE, dy, pitch, row, key, count, keys);
+    const long long top = static_cast<long long>(sequence.top) * pitch;
+    const int r = row - sequence.top, rows = sequence.bottom - sequence.top, known = sequence.keys;
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(to + SHARED_SLAB, x + top, pitch, r - ROWS_ABOVE, key - KEYS_LEFT, rows,
+                                                known);
+    copy_tile<ROWS, KEYS / CHUNK, TILE_ROW>(to + SHARED_TILE, dy + top, pitch, r, key, rows, known);
     copy_commit();
   };
 
   float sums[WEIGHT_PRODUCTS][4] = {};
-  if (begin < count) load(begin, 0);
-  int buffer = 0;
-  for (int row = begin; row < count; row += ROWS, buffer ^= 1) {
-    if (row + ROWS < count) {
-      load(row + ROWS, buffer ^ 1);
+  row = next(row);
+  if (row < end) load(row, 0);
+  for (int buffer = 0; row < end; buffer ^= 1) {
+    row = next(row + ROWS);
+    if (row < end) {
+      load(row, buffer ^ 1);
       copy_wait<1>();
     } else {
       copy_wait<0>();
@@ -376,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_convolution_g
   float* tap_sums = blocks + WARPS * 64;
   sum_diagonals(sums, blocks + warp * 64, tap_sums + warp * (CQ * CK), set, lane);
   __syncthreads();
-  partial += (static_cast<long long>(b0 * n_heads + slot) * all_chunks + chunk) * (CQ * CK);
+  partial += (static_cast<long long>(part * n_heads + slot) * all_chunks + chunk) * (CQ * CK);
   for (int tap = threadIdx.x; tap < CQ * CK; tap += THREADS)
     partial[tap] += 64.0f * sum_of_tap<WARPS>(tap_sums, tap);
 }

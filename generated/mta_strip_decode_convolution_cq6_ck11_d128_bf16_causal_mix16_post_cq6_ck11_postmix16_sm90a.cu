@@ -101,6 +101,115 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// Whether a query of a block does not see some key of a block.
+DEVICE bool hides(int first_position, int last_position, int first_key, int last_key) {
+  return HIDES_LATER && last_key > first_position + SEEN_AHEAD ||
+         HIDES_EARLIER && first_key < last_position - SEEN_BEHIND;
+}
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a decode step. Each has its own length, and the last row of the strip is its last query. With a limit
+// on earlier keys, planes begin with the first key that the first row sees.
+struct Step : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = true;
+  static constexpr int top = 0;
+  int key0;
+
+  // At most `longest` keys of the sequence count.
+  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
+      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+    key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
+    limit -= key0;
+    off = limit - count;
+  }
+
+  // A sequence may be shorter than the strip and than planes.
+  DEVICE bool has_score(int r, int j) const { return position(r) >= 0 && j < limit; }
+
+  // The keys that row r sees, which are none before the sequence begins. A decode step has no other rows without keys.
+  DEVICE VisibleKeys visible_keys(int r, int) const {
+    return VisibleKeys::of_row(position(r), position(r) < 0 ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+using Sequence = Step;
+
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
 using Element = bf16;
@@ -191,15 +300,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_convol
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int walks = (keys + WALK * KEYS - 1) / (WALK * KEYS), blocks = (count - FIRST_ROW + ROWS - 1) / ROWS;
   const int slot = blockIdx.x / (walks * blocks), r0 = FIRST_ROW + blockIdx.x / walks % blocks * ROWS;
-  const int limit = min(seqlens[b0 + slot / n_heads], keys);  // the sequence ends there, and so do its rows
-  const int begin = blockIdx.x % walks * (WALK * KEYS), end = min(begin + WALK * KEYS, limit);
-  const int position = limit - count + r0;
+  const Sequence sequence(b0 + slot / n_heads, r0, ROWS, seqlens, keys, count, keys);
+  const int begin = blockIdx.x % walks * (WALK * KEYS), end = min(begin + WALK * KEYS, sequence.limit);
+  const int position = sequence.position(r0);
   x += (static_cast<long long>(slot) * count + r0 - (CQ - 1)) * pitch;
   out += (static_cast<long long>(slot) * count + r0) * pitch;
   auto load = [&](int key, u32 slab) {
+    const int rows = count - r0 + CQ - 1;
     if (key < end) {
-      copy_chunks<0, KEYS / CHUNK>(slab, x, pitch, count - r0 + CQ - 1, key - KEYS_LEFT, limit);
-      copy_chunks<KEYS / CHUNK, WINDOW_CHUNKS - 1>(slab, x, pitch, count - r0 + CQ - 1, key - KEYS_LEFT, limit);
+      copy_chunks<0, KEYS / CHUNK>(slab, x, pitch, rows, key - KEYS_LEFT, sequence.limit);
+      copy_chunks<KEYS / CHUNK, WINDOW_CHUNKS - 1>(slab, x, pitch, rows, key - KEYS_LEFT, sequence.limit);
     }
     copy_commit();
   };
@@ -217,11 +327,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_decode_convol
     if (key >= end) continue;
     float c[ROWS][4] = {};
     convolve(c, mine + place * SLAB, toeplitz);
-    if (key + WARP_KEYS - 1 > position) {
+    if (hides(position, position + ROWS - 1, key, key + WARP_KEYS - 1)) {
 #pragma unroll
       for (int i = 0; i < 4 * ROWS; ++i) {
         const int j = key + (i >> 1 & 1) * (WARP_KEYS / 2) + 2 * lane + (i & 1);
-        if (j > position + (i >> 2)) c[i >> 2][i & 3] = 0.f;
+        if (!visible(position + (i >> 2), j)) c[i >> 2][i & 3] = 0.f;
       }
     }
     Result* to = out + key + 2 * lane;

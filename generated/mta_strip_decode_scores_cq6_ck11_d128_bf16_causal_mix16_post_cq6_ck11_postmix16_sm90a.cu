@@ -132,6 +132,115 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   return x;
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// Whether a query of a block does not see some key of a block.
+DEVICE bool hides(int first_position, int last_position, int first_key, int last_key) {
+  return HIDES_LATER && last_key > first_position + SEEN_AHEAD ||
+         HIDES_EARLIER && first_key < last_position - SEEN_BEHIND;
+}
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a decode step. Each has its own length, and the last row of the strip is its last query. With a limit
+// on earlier keys, planes begin with the first key that the first row sees.
+struct Step : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = true;
+  static constexpr int top = 0;
+  int key0;
+
+  // At most `longest` keys of the sequence count.
+  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
+      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+    key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
+    limit -= key0;
+    off = limit - count;
+  }
+
+  // A sequence may be shorter than the strip and than planes.
+  DEVICE bool has_score(int r, int j) const { return position(r) >= 0 && j < limit; }
+
+  // The keys that row r sees, which are none before the sequence begins. A decode step has no other rows without keys.
+  DEVICE VisibleKeys visible_keys(int r, int) const {
+    return VisibleKeys::of_row(position(r), position(r) < 0 ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+using Sequence = Step;
+
 // ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
@@ -141,6 +250,15 @@ DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
   for (int i = thread; i < ROWS * CHUNKS; i += THREADS)
     if (i / CHUNKS < rows)
       store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
+}
+
+// Calls clear(key) for the tiles of KEYS keys, from `begin` to before `end`, without a visible key.
+template <int KEYS, class Clear>
+DEVICE void for_hidden_tiles(VisibleKeys seen, int begin, int end, Clear clear) {
+  if (HIDES_LATER || Sequence::DECODES)
+    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS) clear(key);
+  if (HIDES_EARLIER)
+    for (int key = begin; key < min(seen.start, end); key += KEYS) clear(key);
 }
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
@@ -193,12 +311,26 @@ using Result = fp16;
 constexpr int D = 128;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROWS = 32, KEYS = 128, WALK = 512;
-// A row sees the keys up to SEEN_AHEAD after its own position.
-constexpr int SEEN_AHEAD = 0;
+constexpr bool ZEROES = true;  // whether hidden results are zeros
 constexpr int Y_TILE = 32768;  // bytes
 constexpr int SHARED_X = 0;
 constexpr int SHARED_Y = 8192;
 constexpr int SHARED_RESULTS = 73728;
+
+// ---- The part of a product that a CTA computes ---------------------------------------------------------------------
+
+// ROWS rows of a slot from row r0 on, up to WALK keys from key `walk` on. The slot belongs to sequence b and head h.
+struct Part {
+  int slot, b, h, r0, walk;
+
+  DEVICE Part(int count, int keys, int b0, int n_heads) {
+    const int walks = (keys + WALK - 1) / WALK, row_tiles = (count + ROWS - 1) / ROWS;
+    slot = blockIdx.x / (walks * row_tiles), r0 = blockIdx.x % row_tiles * ROWS;
+    walk = blockIdx.x / row_tiles % walks * WALK;
+    b = b0 + slot / n_heads, h = slot % n_heads;
+  }
+};
+
 // The warps form a grid with ROW_WARPS warps in a column; each warp has ROW_BLOCKS blocks of 16 rows by KEY_BLOCKS of
 // 16 keys. Results are collected in rows of RESULT_ROW bytes, an odd number of chunks.
 constexpr int ROW_WARPS = 1, KEY_WARPS = WARPS / ROW_WARPS;
@@ -232,35 +364,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int walks = (keys + WALK - 1) / WALK, row_tiles = (count + ROWS - 1) / ROWS;
-  const int slot = blockIdx.x / (walks * row_tiles), r0 = blockIdx.x % row_tiles * ROWS;
-  const int begin = blockIdx.x / row_tiles % walks * WALK, end = min(begin + WALK, keys);
-  const int b = b0 + slot / n_heads, h = slot % n_heads;
-  const int limit = min(seqlens[b], keys);  // the sequence ends there, and so do its rows
-  off = limit - count;
-  const int position = first + r0 + off;
+  const Part part(count, keys, b0, n_heads);
+  const int b = part.b, h = part.h, r0 = part.r0;
+  const Sequence sequence(b, r0, ROWS, seqlens, keys, count, keys, first);
+  const int position = sequence.position(r0), end = min(part.walk + WALK, sequence.keys);
+  const VisibleKeys seen = VisibleKeys::of_rows<KEYS>(position, ROWS, part.walk, min(end, sequence.limit));
   x += b * x_stride_b + h * x_stride_h;
-  y += b * y_stride_b + h / group * y_stride_h;
-  plane += (static_cast<long long>(slot) * count + r0) * pitch;
-  const int seen = min(end, position + ROWS + SEEN_AHEAD);  // some row sees the keys before
+  y += b * y_stride_b + h / group * y_stride_h + sequence.key0 * y_stride_n;
+  plane += (static_cast<long long>(part.slot) * count + r0) * pitch;
   auto load = [&](int key, int buffer) {
-    load_tile<KEYS, D, THREADS>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, key, keys, threadIdx.x);
+    load_tile<KEYS, D, THREADS>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, key, sequence.keys, threadIdx.x);
     copy_commit();
   };
-  if (begin < seen) {
-    load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, first + r0, first + count, threadIdx.x);
-    load(begin, 0);
+  if (seen.exist()) {
+    load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, sequence.query(r0), sequence.query(sequence.bottom),
+                                threadIdx.x);
+    load(seen.start, 0);
   }
 
   // The warp's first row and column of a tile.
   const int row = warp % ROW_WARPS * (16 * ROW_BLOCKS), column = warp / ROW_WARPS * (16 * KEY_BLOCKS);
   const Blocks<ROWS, false> x_at(base + SHARED_X, row, 0, lane);
   u32 x_blocks[D / 16][ROW_BLOCKS][4];
-  for (int key = begin, buffer = 0; key < seen; key += KEYS, buffer ^= 1) {
+  for (int key = seen.start, buffer = 0; key < seen.end; key += KEYS, buffer ^= 1) {
     copy_wait<0>();
     __syncthreads();  // the tile is loaded; the previous tile has been read, and its results have been written
-    if (key + KEYS < seen) load(key + KEYS, buffer ^ 1);
-    if (key == begin)
+    if (key + KEYS < seen.end) load(key + KEYS, buffer ^ 1);
+    if (key == seen.start)
 #pragma unroll
       for (int k = 0; k < D / 16; ++k)
 #pragma unroll
@@ -292,14 +422,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores
             const int r = row + 16 * m + 8 * (e >> 1 & 1) + (lane >> 2);
             const int j = column + 16 * n + 8 * (e >> 2) + 2 * (lane & 3);
             float lo = c[m][n][e] * factor, hi = c[m][n][e + 1] * factor;
-            if (edge && (key + j > position + r)) lo = 0.f;
-            if (edge && (key + j + 1 > position + r)) hi = 0.f;
-            if (position + r < 0 || key + j >= limit) lo = 0.f;
-            if (position + r < 0 || key + j + 1 >= limit) hi = 0.f;
+            if (edge && !visible(position + r, key + j)) lo = 0.f;
+            if (edge && !visible(position + r, key + j + 1)) hi = 0.f;
+            if (!sequence.has_score(r0 + r, key + j)) lo = 0.f;
+            if (!sequence.has_score(r0 + r, key + j + 1)) hi = 0.f;
             store_shared(base + SHARED_RESULTS + r * RESULT_ROW + 2 * j, pack<Result>(lo, hi));
           }
     };
-    if (key + KEYS - 1 > position)
+    if (ZEROES && hides(position, position + ROWS - 1, key, key + KEYS - 1))
       collect(true);
     else
       collect(false);
@@ -314,7 +444,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores
     }
   }
 
-  // Keys that no row sees.
-  for (int key = max(begin, (seen + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS)
-    clear_tile<THREADS, ROWS, KEYS>(plane + key, pitch, count - r0, threadIdx.x);
+  if constexpr (ZEROES)
+    for_hidden_tiles<KEYS>(seen, part.walk, end, [&](int key) {
+      clear_tile<THREADS, ROWS, KEYS>(plane + key, pitch, count - r0, threadIdx.x);
+    });
 }

@@ -102,6 +102,106 @@ DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_lo), "r"(b_hi));
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a decode step. Each has its own length, and the last row of the strip is its last query. With a limit
+// on earlier keys, planes begin with the first key that the first row sees.
+struct Step : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = true;
+  static constexpr int top = 0;
+  int key0;
+
+  // At most `longest` keys of the sequence count.
+  DEVICE Step(int number, int, int, const int* seqlens, int longest, int count, int keys, int first = 0)
+      : SequenceRows{number, first, 0, keys, min(seqlens[number], longest), count} {
+    key0 = HIDES_EARLIER ? max(0, limit - count - SEEN_BEHIND) : 0;
+    limit -= key0;
+    off = limit - count;
+  }
+
+  // A sequence may be shorter than the strip and than planes.
+  DEVICE bool has_score(int r, int j) const { return position(r) >= 0 && j < limit; }
+
+  // The keys that row r sees, which are none before the sequence begins. A decode step has no other rows without keys.
+  DEVICE VisibleKeys visible_keys(int r, int) const {
+    return VisibleKeys::of_row(position(r), position(r) < 0 ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+using Sequence = Step;
+
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
 // A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
@@ -215,8 +315,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_decode_values
   const int row = blockIdx.x % row_blocks * ROWS, rows = min(ROWS, all_rows - row);
   const int parts = (keys + split - 1) / split, part = blockIdx.x / row_blocks % parts;
   const int owner = blockIdx.x / (row_blocks * parts), kv_head = owner % kv_heads, b = b0 + owner / kv_heads;
-  const int begin = part * split, end = min(begin + split, min(seqlens[b], keys));
-  v += b * v_stride_b + kv_head * v_stride_h;
+  const Sequence sequence(b, count - n_new, n_new, seqlens, keys, count, keys);
+  const int begin = part * split, end = min(begin + split, sequence.limit);
+  v += b * v_stride_b + kv_head * v_stride_h + sequence.key0 * v_stride_n;
 
   // A lane copies 8 probabilities of one row. Only the last n_new rows of a head count.
   const int own_row = lane % ROWS, own_key = lane / ROWS * CHUNK, own = row + (own_row < rows ? own_row : 0);

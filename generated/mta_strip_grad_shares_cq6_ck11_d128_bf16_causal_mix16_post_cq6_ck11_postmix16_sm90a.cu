@@ -97,7 +97,105 @@ DEVICE void pin(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 
-// ---- Tiles of planes -----------------------------------------------------------------------------------------------
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// Whether a query of a block does not see some key of a block.
+DEVICE bool hides(int first_position, int last_position, int first_key, int last_key) {
+  return HIDES_LATER && last_key > first_position + SEEN_AHEAD ||
+         HIDES_EARLIER && first_key < last_position - SEEN_BEHIND;
+}
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a batch. All sequences have the same rows and keys in planes.
+struct Batch : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = false;
+  static constexpr int top = 0, key0 = 0;
+  int unseen;  // keys of the sequence before key 0 of planes
+
+  DEVICE Batch(int number, int, int, int count, int keys, int off, int first, int unseen = 0)
+      : SequenceRows{number, first, off, keys, keys, count}, unseen(unseen) {}
+
+  // The place of row r and key j in the sequence, on which dropout's draws depend.
+  DEVICE int drawn_query(int r) const { return first + r; }
+
+  DEVICE int drawn_key(int j) const { return unseen + j; }
+};
+
+using Sequence = Batch;
 
 // ---- Instructions of sm_90a -----------------------------------------------------------------------------------------
 
@@ -236,13 +334,26 @@ using Result = bf16;
 constexpr int D = 128;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROWS = 128, KEYS = 128, WALK = 512;
-// A row sees the keys up to SEEN_AHEAD after its own position.
-constexpr int SEEN_AHEAD = 0;
+constexpr bool ZEROES = false;  // whether hidden results are zeros
 constexpr int Y_TILE = 32768;  // bytes
 constexpr int SHARED_X = 0;
 constexpr int SHARED_Y = 32768;
 constexpr int SHARED_RESULTS = 98304;
 constexpr int SHARED_BARRIERS = 114688;
+
+// ---- The part of a product that a CTA computes ---------------------------------------------------------------------
+
+// ROWS rows of a slot from row r0 on, up to WALK keys from key `walk` on. The slot belongs to sequence b and head h.
+struct Part {
+  int slot, b, h, r0, walk;
+
+  DEVICE Part(int count, int keys, int b0, int n_heads) {
+    const int walks = (keys + WALK - 1) / WALK, row_tiles = (count + ROWS - 1) / ROWS;
+    slot = blockIdx.x / (walks * row_tiles), r0 = blockIdx.x % row_tiles * ROWS;
+    walk = blockIdx.x / row_tiles % walks * WALK;
+    b = b0 + slot / n_heads, h = slot % n_heads;
+  }
+};
 
 // Barriers of each tile in shared memory: it is full, or may be written again.
 constexpr int Y_FULL = 0, Y_EMPTY = Y_FULL + TILES * BARRIER;
@@ -254,17 +365,16 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int walks = (keys + WALK - 1) / WALK, row_tiles = (count + ROWS - 1) / ROWS;
-  const int slot = blockIdx.x / (walks * row_tiles), r0 = blockIdx.x % row_tiles * ROWS;
-  const int begin = blockIdx.x / row_tiles % walks * WALK, end = min(begin + WALK, keys);
-  const int b = b0 + slot / n_heads, h = slot % n_heads;
-  const int position = first + r0 + off;
+  const Part part(count, keys, b0, n_heads);
+  const int b = part.b, h = part.h, r0 = part.r0;
+  const Sequence sequence(b, r0, ROWS, count, keys, off, first);
+  const int position = sequence.position(r0), end = min(part.walk + WALK, sequence.keys);
+  const VisibleKeys seen = VisibleKeys::of_rows<KEYS>(position, ROWS, part.walk, min(end, sequence.limit));
   x += b * x_stride_b + h * x_stride_h;
-  y += b * y_stride_b + h / group * y_stride_h;
-  plane += (static_cast<long long>(slot) * count + r0) * pitch;
-  const int seen = min(end, position + ROWS + SEEN_AHEAD);  // some row sees the keys before
+  y += b * y_stride_b + h / group * y_stride_h + sequence.key0 * y_stride_n;
+  plane += (static_cast<long long>(part.slot) * count + r0) * pitch;
   const u32 barriers = base + SHARED_BARRIERS;
-  const int tiles = max(0, (seen - begin + KEYS - 1) / KEYS);
+  const int tiles = max(0, (seen.end - seen.start + KEYS - 1) / KEYS);
   if (threadIdx.x == 0) {
     for (int i = 0; i < TILES; ++i) {
       barrier_init(barriers + Y_FULL + BARRIER * i, 32);
@@ -278,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     const int buffer = warp - WARPS;
     for (int t = buffer; t < tiles; t += TILES) {
       if (t >= TILES) barrier_wait(barriers + Y_EMPTY + BARRIER * buffer, (t / TILES - 1) & 1);
-      load_tile<KEYS, D, 32>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, begin + t * KEYS, keys, lane);
+      load_tile<KEYS, D, 32>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, seen.start + t * KEYS, sequence.keys, lane);
       copy_commit();
       copy_wait<0>();
       fence_async();
@@ -288,7 +398,9 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
   }
 
   const int row = 16 * warp;  // the warp's first row
-  if (tiles > 0) load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, first + r0, first + count, threadIdx.x);
+  if (tiles > 0)
+    load_tile<ROWS, D, THREADS>(base + SHARED_X, x, x_stride_n, sequence.query(r0), sequence.query(sequence.bottom),
+                                threadIdx.x);
   copy_commit();
   copy_wait<0>();
   fence_async();
@@ -299,7 +411,17 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
   u32 take = tile_address<ROWS>(base + SHARED_RESULTS, row + (lane >> 3), lane & 7);
   pin(put), pin(take);
   const int rows = count - r0 - row - (lane >> 3);  // rows that exist from there on
-  plane += static_cast<long long>(row + (lane >> 3)) * pitch + begin + (lane & 7) * CHUNK;
+  plane += static_cast<long long>(row + (lane >> 3)) * pitch + seen.start + (lane & 7) * CHUNK;
+  // Tiles in which no row sees a key become zeros.
+  auto clear_tile = [&](Result* to) {
+#pragma unroll
+    for (int panel = 0; panel < KEYS / PANEL; ++panel)
+#pragma unroll
+      for (int i = 0; i < 16; i += 4)
+        if (i < rows) store_global(to + i * pitch + panel * PANEL, 0, 0, 0, 0);
+  };
+  if constexpr (ZEROES && HIDES_EARLIER)
+    for (int key = part.walk; key < min(seen.start, end); key += KEYS) clear_tile(plane + key - seen.start);
 
   for (int t = 0; t < tiles; ++t) {
     const int buffer = t % TILES;
@@ -313,6 +435,14 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     wgmma_commit();
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(barriers + Y_EMPTY + BARRIER * buffer);
+    const int key = seen.start + t * KEYS;
+    if (ZEROES && hides(position + row, position + row + 15, key, key + KEYS - 1)) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i) {
+        const int r = row + (lane >> 2) + 8 * (i >> 1 & 1), j = (i >> 2) * CHUNK + 2 * (lane & 3) + (i & 1);
+        if (!visible(position + r, key + j)) c[i] = 0.f;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i)
       if (r0 + row + (lane >> 2) + 8 * (i >> 1 & 1) < skip) c[i] = 0.f;
@@ -341,4 +471,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_c
     }
     plane += KEYS;
   }
+
+  if constexpr (ZEROES && HIDES_LATER)
+    for (int key = seen.start + tiles * KEYS; key < end; key += KEYS, plane += KEYS) clear_tile(plane);
 }

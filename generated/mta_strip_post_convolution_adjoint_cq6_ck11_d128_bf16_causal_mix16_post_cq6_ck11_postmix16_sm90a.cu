@@ -148,6 +148,106 @@ DEVICE void pin(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// Whether a query of a block does not see some key of a block.
+DEVICE bool hides(int first_position, int last_position, int first_key, int last_key) {
+  return HIDES_LATER && last_key > first_position + SEEN_AHEAD ||
+         HIDES_EARLIER && first_key < last_position - SEEN_BEHIND;
+}
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a batch. All sequences have the same rows and keys in planes.
+struct Batch : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = false;
+  static constexpr int top = 0, key0 = 0;
+  int unseen;  // keys of the sequence before key 0 of planes
+
+  DEVICE Batch(int number, int, int, int count, int keys, int off, int first, int unseen = 0)
+      : SequenceRows{number, first, off, keys, keys, count}, unseen(unseen) {}
+
+  // The place of row r and key j in the sequence, on which dropout's draws depend.
+  DEVICE int drawn_query(int r) const { return first + r; }
+
+  DEVICE int drawn_key(int j) const { return unseen + j; }
+};
+
+using Sequence = Batch;
+
 // ---- Tiles of planes -----------------------------------------------------------------------------------------------
 
 // THREADS threads write zeros to a tile of KEYS columns, of which the first `rows` of ROWS rows exist, from `to` on.
@@ -157,6 +257,15 @@ DEVICE void clear_tile(Type* to, int pitch, int rows, int thread) {
   for (int i = thread; i < ROWS * CHUNKS; i += THREADS)
     if (i / CHUNKS < rows)
       store_global(to + static_cast<long long>(i / CHUNKS) * pitch + i % CHUNKS * CHUNK, 0, 0, 0, 0);
+}
+
+// Calls clear(key) for the tiles of KEYS keys, from `begin` to before `end`, without a visible key.
+template <int KEYS, class Clear>
+DEVICE void for_hidden_tiles(VisibleKeys seen, int begin, int end, Clear clear) {
+  if (HIDES_LATER || Sequence::DECODES)
+    for (int key = max(seen.start, (seen.end + KEYS - 1) / KEYS * KEYS); key < end; key += KEYS) clear(key);
+  if (HIDES_EARLIER)
+    for (int key = begin; key < min(seen.start, end); key += KEYS) clear(key);
 }
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
@@ -324,8 +433,6 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 using Source = bf16;
 using Result = bf16;
 constexpr int WALK = 2;  // tiles of a CTA
-// A row sees the keys up to SEEN_AHEAD after its own position.
-constexpr int SEEN_AHEAD = 0;
 // A warp collects its results of COLLECTED keys, even rows first, in STAGED_ROW bytes each, and writes whole lines.
 constexpr int COLLECTED = 64, STAGED_ROW = 144;
 constexpr int SHARED_STAGED = 2 * BUFFER;
@@ -340,8 +447,10 @@ DEVICE void load_weights(Toeplitz& weights, const float* weight, int lane) {
   make_toeplitz(weights, lane, [&](int u, int v) { return pack<Source>(tap(u, v), tap(u, v + 1)); });
 }
 
-// Writes the results that a warp has collected: 16 rows, of which `rows` exist, from `to` on.
-DEVICE void write_lines(Result* to, int pitch, int rows, u32 staged, int lane) {
+// Writes the results that a warp has collected: 16 rows, of which `rows` exist, from `to` on. finish(line, row, chunk)
+// makes a chunk of a row what is written.
+template <class Finish>
+DEVICE void write_lines(Result* to, int pitch, int rows, u32 staged, int lane, Finish finish) {
   constexpr int LANES = COLLECTED / CHUNK;
   static_assert(32 % LANES == 0);
   __syncwarp();
@@ -350,6 +459,7 @@ DEVICE void write_lines(Result* to, int pitch, int rows, u32 staged, int lane) {
     const int place = x + lane / LANES, row = 2 * (place & 7) + (place >> 3);
     u32 line[4];
     load_shared(line, staged + place * STAGED_ROW + lane % LANES * CHUNK_BYTES);
+    finish(line, row, lane % LANES);
     if (row < rows)
       store_global(to + static_cast<long long>(row) * pitch + lane % LANES * CHUNK, line[0], line[1], line[2], line[3]);
   }
@@ -364,26 +474,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int walks = (keys + WALK * KEYS - 1) / (WALK * KEYS), blocks = (count + ROWS - 1) / ROWS;
   const int slot = blockIdx.x / (walks * blocks), r0 = blockIdx.x / walks % blocks * ROWS;
-  const int begin = blockIdx.x % walks * (WALK * KEYS), end = min(begin + WALK * KEYS, keys);
-  const int position = first + r0 + off, top = r0 + ROW_TILE * warp;
-  dy += static_cast<long long>(slot) * count * pitch;
+  const Sequence sequence(0, r0, ROWS, count, keys, off, first);
+  const int walk = blockIdx.x % walks * (WALK * KEYS), end = min(walk + WALK * KEYS, sequence.keys);
+  const int position = sequence.position(r0), top = r0 + ROW_TILE * warp;
+  dy += (static_cast<long long>(slot) * count + sequence.top) * pitch;
   dx += static_cast<long long>(slot) * count * pitch;
-  const int seen = min(end, position + ROWS + SEEN_AHEAD);  // some row sees the keys before
+  const VisibleKeys seen = VisibleKeys::of_rows<KEYS>(position, ROWS, walk, end);
   auto load = [&](int key, int buffer) {
     const u32 slab = base + buffer * BUFFER + SHARED_SLAB;
-    const int row = r0 - ROWS_ABOVE;
-    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(slab, dy, pitch, row, key - KEYS_LEFT, count, keys);
+    const int row = r0 - ROWS_ABOVE - sequence.top, rows = sequence.bottom - sequence.top;
+    copy_tile<SLAB_ROWS, SLAB_CHUNKS, SLAB_ROW>(slab, dy, pitch, row, key - KEYS_LEFT, rows, sequence.keys);
     copy_commit();
   };
 
-  if (begin < seen) load(begin, 0);
+  if (seen.exist()) load(seen.start, 0);
   Toeplitz weights;
   load_weights(weights, post_weight + slot % n_heads * (CQ * CK), lane);
   const u32 staged = base + SHARED_STAGED + warp * (ROW_TILE * STAGED_ROW);
   const u32 mine = staged + (lane >> 2) * STAGED_ROW + (lane & 3) * 4;  // address of this lane's columns of chunk 0
   int buffer = 0;
-  for (int key = begin; key < seen; key += KEYS, buffer ^= 1) {
-    if (key + KEYS < seen) {
+  for (int key = seen.start; key < seen.end; key += KEYS, buffer ^= 1) {
+    if (key + KEYS < seen.end) {
       load(key + KEYS, buffer ^ 1);
       copy_wait<1>();
     } else {
@@ -398,12 +509,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
     const int row = top + 2 * (lane >> 2);
     convolve<Source, KEYS / CHUNK>(c, rows, weights, lane, [&](int n) {
       float* tile = c + 4 * n;
-      const int last = position - r0 + top;
-      if (key + CHUNK * n + CHUNK - 1 > last) {
+      const int first = position - r0 + top;
+      if (hides(first, first + ROW_TILE - 1, key + CHUNK * n, key + CHUNK * n + CHUNK - 1)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int j = key + CHUNK * n + 2 * (lane & 3) + (i & 1);
-          if (j > position - r0 + row + (i >> 1)) tile[i] = 0.f;
+          if (!visible(position - r0 + row + (i >> 1), j)) tile[i] = 0.f;
         }
       }
       const u32 at = mine + n % (COLLECTED / CHUNK) * CHUNK_BYTES;
@@ -411,15 +522,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) mta_strip_post_convolut
       store_shared(at + ROW_TILE / 2 * STAGED_ROW, pack<Result>(tile[2], tile[3]));
       if ((n + 1) % (COLLECTED / CHUNK) == 0) {
         const int column = key + CHUNK * (n + 1) - COLLECTED;
-        write_lines(dx + static_cast<long long>(top) * pitch + column, pitch, count - top, staged, lane);
+        write_lines(dx + static_cast<long long>(top) * pitch + column, pitch, count - top, staged, lane,
+                    [&](u32 (&line)[4], int row, int chunk) {
+        });
       }
     });
     __syncthreads();  // the slab has been read
   }
 
-  // Keys that no row sees.
-  const int rest = max(begin, (seen + KEYS - 1) / KEYS * KEYS);
-  for (int key = rest; key < end; key += KEYS)
+  for_hidden_tiles<KEYS>(seen, walk, end, [&](int key) {
     clear_tile<THREADS, ROWS, KEYS>(dx + static_cast<long long>(r0) * pitch + key, pitch, count - r0,
                                     threadIdx.x);
+  });
 }

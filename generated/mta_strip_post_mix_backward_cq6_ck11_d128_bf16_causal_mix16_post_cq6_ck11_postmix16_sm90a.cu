@@ -179,6 +179,97 @@ DEVICE u32 as_elements<bf16>(u32 x) {
   return pack<bf16>(scores.x, scores.y);
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a batch. All sequences have the same rows and keys in planes.
+struct Batch : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = false;
+  static constexpr int top = 0, key0 = 0;
+  int unseen;  // keys of the sequence before key 0 of planes
+
+  DEVICE Batch(int number, int, int, int count, int keys, int off, int first, int unseen = 0)
+      : SequenceRows{number, first, off, keys, keys, count}, unseen(unseen) {}
+
+  // The place of row r and key j in the sequence, on which dropout's draws depend.
+  DEVICE int drawn_query(int r) const { return first + r; }
+
+  DEVICE int drawn_key(int j) const { return unseen + j; }
+};
+
+using Sequence = Batch;
+
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
@@ -231,14 +322,21 @@ DEVICE void write_block(const Row<Type>& row, int key, u32 block, int heads, int
   }
 }
 
-// The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
+// The warps of a CTA write zeros to the blocks from the one that key `begin` begins, or that follows it, up to `end`.
 template <int WARPS, class Type>
-DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int warp, int lane) {
-  const int first = (end + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
-  for (int key = first * BLOCK_KEYS; key < keys; key += WARPS * BLOCK_KEYS)
+DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, int warp, int lane) {
+  const int first = (begin + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
+  for (int key = first * BLOCK_KEYS; key < end; key += WARPS * BLOCK_KEYS)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
+}
+
+// Writes zeros to the blocks without a visible key, of `keys` keys.
+template <int WARPS, class Type>
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
+  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
@@ -266,11 +364,11 @@ DEVICE void load_operand(Operand& a, u32 block, int i, int lane) {
   load_matrices_transposed(a, tile_of(block, i, lane));
 }
 
-// Keys from the `seen`-th of the block on become zeros.
-DEVICE void clear_unseen(Operand& a, int i, int seen, int lane) {
+// Hidden keys of tile i of a block become zeros. The block's visible keys are counted from its first.
+DEVICE void clear_hidden(Operand& a, int i, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int n = 0; n < 4; ++n)
-    if (key_of(2 * n, i, lane) >= seen) a[n] = 0;
+    if (seen.lacks(key_of(2 * n, i, lane))) a[n] = 0;
 }
 
 template <class Type>
@@ -391,14 +489,15 @@ struct Place {
   }
 };
 
-// Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
-// from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// Works through a warp's blocks of the keys that a row sees. copy(key, slot) begins to copy the block from key `key` on
+// to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
 // A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, so the first pass
 // must not change them, and earlier blocks probably in L2. It may store results in a block's place.
 template <bool SECOND, class Copy, class Work>
-DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
+DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
-  const int first = warp * BLOCK_KEYS, count = max(0, end - first + STEP - 1) / STEP;
+  const int first = seen.start / BLOCK_KEYS * BLOCK_KEYS + warp * BLOCK_KEYS;
+  const int count = max(0, seen.end - first + STEP - 1) / STEP;
   auto fetch = [&](int i, int place) {
     if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
@@ -421,10 +520,7 @@ DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
   }
 }
 
-// The keys before it are those that row r sees.
-DEVICE int end_of_row(int r, int first, int off, int keys) {
-  return max(0, min(keys, first + r + off + 1));
-}
+constexpr int WALK = 2048;  // keys of a CTA if several CTAs share a row, in a decode step
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, Element* dy, Element* out, const float* __restrict__ post_head_weight,
@@ -432,33 +528,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
   extern __shared__ __align__(16) float shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place(min(512, count), b0, n_heads);
+  const int walks = Sequence::DECODES ? (keys + WALK - 1) / WALK : 1, begin = place.number % walks * WALK;
+  x += begin;
+  out += begin;
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const Mixture<Score, 16, false> mix(post_head_weight, place.first_head, place.heads, lane);
   const Mixture<Element, 16, true> adjoint(post_head_weight, place.first_head, place.heads, lane);
   HeadProducts<Element> products;
 
-  for (int r = place.number; r < count; r += 512) {
+  auto mix_row = [&](int r) {
+    const Sequence sequence(place.b, r, 1, count, keys, off, first);
+    if (!sequence.has_row(r)) return;
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(out, place.first_slot, count, r, pitch, lane);
     const Row<Element> gradient(dy, place.first_slot, count, r, pitch, lane);
-    const int end = r < skip ? 0 : end_of_row(r, first, off, keys);
+    int keys = sequence.keys;
+    VisibleKeys seen = sequence.visible_keys(r, skip);
+    if constexpr (Sequence::DECODES) {
+      keys = min(sequence.limit - begin, WALK);
+      seen = seen.within(begin, keys);
+    }
     auto copy = [&](int key, u32 slot) {
       copy_block_async(slot, row, key, place.heads, lane);
       copy_block_async(slot + BLOCK_BYTES, gradient, key, place.heads, lane);
     };
-    for_blocks<false>(end, ring, warp, copy, [&](int key, u32 slot) {
+    for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
+      const bool edge = seen.lacks_some(key, BLOCK_KEYS);
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i) {
         Operand shares;
         Tile y;
         load_operand(shares, slot, i, lane);
-        if (key + BLOCK_KEYS > end) clear_unseen(shares, i, end - key, lane);
+        if (edge) clear_hidden(shares, i, seen.from(key), lane);
         mix(y, shares);
         scale_tile(y, 1.f / PROBABILITY_SCALE);
         store_tile<Element>(slot, i, y, lane);
         Operand gradients;
         load_operand(gradients, slot + BLOCK_BYTES, i, lane);
-        if (key + BLOCK_KEYS > end) clear_unseen(gradients, i, end - key, lane);
+        if (edge) clear_hidden(gradients, i, seen.from(key), lane);
 #pragma unroll
         for (int n = 0; n < 4; ++n) shares[n] = as_elements<Element>(shares[n]);
         products.add(gradients, shares);
@@ -468,9 +575,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
       write_block(to, key, slot, place.heads, lane);
       write_block(gradient, key, slot + BLOCK_BYTES, place.heads, lane);
     });
-    clear_blocks<WARPS>(to, end, keys, place.heads, warp, lane);
-    clear_blocks<WARPS>(gradient, end, keys, place.heads, warp, lane);
-  }
+    clear_hidden_blocks<WARPS>(to, seen, keys, place.heads, warp, lane);
+    clear_hidden_blocks<WARPS>(gradient, seen, keys, place.heads, warp, lane);
+  };
+  for (int r = place.number; r < count; r += 512) mix_row(r);
+
   const int bundles = (n_heads + HEADS - 1) / HEADS;
   const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * 512 + place.number;
   products.add_to<WARPS>(partial + sums * 256, 1.f / PROBABILITY_SCALE, shared, threadIdx.x);

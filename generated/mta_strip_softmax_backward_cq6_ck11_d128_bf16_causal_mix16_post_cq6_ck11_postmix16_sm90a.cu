@@ -186,6 +186,100 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+// What becomes of a visible score before the softmax.
+DEVICE float modify(float score, int position, int key, int head) { return score; }
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a batch. All sequences have the same rows and keys in planes.
+struct Batch : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = false;
+  static constexpr int top = 0, key0 = 0;
+  int unseen;  // keys of the sequence before key 0 of planes
+
+  DEVICE Batch(int number, int, int, int count, int keys, int off, int first, int unseen = 0)
+      : SequenceRows{number, first, off, keys, keys, count}, unseen(unseen) {}
+
+  // The place of row r and key j in the sequence, on which dropout's draws depend.
+  DEVICE int drawn_query(int r) const { return first + r; }
+
+  DEVICE int drawn_key(int j) const { return unseen + j; }
+};
+
+using Sequence = Batch;
+
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
@@ -238,14 +332,21 @@ DEVICE void write_block(const Row<Type>& row, int key, u32 block, int heads, int
   }
 }
 
-// The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
+// The warps of a CTA write zeros to the blocks from the one that key `begin` begins, or that follows it, up to `end`.
 template <int WARPS, class Type>
-DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int warp, int lane) {
-  const int first = (end + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
-  for (int key = first * BLOCK_KEYS; key < keys; key += WARPS * BLOCK_KEYS)
+DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, int warp, int lane) {
+  const int first = (begin + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
+  for (int key = first * BLOCK_KEYS; key < end; key += WARPS * BLOCK_KEYS)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
+}
+
+// Writes zeros to the blocks without a visible key, of `keys` keys.
+template <int WARPS, class Type>
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
+  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
@@ -275,11 +376,11 @@ DEVICE void load_operand(Operand& a, u32 block, int i, int lane) {
   load_matrices_transposed(a, tile_of(block, i, lane));
 }
 
-// Keys from the `seen`-th of the block on become zeros.
-DEVICE void clear_unseen(Operand& a, int i, int seen, int lane) {
+// Hidden keys of tile i of a block become zeros. The block's visible keys are counted from its first.
+DEVICE void clear_hidden(Operand& a, int i, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int n = 0; n < 4; ++n)
-    if (key_of(2 * n, i, lane) >= seen) a[n] = 0;
+    if (seen.lacks(key_of(2 * n, i, lane))) a[n] = 0;
 }
 
 template <class Type>
@@ -425,14 +526,15 @@ struct Place {
   }
 };
 
-// Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
-// from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// Works through a warp's blocks of the keys that a row sees. copy(key, slot) begins to copy the block from key `key` on
+// to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
 // A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, so the first pass
 // must not change them, and earlier blocks probably in L2. It may store results in a block's place.
 template <bool SECOND, class Copy, class Work>
-DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
+DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
-  const int first = warp * BLOCK_KEYS, count = max(0, end - first + STEP - 1) / STEP;
+  const int first = seen.start / BLOCK_KEYS * BLOCK_KEYS + warp * BLOCK_KEYS;
+  const int count = max(0, seen.end - first + STEP - 1) / STEP;
   auto fetch = [&](int i, int place) {
     if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
@@ -453,11 +555,6 @@ DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
     else
       place = place + 1 < DEPTH ? place + 1 : 0;
   }
-}
-
-// The keys before it are those that row r sees.
-DEVICE int end_of_row(int r, int first, int off, int keys) {
-  return max(0, min(keys, first + r + off + 1));
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -520,18 +617,21 @@ struct Statistics {
   }
 };
 
-// Scores of a tile, mixed.
+// Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
 template <class Mix>
-DEVICE void scores_of(Tile& c, const Operand& x, const Mix& mix) {
+DEVICE void scores_of(Tile& c, const Operand& x, const Mix& mix, int position, int key, int i, int first_head, int lane) {
   mix(c, x);
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    c[e] = modify(c[e], position, key + key_of(e, i, lane), first_head + head_of(head_of_element(e), lane));
 }
 
-// Scores become probabilities, at an edge zeros from key `seen` of the block on.
-DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, int seen, int lane) {
+// Scores become probabilities, at an edge zeros of hidden keys.
+DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     const float x = exp2_fast(LOG2_E / SCORE_SCALE * p[e] - log_sums[head_of_element(e)]);
-    p[e] = !edge || key_of(e, i, lane) < seen ? x : 0.f;
+    p[e] = !edge || seen.has(key_of(e, i, lane)) ? x : 0.f;
   }
 }
 
@@ -557,6 +657,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   for (int r = place.number; r < count; r += 512) {
+    const Sequence sequence(place.b, r, 1, count, keys, off, first);
+    if (!sequence.has_row(r)) continue;
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
     const Row<const Element> gradient(g, place.first_slot, count, r, pitch, lane);
     const Row<Element> to(dx, place.first_slot, count, r, pitch, lane);
@@ -564,33 +666,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       copy_block_async(slot, row, key, place.heads, lane);
       copy_block_async(slot + BLOCK_BYTES, gradient, key, place.heads, lane);
     };
-    const int end = r < valid ? 0 : end_of_row(r, first, off, keys);
+    const VisibleKeys seen = sequence.visible_keys(r, valid);
     float log_sums[4], dots[4] = {};
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       // Probabilities come out scaled.
-      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, first + r, n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
+      log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
 
     // For tile i: scores, probabilities times PROBABILITY_SCALE, and the values from which they and gradients follow.
-    auto load_tile = [&](Operand& x, Operand& dy, Tile& p, Tile& dp, u32 slot, int i, bool edge, int seen) {
+    auto load_tile = [&](Operand& x, Operand& dy, Tile& p, Tile& dp, u32 slot, int key, int i, bool edge) {
       load_operand(x, slot, i, lane);
       load_operand(dy, slot + BLOCK_BYTES, i, lane);
       if (edge) {
-        clear_unseen(x, i, seen, lane);
-        clear_unseen(dy, i, seen, lane);
+        clear_hidden(x, i, seen.from(key), lane);
+        clear_hidden(dy, i, seen.from(key), lane);
       }
-      scores_of(p, x, mix);
-      probabilities(p, i, log_sums, edge, seen, lane);
+      scores_of(p, x, mix, sequence.position(r), key, i, place.first_head, lane);
+      probabilities(p, i, log_sums, edge, seen.from(key), lane);
       unpack_tile<Element>(dp, dy);
     };
 
-    for_blocks<false>(end, ring, warp, copy, [&](int key, u32 slot) {
-      with_edge(key + BLOCK_KEYS > end, [&](bool edge) {
+    for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
+      with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
 #pragma unroll
         for (int i = 0; i < TILES_OF_BLOCK; ++i) {
           Operand x, dy;
           Tile p, dp;
-          load_tile(x, dy, p, dp, slot, i, edge, end - key);
+          load_tile(x, dy, p, dp, slot, key, i, edge);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             dots[head_of_element(e)] += p[e] * dp[e];
@@ -602,21 +704,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       dots[n] /= PROBABILITY_SCALE;
-      if (place.has(n, lane) && r >= skip) dots[n] -= grad_lse[place.query(n, first + r, n_q, lane)];
+      if (place.has(n, lane) && r >= skip) dots[n] -= grad_lse[place.query(n, sequence.query(r), n_q, lane)];
       dots[n] /= PROBABILITY_SCALE;  // the probabilities are too large by this factor
     }
 
-    for_blocks<true>(end, ring, warp, copy, [&](int key, u32 slot) {
-      with_edge(key + BLOCK_KEYS > end, [&](bool edge) {
+    for_blocks<true>(seen, ring, warp, copy, [&](int key, u32 slot) {
+      with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
 #pragma unroll
         for (int i = 0; i < TILES_OF_BLOCK; ++i) {
           Operand x, dy;
           Tile p, dp;
-          load_tile(x, dy, p, dp, slot, i, edge, end - key);
+          load_tile(x, dy, p, dp, slot, key, i, edge);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             dp[e] = p[e] * (dp[e] * (1.f / PROBABILITY_SCALE) - dots[head_of_element(e)]);
-            if (edge && key + key_of(e, i, lane) >= end) dp[e] = 0.f;  // even if the row's dot is not finite
+            if (edge && seen.lacks(key + key_of(e, i, lane))) dp[e] = 0.f;  // even if the row's dot is not finite
           }
           operand_of<Element>(dy, dp);
 #pragma unroll
@@ -628,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       });
       write_block(to, key, slot, place.heads, lane);
     });
-    clear_blocks<WARPS>(to, end, keys, place.heads, warp, lane);
+    clear_hidden_blocks<WARPS>(to, seen, sequence.keys, place.heads, warp, lane);
     __syncthreads();  // the sums in shared memory have been read
   }
 

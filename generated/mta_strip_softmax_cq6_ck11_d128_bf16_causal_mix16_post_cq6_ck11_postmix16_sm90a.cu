@@ -157,6 +157,100 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// ---- What a query sees ---------------------------------------------------------------------------------------------
+
+// A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
+constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
+
+// What becomes of a visible score before the softmax.
+DEVICE float modify(float score, int position, int key, int head) { return score; }
+
+constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
+
+// The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
+struct VisibleKeys {
+  int start, end;
+
+  // The end of the keys before `limit` that the query at a position sees.
+  DEVICE static int end_of_row(int position, int limit) {
+    return HIDES_LATER ? max(0, min(limit, position + SEEN_AHEAD + 1)) : limit;
+  }
+
+  // The keys before `end` that the query at a position sees.
+  DEVICE static VisibleKeys of_row(int position, int end) {
+    return {HIDES_EARLIER && end ? max(0, position - SEEN_BEHIND) : 0, end};
+  }
+
+  // The keys from `begin` to before `end` that some of `rows` queries from a position on sees. They begin with a whole
+  // tile of KEYS keys.
+  template <int KEYS>
+  DEVICE static VisibleKeys of_rows(int position, int rows, int begin, int end) {
+    return {HIDES_EARLIER ? max(begin, position - SEEN_BEHIND) / KEYS * KEYS : begin,
+            HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
+  }
+
+  // Those of `count` keys from `begin` on, counted from `begin`.
+  DEVICE VisibleKeys within(int begin, int count) const {
+    const int last = max(0, min(end - begin, count));
+    return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
+  }
+
+  DEVICE bool exist() const { return start < end; }
+
+  // The same keys, counted from a key.
+  DEVICE VisibleKeys from(int key) const { return {start - key, end - key}; }
+
+  // Both comparisons are made, because a branch would cost more.
+  DEVICE bool has(int key) const { return (!HIDES_EARLIER | start <= key) & key < end; }
+
+  DEVICE bool lacks(int key) const { return HIDES_EARLIER & key < start | key >= end; }
+
+  // Whether some of `count` keys from `key` on are not visible.
+  DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
+};
+
+// ---- Where rows lie ------------------------------------------------------------------------------------------------
+
+// The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
+// it Sequence. Its queries and keys are counted in the tensors, or in the strip's planes: key 0 of planes is key `key0`
+// of the tensors, and rows top <= r < bottom are the sequence's.
+struct SequenceRows {
+  int number;       // of the sequence in the batch
+  int first, off;   // row r is query first + r, which sits at position first + r + off
+  int keys, limit;  // planes hold keys 0 <= j < keys, of which the sequence has those before `limit`
+  int bottom;
+
+  DEVICE int query(int r) const { return first + r; }
+
+  DEVICE int position(int r) const { return first + r + off; }
+
+  DEVICE bool has_row(int) const { return true; }
+
+  DEVICE bool has_score(int, int) const { return true; }
+
+  // The keys that row r sees, which are none in rows before row `from`.
+  DEVICE VisibleKeys visible_keys(int r, int from) const {
+    return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
+  }
+};
+
+// A sequence of a batch. All sequences have the same rows and keys in planes.
+struct Batch : SequenceRows {
+  static constexpr bool PACKED = false, DECODES = false;
+  static constexpr int top = 0, key0 = 0;
+  int unseen;  // keys of the sequence before key 0 of planes
+
+  DEVICE Batch(int number, int, int, int count, int keys, int off, int first, int unseen = 0)
+      : SequenceRows{number, first, off, keys, keys, count}, unseen(unseen) {}
+
+  // The place of row r and key j in the sequence, on which dropout's draws depend.
+  DEVICE int drawn_query(int r) const { return first + r; }
+
+  DEVICE int drawn_key(int j) const { return unseen + j; }
+};
+
+using Sequence = Batch;
+
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
 // A block lies in shared memory, a line of 128 bytes for each head, whose columns of 16 bytes are exchanged by head %
@@ -209,14 +303,21 @@ DEVICE void write_block(const Row<Type>& row, int key, u32 block, int heads, int
   }
 }
 
-// The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
+// The warps of a CTA write zeros to the blocks from the one that key `begin` begins, or that follows it, up to `end`.
 template <int WARPS, class Type>
-DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int warp, int lane) {
-  const int first = (end + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
-  for (int key = first * BLOCK_KEYS; key < keys; key += WARPS * BLOCK_KEYS)
+DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, int warp, int lane) {
+  const int first = (begin + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
+  for (int key = first * BLOCK_KEYS; key < end; key += WARPS * BLOCK_KEYS)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
+}
+
+// Writes zeros to the blocks without a visible key, of `keys` keys.
+template <int WARPS, class Type>
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
+  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
@@ -362,14 +463,15 @@ struct Place {
   }
 };
 
-// Works through a warp's blocks of a row, of which keys before `end` are seen. copy(key, slot) begins to copy the block
-// from key `key` on to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
+// Works through a warp's blocks of the keys that a row sees. copy(key, slot) begins to copy the block from key `key` on
+// to a slot of the ring, work(key, slot) takes it from there. Block i lies in slot i % DEPTH.
 // A SECOND pass over a row goes backwards: it finds the last blocks of the first pass in the ring, so the first pass
 // must not change them, and earlier blocks probably in L2. It may store results in a block's place.
 template <bool SECOND, class Copy, class Work>
-DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
+DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work work) {
   constexpr int STEP = WARPS * BLOCK_KEYS;
-  const int first = warp * BLOCK_KEYS, count = max(0, end - first + STEP - 1) / STEP;
+  const int first = seen.start / BLOCK_KEYS * BLOCK_KEYS + warp * BLOCK_KEYS;
+  const int count = max(0, seen.end - first + STEP - 1) / STEP;
   auto fetch = [&](int i, int place) {
     if (0 <= i && i < count) copy(first + i * STEP, ring + place * SLOT);
     copy_commit();
@@ -390,11 +492,6 @@ DEVICE void for_blocks(int end, u32 ring, int warp, Copy copy, Work work) {
     else
       place = place + 1 < DEPTH ? place + 1 : 0;
   }
-}
-
-// The keys before it are those that row r sees.
-DEVICE int end_of_row(int r, int first, int off, int keys) {
-  return max(0, min(keys, first + r + off + 1));
 }
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
@@ -457,18 +554,21 @@ struct Statistics {
   }
 };
 
-// Scores of a tile, mixed.
+// Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
 template <class Mix>
-DEVICE void scores_of(Tile& c, const Operand& x, const Mix& mix) {
+DEVICE void scores_of(Tile& c, const Operand& x, const Mix& mix, int position, int key, int i, int first_head, int lane) {
   mix(c, x);
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    c[e] = modify(c[e], position, key + key_of(e, i, lane), first_head + head_of(head_of_element(e), lane));
 }
 
-// Scores become probabilities, at an edge zeros from key `seen` of the block on.
-DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, int seen, int lane) {
+// Scores become probabilities, at an edge zeros of hidden keys.
+DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     const float x = exp2_fast(LOG2_E / SCORE_SCALE * p[e] - log_sums[head_of_element(e)]);
-    p[e] = !edge || key_of(e, i, lane) < seen ? x : 0.f;
+    p[e] = !edge || seen.has(key_of(e, i, lane)) ? x : 0.f;
   }
 }
 
@@ -488,26 +588,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_softmax_cq6_c
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Place place(count, b0, n_heads);
   const int r = count - 1 - place.number;
+  const Sequence sequence(place.b, r, 1, count, keys, off, first);
+  if (!sequence.has_row(r)) return;
   const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
   const Row<Score> to(out, place.first_slot, count, r, pitch, lane);
-  const int end = r < valid ? 0 : end_of_row(r, first, off, keys);
+  const VisibleKeys seen = sequence.visible_keys(r, valid);
   const Mixture<Score, 16, false> mix(head_weight, place.first_head, place.heads, lane);
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   auto copy = [&](int key, u32 slot) { copy_block_async(slot, row, key, place.heads, lane); };
   float log_sums[4];
   Statistics seen_so_far;
-  for_blocks<false>(end, ring, warp, copy, [&](int key, u32 slot) {
-    with_edge(key + BLOCK_KEYS > end, [&](bool edge) {
+  for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
+    with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
       Tile c[TILES_OF_BLOCK];
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i) {
         Operand x;
         load_operand(x, slot, i, lane);
-        scores_of(c[i], x, mix);
+        scores_of(c[i], x, mix, sequence.position(r), key, i, place.first_head, lane);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
-          if (edge && key + key_of(e, i, lane) >= end) c[i][e] = -INFINITY;
+          if (edge && seen.lacks(key + key_of(e, i, lane))) c[i][e] = -INFINITY;
       }
       seen_so_far.add(c);
     });
@@ -516,23 +618,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_softmax_cq6_c
   if (r >= skip && warp == 0 && lane < 4)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      if (place.has(n, lane)) lse[place.query(n, first + r, n_q, lane)] = LN_2 * log_sums[n];
+      if (place.has(n, lane)) lse[place.query(n, sequence.query(r), n_q, lane)] = LN_2 * log_sums[n];
 
 #pragma unroll
   for (int n = 0; n < 4; ++n) log_sums[n] -= LOG2_PROBABILITY_SCALE;  // probabilities come out scaled
-  for_blocks<true>(end, ring, warp, copy, [&](int key, u32 slot) {
-    with_edge(key + BLOCK_KEYS > end, [&](bool edge) {
+  for_blocks<true>(seen, ring, warp, copy, [&](int key, u32 slot) {
+    with_edge(seen.lacks_some(key, BLOCK_KEYS), [&](bool edge) {
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i) {
         Operand x;
         Tile p;
         load_operand(x, slot, i, lane);
-        scores_of(p, x, mix);
-        probabilities(p, i, log_sums, edge, end - key, lane);
+        scores_of(p, x, mix, sequence.position(r), key, i, place.first_head, lane);
+        probabilities(p, i, log_sums, edge, seen.from(key), lane);
         store_tile<Score>(slot, i, p, lane);
       }
     });
     write_block(to, key, slot, place.heads, lane);
   });
-  clear_blocks<WARPS>(to, end, keys, place.heads, warp, lane);
+  clear_hidden_blocks<WARPS>(to, seen, sequence.keys, place.heads, warp, lane);
 }

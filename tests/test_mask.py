@@ -9,6 +9,7 @@ import sympy
 
 from mtagen.planner.geometry.affine import N_K, N_Q
 from mtagen.planner.geometry.mask import Mask
+from mtagen.planner.geometry.score import SCORE, ScoreStage
 from mtagen.planner.geometry.sequence import SEQUENCE, Sequence
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
@@ -149,3 +150,11 @@ def test_queries_are_aligned_to_the_end_of_the_keys():
         assert positions(sequence)[-1] == sequence.n_k - 1
     assert Sequence(11, 4).offset == -7
     assert SEQUENCE.offset == N_K - N_Q
+
+
+def test_a_function_of_scores_that_kernels_hold_scaled() -> None:
+    """If s is held as s / 64, the capped score is held as a 64th of it, too; the identity stays what it is."""
+    capped = ScoreStage(CAUSAL, 50 * sympy.tanh(SCORE / 50))
+    held = capped.scaled(1 / 64).modify
+    assert sympy.simplify(64 * held.subs(SCORE, SCORE / 64) - capped.modify) == 0
+    assert ScoreStage(CAUSAL).scaled(1 / 64) == ScoreStage(CAUSAL)

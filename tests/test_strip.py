@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+import mtagen
 from mtagen import Plan, PlanError, Spec, plan
 from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
 from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
+from mtagen.planner.strip.documents import RECORD
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
@@ -732,3 +734,8 @@ def test_triton_has_nothing_to_decide() -> None:
     for ask in (made.alternatives, made.decision_cost, lambda key: made.decided(key, {})):
         with pytest.raises(PlanError, match="decision: got 'colour'; is no decision of the forward pass by triton"):
             ask("colour")
+
+
+def test_kernels_of_packed_documents_know_the_order_of_a_record() -> None:
+    header = Path(mtagen.__file__).parent / "templates/cuda/strip_packed.cuh"
+    assert f"struct Record {{\n    int {', '.join(RECORD)};" in header.read_text(encoding="utf-8")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
-from sympy import Expr
+from sympy import Expr, Rational
 
 from ...spec import Spec
 from .mask import Mask
@@ -32,3 +32,8 @@ class ScoreStage:
     def of(cls, spec: Spec) -> ScoreStage:
         """Return what a request does with its scores."""
         return cls(Mask.of(spec))
+
+    def scaled(self, factor: float) -> ScoreStage:
+        """Return the stage of scores that kernels hold times ``factor``."""
+        exact = Rational(factor)
+        return replace(self, modify=exact * self.modify.subs(SCORE, SCORE / exact))

@@ -86,6 +86,11 @@ class PlaneKernel(StripSource):
         """Element type of the convolved plane."""
         return self.spec.dtype if self.adjoint else "fp16"
 
+    @property
+    def first_sequence(self) -> str:
+        """The number of the strip's first sequence; 0 if the kernel does not need it."""
+        return "b0" if any(argument.name == "b0" for argument in self.kernel.arguments) else "0"
+
     # ---- The window of a tile
 
     @property

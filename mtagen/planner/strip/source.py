@@ -5,22 +5,24 @@ file.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
 from ...spec import Spec
 from ..geometry.mask import Mask
+from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers, reads
 from ..names import kernel_name
 from ..passes import Fields
 from ..targets import get_target
 from .cost import streamed
-from .documents import RECORD, TILE, begin_multiple
+from .documents import TILE, begin_multiple
 from .kernels import dropout_numbers
-from .stages import Stages
+from .stages import SCORE_SCALE, Stages
 
 DECODE = "decode_"  # prefix of the roles of a decode step
+NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
 _RESERVED = 1024  # bytes of shared memory that the system reserves per CTA
 
 
@@ -95,7 +97,14 @@ class StripSource(ABC):
     @property
     @abstractmethod
     def legend(self) -> Iterator[str]:
-        """Lines of the source's comment: the formula of the kernel."""
+        """Lines that explain the kernel: its formula."""
+
+    @property
+    def comment(self) -> Iterator[str]:
+        """Lines of the source's comment."""
+        yield from self.legend
+        if self.spec.packed:
+            yield "Rows and keys belong to packed documents, each of which is a separate sequence: see Packed."
 
     @property
     @abstractmethod
@@ -150,20 +159,46 @@ class StripSource(ABC):
         """The mask."""
         return Mask.of(self.spec)
 
-    @property
-    def tile(self) -> int:
-        """Places of a tile. Documents begin at multiples of it."""
-        return TILE
+    # ---- Scores and sequences
 
     @property
-    def begin_multiple(self) -> int:
-        """Divisor of the first key of a document in a strip, with a window."""
-        return begin_multiple(self.spec)
+    def score(self) -> ScoreStage:
+        """What happens to a score of a plane."""
+        return ScoreStage.of(self.spec).scaled(SCORE_SCALE)
 
     @property
-    def record(self) -> tuple[str, ...]:
-        """Fields of the record of each tile of places, which kernels read."""
-        return RECORD
+    def seen_behind(self) -> int:
+        """Number of keys before its own position that a query sees; NO_LIMIT is no limit."""
+        return NO_LIMIT if self.mask.left is None else self.mask.left
+
+    @property
+    def seen_ahead(self) -> int:
+        """Number of keys after its own position that a query sees; NO_LIMIT is no limit."""
+        return NO_LIMIT if self.mask.right is None else self.mask.right
+
+    @property
+    def sequence(self) -> str:
+        """The C++ struct that knows where the rows of a sequence lie."""
+        return "Step" if self.decodes else "Packed" if self.spec.packed else "Batch"
+
+    @property
+    def sequence_constants(self) -> Mapping[str, int]:
+        """The constants that the struct needs."""
+        if self.sequence != "Packed":
+            return {}
+        return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
+
+    @property
+    def sequence_arguments(self) -> tuple[str, ...]:
+        """Names of the kernel's arguments from which the struct is made."""
+        own = {argument.name for argument in self.kernel.arguments}
+        longest = "n_k" if "n_k" in own else "keys"
+        names = {
+            "Batch": ("count", "keys", "off", "first", "key0"),
+            "Packed": ("documents", "place0", "count", "skip"),
+            "Step": ("seqlens", longest, "count", "keys", "first"),
+        }
+        return tuple(name for name in names[self.sequence] if name in own)
 
     def strip_arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
         """Return the arguments that describe the strip, and other numbers.

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "ptx.cuh"
+#include "strip_visible.cuh"
 
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
@@ -54,14 +54,21 @@ DEVICE void write_block(const Row<Type>& row, int key, u32 block, int heads, int
   }
 }
 
-// The warps of a CTA write zeros to the blocks from the one that key `end` begins, or that follows it, up to `keys`.
+// The warps of a CTA write zeros to the blocks from the one that key `begin` begins, or that follows it, up to `end`.
 template <int WARPS, class Type>
-DEVICE void clear_blocks(const Row<Type>& row, int end, int keys, int heads, int warp, int lane) {
-  const int first = (end + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
-  for (int key = first * BLOCK_KEYS; key < keys; key += WARPS * BLOCK_KEYS)
+DEVICE void clear_blocks(const Row<Type>& row, int begin, int end, int heads, int warp, int lane) {
+  const int first = (begin + BLOCK_KEYS - 1) / BLOCK_KEYS + warp;
+  for (int key = first * BLOCK_KEYS; key < end; key += WARPS * BLOCK_KEYS)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (copied_head(n, lane) < heads) store_global(row.of(n, key), 0, 0, 0, 0);
+}
+
+// Writes zeros to the blocks without a visible key, of `keys` keys.
+template <int WARPS, class Type>
+DEVICE void clear_hidden_blocks(const Row<Type>& row, VisibleKeys seen, int keys, int heads, int warp, int lane) {
+  clear_blocks<WARPS>(row, seen.end, keys, heads, warp, lane);
+  if (HIDES_EARLIER) clear_blocks<WARPS>(row, 0, seen.start / BLOCK_KEYS * BLOCK_KEYS, heads, warp, lane);
 }
 
 // ---- Tiles: 16 keys of 16 heads ------------------------------------------------------------------------------------
@@ -91,18 +98,11 @@ DEVICE void load_operand(Operand& a, u32 block, int i, int lane) {
   load_matrices_transposed(a, tile_of(block, i, lane));
 }
 
-// Keys from the `seen`-th of the block on become zeros.
-DEVICE void clear_unseen(Operand& a, int i, int seen, int lane) {
+// Hidden keys of tile i of a block become zeros. The block's visible keys are counted from its first.
+DEVICE void clear_hidden(Operand& a, int i, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int n = 0; n < 4; ++n)
-    if (key_of(2 * n, i, lane) >= seen) a[n] = 0;
-}
-
-// Keys before the `first`-th of the block become zeros.
-DEVICE void clear_before(Operand& a, int i, int first, int lane) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-    if (key_of(2 * n, i, lane) < first) a[n] = 0;
+    if (seen.lacks(key_of(2 * n, i, lane))) a[n] = 0;
 }
 
 template <class Type>

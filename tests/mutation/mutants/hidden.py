@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         "row-softmax-backward-hidden-gradients",
         f"{CUDA}/row_softmax_backward.cu.j2",
-        "if (edge && {{ is_unseen }}) dp[e] = 0.f;",
+        "if (edge && seen.lacks(key + key_of(e, i, lane))) dp[e] = 0.f;",
         "",
         "A row whose numbers overflow makes NaN of the gradients of keys that it does not see.",
         (f"{STRIPS}::test_training[pairs in a window on both sides]",),
