@@ -14,7 +14,7 @@ Forward and backward put the convolution into the keys, which are then "lifted".
     K_t[j]  = scale * sum_(s < 1) W[t, s] * k[j + s]
     C[i, j] = sum_(t < 1) q[i + t] . K_t[j]
 
-Decode puts the convolution into the few new queries, without the terms that the mask hides:
+Decode puts the convolution into the few new queries, without hidden terms:
 
     Q_v[i]  = scale * sum_(u < 1) W[u, v] * q[i + u]
     C[i, j] = sum_(v < 1) Q_v[i] . k[j + v]
@@ -427,7 +427,7 @@ def mta_lift_bwd_dk_lifted_cq1_ck1_d128_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0, j0
         g = g_desc.load([slot, row - strip_begin, key]).reshape(BLOCK_M, BLOCK_N)
-        # g has no values for tiles that the mask hides entirely.
+        # g has no values for tiles without a visible score.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(_visible(positions, keys), g, 0.0)
@@ -505,7 +505,7 @@ def mta_lift_bwd_dq_shifted_cq1_ck1_d128_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0 - t, j0
         g = g_desc.load([slot, row - strip_begin, key]).reshape(BLOCK_M, BLOCK_N)
-        # g has no values for tiles that the mask hides entirely.
+        # g has no values for tiles without a visible score.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(_visible(positions, keys), g, 0.0)

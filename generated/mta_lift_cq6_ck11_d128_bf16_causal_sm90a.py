@@ -18,7 +18,7 @@ Next to the last key that a row sees, on the band, the filter reaches past the m
 include hidden keys.
 There C is summed again, from visible terms only: C[i, j] = band[i + off - j, i].
 
-Decode puts the convolution into the few new queries, without the terms that the mask hides:
+Decode puts the convolution into the few new queries, without hidden terms:
 
     Q_v[i]  = scale * sum_(u < 6) W[u, v] * q[i + u - 5]
     C[i, j] = sum_(v < 11) Q_v[i] . k[j + v - 5]
@@ -551,7 +551,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d128_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0, j0
         g = g_desc.load([slot, row - strip_begin + 5, key]).reshape(BLOCK_M, BLOCK_N)
-        # g has no values for tiles that the mask hides entirely.
+        # g has no values for tiles without a visible score.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(_visible(positions, keys), g, 0.0)
@@ -629,7 +629,7 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d128_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0 + 5 - t, j0
         g = g_desc.load([slot, row - strip_begin + 5, key]).reshape(BLOCK_M, BLOCK_N)
-        # g has no values for tiles that the mask hides entirely.
+        # g has no values for tiles without a visible score.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
         g = tl.where(_visible(positions, keys), g, 0.0)

@@ -51,7 +51,7 @@ def options(spec: Spec) -> str:
 
 
 class Shapes(NamedTuple):
-    """What documentation says about tensors of a pass.
+    """What host functions and their documentation say about the tensors of a pass.
 
     Attributes:
         queries, keys: axes of a tensor of vectors, without the last.
@@ -59,14 +59,18 @@ class Shapes(NamedTuple):
         order: what else is said about the order of vectors.
         arguments: lines about arguments after the scale, besides those of dropout.
         rules: lines about what tensors must fulfil.
+        lengths: statements that read the lengths and heads of a call.
+        schedule: statements that make the schedule of the tiles of documents.
     """
 
     queries: str
     keys: str
     numbers: str
+    rules: tuple[str, ...]
+    lengths: tuple[str, ...]
     order: str = ""
     arguments: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
+    schedule: tuple[str, ...] = ()
 
 
 _BATCH = Shapes(
@@ -77,6 +81,7 @@ _BATCH = Shapes(
         "H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes,",
         "and their last stride is 1.",
     ),
+    lengths=("batch, heads, n_q, _ = q.shape", "_, kv_heads, n_k, _ = k.shape"),
 )
 _PACKED = Shapes(
     queries="total_q, H",
@@ -92,11 +97,18 @@ _PACKED = Shapes(
         "have any value; their outputs and gradients are zeros, and their log-sum-exps -inf. Rows of q, k and v start",
         "at multiples of 16 bytes, and their last stride is 1.",
     ),
+    lengths=(
+        "total_q, heads, _ = q.shape",
+        "total_k, kv_heads, _ = k.shape",
+        "cu_seq_q, cu_seq_k = _with_rest(cu_seq_q, cu_seq_k, total_q, total_k)",
+        "documents = len(cu_seq_q) - 1",
+    ),
+    schedule=('tiles = _schedule({cu_seq}, {length}, {plan.owned}, "{plan.tile_order}", layers)',),
 )
 
 
 def shapes_of(spec: Spec) -> Shapes:
-    """Return what documentation says about tensors."""
+    """Return what is said about the tensors of a spec's passes."""
     return _PACKED if spec.packed else _BATCH
 
 
