@@ -18,7 +18,7 @@ Next to the last key that a row sees, on the band, the filter reaches past the m
 include hidden keys.
 There C is summed again, from visible terms only: C[i, j] = band[i + off - j, i].
 
-Decode puts the convolution into the few new queries, without the terms that the mask hides:
+Decode puts the convolution into the few new queries, without hidden terms:
 
     Q_v[i]  = scale * sum_(u < 6) W[u, v] * q[i + u - 5]
     C[i, j] = sum_(v < 11) Q_v[i] . k[j + v - 5]
@@ -31,6 +31,7 @@ Symbols
     c                   the scores C of a tile
     units of log2       C and lse are kept multiplied by log2(e), so that exp is exp2
     head, slot          h numbered through the batch; its index among the heads of a launch, which begin with head0
+    sequence            number of a program's sequence in its batch entry: 0; it begins there at first_q and first_k: 0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
     x                   a vector of the lifted operand, or of any gradient; there are n_x vectors
     t, s                term, one of the 6 dot products; tap, one of 11 weights in a term
@@ -58,10 +59,102 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@triton.jit(do_not_specialize=["src_b", "src_h", "src_n", "head0", "n_heads", "group", "n_x", "factor"])
+@triton.jit
+def _visible(position, key):
+    """Whether the query at a position sees a key."""
+    return key <= position
+
+
+@triton.jit
+def _exists(key, n_k):
+    """Whether a key that some query sees exists."""
+    return True
+
+
+@triton.jit
+def _modify(score, position, key, head):
+    """What becomes of a visible score before the softmax."""
+    return score
+
+
+@triton.jit
+def _blocks(length, BLOCK: tl.constexpr):
+    """The number of blocks of an axis of this length."""
+    return tl.cdiv(length, BLOCK)
+
+
+@triton.jit
+def _longest_first(index, n_blocks):
+    """The number of the block that a program takes, if later blocks take longer: they start first."""
+    return n_blocks - 1 - index
+
+
+@triton.jit
+def _block(n_q, n_k, index, BLOCK: tl.constexpr):
+    """The sequence of a program, and its block of rows or keys there.
+
+    Returns the number of the sequence within its batch entry; the first row or key of the block; the first query of
+    the sequence within its batch entry, and the number of its queries; and the same for its keys.
+    """
+    return 0, index * BLOCK, 0, n_q, 0, n_k
+
+
+@triton.jit
+def _is_past(sequence, begin, count):
+    """Whether a block that begins at `begin` is past the `count` rows or keys of the sequence."""
+    return False
+
+
+@triton.jit
+def _chunk(strip_begin, strip_end, sequence, first_q, n_q, CARRIED: tl.constexpr):
+    """The part of a chunk of rows that lies in the sequence.
+
+    Returns the first row of the chunk, then begin and end of its rows in the sequence, and whether nothing is to do.
+    """
+    return strip_begin, strip_begin, strip_end, False
+
+
+@triton.jit
+def _chunk_block(
+    begin, strip_begin, row_begin, row_end, sequence, first_q, n_q, CARRIED: tl.constexpr, LAG: tl.constexpr
+):
+    """The block `begin` of the rows that a launch computes for a chunk, [row_begin, row_end).
+
+    Returns the first row of the chunk, first row of the block, end of the rows, and whether nothing is to do.
+    """
+    return strip_begin, row_begin + begin, row_end, False
+
+
+@triton.jit
+def _are_rows(rows, end):
+    """Whether rows of a block are rows of the sequence and before `end`."""
+    return rows < end
+
+
+@triton.jit
+def _address(b, first, head, stride_b, stride_h, stride_n):
+    """The element of a tensor (B, H, N, D) with these strides where a head's vectors of the sequence begin."""
+    return b * stride_b + head * stride_h
+
+
+@triton.jit
+def _vector(head, n_heads, vector, first, total):
+    """The number of a vector of the sequence in a contiguous tensor (B, H, N, D); `head` is numbered through B."""
+    return head * total + vector
+
+
+@triton.jit
+def _with_partner(count, partners):
+    """The number of the `count` rows or keys that have one of `partners` keys or rows."""
+    return count
+
+
+@triton.jit(do_not_specialize=[
+    "src_b", "src_h", "src_n", "head0", "n_heads", "group", "n_q", "n_k", "factor",
+])
 def mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a(
     src_ptr, src_b: tl.int64, src_h: tl.int64, src_n: tl.int64, weight_ptr, lifted_ptr,
-    head0, n_heads, group, n_x, factor,
+    head0, n_heads, group, n_q, n_k, factor,
     BLOCK: tl.constexpr = 16, D: tl.constexpr = 64,
 ):
     """Lifts keys: lifted[t, x] = factor * sum_s W[t, s] * k[x + s - 5].
@@ -69,15 +162,20 @@ def mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a(
     Writes lifted (heads, 6, n_x, 64) in the dtype of k.
     A program computes BLOCK vectors x of every term t.
     """
-    n_blocks = tl.cdiv(n_x, BLOCK)
-    x = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
+    n_blocks = _blocks(n_k, BLOCK)
+    index = tl.program_id(0) % n_blocks
+    sequence, x0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, x0, n_k):
+        return
+    x = x0 + tl.arange(0, BLOCK)
+    n_x = n_k
     slot = (tl.program_id(0) // n_blocks).to(tl.int64)
     b = (head0 + slot) // n_heads
     h = (head0 + slot) % n_heads
     d = tl.arange(0, D)[None, :]
 
     # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
-    src = src_ptr + (b * src_b + h // group * src_h) // 8 * 8
+    src = src_ptr + _address(b, first_k, h // group, src_b, src_h, src_n) // 8 * 8
     src_n = src_n // 8 * 8
     weight = weight_ptr + h * (6 * 11)
     lifted_0 = tl.zeros([BLOCK, D], tl.float32)
@@ -98,14 +196,14 @@ def mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a(
         lifted_5 += tl.load(weight + 5 * 11 + s) * row
 
     dtype = lifted_ptr.dtype.element_ty
-    lifted = lifted_ptr + (slot * 6 * n_x + x)[:, None] * 64 + d
+    lifted = lifted_ptr + (slot * 6 * n_k + first_k + x)[:, None] * 64 + d
     inside = (x < n_x)[:, None]
     tl.store(lifted, (factor * lifted_0).to(dtype), mask=inside)
-    tl.store(lifted + n_x.to(tl.int64) * (1 * 64), (factor * lifted_1).to(dtype), mask=inside)
-    tl.store(lifted + n_x.to(tl.int64) * (2 * 64), (factor * lifted_2).to(dtype), mask=inside)
-    tl.store(lifted + n_x.to(tl.int64) * (3 * 64), (factor * lifted_3).to(dtype), mask=inside)
-    tl.store(lifted + n_x.to(tl.int64) * (4 * 64), (factor * lifted_4).to(dtype), mask=inside)
-    tl.store(lifted + n_x.to(tl.int64) * (5 * 64), (factor * lifted_5).to(dtype), mask=inside)
+    tl.store(lifted + n_k.to(tl.int64) * (1 * 64), (factor * lifted_1).to(dtype), mask=inside)
+    tl.store(lifted + n_k.to(tl.int64) * (2 * 64), (factor * lifted_2).to(dtype), mask=inside)
+    tl.store(lifted + n_k.to(tl.int64) * (3 * 64), (factor * lifted_3).to(dtype), mask=inside)
+    tl.store(lifted + n_k.to(tl.int64) * (4 * 64), (factor * lifted_4).to(dtype), mask=inside)
+    tl.store(lifted + n_k.to(tl.int64) * (5 * 64), (factor * lifted_5).to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_heads", "group", "n_q", "n_k"])
@@ -120,12 +218,14 @@ def mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a(
     Writes terms (all heads, n_q, REACH) fp32.
     A program multiplies BLOCK rows with the WINDOW keys on DIAGONALS of their diagonals, and stores these diagonals.
     """
-    n_blocks = tl.cdiv(n_q, BLOCK)
+    n_blocks = _blocks(n_q, BLOCK)
     n_parts = tl.cdiv(REACH, DIAGONALS)
     f0 = tl.program_id(0) % n_parts * DIAGONALS
-    block = tl.program_id(0) // n_parts
-    i0 = block % n_blocks * BLOCK
-    head = block // n_blocks
+    index = tl.program_id(0) // n_parts % n_blocks
+    sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, i0, n_q):
+        return
+    head = tl.program_id(0) // n_parts // n_blocks
     b = head // n_heads
     h = head % n_heads
     off = n_k - n_q
@@ -138,14 +238,14 @@ def mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a(
     column = tl.arange(0, WINDOW)[None, :]
     f = f0 + DIAGONALS - 1 + row - column
     kept = (i0 + row < n_q) & (f >= f0) & (f < tl.minimum(f0 + DIAGONALS, REACH))
-    terms = terms_ptr + (head.to(tl.int64) * n_q + i0) * REACH
+    terms = terms_ptr + (head.to(tl.int64) * n_q + first_q + i0) * REACH
     tl.store(terms + row * REACH + f, product, mask=kept)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_q", "factor"])
+@triton.jit(do_not_specialize=["n_heads", "n_q", "n_k", "factor"])
 def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
     terms_ptr, weight_ptr, scores_ptr,
-    n_heads, n_q, factor,
+    n_heads, n_q, n_k, factor,
     BLOCK: tl.constexpr = 64, BAND: tl.constexpr = 10, REACH: tl.constexpr = 15, BAND_POW2: tl.constexpr = 16,
     REACH_POW2: tl.constexpr = 16,
 ):
@@ -153,8 +253,12 @@ def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
 
     Writes scores (heads, BAND, n_q) fp32; [delta, i] belongs to row i and key i + off - delta.
     """
-    n_blocks = tl.cdiv(n_q, BLOCK)
-    rows = (tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
+    n_blocks = _blocks(n_q, BLOCK)
+    index = tl.program_id(0) % n_blocks
+    sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, i0, n_q):
+        return
+    rows = (i0 + tl.arange(0, BLOCK))[:, None]
     head = (tl.program_id(0) // n_blocks).to(tl.int64)
     f, delta = tl.arange(0, REACH_POW2), tl.arange(0, BAND_POW2)
 
@@ -167,10 +271,10 @@ def mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a(
         taps = tl.load(weight + u * 11 + v, mask=is_tap, other=0.0)
         row = rows - 5 + u
         seen = (row >= 0) & (row < n_q) & counted[None, :]
-        terms = tl.load(terms_ptr + (head * n_q + row) * REACH + f[None, :], mask=seen, other=0.0)
+        terms = tl.load(terms_ptr + (head * n_q + first_q + row) * REACH + f[None, :], mask=seen, other=0.0)
         total = tl.dot(terms, taps, total, input_precision="tf32x3")
 
-    scores = scores_ptr + (head * BAND + delta[None, :]) * n_q + rows
+    scores = scores_ptr + (head * BAND + delta[None, :]) * n_q + first_q + rows
     tl.store(scores, factor * total, mask=(rows < n_q) & (delta < BAND)[None, :])
 
 
@@ -189,12 +293,15 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     """
     # Programs run HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
     # In each wave of heads the last rows start first: they see the most keys, and short programs finish evenly.
-    n_blocks = tl.cdiv(n_q, BLOCK_M)
+    n_blocks = _blocks(n_q, BLOCK_M)
     wave = tl.program_id(0) // (HEADS * n_blocks)
     heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - wave * HEADS)
     index = tl.program_id(0) % (HEADS * n_blocks)
     slot = wave * HEADS + index % heads
-    i0 = (n_blocks - 1 - index // heads) * BLOCK_M
+    index = _longest_first(index // heads, n_blocks)
+    sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK_M)
+    if _is_past(sequence, i0, n_q):
+        return
     head = slot.to(tl.int64)
     b = slot // n_heads
     h = slot % n_heads
@@ -210,12 +317,14 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
 
     # Interior tiles: no score is hidden.
     for j0 in tl.range(0, interior_end, BLOCK_N):
+        cols = j0 + tl.arange(0, BLOCK_N)
         # Loads of the next terms overlap products, as in the inner loop of a GEMM.
         c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.range(0, 6, 1, num_stages=4):
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
+        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
 
         # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -235,14 +344,14 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
-        last_key = tl.minimum(rows + off, n_k - 1)
-        allowed = cols[None, :] <= last_key[:, None]
+        allowed = _visible((rows + off)[:, None], cols[None, :]) & _exists(cols[None, :], n_k)
         # On the band, scores of visible terms replace lifted scores, one diagonal at a time: a gather of the diagonals
         # would move c to another register layout, which spills.
         for delta in range(BAND):
-            scores = band_scores_ptr + (head * BAND + delta) * n_q + rows
+            scores = band_scores_ptr + (head * BAND + delta) * n_q + first_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
+        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
         c = tl.where(allowed, c, -float("inf"))
 
         # Online softmax, in units of log2.
@@ -258,7 +367,7 @@ def mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a(
     out = acc * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     out_desc.store([b, h, i0, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, DV))
     lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # from units of log2
-    tl.store(lse_ptr + head * n_q + rows, tl.where(empty, -float("inf"), lse), mask=rows < n_q)
+    tl.store(lse_ptr + head * n_q + first_q + rows, tl.where(empty, -float("inf"), lse), mask=rows < n_q)
 
 
 @triton.jit(do_not_specialize=["grad_b", "grad_h", "grad_n", "n_heads", "n_q"])
@@ -280,9 +389,9 @@ def mta_lift_bwd_rows_cq6_ck11_d64_bf16_causal_sm90a(
     e = tl.arange(0, DV)[None, :]
 
     # Strides are multiples of 16 bytes: division and multiplication tell the compiler so, and loads are wide.
-    start = b * grad_b + h * grad_h
+    start = _address(b, 0, h, grad_b, grad_h, grad_n)
     grad_rows = grad_ptr + start // 8 * 8 + rows[:, None] * (grad_n // 8 * 8) + e
-    out_rows = out_ptr + (head * n_q + rows)[:, None] * 64 + e
+    out_rows = out_ptr + _vector(head, n_heads, rows, 0, n_q)[:, None] * 64 + e
     inside = (rows < n_q)[:, None]
     grad = tl.load(grad_rows, mask=inside, other=0.0).to(tl.float32)
     out = tl.load(out_rows, mask=inside, other=0.0).to(tl.float32)
@@ -307,10 +416,18 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     Writes g = P * (dP - row_dot), (slots, 5 + strip, pitch) in the dtype of q, except hidden tiles.
     Adds P^T dO to dv (slots, n_k, 64) fp32.
     """
-    n_blocks = tl.cdiv(n_k, BLOCK_N)
+    n_blocks = _blocks(n_k, BLOCK_N)
     slots = tl.num_programs(0) // n_blocks
     slot = tl.program_id(0) % slots
-    j0 = tl.program_id(0) // slots * BLOCK_N  # the longest first: earlier keys are seen by more rows
+    index = tl.program_id(0) // slots  # the longest first: earlier keys are seen by more rows
+    sequence, j0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK_N)
+    if _is_past(sequence, j0, n_k):
+        return
+    strip_begin, row_begin, row_end, is_outside = _chunk(
+        strip_begin, strip_end, sequence, first_q, n_q, 5
+    )
+    if is_outside:
+        return
     head = (head0 + slot).to(tl.int64)
     b = (head0 + slot) // n_heads
     h = (head0 + slot) % n_heads
@@ -318,7 +435,7 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     cols = j0 + tl.arange(0, BLOCK_N)
 
     e = tl.arange(0, DV)[None, :]
-    dv_tile = dv_ptr + (slot.to(tl.int64) * n_k + cols)[:, None] * 64 + e
+    dv_tile = dv_ptr + (slot.to(tl.int64) * n_k + first_k + cols)[:, None] * 64 + e
     inside = (cols < n_k)[:, None]
     dv = tl.zeros([BLOCK_N, DV], tl.float32)
     if strip_begin > 0:  # earlier chunks have stored their sum
@@ -328,8 +445,8 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     # The chunk's rows that see these keys.
     begin = tl.maximum(0, j0 - off) // BLOCK_M * BLOCK_M
     interior_begin = tl.minimum(n_q, tl.cdiv(tl.maximum(0, j0 + BLOCK_N + 9 - off), BLOCK_M) * BLOCK_M)
-    begin = tl.maximum(begin, strip_begin)
-    interior_begin = tl.minimum(tl.maximum(interior_begin, begin), strip_end)
+    begin = tl.maximum(begin, row_begin)
+    interior_begin = tl.minimum(tl.maximum(interior_begin, begin), row_end)
 
     # Edge tiles: each score is checked.
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
@@ -340,16 +457,16 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
-        last_key = tl.minimum(rows + off, n_k - 1)
-        allowed = cols[None, :] <= last_key[:, None]
+        allowed = _visible((rows + off)[:, None], cols[None, :]) & _exists(cols[None, :], n_k)
         # On the band, scores of visible terms replace lifted scores, one diagonal at a time: a gather of the diagonals
         # would move c to another register layout, which spills.
         for delta in range(BAND):
-            scores = band_scores_ptr + (head * BAND + delta) * n_q + rows
+            scores = band_scores_ptr + (head * BAND + delta) * n_q + first_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
+        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
 
-        row0 = head * n_q
+        row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
         p = tl.exp2(c - lse[:, None])
@@ -361,7 +478,7 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
         g_desc.store([slot, i0 - strip_begin + 5, j0], g.reshape(1, BLOCK_M, BLOCK_N))
 
     # Interior tiles: no score is hidden.
-    for i0 in tl.range(interior_begin, strip_end, BLOCK_M):
+    for i0 in tl.range(interior_begin, row_end, BLOCK_M):
         rows = i0 + tl.arange(0, BLOCK_M)
         # Loads of the next terms overlap products, as in the inner loop of a GEMM.
         c = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -369,8 +486,9 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
+        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
 
-        row0 = head * n_q
+        row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
         p = tl.exp2(c - lse[:, None])
@@ -383,12 +501,10 @@ def mta_lift_bwd_scores_cq6_ck11_d64_bf16_causal_sm90a(
     tl.store(dv_tile, dv, mask=inside)
 
 
-@triton.jit(do_not_specialize=[
-    "head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "row_begin", "row_end",
-])
+@triton.jit(do_not_specialize=["head0", "n_heads", "group", "n_q", "n_k", "strip_begin", "strip_end"])
 def mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
     g_desc, q_desc, grad_ptr,
-    head0, n_heads, group, n_q, n_k, strip_begin, row_begin, row_end,
+    head0, n_heads, group, n_q, n_k, strip_begin, strip_end,
     BLOCK_M: tl.constexpr = 64, BLOCK_N: tl.constexpr = 128, D: tl.constexpr = 64, GRID_TERMS: tl.constexpr = 6,
     LOOP_TERMS: tl.constexpr = 1,
 ):
@@ -399,15 +515,23 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
     # Terms are divided: GRID_TERMS among programs, and LOOP_TERMS among a program's steps on a tile.
     t0 = tl.program_id(0) % GRID_TERMS
     index = tl.program_id(0) // GRID_TERMS
-    off = n_k - n_q
     d = tl.arange(0, D)[None, :]
-    n_blocks = tl.cdiv(n_k, BLOCK_N)
+    n_blocks = _blocks(n_k, BLOCK_N)
     slots = tl.num_programs(0) // GRID_TERMS // n_blocks
     slot = index % slots
-    j0 = index // slots * BLOCK_N  # the longest first: earlier keys are seen by more rows
+    index = index // slots  # the longest first: earlier keys are seen by more rows
+    sequence, j0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK_N)
+    if _is_past(sequence, j0, n_k):
+        return
+    strip_begin, row_begin, row_end, is_outside = _chunk(
+        strip_begin, strip_end, sequence, first_q, n_q, 5
+    )
     own = j0 + tl.arange(0, BLOCK_N)[:, None]
+    if is_outside:
+        return
+    off = n_k - n_q
 
-    grad = grad_ptr + ((slot.to(tl.int64) * GRID_TERMS + t0) * n_k + own) * 64 + d
+    grad = grad_ptr + ((slot.to(tl.int64) * GRID_TERMS + t0) * n_k + first_k + own) * 64 + d
     inside = own < n_k
     acc = tl.zeros([BLOCK_N, D], tl.float32)
     if row_begin > 0:  # earlier chunks have stored their sum
@@ -427,10 +551,10 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0, j0
         g = g_desc.load([slot, row - strip_begin + 5, key]).reshape(BLOCK_M, BLOCK_N)
-        # g has no values for tiles that the mask hides entirely.
+        # g has no values for tiles without a visible score.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
-        g = tl.where(keys <= positions, g, 0.0)
+        g = tl.where(_visible(positions, keys), g, 0.0)
         g = g.trans()  # (keys, rows)
         row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
         acc = tl.dot(g, row_term, acc)
@@ -465,16 +589,24 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a(
     # Terms are divided: GRID_TERMS among programs, and LOOP_TERMS among a program's steps on a tile.
     t0 = tl.program_id(0) % GRID_TERMS
     index = tl.program_id(0) // GRID_TERMS
-    off = n_k - n_q
     d = tl.arange(0, D)[None, :]
-    n_blocks = tl.cdiv(row_end - row_begin, BLOCK_M)
+    n_blocks = _blocks(row_end - row_begin, BLOCK_M)
     slots = tl.num_programs(0) // GRID_TERMS // n_blocks
     slot = index % slots
-    i0 = row_begin + (n_blocks - 1 - index // slots) * BLOCK_M  # the longest first: later rows see more keys
+    index = _longest_first(index // slots, n_blocks)
+    sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK_M)
+    if _is_past(sequence, i0, n_q + 5):
+        return
+    strip_begin, i0, row_end, is_outside = _chunk_block(
+        i0, strip_begin, row_begin, row_end, sequence, first_q, n_q, 5, 5
+    )
     own = i0 + tl.arange(0, BLOCK_M)[:, None]
+    if is_outside:
+        return
+    off = n_k - n_q
 
-    grad = grad_ptr + ((slot.to(tl.int64) * GRID_TERMS + t0) * n_q + own) * 64 + d
-    inside = own < row_end
+    grad = grad_ptr + ((slot.to(tl.int64) * GRID_TERMS + t0) * n_q + first_q + own) * 64 + d
+    inside = _are_rows(own, row_end)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
 
     interior_end = tl.maximum(0, tl.minimum(n_k, i0 + off + 1)) // BLOCK_N * BLOCK_N
@@ -497,10 +629,10 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d64_bf16_causal_sm90a(
         t = t0 + step % LOOP_TERMS
         row, key = i0 + 5 - t, j0
         g = g_desc.load([slot, row - strip_begin + 5, key]).reshape(BLOCK_M, BLOCK_N)
-        # g has no values for tiles that the mask hides entirely.
+        # g has no values for tiles without a visible score.
         positions = (row + tl.arange(0, BLOCK_M))[:, None] + off
         keys = (key + tl.arange(0, BLOCK_N))[None, :]
-        g = tl.where(keys <= positions, g, 0.0)
+        g = tl.where(_visible(positions, keys), g, 0.0)
         key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
         acc = tl.dot(g, key_term, acc)
 
@@ -518,26 +650,35 @@ def mta_lift_bwd_band_gather_cq6_ck11_d64_bf16_causal_sm90a(
     C on the band is no product of lifted vectors, so gradients of lifted vectors must not include its g.
     band_g is 0 where there is no such key. Writes rows strip_begin..strip_end of band_g (all heads, n_q, BAND) fp32.
     """
-    n_blocks = tl.cdiv(strip_end - strip_begin, BLOCK)
-    row = (strip_begin + tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK))[:, None]
+    n_blocks = _blocks(strip_end - strip_begin, BLOCK)
+    index = tl.program_id(0) % n_blocks
+    sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, i0, n_q):
+        return
+    strip_begin, i0, row_end, is_outside = _chunk_block(
+        i0, strip_begin, strip_begin, strip_end, sequence, first_q, n_q, 5, 0
+    )
+    if is_outside:
+        return
+    row = (i0 + tl.arange(0, BLOCK))[:, None]
     slot = (tl.program_id(0) // n_blocks).to(tl.int64)
     off = n_k - n_q
 
     delta = tl.arange(0, BAND_POW2)[None, :]
     key = off + row - delta
-    inside = (row < strip_end) & (key >= 0) & (delta < BAND)
+    inside = (row < row_end) & (key >= 0) & _exists(key, n_k) & (delta < BAND)
     strip_row = row - strip_begin + 5
     g_entries = g_ptr + slot * g_slot + strip_row * g_row + key * g_key
     g = tl.load(g_entries, mask=inside, other=0.0)
-    band_g = band_g_ptr + ((head0 + slot) * n_q + row) * BAND + delta
-    tl.store(band_g, g.to(tl.float32), mask=(row < strip_end) & (delta < BAND))
+    band_g = band_g_ptr + ((head0 + slot) * n_q + first_q + row) * BAND + delta
+    tl.store(band_g, g.to(tl.float32), mask=(row < row_end) & (delta < BAND))
     tl.store(g_entries, tl.zeros([BLOCK, BAND_POW2], g.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["head0", "all_heads", "n_heads", "n_q", "scale"])
+@triton.jit(do_not_specialize=["head0", "all_heads", "n_heads", "n_q", "n_k", "scale"])
 def mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a(
     terms_ptr, band_g_ptr, weight_ptr, terms_grad_ptr, partial_ptr,
-    head0, all_heads, n_heads, n_q, scale,
+    head0, all_heads, n_heads, n_q, n_k, scale,
     BLOCK: tl.constexpr = 64, BAND: tl.constexpr = 10, REACH: tl.constexpr = 15, BAND_POW2: tl.constexpr = 16,
     REACH_POW2: tl.constexpr = 16,
 ):
@@ -546,16 +687,20 @@ def mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a(
     Writes terms_grad (all heads, n_q, REACH) fp32; [i, f] is the gradient of q[i] . k[i + off - f].
     Writes partial (blocks of rows, all heads, 6 * 11) fp32, each block's part of dW.
     """
-    n_blocks = tl.cdiv(n_q, BLOCK)
-    block = tl.program_id(0) % n_blocks
+    n_blocks = _blocks(n_q, BLOCK)
+    index = tl.program_id(0) % n_blocks
     head = head0 + (tl.program_id(0) // n_blocks).to(tl.int64)
-    row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
+    sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, i0, n_q):
+        return
+    row = (i0 + tl.arange(0, BLOCK))[:, None]
     f, delta = tl.arange(0, REACH_POW2), tl.arange(0, BAND_POW2)
     exists = (row < n_q) & (f < REACH)[None, :]
 
-    terms = tl.load(terms_ptr + (head * n_q + row) * REACH + f[None, :], mask=exists, other=0.0)
+    readable = (row < _with_partner(n_q, n_k)) & (f < REACH)[None, :]
+    terms = tl.load(terms_ptr + (head * n_q + first_q + row) * REACH + f[None, :], mask=readable, other=0.0)
     weight = weight_ptr + head % n_heads * (6 * 11)
-    partial = partial_ptr + (block * all_heads + head) * (6 * 11)
+    partial = partial_ptr + (index * all_heads + head) * (6 * 11)
     terms_grad = tl.zeros([BLOCK, REACH_POW2], tl.float32)
     for u in range(6):
         counted = f < REACH
@@ -564,13 +709,13 @@ def mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a(
         taps = tl.load(weight + u * 11 + v, mask=is_tap, other=0.0)
         out_row = row + 5 - u  # the row whose C has W[u] * terms in it
         met = (out_row < n_q) & (delta < BAND)[None, :]
-        g = tl.load(band_g_ptr + (head * n_q + out_row) * BAND + delta[None, :], mask=met, other=0.0)
+        g = tl.load(band_g_ptr + (head * n_q + first_q + out_row) * BAND + delta[None, :], mask=met, other=0.0)
         terms_grad = tl.dot(g, taps.trans(), terms_grad, input_precision="tf32x3")
         taps_grad = tl.dot(terms.trans(), g, input_precision="tf32x3")
         for v_of in range(11):
             tl.store(partial + u * 11 + v_of, scale * tl.sum(tl.where(is_tap & (v == v_of), taps_grad, 0.0)))
 
-    tl.store(terms_grad_ptr + (head * n_q + row) * REACH + f[None, :], scale * terms_grad, mask=exists)
+    tl.store(terms_grad_ptr + (head * n_q + first_q + row) * REACH + f[None, :], scale * terms_grad, mask=exists)
 
 
 @triton.jit(do_not_specialize=[
@@ -585,11 +730,14 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
 
     Writes dq (B, H, n_q, 64) in the dtype of q.
     """
+    n_blocks = _blocks(n_q, BLOCK)
+    index = tl.program_id(0) % n_blocks
+    sequence, x0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, x0, n_q):
+        return
     n_x = n_q
-    n_blocks = tl.cdiv(n_x, BLOCK)
-    block = tl.program_id(0) % n_blocks
     slot = (tl.program_id(0) // n_blocks).to(tl.int64)
-    x = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
+    x = (x0 + tl.arange(0, BLOCK))[:, None]
     d = tl.arange(0, D)[None, :]
     off = n_k - n_q
     inside = x < n_x
@@ -601,24 +749,24 @@ def mta_lift_bwd_dq_cq6_ck11_d64_bf16_causal_sm90a(
     head = head0 + slot
     b = head // n_heads
     h = head % n_heads
-    grad = tl.load(grad_ptr + (slot * n_x + x) * 64 + d, mask=inside, other=0.0)
+    grad = tl.load(grad_ptr + (slot * n_q + first_q + x) * 64 + d, mask=inside, other=0.0)
     out += 0.6931471805599453 * grad  # lifted keys are in units of log2
 
-    other = other_ptr + (b * other_b + h // group * other_h) // 8 * 8 + d
+    other = other_ptr + _address(b, first_k, h // group, other_b, other_h, other_n) // 8 * 8 + d
     # C on the band is made of terms q[row] . k[off + row - f];
     # x is the row.
     for f in range(REACH):
         row = x
         met = (row >= 0) & (row < n_q)
-        terms_grad = terms_grad_ptr + (head * n_q + row) * REACH + f
+        terms_grad = terms_grad_ptr + (head * n_q + first_q + row) * REACH + f
         terms_grad = tl.load(terms_grad, mask=met, other=0.0)
         key = off + row - f
         met = met & (key >= 0) & (key < n_k)
         partner = tl.load(other + key * other_n, mask=met, other=0.0)
         out += terms_grad * partner.to(tl.float32)
 
-    row0 = head * n_x
-    tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+    vector = _vector(head, n_heads, x, first_q, n_q)
+    tl.store(out_ptr + vector * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=[
@@ -636,11 +784,14 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
     Writes dk (B, Hkv, n_k, 64) in the dtype of k.
     Writes partial (blocks of keys, all heads, 6 * 11) fp32, each block's part of dW.
     """
+    n_blocks = _blocks(n_k, BLOCK)
+    index = tl.program_id(0) % n_blocks
+    sequence, x0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK)
+    if _is_past(sequence, x0, n_k):
+        return
     n_x = n_k
-    n_blocks = tl.cdiv(n_x, BLOCK)
-    block = tl.program_id(0) % n_blocks
     kv_slot = (tl.program_id(0) // n_blocks).to(tl.int64)  # a key head, counted from the key head of head0
-    x = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
+    x = (x0 + tl.arange(0, BLOCK))[:, None]
     d = tl.arange(0, D)[None, :]
     off = n_k - n_q
     inside = x < n_x
@@ -657,32 +808,33 @@ def mta_lift_bwd_dk_cq6_ck11_d64_bf16_causal_sm90a(
 
         # Vector x is a term of the lifted vectors x - s + 5: its gradient is a sum of theirs, weighted
         # with W, and the gradient of W is a sum of its products with them.
-        operand = x_ptr + (b * x_b + h // group * x_h) // 8 * 8 + x * x_n + d
-        operand = tl.load(operand, mask=inside, other=0.0).to(tl.float32)
+        operand = x_ptr + _address(b, first_k, h // group, x_b, x_h, x_n) // 8 * 8 + x * x_n + d
+        readable = x < _with_partner(n_k, n_q)
+        operand = tl.load(operand, mask=readable, other=0.0).to(tl.float32)
         for t in range(6):
             for s in range(11):
                 from_x = x - s + 5
                 reached = (from_x >= 0) & (from_x < n_x)
-                at = (slot * 6 + t) * n_x + from_x
+                at = (slot * 6 + t) * n_k + first_k + from_x
                 grad = tl.load(grad_ptr + at * 64 + d, mask=reached, other=0.0)
                 entry = t * 11 + s
                 out += scale * tl.load(weight_ptr + h * (6 * 11) + entry) * grad
-                partial = partial_ptr + (block * all_heads + head) * (6 * 11)
+                partial = partial_ptr + (index * all_heads + head) * (6 * 11)
                 tl.store(partial + entry, scale * tl.sum(grad * operand))
 
-        other = other_ptr + (b * other_b + h * other_h) // 8 * 8 + d
+        other = other_ptr + _address(b, first_q, h, other_b, other_h, other_n) // 8 * 8 + d
         # C on the band is made of terms q[row] . k[off + row - f];
         # x is the key.
         for f in range(REACH):
             row = f + x - off
             met = (row >= 0) & (row < n_q)
-            terms_grad = terms_grad_ptr + (head * n_q + row) * REACH + f
+            terms_grad = terms_grad_ptr + (head * n_q + first_q + row) * REACH + f
             terms_grad = tl.load(terms_grad, mask=met, other=0.0)
             partner = tl.load(other + row * other_n, mask=met, other=0.0)
             out += terms_grad * partner.to(tl.float32)
 
-    row0 = (head0 // group + kv_slot) * n_x
-    tl.store(out_ptr + (row0 + x) * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+    vector = _vector(head0 // group + kv_slot, n_heads // group, x, first_k, n_k)
+    tl.store(out_ptr + vector * 64 + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _tiles(x, rows, width):
@@ -692,7 +844,7 @@ def _tiles(x, rows, width):
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1] * (x.ndim - 2) + [rows, width])
 
 
-def _lift(k, weight, n_heads, group, head0, heads, scale):
+def _lift(k, weight, n_heads, group, head0, heads, scale, sizes):
     """The lifted keys of some heads, in units of log2.
 
     Args:
@@ -700,28 +852,30 @@ def _lift(k, weight, n_heads, group, head0, heads, scale):
         weight: as forward takes it, for n_heads heads; `group` of them share a head of keys.
         head0, heads: the first head, numbered through the batch, and the number of heads.
         scale: as forward takes it.
+        sizes: of the call.
 
     Returns:
         (heads * 6, N, 64) in the dtype of k.
     """
-    n_x = k.shape[2]
-    shape = (heads * 6, n_x, 64)
+    n_q, n_k = sizes
+    shape = (heads * 6, n_k, 64)
     lifted = torch.empty(shape, dtype=k.dtype, device=k.device)
-    grid = (triton.cdiv(n_x, 16) * heads,)
+    grid = (triton.cdiv(n_k, 16) * heads,)
     mta_lift_operand_cq6_ck11_d64_bf16_causal_sm90a[grid](
         k, *k.stride()[:3], weight, lifted,
-        head0, n_heads, group, n_x, scale * 1.4426950408889634,
+        head0, n_heads, group, n_q, n_k, scale * 1.4426950408889634,
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )
     return lifted
 
 
-def _band_terms(q, k):
+def _band_terms(q, k, sizes):
     """Unscaled scores next to the last key that a row sees: (B * H, Nq, 15) fp32."""
-    batch, n_heads, n_q, _ = q.shape
-    _, kv_heads, n_k, _ = k.shape
-    terms = torch.empty((batch * n_heads, n_q, 15), dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(n_q, 64) * batch * n_heads,)
+    n_q, n_k = sizes
+    n_heads, kv_heads = q.shape[1], k.shape[1]
+    all_heads = len(q) * n_heads
+    terms = torch.empty((all_heads, n_q, 15), dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(n_q, 64) * all_heads,)
     mta_lift_band_terms_cq6_ck11_d64_bf16_causal_sm90a[grid](
         _tiles(q, 64, 64), _tiles(k, 128, 64), terms,
         n_heads, n_heads // kv_heads, n_q, n_k,
@@ -730,14 +884,15 @@ def _band_terms(q, k):
     return terms
 
 
-def _band_scores(terms, weight, scale):
+def _band_scores(terms, weight, scale, sizes):
     """The scores C on the band, in units of log2: (B * H, 10, Nq) fp32."""
-    heads, n_q, _ = terms.shape
+    n_q, n_k = sizes
+    heads = len(terms)
     scores = torch.empty((heads, 10, n_q), dtype=torch.float32, device=terms.device)
     grid = (triton.cdiv(n_q, 64) * heads,)
     mta_lift_band_scores_cq6_ck11_d64_bf16_causal_sm90a[grid](
         terms, weight, scores,
-        weight.shape[0], n_q, scale * 1.4426950408889634,
+        weight.shape[0], n_q, n_k, scale * 1.4426950408889634,
         num_warps=2, num_stages=1, enable_fp_fusion=True,
     )
     return scores
@@ -748,24 +903,27 @@ def forward(q, k, v, weight, scale):
 
     Args:
         q: (B, H, Nq, 64).
-        k, v: (B, Hkv, Nk, 64) and (B, Hkv, Nk, 64) in the dtype of q.
+        k: (B, Hkv, Nk, 64) in the dtype of q.
+        v: (B, Hkv, Nk, 64) in the dtype of q.
         weight: (H, 6, 11) fp32, contiguous.
         scale: a float, the factor of products of q and k.
 
-    H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes, and their last
-    stride is 1.
+    H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes,
+    and their last stride is 1.
 
     Returns:
         out (B, H, Nq, 64) in the dtype of q, and lse (B, H, Nq) fp32.
     """
-    batch, n_heads, n_q, _ = q.shape
-    group, n_k = n_heads // k.shape[1], k.shape[2]
-    out = torch.empty((batch, n_heads, n_q, 64), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, n_heads, n_q), dtype=torch.float32, device=q.device)
+    sizes = q.shape[2], k.shape[2]
+    n_q, n_k = sizes
+    n_heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    all_heads = len(q) * n_heads
+    out = torch.empty((*q.shape[:-1], 64), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
-    lifted = _lift(k, weight, n_heads, group, 0, batch * n_heads, scale)
-    band_scores = _band_scores(_band_terms(q, k), weight, scale)
-    grid = (triton.cdiv(n_q, 128) * batch * n_heads,)
+    lifted = _lift(k, weight, n_heads, group, 0, all_heads, scale, sizes)
+    band_scores = _band_scores(_band_terms(q, k, sizes), weight, scale, sizes)
+    grid = (triton.cdiv(n_q, 128) * all_heads,)
     mta_lift_fwd_cq6_ck11_d64_bf16_causal_sm90a[grid](
         _tiles(q, 128, 64), _tiles(lifted, 128, 64), _tiles(v, 128, 64), band_scores, _tiles(out, 128, 64), lse,
         n_heads, group, n_q, n_k,
@@ -774,21 +932,41 @@ def forward(q, k, v, weight, scale):
     return out, lse
 
 
-def _workspace(n_q, n_k, kv_heads, group):
+def _workspace(
+    places: int,
+    keys: int,
+    vectors: int,
+    heads: int,
+    group: int,
+    *,
+    itemsize: int,
+    vector_bytes: int,
+    multiple: int,
+    limit: int,
+) -> tuple[int, int, int]:
     """The unit of work of backward: (heads of keys, rows of a chunk, elements from one row of g to the next).
 
-    g, the lifted keys and their gradient fit 1280 MiB, or have one head of keys and
-    the shortest chunk.
+    g, the lifted vectors and their gradient fit `limit` bytes, or have one head of keys and the shortest chunk.
+
+    Args:
+        places: rows of g of a head.
+        keys: largest number of keys of a row of g.
+        vectors: number of vectors of a head of the operand that is lifted.
+        heads: number of heads of keys, through the batch.
+        group: number of heads of queries for each head of keys.
+        itemsize: bytes of an element of g; rows of g begin at multiples of 16 bytes.
+        vector_bytes: bytes of all terms of a lifted vector and of their gradients.
+        multiple: number of which the rows of a chunk are a multiple.
+        limit: bytes.
     """
-    limit = 1342177280
-    pitch = triton.cdiv(n_k, 8) * 8
-    row_bytes = group * pitch * 2
-    lifted_bytes = group * n_k * 6 * 64 * 6
-    all_rows = triton.cdiv(n_q, 128) * 128
-    strip = min(all_rows, max(limit // row_bytes // 128, 1) * 128)
-    fitting = max(1, limit // (strip * row_bytes + lifted_bytes))
-    chunks = triton.cdiv(kv_heads, fitting)
-    return triton.cdiv(kv_heads, chunks), strip, pitch
+    vector = 16 // itemsize
+    pitch = -(-keys // vector) * vector
+    row_bytes = group * pitch * itemsize
+    all_rows = -(-places // multiple) * multiple
+    strip = min(all_rows, max(limit // row_bytes // multiple, 1) * multiple)
+    fitting = max(1, limit // (strip * row_bytes + group * vectors * vector_bytes))
+    chunks = -(-heads // fitting)
+    return -(-heads // chunks), strip, pitch
 
 
 def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, deterministic=True):
@@ -809,10 +987,10 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         dq, dk and dv of the shapes and dtypes of q, k and v, contiguous.
         dweight (H, 6, 11) fp32.
     """
-    batch, n_heads, n_q, _ = q.shape
-    _, kv_heads, n_k, _ = k.shape
-    group = n_heads // kv_heads
-    all_heads = batch * n_heads
+    sizes = q.shape[2], k.shape[2]
+    n_q, n_k = sizes
+    n_heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    all_heads = len(q) * n_heads
     f32 = dict(dtype=torch.float32, device=q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
 
@@ -824,28 +1002,34 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
         num_warps=1, num_stages=1, enable_fp_fusion=True,
     )
 
-    terms = _band_terms(q, k)
-    band_scores = _band_scores(terms, weight, scale)
+    terms = _band_terms(q, k, sizes)
+    band_scores = _band_scores(terms, weight, scale, sizes)
     band_g = torch.empty((all_heads, n_q, 10), **f32)
-    terms_grad = torch.empty_like(terms)
     band_blocks = triton.cdiv(n_q, 64)
     band_partial = torch.empty((band_blocks, all_heads, 6 * 11), **f32)
+    terms_grad = torch.empty_like(terms)
     blocks = triton.cdiv(n_k, 16)
     partial = torch.empty((blocks, all_heads, 6 * 11), **f32)
 
-    # Heads are computed in groups of `slots` heads.
-    kv_slots, strip, pitch = _workspace(n_q, n_k, batch * kv_heads, group)
+    # Heads are computed in groups of `slots` heads, and rows of g, the gradient of the scores, in chunks of `strip`.
+    places = n_q
+    kv_slots, strip, pitch = _workspace(
+        places, n_k, n_k, all_heads // group, group, itemsize=2,
+        vector_bytes=2304, multiple=128,
+        limit=1342177280,
+    )
     slots = kv_slots * group
     g = torch.empty((slots, 5 + strip, pitch), dtype=q.dtype, device=q.device)
     dk_lifted = torch.empty((slots, 6, n_k, 64), **f32)
     dq_shifted = torch.empty((slots, n_q, 64), **f32)
     dv_slots = torch.empty((slots, n_k, 64), **f32)
+    dv_heads = dv.view(-1, n_k, 64)
 
     for head0 in range(0, all_heads, slots):
         heads = min(slots, all_heads - head0)
-        lifted = _lift(k, weight, n_heads, group, head0, heads, scale)
-        for begin in range(0, n_q, strip):
-            end = min(begin + strip, n_q)
+        lifted = _lift(k, weight, n_heads, group, head0, heads, scale, sizes)
+        for begin in range(0, places, strip):
+            end = min(begin + strip, places)
             g_strip = g[:heads, : 5 + end - begin, :n_k]  # after the carried rows
 
             grid = (triton.cdiv(n_k, 128) * heads,)
@@ -863,11 +1047,10 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
                 num_warps=1, num_stages=1, enable_fp_fusion=True,
             )
 
-            first, last = begin, end
             grid = (triton.cdiv(n_k, 128) * 6 * heads,)
             mta_lift_bwd_dk_lifted_cq6_ck11_d64_bf16_causal_sm90a[grid](
                 _tiles(g_strip, 64, 128), _tiles(q, 64, 64), dk_lifted,
-                head0, n_heads, group, n_q, n_k, begin, first, last,
+                head0, n_heads, group, n_q, n_k, begin, end,
                 num_warps=4, num_stages=4, enable_fp_fusion=True,
             )
 
@@ -879,13 +1062,13 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
                 head0, n_heads, group, n_q, n_k, begin, first, last,
                 num_warps=8, num_stages=4, enable_fp_fusion=True,
             )
-            if end < n_q:  # the rows that the next chunk needs move to the front
+            if end < places:  # the rows that the next chunk needs move to the front
                 g[:, :5] = g[:, strip : strip + 5]
 
         grid = (triton.cdiv(n_q, 64) * heads,)
         mta_lift_bwd_band_cq6_ck11_d64_bf16_causal_sm90a[grid](
             terms, band_g, weight, terms_grad, band_partial,
-            head0, all_heads, n_heads, n_q, scale,
+            head0, all_heads, n_heads, n_q, n_k, scale,
             num_warps=2, num_stages=1, enable_fp_fusion=True,
         )
 
@@ -903,12 +1086,11 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
             num_warps=1, num_stages=1, enable_fp_fusion=True,
         )
 
-        kv_head0, kv_end = head0 // group, (head0 + heads) // group
         grouped = dv_slots[:heads].view(-1, group, n_k, 64)
-        dv.view(-1, n_k, 64)[kv_head0:kv_end] = grouped.sum(1)
+        dv_heads[head0 // group : (head0 + heads) // group] = grouped.sum(1)
 
     dweight = partial.sum(0) + band_partial.sum(0)
-    return dq, dk, dv, dweight.view(batch, n_heads, 6, 11).sum(0)
+    return dq, dk, dv, dweight.view(-1, n_heads, 6, 11).sum(0)
 
 
 @triton.jit
@@ -944,13 +1126,14 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
     kv_head = kv_index % kv_heads
     length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=n_max), n_max)
 
+    first_key = 0  # the first key that some new query sees
     # A split owns the keys begin <= j < end. Together with the halo of the convolution, 5 keys before and
     # 5 after, they fill whole tiles.
-    span = tl.cdiv(tl.cdiv(length, num_splits) + 10, BLOCK_N) * BLOCK_N - 10
-    begin = split * span
+    span = tl.cdiv(tl.cdiv(length - first_key, num_splits) + 10, BLOCK_N) * BLOCK_N - 10
+    begin = first_key + split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    visible_to = length - n_new - 4  # the first key after it that is hidden from some query
+    visible_to = length - n_new - 4  # the first key after them that is hidden from some query
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -1002,7 +1185,7 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
-                seen = (by_all == 0)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
+                seen = (by_all == 0)[None, :] & _visible((position + u_edge)[:, None], key[None, :])
                 product += tl.where(seen, tl.dot(term, k.trans()), 0.0)
         sheared = tl.gather(tl.where(is_current, product, previous), source, 1)
         previous = product
@@ -1010,8 +1193,9 @@ def mta_lift_decode_cq6_ck11_d64_bf16_causal_sm90a(
 
         out_j0 = j0 - 5  # a convolved tile lags its keys
         j = out_j0 + cols
-        visible = (j >= begin)[None, :] & (j[None, :] <= last[:, None])
-        c = tl.where(visible, c, -float("inf"))
+        c = _modify(c, last[:, None], j[None, :], kv_head * group + (pair // n_new)[:, None])
+        exists = (j >= begin)[None, :]
+        c = tl.where(exists & _visible(last[:, None], j[None, :]), c, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -1055,13 +1239,14 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
     kv_head = kv_index % kv_heads
     length = tl.minimum(tl.load(seqlens_ptr + b, mask=has_seqlens != 0, other=n_max), n_max)
 
+    first_key = 0  # the first key that some new query sees
     # A split owns the keys begin <= j < end. Together with the halo of the convolution, 5 keys before and
     # 5 after, they fill whole tiles.
-    span = tl.cdiv(tl.cdiv(length, num_splits) + 10, BLOCK_N) * BLOCK_N - 10
-    begin = split * span
+    span = tl.cdiv(tl.cdiv(length - first_key, num_splits) + 10, BLOCK_N) * BLOCK_N - 10
+    begin = first_key + split * span
     end = tl.minimum(begin + span, length)
     n_tiles = tl.where(begin < end, tl.cdiv(end - begin + 10, BLOCK_N), 0)
-    visible_to = length - n_new - 4  # the first key after it that is hidden from some query
+    visible_to = length - n_new - 4  # the first key after them that is hidden from some query
 
     # The product with a tile of keys has a row for each pair and tap.
     pair0 = tl.program_id(0) % n_chunks * PAIRS
@@ -1113,7 +1298,7 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
             product = tl.where(by_all[None, :], product, 0.0)
             for u_edge in tl.range(6, num_stages=1):
                 term = (tap_rows(q, q_n, weight, u_edge, position, valid, d) * factor).to(k.dtype)
-                seen = (by_all == 0)[None, :] & (key[None, :] <= (position + u_edge)[:, None])
+                seen = (by_all == 0)[None, :] & _visible((position + u_edge)[:, None], key[None, :])
                 product += tl.where(seen, tl.dot(term, k.trans()), 0.0)
         sheared = tl.gather(tl.where(is_current, product, previous), source, 1)
         previous = product
@@ -1121,8 +1306,9 @@ def mta_lift_decode_wide_cq6_ck11_d64_bf16_causal_sm90a(
 
         out_j0 = j0 - 5  # a convolved tile lags its keys
         j = out_j0 + cols
-        visible = (j >= begin)[None, :] & (j[None, :] <= last[:, None])
-        c = tl.where(visible, c, -float("inf"))
+        c = _modify(c, last[:, None], j[None, :], kv_head * group + (pair // n_new)[:, None])
+        exists = (j >= begin)[None, :]
+        c = tl.where(exists & _visible(last[:, None], j[None, :]), c, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(c, 1))
         p = tl.exp2(c - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)

@@ -276,12 +276,13 @@ def forward(q, k, v, weight, scale):
 
     Args:
         q: (B, H, Nq, 64).
-        k, v: (B, Hkv, Nk, 64) and (B, Hkv, Nk, 64) in the dtype of q.
+        k: (B, Hkv, Nk, 64) in the dtype of q.
+        v: (B, Hkv, Nk, 64) in the dtype of q.
         weight: (H, 6, 11) fp32, contiguous.
         scale: a float, the factor of products of q and k.
 
-    H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes, and their last
-    stride is 1.
+    H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes,
+    and their last stride is 1.
 
     Returns:
         out (B, H, Nq, 64) in the dtype of q, and lse (B, H, Nq) fp32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import mtagen
 from mtagen import InputError
 from mtagen.check import failures
-from mtagen.codegen.templates import environment
+from mtagen.codegen.templates import functions
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import AttentionOp
+from mtagen.planner.lift.kernels import DOCUMENT_TILE
 
 LENGTHS = ((9, 9), (0, 4), (17, 20), (1, 1), (3, 0), (6, 2), (2, 5))  # queries and keys of documents
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -216,12 +218,18 @@ def test_strides() -> None:
 # Schedules of tiles, which kernels take.
 
 
+def host_functions(file: str) -> dict[str, Any]:
+    """What a Python file of the host's templates defines."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(functions(f"host/{file}"), names)
+    return names
+
+
 @pytest.mark.parametrize("order", ["later", "earlier", "longest"])
 def test_schedule_of_tiles(order: str) -> None:
-    names: dict[str, Any] = {"torch": torch}
-    exec(environment("host").get_template("documents.j2").render(), names)
     lengths = (40, 0, 7, 16, 90, 1, 0)
-    tiles = names["_schedule"](starts(lengths), sum(lengths), 16, order).tolist()
+    schedule = host_functions("documents.py")["_schedule"]
+    tiles = schedule(starts(lengths), sum(lengths), 16, order).tolist()
     taken = [tuple(tile) for tile in tiles if tile[0] >= 0]
     assert sorted(taken) == [(b, n) for b, length in enumerate(lengths) for n in range(-(-length // 16))]
     assert len(tiles) <= sum(lengths) // 16 + len(lengths)
@@ -237,6 +245,49 @@ def test_schedule_of_tiles(order: str) -> None:
         for b in range(len(lengths)):
             own = [n for document, n in taken if document == b]
             assert own == sorted(own)
+
+
+@pytest.mark.parametrize("carried", [0, 5])
+def test_sizes_of_documents(carried: int) -> None:
+    """Rows and keys behind the last document are documents, and documents have tiles for rows that are carried."""
+    queries, keys = (40, 0, 7), (3, 4, 0)
+    q, k = torch.empty(50, 2, 16), torch.empty(9, 1, 16)
+    sizes = host_functions("documents.py")["_sizes"](
+        q, k, starts(queries), starts(keys), 16, carried, "longest", "longest"
+    )
+    cu_seq_q, cu_seq_k, row_tiles, key_tiles, *numbers = sizes
+    assert cu_seq_q.diff().tolist() == [*queries, 0, 3]
+    assert cu_seq_k.diff().tolist() == [*keys, 2, 0]
+    assert numbers == [len(row_tiles), len(key_tiles), 50, 9]
+    for tiles, lengths in ((row_tiles, [length + carried for length in (*queries, 0, 3)]), (key_tiles, [*keys, 2, 0])):
+        expected = [[b, n] for b, length in enumerate(lengths) for n in range(-(-length // 16))]
+        assert sorted(tile for tile in tiles.tolist() if tile[0] >= 0) == expected
+
+
+@pytest.mark.parametrize("limit", [2**10, 2**20, 2**30])
+def test_workspace_of_gradients(limit: int) -> None:
+    """It holds as many heads and rows as fit the limit, at least one head of keys and the shortest chunk."""
+    workspace = host_functions("workspace.py")["_workspace"]
+    shape = {"itemsize": 2, "vector_bytes": 6 * 64 * 6, "multiple": 128}
+    heads, strip, pitch = workspace(1000, 1001, 1001, 8, 4, **shape, limit=limit)
+    assert pitch == 1008
+    assert strip % 128 == 0
+    assert 1 <= heads <= 8
+    needed = heads * 4 * (strip * pitch * 2 + 1001 * 6 * 64 * 6)
+    assert needed <= limit or heads == 1
+    assert (heads, strip) == {2**10: (1, 128), 2**20: (1, 128), 2**30: (8, 1024)}[limit]
+
+
+def test_kernels_of_batches_and_documents_call_the_same_functions() -> None:
+    """Only a block's arguments differ, and tiles of the schedule have the size that the planner counts with."""
+    parameters = []
+    for name in ("batch", "packed"):
+        defined = [node for node in ast.parse(functions(f"triton/{name}.py")).body if isinstance(node, ast.FunctionDef)]
+        parameters.append({node.name: len(node.args.args) for node in defined})
+    batch, packed = parameters
+    assert packed.keys() - batch.keys() == {"_first_place"}
+    assert {name for name in batch if batch[name] != packed[name]} == {"_block"}
+    assert f"_TILE: tl.constexpr = tl.constexpr({DOCUMENT_TILE})" in functions("triton/packed.py")
 
 
 # Bad input.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..planner.kernel import Buffer, Kernel
 from ..planner.targets import GRID_YZ
@@ -47,6 +48,68 @@ def options(spec: Spec) -> str:
     packed = ("cu_seq_q", "cu_seq_k", "max_q", "max_k") if spec.packed else ()
     dropout = ("seed", "dropout_p") if spec.dropout else ()
     return "".join(f", {name}" for name in (*packed, *dropout))
+
+
+class Shapes(NamedTuple):
+    """What host functions and their documentation say about the tensors of a pass.
+
+    Attributes:
+        queries, keys: axes of a tensor of vectors, without the last.
+        numbers: axes of a tensor that has a number for each query and head.
+        order: what else is said about the order of vectors.
+        arguments: lines about arguments after the scale, besides those of dropout.
+        rules: lines about what tensors must fulfil.
+        lengths: statements that read the lengths and heads of a call.
+        schedule: statements that make the schedule of the tiles of documents.
+    """
+
+    queries: str
+    keys: str
+    numbers: str
+    rules: tuple[str, ...]
+    lengths: tuple[str, ...]
+    order: str = ""
+    arguments: tuple[str, ...] = ()
+    schedule: tuple[str, ...] = ()
+
+
+_BATCH = Shapes(
+    queries="B, H, Nq",
+    keys="B, Hkv, Nk",
+    numbers="B, H, Nq",
+    rules=(
+        "H is a multiple of Hkv, Nq and Nk are at least 1. Rows of q, k and v start at multiples of 16 bytes,",
+        "and their last stride is 1.",
+    ),
+    lengths=("batch, heads, n_q, _ = q.shape", "_, kv_heads, n_k, _ = k.shape"),
+)
+_PACKED = Shapes(
+    queries="total_q, H",
+    keys="total_k, Hkv",
+    numbers="H, total_q",
+    order=", documents one after the other",
+    arguments=(
+        "cu_seq_q, cu_seq_k: (documents + 1,) int32, first query and key of each document, then the last one's end.",
+        "max_q, max_k: ints, the largest numbers of queries and of keys of a document.",
+    ),
+    rules=(
+        "H is a multiple of Hkv, and a document may have no queries or no keys. Rows behind the last document may",
+        "have any value; their outputs and gradients are zeros, and their log-sum-exps -inf. Rows of q, k and v start",
+        "at multiples of 16 bytes, and their last stride is 1.",
+    ),
+    lengths=(
+        "total_q, heads, _ = q.shape",
+        "total_k, kv_heads, _ = k.shape",
+        "cu_seq_q, cu_seq_k = _with_rest(cu_seq_q, cu_seq_k, total_q, total_k)",
+        "documents = len(cu_seq_q) - 1",
+    ),
+    schedule=('tiles = _schedule({cu_seq}, {length}, {plan.owned}, "{plan.tile_order}", layers)',),
+)
+
+
+def shapes_of(spec: Spec) -> Shapes:
+    """Return what is said about the tensors of a spec's passes."""
+    return _PACKED if spec.packed else _BATCH
 
 
 def codes(kernel: Kernel) -> str:

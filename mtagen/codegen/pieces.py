@@ -1,8 +1,8 @@
-"""Pieces of Triton source for its templates, besides those in ``pieces.j2``: axes, loops, masks."""
+"""Pieces of Triton source for its templates, besides those in ``pieces.j2``: loops, masks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import sympy
@@ -20,58 +20,6 @@ from ..spec import Spec
 from .printers import Source, triton_code
 
 _F0, _I0, _DIAGONALS, _REACH = sympy.symbols("f0 i0 DIAGONALS REACH", integer=True)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Names in kernels and host code for one axis of the scores, queries or keys.
-
-    Attributes:
-        name: the vectors along the axis, ``queries`` or ``keys``.
-        start: first vector of a block.
-        block: number of vectors of a block.
-        length: number of vectors of a sequence.
-        operand: the tensor that holds the vectors.
-        head: the head of that tensor that query head h reads.
-        first: with packed documents, first vector of the document that a program works on.
-        total: number of vectors of all documents.
-        tiles: the schedule of blocks of documents.
-    """
-
-    name: str
-    start: str
-    block: str
-    length: str
-    operand: str
-    head: str
-    first: str = ""
-    total: str = ""
-    tiles: str = ""
-
-    def begin(self, matrix: str, length: str = "") -> str:
-        """Return where a sequence's vectors begin in contiguous matrices, counted in vectors."""
-        return f"{matrix} * {self.total} + {self.first}" if self.first else f"{matrix} * {length or self.length}"
-
-    def offset(self, tensor: str) -> str:
-        """Return where the vectors of a sequence and head begin in a tensor with strides, in
-        elements.
-        """
-        entry = f"{self.first} * {tensor}_n" if self.first else f"b * {tensor}_b"
-        return f"({entry} + {self.head} * {tensor}_h)"
-
-
-_QUERIES = Axis("queries", "i0", "BLOCK_M", "n_q", "q", "h")
-_KEYS = Axis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group")
-
-
-def axes(spec: Spec) -> tuple[Axis, Axis]:
-    """Return the axes of the queries and of the keys."""
-    if not spec.packed:
-        return _QUERIES, _KEYS
-    return (
-        replace(_QUERIES, first="first_q", total="total_q", tiles="row_tiles"),
-        replace(_KEYS, first="first_k", total="total_k", tiles="key_tiles"),
-    )
 
 
 class LoopSource(NamedTuple):
@@ -143,11 +91,27 @@ def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
     return seen if last is None else f"({seen}) & ({key} <= {triton_code(last)})"
 
 
+def exists(mask: Mask, key: str, n_k: str) -> str:
+    """Return the condition that a key is before the end of the keys, or no query of the sequence
+    sees it.
+    """
+    return "True" if mask.bounds_keys else f"{key} < {n_k}"
+
+
+def comparison(value: Comparison) -> str:
+    """Return a comparison as source."""
+    return f"{triton_code(value.left)} {value.operator} {triton_code(value.right)}"
+
+
+def all_of(comparisons: Sequence[Comparison]) -> str:
+    """Return the condition that all comparisons hold."""
+    texts = [comparison(value) for value in comparisons]
+    return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts) or "True"
+
+
 def visible(mask: Mask, position: str, key: str) -> str:
     """Return the condition that the query at a position sees a key that exists, for any mask."""
-    comparisons = mask.visible(Source(position), Source(key))
-    texts = [f"{triton_code(left)} {operator} {triton_code(right)}" for left, operator, right in comparisons]
-    return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts) or "True"
+    return all_of(mask.visible(Source(position), Source(key)))
 
 
 def diagonal_key(band: Band, row: str) -> str:
@@ -177,9 +141,7 @@ def tap(band: Band) -> str:
 
 def counted_mask(band: Band) -> str:
     """Return the condition that a term on diagonal ``f`` of the ``u``-th row counts."""
-    conditions = [Comparison(F, "<", _REACH), *band.counted]
-    texts = [f"{triton_code(left)} {operator} {triton_code(right)}" for left, operator, right in conditions]
-    return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts)
+    return all_of([Comparison(F, "<", _REACH), *band.counted])
 
 
 def band_entry(band: Band) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from functools import cache
 from importlib import resources
 
 import jinja2
 
 from ..spec import DROPOUT_GROUP
-
-_HOST = resources.files("mtagen") / "templates/host"
+from .host import shapes_of
 
 
 def environment(folder: str) -> jinja2.Environment:
@@ -23,15 +24,26 @@ def environment(folder: str) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    templates.globals |= {"DROPOUT_GROUP": DROPOUT_GROUP, "functions_of": functions_of}
+    templates.globals |= {"DROPOUT_GROUP": DROPOUT_GROUP, "functions": functions, "shapes_of": shapes_of}
     return templates
 
 
-def functions_of(name: str) -> str:
-    """Return what a Python file of host functions defines, without its imports.
+@cache
+def functions(file: str, *names: str) -> str:
+    """Return the functions of a Python file of templates that have these names.
 
-    The module that takes the functions has imports of its own.
+    Without names, return all that the file defines, without its imports.
     """
-    source = (_HOST / name).read_text(encoding="utf-8")
-    _, _, definitions = source.partition("\n\n\n")
-    return definitions
+    source = (resources.files("mtagen") / "templates" / file).read_text(encoding="utf-8")
+    lines = source.splitlines()
+    parts = []
+    for node in ast.parse(source).body:
+        match node:
+            case ast.FunctionDef(name=name, decorator_list=decorators) if not names or name in names:
+                first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+            case ast.ClassDef() | ast.AnnAssign() if not names:
+                first = node.lineno
+            case _:
+                continue
+        parts.append("\n".join(lines[first - 1 : node.end_lineno]))
+    return "\n\n\n".join(parts)

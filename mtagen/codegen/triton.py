@@ -16,24 +16,24 @@ import sympy
 from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument, Kernel
-from ..planner.lift.kernels import AXES, DOCUMENT_TILE
+from ..planner.lift.kernels import AXES
 from ..planner.lift.module import LiftModule
 from ..planner.lift.tiling import reads_by_descriptor
 from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
-from .backward import GradientLayout, finish, product
-from .documents import matrix
+from .backward import finish, product
 from .host import WIDTH, codes, filled, grouped, options
+from .layout import layout_of
 from .pieces import (
     aligned,
-    axes,
+    all_of,
     band_entry,
+    comparison,
     counted_mask,
     diagonal_key,
     dot_options,
-    first_key,
-    last_key,
+    exists,
     loop_source,
     operands,
     scored_key,
@@ -171,8 +171,8 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
     spec, lift = module.spec, module.lift
     row_tensor, key_tensor = operands(lift)
     d_mask = width_mask("d", spec.head_dim, module.block_d)
-    queries, keys = axes(spec)
-    layout = GradientLayout(lift.lifts_keys, lift.carried_rows, spec.packed)
+    layout = layout_of(module)
+    queries, keys = layout.queries, layout.keys
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
@@ -206,10 +206,9 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "v_shift": _V - spec.pad_left,
         "s_shift": _S - lift.pad,
         "band_entry": band_entry,
-        # Packed documents
-        "drawn_head": lambda head: f"document * n_heads + {head}" if spec.packed else head,
-        "document_tile": DOCUMENT_TILE,
-        "matrix": partial(matrix, spec, layout) if spec.packed else None,
+        # How tensors hold sequences
+        "layout": layout,
+        "matrix": layout.matrix,
         # Loads and masks
         "by_descriptor": reads_by_descriptor(spec, get_target(module.target)),
         "aligned": partial(aligned, module.vector),
@@ -219,10 +218,9 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "dot_options": dot_options(module),
         "fp32_dot_options": dot_options(module, "fp32"),
         "score": ScoreStage.of(spec),
-        "sees": partial(sees, lift.mask),
+        "legend": _legend(module),
         "visible": partial(visible, lift.mask),
-        "first_key": partial(first_key, lift.mask),
-        "last_key": partial(last_key, lift.mask),
+        "exists": partial(exists, lift.mask),
         "starts_first": lambda why: f"  # the longest first: {why}" if lift.mask.favours_later_rows else "",
         "counted_mask": counted_mask,
         "tap": tap,
@@ -230,11 +228,28 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "scored_key": scored_key,
         "scored_row": scored_row,
         "window_start": window_start,
+        # Decode
+        "hides_some": " or ".join(comparison(edge.hides) for edge in module.decode.edges),
+        "seen_by_all": all_of([edge.sees for edge in module.decode.edges]),
+        "checks": "" if lift.mask.bounds_keys else " & (j < length)[None, :] & (last >= 0)[:, None]",
         "split_keys": triton_host_code(split_keys(lift.mask)),
         # The backward pass
-        "g_layout": layout,
-        "contractions": [product(module, x) for x in lift.contractions] if module.has("backward") else [],
-        "finishes": [finish(module, owner) for owner in ("rows", "keys")] if module.has("backward") else [],
+        "g_layout": layout.gradient,
+        "contractions": [product(module, layout, x) for x in lift.contractions] if module.has("backward") else [],
+        "finishes": [finish(module, layout, owner) for owner in ("rows", "keys")] if module.has("backward") else [],
+    }
+
+
+def _legend(module: LiftModule) -> Mapping[str, Any]:
+    """Return what the legend's formulas say about the mask."""
+    mask = module.lift.mask
+    seen = f" where {sees(mask, 'i + off', 'j')}" if mask.hides else ""
+    key = shifted("j", _V - module.spec.pad_left)
+    return {
+        "seen": seen,
+        "zeroed": f"{seen}, else 0" if mask.zeroes_scores else "",
+        "counted": f" of the terms with {sees(mask, 'i + off', key)}" if mask.zeroes_terms else "",
+        "has_tiles": mask.hides or module.has("forward"),
     }
 
 
@@ -252,7 +267,7 @@ def environment_of() -> jinja2.Environment:
         "signature": _signature,
         "launch": launch,
         "axes": AXES,
-        "matrix": None,  # overridden where tensors hold packed documents
+        "matrix": None,  # overridden by the lowering "lift"
         "loop_source": loop_source,
         "log2e": repr(math.log2(math.e)),
         "ln2": repr(math.log(2.0)),

@@ -8,18 +8,39 @@ query) that share a key head.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import sympy
 from sympy import Expr
 
 from ...spec import Spec
-from ..geometry.mask import Mask
+from ..geometry.loops import BLOCK_N, J0
+from ..geometry.mask import Comparison, Mask
 
 DECODE_ROLES = ("decode", "decode_wide")
-LENGTH, N_NEW = sympy.symbols("length n_new", integer=True)
+LENGTH, N_NEW, KEY = sympy.symbols("length n_new key", integer=True)
 _ROWS = {2: 64, 4: 16}  # element size -> rows (pairs times taps) of the wide kernel's product
 _MAX_PAIRS = 16
+
+
+class Edge(NamedTuple):
+    """An edge of the keys that all queries see whose terms are masked.
+
+    Attributes:
+        name: name of the edge in the kernel.
+        limit: where the edge is.
+        meaning: what it is, for a comment.
+        hides: holds for a tile from j0 on if the edge hides a key of it from some query.
+        sees: holds for a key that is on the visible side.
+    """
+
+    name: str
+    limit: Expr
+    meaning: str
+    hides: Comparison
+    sees: Comparison
 
 
 @dataclass(frozen=True)
@@ -32,8 +53,7 @@ class Decode:
         masks_terms: whether the mask may drop the terms of some query rows at a key and keep those
             of others.
         first_key: first key that any new query sees.
-        visible_from, visible_to: all queries whose terms are masked see all keys in [visible_from,
-            visible_to).
+        edges: the edges of the keys that all queries see, if ``masks_terms``.
         narrow, wide: pairs per CTA of the two kernels; equal if there is one kernel.
     """
 
@@ -41,8 +61,7 @@ class Decode:
     taps: int
     masks_terms: bool
     first_key: Expr
-    visible_from: Expr
-    visible_to: Expr
+    edges: tuple[Edge, ...]
     narrow: int
     wide: int
 
@@ -62,11 +81,18 @@ def decode_geometry(spec: Spec) -> Decode:
     mask = Mask.of(spec)
     masks_terms = mask.zeroes_scores and spec.cq > 1
     new = LENGTH - N_NEW  # position of the first new query
-    rows = new - (spec.cq - 1 if masks_terms else 0), LENGTH - 1
-    visible_from, visible_to = sympy.S.Zero, LENGTH
-    if (first := mask.first_key(rows[1])) is not None:
-        visible_from = first
-    if (last := mask.last_key(rows[0])) is not None:
-        visible_to = last + 1
     wide = max(1, min(_MAX_PAIRS, _ROWS[spec.itemsize] // taps))
-    return Decode(mask, taps, masks_terms, mask.begin(new), visible_from, visible_to, narrow=1, wide=wide)
+    edges = tuple(_edges(mask, new - (spec.cq - 1), LENGTH - 1)) if masks_terms else ()
+    return Decode(mask, taps, masks_terms, mask.begin(new), edges, narrow=1, wide=wide)
+
+
+def _edges(mask: Mask, first_position: Expr, last_position: Expr) -> Iterator[Edge]:
+    """Yield the edges of the keys that the queries at these and all positions between them see."""
+    if (first := mask.first_key(last_position)) is not None:
+        limit = sympy.Symbol("visible_from", integer=True)
+        hides, sees = Comparison(J0, "<", limit), Comparison(KEY, ">=", limit)
+        yield Edge(limit.name, first, "the first key that all queries see", hides, sees)
+    if (last := mask.last_key(first_position)) is not None:
+        limit = sympy.Symbol("visible_to", integer=True)
+        hides, sees = Comparison(J0 + BLOCK_N, ">", limit), Comparison(KEY, "<", limit)
+        yield Edge(limit.name, last + 1, "the first key after them that is hidden from some query", hides, sees)

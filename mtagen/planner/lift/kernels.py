@@ -22,7 +22,6 @@ from .operands import Contraction, Lift
 from .tiling import Tile, block_dim, resources
 
 N_HEADS, ALL_HEADS, HEADS, KV_HEADS = sympy.symbols("n_heads all_heads heads kv_heads", integer=True, positive=True)
-N_X = sympy.Symbol("n_x", integer=True, nonnegative=True)  # rows of the lifted operand
 BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a chunk
 N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 
@@ -105,15 +104,14 @@ class _Maker:
         self._band_scores = pointers(*(f"band_scores{band.suffix}" for band in geometry.bands))
         drawn = (*pointers("seed"), *numbers("int32", "threshold"), *numbers("float", "keep_scale"))
         self._dropout = drawn if spec.dropout else ()
-        self._all_heads = N_HEADS if spec.packed else BATCH * N_HEADS
 
     def lifting(self) -> Kernel:
         tensors = (*self._strided("src"), *pointers("weight", "lifted"))
         owner = "keys" if self._lift.lifts_keys else "rows"
         heads = numbers("int32", "head0", "n_heads", "group")
-        sizes = (*heads, *self._lengths(owner, "n_x"), *numbers("float", "factor"))
+        sizes = (*heads, *self._lengths(owner), *numbers("float", "factor"))
         block = self._tiles["lift"].block_m
-        grid = self._blocks(owner, block, N_X) * HEADS
+        grid = self._blocks(owner, block, N_K if self._lift.lifts_keys else N_Q) * HEADS
         return self._make("operand", "lift", tensors + sizes, grid, {"BLOCK": block, **self._d})
 
     def band_terms(self, band: Band) -> Kernel:
@@ -124,18 +122,18 @@ class _Maker:
             self._tiled("k", ("WINDOW", "D")),
             *pointers("terms"),
             *numbers("int32", "n_heads", "group"),
-            *self._lengths("rows", "n_q", "n_k"),
+            *self._lengths("rows"),
         )
         sizes = {"WINDOW": tile.block_n, "DIAGONALS": diagonals, "REACH": band.reach}
         constants = {"BLOCK": tile.block_m, **sizes, **self._d}
-        grid = self._row_blocks("band_terms") * self._all_heads * -(-band.reach // diagonals)
+        grid = self._row_blocks("band_terms") * ALL_HEADS * -(-band.reach // diagonals)
         return self._make(f"band_terms{band.suffix}", "band_terms", arguments, grid, constants)
 
     def band_scores(self, band: Band) -> Kernel:
         arguments = (
             *pointers("terms", "weight", "scores"),
             *numbers("int32", "n_heads"),
-            *self._lengths("rows", "n_q"),
+            *self._lengths("rows"),
             *numbers("float", "factor"),
         )
         constants = {"BLOCK": self._tiles["band"].block_m, **_extents(band)}
@@ -151,11 +149,11 @@ class _Maker:
             self._tiled("out", ("BLOCK_M", "DV")),
             *pointers("lse"),
             *numbers("int32", "n_heads", "group"),
-            *self._lengths("rows", "n_q", "n_k"),
+            *self._lengths("rows"),
         )
         arguments += self._dropout
         constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._bands}
-        grid = self._row_blocks("forward") * self._all_heads
+        grid = self._row_blocks("forward") * ALL_HEADS
         return self._make("fwd", "forward", arguments, grid, constants)
 
     def rows(self) -> Kernel:
@@ -180,7 +178,7 @@ class _Maker:
             *self._band_scores,
             *pointers("row_lse", "row_dot", "dv"),
             *numbers("int32", "head0", "n_heads", "group"),
-            *self._lengths("keys", "n_q", "n_k"),
+            *self._lengths("keys"),
             *numbers("int32", "strip_begin", "strip_end"),
         )
         arguments += self._dropout
@@ -194,7 +192,7 @@ class _Maker:
             *(Argument(f"g_{axis}", "int64") for axis in ("slot", "row", "key")),
             *pointers("band_g"),
             *numbers("int32", "head0"),
-            *self._lengths("rows", "n_q", "n_k"),
+            *self._lengths("rows"),
             *numbers("int32", "strip_begin", "strip_end"),
         )
         block = self._tiles["band_gather"].block_m
@@ -209,8 +207,8 @@ class _Maker:
             self._operands()[rows],
             *pointers("grad"),
             *numbers("int32", "head0", "n_heads", "group"),
-            *self._lengths(contraction.owner, "n_q", "n_k"),
-            *numbers("int32", "strip_begin", *(("strip_end",) if self._spec.packed else ("row_begin", "row_end"))),
+            *self._lengths(contraction.owner),
+            *numbers("int32", "strip_begin", *(("row_begin", "row_end") if rows else ("strip_end",))),
         )
         grid_terms = 1 if contraction.sums_terms else self._lift.terms
         terms = {"GRID_TERMS": grid_terms, "LOOP_TERMS": self._lift.terms // grid_terms}
@@ -224,7 +222,7 @@ class _Maker:
         arguments = (
             *pointers("terms", "band_g", "weight", "terms_grad", "partial"),
             *numbers("int32", "head0", "all_heads", "n_heads"),
-            *self._lengths("rows", "n_q"),
+            *self._lengths("rows"),
             *numbers("float", "scale"),
         )
         constants = {"BLOCK": self._tiles["band"].block_m, **_extents(band)}
@@ -240,7 +238,7 @@ class _Maker:
             *(self._strided("other") if self._lift.bands else ()),
             *pointers("out"),
             *numbers("int32", "head0", "all_heads", "n_heads", "group"),
-            *self._lengths(owner, "n_q", "n_k"),
+            *self._lengths(owner),
             *numbers("float", "scale"),
         )
         block = self._tiles["finish"].block_m
@@ -291,12 +289,12 @@ class _Maker:
             return ceiling(length / block)
         return DOCUMENT_TILE // block * (ROW_TILES if owner == "rows" else KEY_TILES)
 
-    def _lengths(self, owner: str, *names: str) -> tuple[Argument, ...]:
+    def _lengths(self, owner: str) -> tuple[Argument, ...]:
         """Return the arguments that give a program the lengths of its sequence, or its packed
         document.
         """
         if not self._spec.packed:
-            return numbers("int32", *names)
+            return numbers("int32", "n_q", "n_k")
         tiles = {"rows": "row_tiles", "keys": "key_tiles"}[owner]
         return (*pointers(tiles, "cu_seq_q", "cu_seq_k"), *numbers("int32", f"n_{tiles}", "total_q", "total_k"))
 

@@ -58,6 +58,13 @@ class LiftModule:
         return self.passes[0].decode
 
     @property
+    def sequence(self) -> str:
+        """How tensors hold sequences: ``Batch``, an entry for each, or ``Packed``, one after the
+        other.
+        """
+        return "Packed" if self.spec.packed else "Batch"
+
+    @property
     def mask(self) -> Mask:
         """The mask."""
         return self.lift.mask
@@ -100,6 +107,11 @@ class LiftModule:
     def vector(self) -> int:
         """Number of elements in 16 bytes. Rows must start at multiples of it."""
         return 16 // self.spec.itemsize
+
+    @property
+    def lifted_bytes(self) -> int:
+        """Bytes of all terms of a lifted vector, and of their gradients, which are fp32."""
+        return self.lift.terms * self.spec.head_dim * (self.spec.itemsize + 4)
 
     @property
     def strip_multiple(self) -> int:

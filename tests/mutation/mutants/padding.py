@@ -10,7 +10,7 @@ _BEHIND = "test_rows_behind_the_last_document"
 MUTANTS = (
     Mutant(
         "padding-queries-are-of-no-document",
-        "mtagen/templates/host/rest.j2",
+        "mtagen/templates/host/documents.py",
         "cu_seq_q[-1:], rest_q",
         "cu_seq_q[-1:], cu_seq_q[-1:]",
         "Outputs behind the last document are whatever the memory held.",
@@ -18,7 +18,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding-keys-are-of-no-document",
-        "mtagen/templates/host/rest.j2",
+        "mtagen/templates/host/documents.py",
         "cu_seq_k.new_full((2,), total_k)",
         "cu_seq_k[-1:].repeat(2)",
         "Gradients of keys behind the last document are whatever the memory held.",
@@ -35,16 +35,16 @@ MUTANTS = (
     Mutant(
         "padding-vectors-reach-lifted-weights",
         f"{TRITON}/finish.j2",
-        "counted = tl.where({{ side.other.length }} > 0, n_x, 0)",
-        "counted = n_x",
+        "x < _with_partner({{ side.owned.length }}, {{ side.other.length }})",
+        "x < n_x",
         "NaN in rows behind the last document reaches the gradient of W.",
         (f"{INTERPRETED_DOCUMENTS}::{_BEHIND}",),
     ),
     Mutant(
         "padding-scores-reach-weights-of-the-band",
         f"{TRITON}/finish.j2",
-        "made = (row < tl.where(n_k > 0, n_q, 0)) & (f < REACH)[None, :]",
-        "made = exists",
+        "row < _with_partner(n_q, n_k)",
+        "row < n_q",
         "NaN in rows behind the last document reaches the gradient of W by the band.",
         (f"{INTERPRETED_DOCUMENTS}::{_BEHIND}",),
     ),
@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "grids-of-schedules-without-layers",
-        "mtagen/templates/host/documents.j2",
+        "mtagen/templates/host/documents.py",
         "// layers) * layers",
         "// layers) * 1",
         "The last layer of a grid reads tiles behind the schedule.",
