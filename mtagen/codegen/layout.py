@@ -255,10 +255,13 @@ class Batch:
     )
     places = "n_q"
     partial = "empty"
+    gradient: Gradient
+    heads_of_values: str
+    sum_of_batch: str
 
     def __init__(self, module: LiftModule) -> None:
         spec, lift = module.spec, module.lift
-        self.gradient: Gradient = Gradient(lift.lifts_keys, lift.carried_rows)
+        self.gradient = Gradient(lift.lifts_keys, lift.carried_rows)
         self.heads_of_values = f"dv.view(-1, n_k, {spec.value_head_dim})"
         self.sum_of_batch = f"view(-1, n_heads, {spec.cq}, {spec.ck}).sum(0)"
 
