@@ -65,6 +65,7 @@ QUICK = frozenset(
         "test_transformers.py::test_packed_documents",
         "test_transformers.py::test_padding_is_not_seen",
         "test_transformers.py::test_retrofitted_llama_computes_the_same",
+        "test_tuning.py::test_the_time_of_a_kernel_in_strips",
         "test_tuning.py::test_what_is_planned_stays_unless_beaten",
     }
 )
