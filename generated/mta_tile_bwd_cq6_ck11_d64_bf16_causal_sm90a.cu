@@ -1060,7 +1060,7 @@ DEVICE void store_weight_gradient(float* dw_sums, const float* tap_sums, int h, 
   }
 }
 
-// ---- Scores, probabilities and their gradients, in registers -----------------------------------------------------
+// ---- The work of a CTA -------------------------------------------------------------------------------------------
 
 // The work of a CTA: the keys from c0, the key of column 0, on, and the rows from `first` on.
 // Rows before `first`, and rows from `end` on, see none of the keys.
@@ -1127,6 +1127,17 @@ struct Place {
     store_shared(to + 8 * PANEL_ROW, pack<Element>(x[2], x[3]));
   }
 };
+
+// Waits until the CTA before, if it owns keys of the same sequence, has added `rows` rows to dQ, so that sums are added
+// in the order of the CTAs.
+DEVICE void await_turn(const Cta& cta, const int* added, int rows, int lane) {
+  if (lane == 0 && cta.block > 0)
+    while (load_acquire(added - 1) < rows) {
+    }
+  __syncwarp();
+}
+
+// ---- Scores, probabilities and their gradients, in registers -----------------------------------------------------
 
 // Stores S into its slab, with zeros where it is hidden.
 DEVICE void store_scores(float (&s)[PART / 2], const Cta& cta, const Place& at, int row_tile, int step) {
@@ -1223,15 +1234,6 @@ DEVICE void make_score_gradients(const Cta& cta, const Place& at, int row_tile, 
   convolve_slab<Gradients, PART / CHUNK>(ds, cta, at, row_tile, edge, finish);
 }
 
-// Waits until the CTA before, if it owns keys of the same sequence, has added `rows` rows to dQ, so that sums are added
-// in the order of the CTAs.
-DEVICE void await_turn(const Cta& cta, const int* added, int rows, int lane) {
-  if (lane == 0 && cta.block > 0)
-    while (load_acquire(added - 1) < rows) {
-    }
-  __syncwarp();
-}
-
 // The threads of a warpgroup convert the scores of a step's row tiles, from `row_tile` on, to Elements, in place.
 DEVICE void convert_scores(u32 base, int row_tile, int thread) {
   constexpr int LANES = WARPGROUP / ROW_TILE, LOADS = KEYS / CHUNK / LANES;  // threads that share a row, and its loads
@@ -1326,6 +1328,9 @@ constexpr int SCORES_TILE = ROWS * PANEL_ROW, KEYS_TILE = PART * PANEL_ROW;
 constexpr int VECTORS_TILE = ROWS * 1 * PANEL_ROW, STATISTICS = 2 * 4 * ROWS;
 
 enum NamedBarrier { ALL, SCORES, GRADIENTS, SCORE_GRADIENTS, PRODUCER };
+
+// ---- Products and results of a main warpgroup
+// ------------------------------------------------------------------------
 
 DEVICE int thread_of_warpgroup() { return static_cast<unsigned>(thread_index()) % WARPGROUP; }
 

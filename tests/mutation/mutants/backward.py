@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     Mutant(
         "backward-sm90-columns-of-queries-added-by-all",
-        f"{CUDA}/backward_sm90.cu.j2",
+        f"{CUDA}/backward_wgmma.cuh",
         " || at.part >= DQ_PARTS",
         "",
         "Warpgroups that make no columns of dQ add what their registers hold.",

@@ -64,7 +64,7 @@ MUTANTS = (
     ),
     Mutant(
         "dropout-bits-of-two-steps-in-one-place",
-        f"{CUDA}/backward_scores.j2",
+        f"{CUDA}/backward_cta.j2",
         "(step & 1) * DROPOUT_TILE",
         "0 * DROPOUT_TILE",
         "The helper draws the next step's bits over those in use.",
