@@ -66,6 +66,12 @@ def _visible(position, key):
 
 
 @triton.jit
+def _modify(score, position, key, head):
+    """What becomes of a visible score before the softmax."""
+    return score
+
+
+@triton.jit
 def _visible_of(n_k, position, key):
     """Whether the query at a position sees a key, and it is one of the n_k keys."""
     return key <= tl.minimum(position, n_k - 1)
@@ -73,14 +79,8 @@ def _visible_of(n_k, position, key):
 
 @triton.jit
 def _exists(key, n_k):
-    """Whether a key that some query sees exists."""
+    """Whether a key exists, if some query sees it."""
     return True
-
-
-@triton.jit
-def _modify(score, position, key, head):
-    """What becomes of a visible score before the softmax."""
-    return score
 
 
 @triton.jit
