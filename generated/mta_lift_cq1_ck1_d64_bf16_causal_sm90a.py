@@ -56,15 +56,15 @@ def _visible(position, key):
 
 
 @triton.jit
-def _exists(key, n_k):
-    """Whether a key that some query sees exists."""
-    return True
-
-
-@triton.jit
 def _modify(score, position, key, head):
     """What becomes of a visible score before the softmax."""
     return score
+
+
+@triton.jit
+def _visible_of(n_k, position, key):
+    """Whether the query at a position sees a key, and it is one of the n_k keys."""
+    return key <= tl.minimum(position, n_k - 1)
 
 
 @triton.jit
@@ -224,7 +224,8 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         cols = j0 + tl.arange(0, BLOCK_N)
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(q_0, key_term.trans())
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        positions = (rows + off)[:, None]
+        c = _modify(c, positions, cols[None, :], h)
 
         # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -240,8 +241,9 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         cols = j0 + tl.arange(0, BLOCK_N)
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(q_0, key_term.trans())
-        allowed = _visible((rows + off)[:, None], cols[None, :]) & _exists(cols[None, :], n_k)
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        positions = (rows + off)[:, None]
+        allowed = _visible_of(n_k, positions, cols[None, :])
+        c = _modify(c, positions, cols[None, :], h)
         c = tl.where(allowed, c, -float("inf"))
 
         # Online softmax, in units of log2.
@@ -343,8 +345,9 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
         rows = i0 + tl.arange(0, BLOCK_M)
         row_term = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
         c = tl.dot(row_term, k_0.trans())
-        allowed = _visible((rows + off)[:, None], cols[None, :]) & _exists(cols[None, :], n_k)
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        positions = (rows + off)[:, None]
+        allowed = _visible_of(n_k, positions, cols[None, :])
+        c = _modify(c, positions, cols[None, :], h)
 
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
@@ -362,7 +365,8 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
         rows = i0 + tl.arange(0, BLOCK_M)
         row_term = q_desc.load([b, h, i0, 0]).reshape(BLOCK_M, D)
         c = tl.dot(row_term, k_0.trans())
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        positions = (rows + off)[:, None]
+        c = _modify(c, positions, cols[None, :], h)
 
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))

@@ -66,15 +66,21 @@ def _visible(position, key):
 
 
 @triton.jit
-def _exists(key, n_k):
-    """Whether a key that some query sees exists."""
-    return True
-
-
-@triton.jit
 def _modify(score, position, key, head):
     """What becomes of a visible score before the softmax."""
     return score
+
+
+@triton.jit
+def _visible_of(n_k, position, key):
+    """Whether the query at a position sees a key, and it is one of the n_k keys."""
+    return key <= tl.minimum(position, n_k - 1)
+
+
+@triton.jit
+def _exists(key, n_k):
+    """Whether a key exists, if some query sees it."""
+    return True
 
 
 @triton.jit
@@ -324,7 +330,8 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        positions = (rows + off)[:, None]
+        c = _modify(c, positions, cols[None, :], h)
 
         # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -344,14 +351,15 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
-        allowed = _visible((rows + off)[:, None], cols[None, :]) & _exists(cols[None, :], n_k)
+        positions = (rows + off)[:, None]
+        allowed = _visible_of(n_k, positions, cols[None, :])
         # On the band, scores of visible terms replace lifted scores, one diagonal at a time: a gather of the diagonals
         # would move c to another register layout, which spills.
         for delta in range(BAND):
             scores = band_scores_ptr + (head * BAND + delta) * n_q + first_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        c = _modify(c, positions, cols[None, :], h)
         c = tl.where(allowed, c, -float("inf"))
 
         # Online softmax, in units of log2.
@@ -457,14 +465,15 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
-        allowed = _visible((rows + off)[:, None], cols[None, :]) & _exists(cols[None, :], n_k)
+        positions = (rows + off)[:, None]
+        allowed = _visible_of(n_k, positions, cols[None, :])
         # On the band, scores of visible terms replace lifted scores, one diagonal at a time: a gather of the diagonals
         # would move c to another register layout, which spills.
         for delta in range(BAND):
             scores = band_scores_ptr + (head * BAND + delta) * n_q + first_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        c = _modify(c, positions, cols[None, :], h)
 
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
@@ -486,7 +495,8 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
             row_term = q_desc.load([b, h, i0 + t - 5, 0]).reshape(BLOCK_M, D)
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
-        c = _modify(c, (rows + off)[:, None], cols[None, :], h)
+        positions = (rows + off)[:, None]
+        c = _modify(c, positions, cols[None, :], h)
 
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))

@@ -98,6 +98,16 @@ def exists(mask: Mask, key: str, n_k: str) -> str:
     return "True" if mask.bounds_keys else f"{key} < {n_k}"
 
 
+def visible_of(mask: Mask, n_k: str, position: str, key: str) -> str:
+    """Return the condition that the query at a position sees a key, and the key is before n_k."""
+    first, last = mask.first_key(Source(position)), mask.last_key(Source(position))
+    if last is None:
+        seen = Comparison(Source(key), "<", Source(n_k))
+    else:
+        seen = Comparison(Source(key), "<=", sympy.Min(last, Source(n_k) - 1))
+    return all_of([seen] if first is None else [seen, Comparison(Source(key), ">=", first)])
+
+
 def comparison(value: Comparison) -> str:
     """Return a comparison as source."""
     return f"{triton_code(value.left)} {value.operator} {triton_code(value.right)}"
