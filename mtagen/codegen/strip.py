@@ -16,7 +16,7 @@ from ..planner.strip.module import StripModule
 from ..planner.strip.stages import block_of
 from ..version import __version__
 from . import host, triton
-from .pieces import aligned, dot_options, exists, visible
+from .pieces import aligned, dot_options, visible
 from .seen import Seen
 
 _TRITON = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
@@ -59,7 +59,6 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "to_log2": repr(math.log2(math.e) / module.score_scale),
         "score": ScoreStage.of(spec),
         "visible": partial(visible, module.mask),
-        "exists": partial(exists, module.mask),
         "seen": Seen(module.mask),
         "drawn_key": f"({first} + j0)" if (first := module.first_drawn_key) else "j0",
         "aligned": partial(aligned, 16 // spec.itemsize),

@@ -473,7 +473,7 @@ class TileBackward(TilePass):
 
     @property
     def tile_order(self) -> str:
-        """The order in which CTAs take blocks of documents (``templates/host/documents.j2``): long
+        """The order in which CTAs take blocks of documents (``templates/host/documents.py``): long
         ones first.
 
         Blocks of a document come in the order of its keys, because a CTA may wait for the one

@@ -417,7 +417,7 @@ class TileForward(TilePass):
 
     @property
     def tile_order(self) -> str:
-        """The order in which CTAs take blocks of documents (``templates/host/documents.j2``): long
+        """The order in which CTAs take blocks of documents (``templates/host/documents.py``): long
         ones first.
         """
         return "later" if self.mask.favours_later_rows else "longest"
