@@ -770,46 +770,30 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
   }
 }
 
-// Whether the query at a position sees a key.
-DEVICE bool visible(int position, int key) { return key <= position; }
-
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
 // The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on. They check each score only
 // if one of the warp's scores is hidden.
 // Outputs lag the keys, so that the first tile has outputs of keys before 0, which do not exist.
 
-// Whether the query at a position sees a key.
-DEVICE bool sees(int position, int key, int n_k) {
-  return visible(position, key);
-}
-
-// Whether some of the scores are hidden.
-DEVICE bool hides(int position, int key, int n_k) {
-  return key + KEYS - 1 > position;
-}
-
 // Sets hidden scores to zeros, because the convolution counts them as zeros.
 DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, int lane) {
-  if (hides(position, key, n_k)) {
+  if (key + KEYS - 1 > position) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int j = key + (i >> 2) * 8 + 2 * (lane & 3) + (i & 1);
-      if (!sees(position + 2 * (lane >> 2) + (i >> 1 & 1), j, n_k)) s[i] = 0.f;
+      if (j > position + 2 * (lane >> 2) + (i >> 1 & 1)) s[i] = 0.f;
     }
   }
 }
 
-// Whether the CTA has no output of a key, because the key is before the first.
-DEVICE bool is_before(int key) { return key < 0; }
-
 // Sets hidden convolved scores to -inf, before restart() looks for their maximum.
 DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, int lane) {
-  if (hides(position, key, n_k) || is_before(key)) {
+  if (key < 0 || key + KEYS - 1 > position) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int j = key + (i >> 2) * 8 + 2 * (lane & 3) + (i & 1);
-      if (!sees(position + 2 * (lane >> 2) + (i >> 1 & 1), j, n_k) || is_before(j)) c[i] = -INFINITY;
+      if (j < 0 || j > position + 2 * (lane >> 2) + (i >> 1 & 1)) c[i] = -INFINITY;
     }
   }
 }
@@ -818,14 +802,14 @@ DEVICE void mask_outputs(float (&c)[KEYS / 2], int position, int key, int n_k, i
 // without hidden scores.
 DEVICE void mask_probabilities(u32 (&p)[KEYS / 16][4], Softmax<Element>& softmax, int position, int key, int n_k,
                                int lane) {
-  if (hides(position, key, n_k) || is_before(key)) {
+  if (key < 0 || key + KEYS - 1 > position) {
     softmax.begin();
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) {  // two columns of a row
-      const int row = position + 2 * (lane >> 2) + (i & 1), j = key + (i >> 1) * 8 + 2 * (lane & 3);
+      const int j = key + (i >> 1) * 8 + 2 * (lane & 3);
       u32& pair = p[i >> 2][i & 3];
-      if (!sees(row, j, n_k) || is_before(j)) pair &= 0xffff0000u;
-      if (!sees(row, j + 1, n_k) || is_before(j + 1)) pair &= 0xffffu;
+      if (j < 0 || j > position + 2 * (lane >> 2) + (i & 1)) pair &= 0xffff0000u;
+      if (j + 1 < 0 || j + 1 > position + 2 * (lane >> 2) + (i & 1)) pair &= 0xffffu;
       softmax.add(i & 1, unpack<Element>(pair));
     }
   }

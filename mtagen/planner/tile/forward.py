@@ -193,11 +193,6 @@ class TileForward(TilePass):
         return (self.spec.pad_left - self.toeplitz.carry) % DROPOUT_GROUP if self.spec.dropout else 0
 
     @property
-    def has_earlier_columns(self) -> bool:
-        """Whether the first tile has columns of outputs before the CTA's first output."""
-        return self.lag > 0 or (self.splits and self.spec.pad_left > 0)
-
-    @property
     def tiles(self) -> int:
         """Number of output tiles of 8 columns in a tile of keys."""
         return self.keys // CHUNK
