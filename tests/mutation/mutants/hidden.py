@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-softmax-backward-hidden-gradients",
-        f"{TRITON}/strip_rows.j2",
+        f"{TRITON}/strip_rows_backward.j2",
         "dc = (p * tl.where(p != 0.0, dp, 0.0)).to(",
         "dc = (p * dp).to(",
         "A row of mixed heads whose numbers overflow makes NaN of the gradients of keys that it does not see.",

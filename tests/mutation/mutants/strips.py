@@ -7,7 +7,7 @@ from ..mutant import CUDA, CUDA_IN_STRIPS, EMULATED_STRIP, HOST, INTERPRETED_STR
 MUTANTS = (
     Mutant(
         "strip-gradient-of-lse-of-context-rows",
-        f"{TRITON}/strip_rows.j2",
+        f"{TRITON}/strip_rows_backward.j2",
         "minus_d = tl.where(r >= skip,",
         "minus_d = tl.where(r >= 0,",
         "The rows that two strips share add the gradient of their log-sum-exp twice.",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-matrices-of-the-last-strip",
-        f"{TRITON}/strip_rows.j2",
+        f"{TRITON}/strip_rows_backward.j2",
         "tl.load(mix_partial_ptr + place) + sums",
         "sums",
         "Of several strips, the last alone counts in the gradient of the matrices before the softmax.",
@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-heads-of-the-first-bundle",
-        f"{TRITON}/strip_rows.j2",
+        f"{TRITON}/strip_row_pieces.j2",
         "h = bundle % bundles * HEADS + hh",
         "h = hh",
         "Where a batch entry has several bundles of heads, the first is done for all of them.",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-groups-mix-with-each-other",
-        f"{TRITON}/strip_rows.j2",
+        f"{TRITON}/strip_row_pieces.j2",
         "{{ out }} // {{ mix.heads }} == {{ inner }} // {{ mix.heads }}",
         "{{ out }} >= 0",
         "Heads of a bundle that are of different groups are mixed.",
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "strip-dropout-counts-queries-from-the-strip",
-        f"{TRITON}/strip_rows.j2",
+        f"{TRITON}/strip_row_pieces.j2",
         "tl.full([BLOCK_H], first + r, tl.int32)",
         "tl.full([BLOCK_H], r, tl.int32)",
         "Of a later strip, other shares are dropped than the mask says, and others if the workspace is another.",
