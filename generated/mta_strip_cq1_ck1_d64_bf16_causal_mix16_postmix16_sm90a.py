@@ -21,6 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
+def _modify(score, position, key, head):
+    """What becomes of a visible score before the softmax."""
+    return score
+
+
+@triton.jit
 def _visible_to(position, key, reach):
     """Whether a query from a position to `reach` positions later sees a key."""
     return key <= position + reach
@@ -165,7 +171,8 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.where(_between(j, start, end), tl.dot(mix, x) * 92.33248261689366, float("-inf"))
+        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+        c = tl.where(_between(j, start, end), c, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
@@ -177,7 +184,7 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.dot(mix, x) * 92.33248261689366
+        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
@@ -242,7 +249,8 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.where(_between(j, start, end), tl.dot(mix, x) * 92.33248261689366, float("-inf"))
+        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+        c = tl.where(_between(j, start, end), c, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
         peak = new_peak
@@ -254,7 +262,7 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = tl.dot(mix, x) * 92.33248261689366
+        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
@@ -343,7 +351,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            p = tl.where(_between(j, start, end), tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+            p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
             dot += tl.sum(p * tl.dot(post_mix_t, g), 1)
         minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=there, other=0.0), 0.0) - dot
         for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
@@ -351,7 +360,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            p = tl.where(_between(j, start, end), tl.exp2(tl.dot(mix, x) * 92.33248261689366 - log_sum[:, None]), 0.0)
+            c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+            p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
             scaled = (p * 256.0).to(tl.float16)
             shares = tl.dot(post_mix, scaled) * 0.00390625
             tl.store(shares_ptr + row + j, shares.to(shares_ptr.dtype.element_ty), mask=exists[:, None])

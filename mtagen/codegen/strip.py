@@ -57,7 +57,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             "torch_score": "torch.float32" if wide else "torch.float16",
         },
         "to_log2": repr(math.log2(math.e) / module.score_scale),
-        "score": ScoreStage.of(spec),
+        "score": ScoreStage.of(spec).scaled(module.score_scale),
         "visible": partial(visible, module.mask),
         "seen": Seen(module.mask),
         "drawn_key": f"({first} + j0)" if (first := module.first_drawn_key) else "j0",
