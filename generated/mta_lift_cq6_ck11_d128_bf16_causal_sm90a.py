@@ -72,6 +72,12 @@ def _modify(score, position, key, head):
 
 
 @triton.jit
+def _modify_backward(gradient, score, position, key, head):
+    """The gradient of a visible score from that of what becomes of it."""
+    return gradient
+
+
+@triton.jit
 def _visible_of(n_k, position, key):
     """Whether the query at a position sees a key, and it is one of the n_k keys."""
     return key <= tl.minimum(position, n_k - 1)
@@ -473,17 +479,16 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
             scores = band_scores_ptr + (head * BAND + delta) * n_q + first_q + rows
             score = tl.load(scores, mask=rows < n_q, other=0.0)
             c = tl.where(cols[None, :] == (off + rows - delta)[:, None], score[:, None], c)
-        c = _modify(c, positions, cols[None, :], h)
 
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(c - lse[:, None])
+        p = tl.exp2(_modify(c, positions, cols[None, :], h) - lse[:, None])
         p = tl.where(allowed, p, 0.0)
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
         dv = tl.dot(p.to(grad.dtype).trans(), grad, dv)
-        g = (p * (dp - row_dot[:, None])).to(g_desc.dtype)
+        g = _modify_backward(p * (dp - row_dot[:, None]), c, positions, cols[None, :], h).to(g_desc.dtype)
         g_desc.store([slot, i0 - strip_begin + 5, j0], g.reshape(1, BLOCK_M, BLOCK_N))
 
     # Interior tiles: no score is hidden.
@@ -496,16 +501,15 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
             key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
             c = tl.dot(row_term, key_term.trans(), c)
         positions = (rows + off)[:, None]
-        c = _modify(c, positions, cols[None, :], h)
 
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(c - lse[:, None])
+        p = tl.exp2(_modify(c, positions, cols[None, :], h) - lse[:, None])
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
         dv = tl.dot(p.to(grad.dtype).trans(), grad, dv)
-        g = (p * (dp - row_dot[:, None])).to(g_desc.dtype)
+        g = _modify_backward(p * (dp - row_dot[:, None]), c, positions, cols[None, :], h).to(g_desc.dtype)
         g_desc.store([slot, i0 - strip_begin + 5, j0], g.reshape(1, BLOCK_M, BLOCK_N))
 
     tl.store(dv_tile, dv, mask=inside)

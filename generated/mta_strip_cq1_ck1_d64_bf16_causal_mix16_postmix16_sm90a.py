@@ -27,6 +27,12 @@ def _modify(score, position, key, head):
 
 
 @triton.jit
+def _modify_backward(gradient, score, position, key, head):
+    """The gradient of a visible score from that of what becomes of it."""
+    return gradient
+
+
+@triton.jit
 def _visible_to(position, key, reach):
     """Whether a query from a position to `reach` positions later sees a key."""
     return key <= position + reach
@@ -171,7 +177,8 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+        s = tl.dot(mix, x)
+        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
         c = tl.where(_between(j, start, end), c, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
@@ -184,7 +191,8 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+        s = tl.dot(mix, x)
+        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
@@ -249,7 +257,8 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+        s = tl.dot(mix, x)
+        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
         c = tl.where(_between(j, start, end), c, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
@@ -262,7 +271,8 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
-        c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+        s = tl.dot(mix, x)
+        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
@@ -351,7 +361,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+            s = tl.dot(mix, x)
+            c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
             p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
             dot += tl.sum(p * tl.dot(post_mix_t, g), 1)
         minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=there, other=0.0), 0.0) - dot
@@ -360,7 +371,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             inside = exists[:, None] & _between(j, start, end)
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
-            c = _modify(tl.dot(mix, x), first + r + off, j, h[:, None]) * 92.33248261689366
+            s = tl.dot(mix, x)
+            c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
             p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
             scaled = (p * 256.0).to(tl.float16)
             shares = tl.dot(post_mix, scaled) * 0.00390625
@@ -368,7 +380,8 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             post_sums = tl.dot(g, scaled.to(g.dtype).trans(), post_sums)
             dp = tl.dot(post_mix_t, g) + minus_d[:, None]
             # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
-            dc = (p * tl.where(p != 0.0, dp, 0.0)).to(tl.bfloat16)
+            dc = p * tl.where(p != 0.0, dp, 0.0)
+            dc = _modify_backward(dc, s, first + r + off, j, h[:, None]).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])

@@ -10,15 +10,17 @@ from sympy import Expr, Rational
 from ...spec import Spec
 from .mask import Mask
 
-SCORE = sympy.Symbol("score", real=True)  # the parameter of a score's function, and its name in kernels
+# The parameters of the functions of a score, and their names in kernels.
+SCORE, GRADIENT = sympy.symbols("score gradient", real=True)
 
 
 @dataclass(frozen=True)
 class ScoreStage:
     """What happens to a score before the softmax, wherever a kernel holds one.
 
-    Each language prints it as two functions that templates call without asking what they are:
-    ``visible(position, key)`` and ``modify(score, position, key, head)``.
+    Each language prints it as functions that templates call without asking what they are:
+    ``visible(position, key)``, ``modify(score, position, key, head)``, and
+    ``modify_backward(gradient, score, position, key, head)``.
 
     Attributes:
         visible: the keys that each query sees. Bounds of loops and edge tiles follow from it, too.
@@ -32,6 +34,11 @@ class ScoreStage:
     def of(cls, spec: Spec) -> ScoreStage:
         """Return what a request does with its scores."""
         return cls(Mask.of(spec))
+
+    @property
+    def modify_backward(self) -> Expr:
+        """The gradient of a score from the ``GRADIENT`` of what it becomes."""
+        return GRADIENT * sympy.diff(self.modify, SCORE)
 
     def scaled(self, factor: float) -> ScoreStage:
         """Return the stage of scores that kernels hold times ``factor``."""

@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "strip-softmax-backward-hidden-gradients",
         f"{TRITON}/strip_rows_backward.j2",
-        "dc = (p * tl.where(p != 0.0, dp, 0.0)).to(",
-        "dc = (p * dp).to(",
+        "dc = p * tl.where(p != 0.0, dp, 0.0)",
+        "dc = p * dp",
         "A row of mixed heads whose numbers overflow makes NaN of the gradients of keys that it does not see.",
         ("tests/interpreter/test_hidden.py::test_training_with_planes_that_overflow",),
     ),
