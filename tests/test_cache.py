@@ -25,7 +25,7 @@ from filelock import FileLock
 from mtagen import Spec, plan
 from mtagen.codegen import render
 from mtagen.errors import SpecError
-from mtagen.runtime import cache as cache_module
+from mtagen.runtime import disk_cache as cache_module
 from mtagen.runtime import nvrtc
 from mtagen.runtime.disk_cache import MANIFEST, TAG, TAG_CONTENT, Cache, Entry, UntrustedError, cache_key
 from mtagen.runtime.load import load_host
@@ -435,7 +435,7 @@ def test_a_file_in_a_folders_place_is_named(cache: Cache) -> None:
 CHILD = """
     import sys, time
     from pathlib import Path
-    from mtagen.runtime import cache
+    from mtagen.runtime import disk_cache as cache
     scratch, name, arch, key, mode = Path(sys.argv[1]), *sys.argv[2:]
 
     def wait():

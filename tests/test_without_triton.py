@@ -12,7 +12,7 @@ import torch
 
 from mtagen import Spec, plan
 from mtagen.codegen import render
-from mtagen.runtime import triton as package
+from mtagen.runtime import triton_package as package
 from mtagen.runtime.load import available_backends, plan_key
 
 BLOCKED = "import sys; sys.modules['triton'] = None\n"
