@@ -180,12 +180,13 @@ def compare(commit: str, names: list[str], folder: Path) -> int:
 
             run("sources", names)
             changed = differing(before / "sources", now / "sources", (".py", ".cu"))
-            cases = sorted({path.parts[0] for path in changed})
+            cases = sorted({path.parts[0] for path in changed} & {*names})
             print(f"{len(names)} cases: {len(names) - len(cases)} have the same sources", flush=True)
             if cases:
                 run("compiled", cases)
-            found = differing(before / "compiled", now / "compiled", (".sass",))
-            total = len({*(now / "compiled").rglob("*.sass")})
+            kernels = differing(before / "compiled", now / "compiled", (".sass",))
+            found = [path for path in kernels if path.parts[0] in cases]  # the folder may have other cases
+            total = sum(len([*(now / "compiled" / case).glob("*.sass")]) for case in cases)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
     for name in found:

@@ -9,7 +9,7 @@ import sympy
 
 from mtagen.planner.geometry.affine import N_K, N_Q
 from mtagen.planner.geometry.mask import Mask
-from mtagen.planner.geometry.score import SCORE, ScoreStage
+from mtagen.planner.geometry.score import GRADIENT, SCORE, ScoreStage
 from mtagen.planner.geometry.sequence import SEQUENCE, Sequence
 from mtagen.spec import KEY_PADDINGS, MASKS, Spec
 
@@ -158,3 +158,13 @@ def test_a_function_of_scores_that_kernels_hold_scaled() -> None:
     held = capped.scaled(1 / 64).modify
     assert sympy.simplify(64 * held.subs(SCORE, SCORE / 64) - capped.modify) == 0
     assert ScoreStage(CAUSAL).scaled(1 / 64) == ScoreStage(CAUSAL)
+
+
+def test_gradient_of_a_function_of_scores() -> None:
+    """It does not depend on the units of scores, and that of the identity is the gradient itself."""
+    capped = ScoreStage(CAUSAL, 50 * sympy.tanh(SCORE / 50))
+    expected = GRADIENT * (1 - sympy.tanh(SCORE / 50) ** 2)
+    assert sympy.simplify(capped.modify_backward - expected) == 0
+    held = capped.scaled(1 / 64).modify_backward
+    assert sympy.simplify(held.subs(SCORE, SCORE / 64) - expected) == 0
+    assert ScoreStage(CAUSAL).modify_backward == GRADIENT
