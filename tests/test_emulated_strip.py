@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtagen.dtypes import TORCH_DTYPES
-from mtagen.planner.kernel import GROUP, KV_HEADS
 from mtagen.planner.passes import PASSES
+from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
 from mtagen.planner.strip.products import ROLES, ProductKernel, WarpgroupProduct
-from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.source import Form, StripSource
 from mtagen.planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, Convolution, Stages
 from mtagen.planner.strip.steps import StepKernel

@@ -19,12 +19,12 @@ from mtagen.codegen import render
 from mtagen.codegen.strip import render as render_module
 from mtagen.planner.choice import GENERATED, candidates
 from mtagen.planner.passes import PASSES
+from mtagen.planner.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.documents import RECORD
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
 from mtagen.planner.strip.planes import PARTS, PlaneKernel
-from mtagen.planner.strip.sizes import B0, B1, COUNT, KEYS, N_HEADS, SLOTS
 from mtagen.planner.strip.source import Form
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import TUNED, Shape, Table

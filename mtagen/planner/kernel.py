@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
-
 from .geometry.affine import Size
-
-BATCH, HEADS, KV_HEADS = sympy.symbols("batch heads kv_heads", integer=True, positive=True)
-TOTAL_Q = sympy.Symbol("total_q", integer=True, nonnegative=True)  # queries of all packed documents
-GROUP = sympy.Symbol("group", integer=True, positive=True)  # heads of queries for each head of keys
 
 
 @dataclass(frozen=True)

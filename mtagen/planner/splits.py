@@ -10,8 +10,8 @@ import sympy
 from sympy import Expr
 
 from .geometry.mask import Mask
+from .sizes import N_MAX, N_NEW
 
-_N_MAX, _N_NEW = sympy.symbols("n_max n_new", integer=True, positive=True)  # keys of a cache, and new tokens
 _MIN_TILES = 4  # a shorter split spends most of its time on its prologue
 _MAX_WAVES = 4
 
@@ -41,4 +41,4 @@ def split_keys(mask: Mask) -> Expr:
 
     The expression uses the names of host code.
     """
-    return _N_MAX if mask.left is None else sympy.Min(_N_MAX, _N_NEW + mask.left)
+    return N_MAX if mask.left is None else sympy.Min(N_MAX, N_NEW + mask.left)

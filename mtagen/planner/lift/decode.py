@@ -18,9 +18,10 @@ from sympy import Expr
 from ...spec import Spec
 from ..geometry.loops import BLOCK_N, J0
 from ..geometry.mask import Comparison, Mask
+from ..sizes import N_NEW
 
 DECODE_ROLES = ("decode", "decode_wide")
-LENGTH, N_NEW, KEY = sympy.symbols("length n_new key", integer=True)
+LENGTH, KEY = sympy.symbols("length key", integer=True)
 _ROWS = {2: 64, 4: 16}  # element size -> rows (pairs times taps) of the wide kernel's product
 _MAX_PAIRS = 16
 

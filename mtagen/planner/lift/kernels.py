@@ -13,17 +13,17 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
-from ..kernel import BATCH, GROUP, TOTAL_Q, Argument, Kernel, numbers
+from ..kernel import Argument, Kernel, numbers
 from ..names import kernel_name
+from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_HEADS, N_NEW, SPLITS, TOTAL_Q
 from ..targets import get_target
 from .band import Band
 from .decode import decode_geometry
 from .operands import Contraction, Lift
 from .tiling import Tile, block_dim, resources
 
-N_HEADS, ALL_HEADS, HEADS, KV_HEADS = sympy.symbols("n_heads all_heads heads kv_heads", integer=True, positive=True)
+ALL_HEADS = sympy.Symbol("all_heads", integer=True, positive=True)
 BEGIN, END, FIRST, LAST = sympy.symbols("begin end first last", integer=True, nonnegative=True)  # rows of a chunk
-N_NEW, SPLITS = sympy.symbols("n_new splits", integer=True, positive=True)
 
 
 # Axes of tensors that are read by tiles, without the last axis, by their number.

@@ -13,13 +13,13 @@ from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.mask import Mask
-from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Argument, Kernel, numbers
+from ..kernel import Argument, Kernel, numbers
 from ..lift.kernels import AXES, pointers, strided, tiled
 from ..lift.tiling import block_dim
 from ..names import kernel_name
+from ..sizes import B0, B1, BATCH, COUNT, GROUP, HEADS, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
 from ..targets import get_target
 from .documents import PART, TILE
-from .sizes import B0, B1, COUNT, KEYS, N_HEADS, N_NEW, SLOTS, SPLITS
 from .stages import Convolution, Stages, block_of
 
 PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices

@@ -19,13 +19,13 @@ from sympy import ceiling
 from ...errors import PlanError
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, writes
+from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import RESERVED_SHARED, get_target
 from ..tile.memory import SharedMap
 from ..tile.toeplitz import CHUNK, FLOP_OF_MMA, Toeplitz, toeplitz
 from ..tile.weight import WeightGradient, weight_gradient
 from .cost import DRAIN, START, STRIP_ROWS, Work
 from .documents import PART
-from .sizes import COUNT, KEYS, SLOTS
 from .source import Form, StripSource
 from .stages import Convolution
 

@@ -17,13 +17,13 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, strides, writes
+from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import get_target
 from ..tile.memory import PANEL, SharedMap, swizzled_bytes
 from ..tile.toeplitz import CHUNK
 from ..tile.wgmma import Wgmma
 from .cost import DRAIN, START, Work
 from .kernels import decode_rows, step_keys
-from .sizes import COUNT, KEYS, SLOTS
 from .source import DECODE, Form, StripSource
 
 WARPS = 8  # multiplying warps

@@ -19,10 +19,10 @@ from sympy import Min, ceiling
 from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers, reads, writes
+from ..sizes import COUNT, KEYS
 from ..targets import get_target
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
 from .kernels import PROGRAMS, bundles
-from .sizes import COUNT, KEYS
 from .source import Form, StripSource
 from .stages import PROBABILITY_SCALE, SCORE_SCALE
 

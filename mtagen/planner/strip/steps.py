@@ -18,9 +18,9 @@ from sympy import ceiling
 from ...errors import PlanError
 from ...spec import Spec
 from ..kernel import Kernel, numbers, reads, writes
+from ..sizes import COUNT, KEYS, SLOTS
 from ..tile.toeplitz import CHUNK, toeplitz
 from .kernels import step_keys
-from .sizes import COUNT, KEYS, SLOTS
 from .source import DECODE, StripSource
 from .stages import Convolution
 

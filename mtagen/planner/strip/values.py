@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from sympy import ceiling
 
 from ...spec import Spec
-from ..kernel import GROUP, KV_HEADS, Kernel, numbers, reads, strides, writes
+from ..kernel import Kernel, numbers, reads, strides, writes
+from ..sizes import B0, B1, GROUP, KV_HEADS, N_NEW, SPLITS
 from ..tile.memory import swizzled_bytes
 from .kernels import VALUE_ROWS, step_keys
-from .sizes import B0, B1, N_NEW, SPLITS
 from .source import DECODE, StripSource
 
 WARPS = 4

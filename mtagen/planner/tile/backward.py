@@ -36,8 +36,9 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.affine import N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, writes
+from ..kernel import Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
+from ..sizes import BATCH, HEADS, KV_HEADS
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
 from .layout import LAYERS

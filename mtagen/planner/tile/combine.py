@@ -15,8 +15,8 @@ from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
+from ..sizes import SPLITS
 
-SPLITS = sympy.Symbol("splits", integer=True, positive=True)
 _REGISTERS = 64
 
 

@@ -29,12 +29,13 @@ from sympy import Expr, ceiling
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.mask import Mask
-from ..kernel import BATCH, GROUP, HEADS, KV_HEADS, Buffer, Kernel, numbers, reads, strides, writes
+from ..kernel import Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
 from ..passes import Fields
+from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_NEW, SPLITS
 from ..splits import SplitRule, split_keys, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
-from .combine import SPLITS, Combine
+from .combine import Combine
 from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
@@ -50,7 +51,7 @@ _TILE_ELEMENTS = 128 * 128  # upper limit of the elements of K or V in a tile: 3
 _COMBINE_WARPS = 4  # warps that share the splits of a row
 _REGISTERS = 128  # lower limit of a thread's registers
 
-N_NEW, CTA_HEADS = sympy.symbols("n_new cta_heads", integer=True, positive=True)
+CTA_HEADS = sympy.Symbol("cta_heads", integer=True, positive=True)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from ...errors import PlanError, explain
 from ...spec import DROPOUT_GROUP, Spec
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
-from ..kernel import BATCH, HEADS, Argument, Buffer, Kernel, numbers, reads, writes
+from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
+from ..sizes import BATCH, HEADS, SPLITS
 from ..splits import SplitRule, split_rule
 from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_target
-from .combine import SPLITS, Combine
+from .combine import Combine
 from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
 from .layout import LAYERS
 from .memory import SharedMap

@@ -12,11 +12,11 @@ from sympy import Expr, Integer, ceiling, floor
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
-from ..kernel import BATCH, HEADS, TOTAL_Q, Argument, numbers, reads, strides
+from ..kernel import Argument, numbers, reads, strides
+from ..sizes import BATCH, DOCUMENTS, HEADS, TOTAL_K, TOTAL_Q
 from ..targets import GRID_YZ
 
 LAYERS = sympy.Symbol("layers", integer=True, positive=True)  # layers of blocks along z of a grid
-TOTAL_K, DOCUMENTS = sympy.symbols("total_k documents", integer=True, nonnegative=True)
 
 
 @dataclass(frozen=True)
