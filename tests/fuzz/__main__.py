@@ -92,6 +92,8 @@ def run(cases: Iterator[tuple[str, Case]], judge: Judge, most: int, seconds: flo
     for again, case in cases:
         wrong = judge(case)
         tried, refused = tried + (wrong is not None), refused + (wrong is None)
+        if (tried + refused) % 100 == 0:
+            print(f"{tried + refused} cases were drawn", file=sys.stderr, flush=True)
         if not wrong:
             continue
         failed += 1
