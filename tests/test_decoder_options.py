@@ -10,7 +10,7 @@ from checkpoints import forward_calls
 from test_transformers import MODELS, SIZES, STAGES, VOCABULARY, cache_of, close, llama, made, tokens
 
 from mtagen import SpecError
-from mtagen.call import Documents
+from mtagen.call import Call
 from mtagen.nn import FrequencyScaling
 from mtagen.transformers import MtaConfig, MtaForCausalLM, MtaModel, retrofit
 from mtagen.transformers.configuration import LAYER_OPTIONS
@@ -135,7 +135,7 @@ def longest(model: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> set[tu
     """What all layers tell their kernels."""
     calls = forward_calls(monkeypatch)
     model(**given)
-    told = [(x.max_q, x.max_k) for call in calls for x in call if isinstance(x, Documents)]
+    told = [(x.max_q, x.max_k) for call in calls for x in call if isinstance(x, Call)]
     assert len(told) == SIZES["num_hidden_layers"]
     return set(told)
 
