@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import mtagen
 from mtagen import InputError, SpecError
 from mtagen.accuracy import compare
-from mtagen.call import Documents
+from mtagen.call import Call
 from mtagen.nn import Cache, FrequencyScaling, MultiTokenAttention
 from mtagen.nn.parts import HeadNorm
 from mtagen.ops import library
@@ -277,7 +277,7 @@ def test_longest_document(given: dict[str, int], expected: int, monkeypatch: pyt
     """What kernels are told: by default none is longer than all tokens."""
     calls = forward_calls(monkeypatch)
     made(LAYERS["plain"])(tokens(1, 20), cu_seqlens=torch.tensor([0, 7, 20], dtype=torch.int32), **given)
-    assert [(x.max_q, x.max_k) for call in calls for x in call if isinstance(x, Documents)] == [(expected, expected)]
+    assert [(x.max_q, x.max_k) for call in calls for x in call if isinstance(x, Call)] == [(expected, expected)]
 
 
 def test_dropout() -> None:
