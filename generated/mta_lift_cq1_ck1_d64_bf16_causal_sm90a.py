@@ -57,13 +57,13 @@ def _visible(position, key):
 
 @triton.jit
 def _modify(score, position, key, head):
-    """What becomes of a visible score before the softmax."""
+    """The value of a visible score that the softmax takes."""
     return score
 
 
 @triton.jit
 def _modify_backward(gradient, score, position, key, head):
-    """The gradient of a visible score from that of what becomes of it."""
+    """The gradient of a visible score from the gradient of its `_modify`."""
     return gradient
 
 

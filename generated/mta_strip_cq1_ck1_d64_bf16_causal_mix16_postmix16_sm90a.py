@@ -22,13 +22,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def _modify(score, position, key, head):
-    """What becomes of a visible score before the softmax."""
+    """The value of a visible score that the softmax takes."""
     return score
 
 
 @triton.jit
 def _modify_backward(gradient, score, position, key, head):
-    """The gradient of a visible score from that of what becomes of it."""
+    """The gradient of a visible score from the gradient of its `_modify`."""
     return gradient
 
 
@@ -442,7 +442,7 @@ def mta_strip_decode_values_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
 
 
 class Limits(NamedTuple):
-    """What the plan says about strips.
+    """Numbers of the plan about strips.
 
     Attributes:
         context: earlier rows of scores that a row of outputs depends on.

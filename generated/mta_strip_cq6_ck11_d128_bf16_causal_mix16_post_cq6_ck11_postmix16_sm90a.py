@@ -347,7 +347,7 @@ def load(name, device, cubin=None):
 
 
 class Limits(NamedTuple):
-    """What the plan says about strips.
+    """Numbers of the plan about strips.
 
     Attributes:
         context: earlier rows of scores that a row of outputs depends on.

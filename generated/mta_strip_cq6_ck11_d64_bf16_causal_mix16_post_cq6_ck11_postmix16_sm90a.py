@@ -28,13 +28,13 @@ def _visible(position, key):
 
 @triton.jit
 def _modify(score, position, key, head):
-    """What becomes of a visible score before the softmax."""
+    """The value of a visible score that the softmax takes."""
     return score
 
 
 @triton.jit
 def _modify_backward(gradient, score, position, key, head):
-    """The gradient of a visible score from that of what becomes of it."""
+    """The gradient of a visible score from the gradient of its `_modify`."""
     return gradient
 
 
@@ -1069,7 +1069,7 @@ def mta_strip_decode_values_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_postmix
 
 
 class Limits(NamedTuple):
-    """What the plan says about strips.
+    """Numbers of the plan about strips.
 
     Attributes:
         context: earlier rows of scores that a row of outputs depends on.

@@ -163,7 +163,7 @@ DEVICE float exp2_fast(float x) {
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
 
-// What becomes of a visible score before the softmax.
+// The value of a visible score that the softmax takes.
 DEVICE float modify(float score, int position, int key, int head) { return score; }
 
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
@@ -190,7 +190,7 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // Those of `count` keys from `begin` on, counted from `begin`.
+  // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
     return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};

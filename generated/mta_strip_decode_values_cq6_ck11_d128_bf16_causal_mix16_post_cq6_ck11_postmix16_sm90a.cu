@@ -131,7 +131,7 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // Those of `count` keys from `begin` on, counted from `begin`.
+  // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
     return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};

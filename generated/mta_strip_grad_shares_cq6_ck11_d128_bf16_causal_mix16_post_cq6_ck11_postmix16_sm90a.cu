@@ -135,7 +135,7 @@ struct VisibleKeys {
             HIDES_LATER ? min(end, position + rows + SEEN_AHEAD) : end};
   }
 
-  // Those of `count` keys from `begin` on, counted from `begin`.
+  // The visible keys among the `count` keys from `begin` on, counted from `begin`.
   DEVICE VisibleKeys within(int begin, int count) const {
     const int last = max(0, min(end - begin, count));
     return {HIDES_EARLIER && last ? min(max(0, start - begin), count) : 0, last};
@@ -253,7 +253,7 @@ DEVICE u64 operand(u32 address, int panel = 16) {
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What to add to the descriptor of a K-major operand with `rows` rows to begin at column 16 k. A panel has 64 columns.
+// Increment of the descriptor of a K-major operand with `rows` rows, to begin at column 16 k. A panel has 64 columns.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------

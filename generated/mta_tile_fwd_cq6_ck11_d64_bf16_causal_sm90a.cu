@@ -246,10 +246,10 @@ DEVICE u64 operand(u32 address, int panel = 16) {
          static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What to add to the descriptor of a K-major operand with `rows` rows to begin at column 16 k. A panel has 64 columns.
+// Increment of the descriptor of a K-major operand with `rows` rows, to begin at column 16 k. A panel has 64 columns.
 DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows * 128) + (k & 3) * 32) >> 4; }
 
-// What to add to the descriptor of an M-major or N-major operand to begin at row 16 k.
+// Increment of the descriptor of an M-major or N-major operand, to begin at row 16 k.
 DEVICE constexpr u64 inner_rows(int k) { return (k * 16 * 128) >> 4; }
 
 // ---- Products of a warpgroup ----------------------------------------------------------------------------------------
@@ -890,7 +890,7 @@ using Sequence = Batch;
 //
 // A CTA computes an output tile: the outputs of OWNED rows of a head.
 // The grid takes the tiles of a few heads at a time, so that the keys and values of these heads stay in the L2 cache.
-// Those heads lie along x, their tiles along y, and the next heads along z.
+// These heads lie along x, their tiles along y, and the next heads along z.
 
 struct OutputTile : Sequence {
   int first;   // first row of scores; the first HALO rows are outputs of another tile

@@ -51,7 +51,7 @@ def options(spec: Spec) -> str:
 
 
 class Shapes(NamedTuple):
-    """What host functions and their documentation say about the tensors of a pass.
+    """Texts about the tensors of a pass, for host functions and their documentation.
 
     Attributes:
         queries, keys: axes of a tensor of vectors, without the last.

@@ -46,7 +46,7 @@ class Axis:
 
     @property
     def count(self) -> str:
-        """What the number of blocks of the axis is computed from."""
+        """The argument from which kernels compute the number of blocks of the axis."""
         return self.length
 
     def count_between(self, begin: str, end: str) -> str:

@@ -78,19 +78,6 @@ def last_position(mask: Mask, key: str) -> str:
     return triton_code(mask.last_position(Source(key)))
 
 
-def sees(mask: Mask, position: str, key: str, last_position: str = "") -> str:
-    """Return the condition that a query sees a key, for a mask that hides some keys.
-
-    The query is at ``position``. With ``last_position`` the condition is that any query from
-    ``position`` to ``last_position`` sees the key.
-    """
-    first, last = mask.first_key(Source(position)), mask.last_key(Source(last_position or position))
-    if first is None:
-        return f"{key} <= {triton_code(last)}"
-    seen = f"{key} >= {triton_code(first)}"
-    return seen if last is None else f"({seen}) & ({key} <= {triton_code(last)})"
-
-
 def exists(mask: Mask, key: str, n_k: str) -> str:
     """Return the condition that a key is before the end of the keys, or no query of the sequence
     sees it.
@@ -119,9 +106,12 @@ def all_of(comparisons: Sequence[Comparison]) -> str:
     return texts[0] if len(texts) == 1 else " & ".join(f"({text})" for text in texts) or "True"
 
 
-def visible(mask: Mask, position: str, key: str) -> str:
-    """Return the condition that the query at a position sees a key that exists, for any mask."""
-    return all_of(mask.visible(Source(position), Source(key)))
+def visible(mask: Mask, position: str, key: str, last_position: str = "") -> str:
+    """Return the condition that the query at a position sees a key that exists.
+
+    With ``last_position`` the condition is that any query from ``position`` to there sees the key.
+    """
+    return all_of(mask.visible(Source(position), Source(key), Source(last_position or position)))
 
 
 def diagonal_key(band: Band, row: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..planner.geometry.affine import Size
 from ..planner.geometry.mask import Mask
-from .pieces import sees
+from .pieces import visible
 from .printers import Source, triton_code
 
 
@@ -71,7 +71,7 @@ class Seen:
 
     def by_some(self, position: str, key: str, reach: str) -> str:
         """Return the condition that a query from a position to ``reach`` positions later sees a key."""
-        return sees(self.mask, position, key, f"{position} + {reach}") if self.mask.hides else "True"
+        return visible(self.mask, position, key, f"{position} + {reach}")
 
     def start_of_row(self, position: str) -> str:
         """Return the first key of a row that sees the keys before ``end``: 0 if it sees none."""

@@ -38,7 +38,6 @@ from .pieces import (
     operands,
     scored_key,
     scored_row,
-    sees,
     shifted,
     tap,
     unrolled,
@@ -245,12 +244,12 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
 def _legend(module: LiftModule) -> Mapping[str, Any]:
     """Return what the legend's formulas say about the mask."""
     mask = module.lift.mask
-    seen = f" where {sees(mask, 'i + off', 'j')}" if mask.hides else ""
+    seen = f" where {visible(mask, 'i + off', 'j')}" if mask.hides else ""
     key = shifted("j", _V - module.spec.pad_left)
     return {
         "seen": seen,
         "zeroed": f"{seen}, else 0" if mask.zeroes_scores else "",
-        "counted": f" of the terms with {sees(mask, 'i + off', key)}" if mask.zeroes_terms else "",
+        "counted": f" of the terms with {visible(mask, 'i + off', key)}" if mask.zeroes_terms else "",
         "has_tiles": mask.hides or module.has("forward"),
     }
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _Options(TypedDict, total=False):
-    """What calls, varlen and decode take by name, for their overloads."""
+    """Arguments that calls, varlen and decode take by name, for their overloads."""
 
     head_weight: Tensor | None
     post_weight: Tensor | None

@@ -118,9 +118,12 @@ class Mask:
         """Return the last position whose query sees a key."""
         return None if self.left is None else key + self.left
 
-    def visible(self, position: Size, key: Size) -> tuple[Comparison, ...]:
-        """Return comparisons that all hold iff the query at a position sees a key that exists."""
-        first, last = self.first_key(position), self.last_key(position)
+    def visible(self, position: Size, key: Size, last_position: Size | None = None) -> tuple[Comparison, ...]:
+        """Return comparisons that all hold iff the query at a position sees a key that exists.
+
+        With ``last_position``, they hold iff any query from ``position`` to there sees the key.
+        """
+        first, last = self.first_key(position), self.last_key(position if last_position is None else last_position)
         seen = () if first is None else (Comparison(key, ">=", first),)
         return seen if last is None else (*seen, Comparison(key, "<=", last))
 

@@ -1,4 +1,4 @@
-"""What happens to a score: the pairs of query and key that are visible, and the function of a visible score."""
+"""The stage between scores and the softmax: which pairs of query and key are visible, and a function of scores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ SCORE, GRADIENT = sympy.symbols("score gradient", real=True)
 
 @dataclass(frozen=True)
 class ScoreStage:
-    """What happens to a score before the softmax, wherever a kernel holds one.
+    """The mask and the function that apply to scores before the softmax.
 
-    Each language prints it as functions that templates call without asking what they are:
-    ``visible(position, key)``, ``modify(score, position, key, head)``, and
-    ``modify_backward(gradient, score, position, key, head)``.
+    It is printed as functions, which templates call without asking what they are:
+    ``visible(position, key)`` and ``modify(score, position, key, head)``, and in Triton
+    ``modify_backward(gradient, score, position, key, head)``. CUDA's kernels have no
+    ``modify_backward``, and those of "tile" no ``modify``: they hold the identity only.
 
     Attributes:
         visible: the keys that each query sees. Bounds of loops and edge tiles follow from it, too.

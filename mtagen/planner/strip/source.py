@@ -163,7 +163,7 @@ class StripSource(ABC):
 
     @property
     def score(self) -> ScoreStage:
-        """What happens to a score of a plane."""
+        """The stage between the scores of a plane, which are scaled, and the softmax."""
         return ScoreStage.of(self.spec).scaled(SCORE_SCALE)
 
     @property

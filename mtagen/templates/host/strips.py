@@ -5,7 +5,7 @@ import torch
 
 
 class Limits(NamedTuple):
-    """What the plan says about strips.
+    """Numbers of the plan about strips.
 
     Attributes:
         context: earlier rows of scores that a row of outputs depends on.
