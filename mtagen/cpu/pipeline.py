@@ -21,6 +21,7 @@ from torch.nn import grad
 
 from ..call import Call, Step
 from ..dropout import Dropout
+from ..evaluate import logits_of, slopes_of
 from ..spec import Spec
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
@@ -45,7 +46,7 @@ def forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tenso
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context, factors)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.origin, strip.context, factors)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
@@ -71,7 +72,7 @@ def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_e
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses, factors)
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.origin, douts, dlses, factors)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
@@ -105,17 +106,23 @@ def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
         if new := min(n_new, rows):
             first = length - rows
             keys = _keys(spec, first, length - 1, length)
-            out[b, :, -new:], lse[b, :, -new:] = stages.forward(
-                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], first - keys.start, rows - new
-            )
+            operands = q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys]
+            out[b, :, -new:], lse[b, :, -new:] = stages.forward(*operands, _Origin(first, keys.start), rows - new)
     return out, lse
+
+
+class _Origin(NamedTuple):
+    """The position of the first row of a plane, and its first key."""
+
+    position: int
+    key: int
 
 
 class _Strip(NamedTuple):
     """Rows ``[begin, end)`` of outputs, computed from rows ``[first, end)`` of queries and some
     keys.
 
-    ``position`` is the position of row ``first``, counted from the first of the keys.
+    ``position`` is the position of row ``first``.
     """
 
     first: int
@@ -128,6 +135,11 @@ class _Strip(NamedTuple):
     def context(self) -> int:
         """Number of rows of queries before the rows of outputs."""
         return self.begin - self.first
+
+    @property
+    def origin(self) -> _Origin:
+        """The position of the first row, and the first key."""
+        return _Origin(self.position, self.keys.start)
 
 
 def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
@@ -142,7 +154,7 @@ def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
             first = max(0, begin - spec.context)
             keys = _keys(spec, first + nk - nq, end - 1 + nk - nq, nk)
             if keys.start < keys.stop:
-                yield b, _Strip(first, begin, end, keys, first + nk - nq - keys.start)
+                yield b, _Strip(first, begin, end, keys, first + nk - nq)
 
 
 def _rows(spec: Spec, scores: int, nk: int) -> int:
@@ -200,26 +212,27 @@ class _Stages:
         return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, origin: _Origin, context: int, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[H, R, DV]`` and lse ``[H, R]`` of the rows of q after the first
         ``context``.
 
-        ``position`` is that of the first row of q; ``factors`` are dropout's.
+        ``origin`` is that of q and k; ``factors`` are dropout's.
         """
-        forbidden = self._forbidden(q, k, position)
-        *_, logits = self._logits(q, k, forbidden)
+        forbidden = self._forbidden(q, k, origin)
+        *_, mixed = self._mixed(q, k, forbidden)
+        logits = self._logits(mixed, forbidden, origin)
         probabilities = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), factors)
         out = _product(probabilities[:, context:], v.to(self.dtype), forbidden[context:])
         return out, logits[:, context:].logsumexp(-1)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, origin: _Origin, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, given those of out and lse for all rows of q."""
-        forbidden = self._forbidden(q, k, position)
-        scores, convolved, logits = self._logits(q, k, forbidden)
-        p = _softmax(logits)
+        forbidden = self._forbidden(q, k, origin)
+        scores, convolved, mixed = self._mixed(q, k, forbidden)
+        p = _softmax(self._logits(mixed, forbidden, origin))
         unmixed = self._post(p, forbidden)
         douts = _by_kv_head(dout, v)
         dv = _by_kv_head(_dropped(self._mix("post_head_weight", unmixed), factors), v).mT @ douts
@@ -227,6 +240,9 @@ class _Stages:
         dunmixed = self._mix_backward("post_head_weight", unmixed, dmixed)
         dp = self._convolve_backward("post_weight", p, dunmixed, forbidden)
         dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
+        if self.spec.logits is not None:  # hidden slopes may be infinite or NaN
+            slopes = slopes_of(self.spec.logits, mixed, *_places(mixed, origin))
+            dlogits = (dlogits * slopes).masked_fill(forbidden, 0)
         dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dlogits)
         dscores = self._convolve_backward("weight", scores, dconvolved, forbidden).mul(self.scale)
         dq = _product(dscores, k.to(self.dtype), self._unused(forbidden))
@@ -239,7 +255,8 @@ class _Stages:
         reach = self.weights["weight"].shape[1] - 1  # a score enters this many later rows, at the keys that they see
         return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
 
-    def _forbidden(self, q: Tensor, k: Tensor, position: int) -> Tensor:
+    def _forbidden(self, q: Tensor, k: Tensor, origin: _Origin) -> Tensor:
+        position = origin.position - origin.key
         forbidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         if self.spec.right is not None:
             forbidden |= torch.ones_like(forbidden).triu(position + self.spec.right + 1)
@@ -247,14 +264,18 @@ class _Stages:
             forbidden |= torch.ones_like(forbidden).tril(position - self.spec.left - 1)
         return forbidden
 
-    def _logits(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scores that the convolution takes, those that the mixture takes, and the
-        softmax's.
-        """
+    def _mixed(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scores that the convolution takes, those that the mixture takes, and its result."""
         scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)
         scores = scores.view(*q.shape[:2], -1)
         convolved = self._convolve("weight", scores, forbidden)
-        return scores, convolved, self._mix("head_weight", convolved).masked_fill(forbidden, -torch.inf)
+        return scores, convolved, self._mix("head_weight", convolved)
+
+    def _logits(self, mixed: Tensor, forbidden: Tensor, origin: _Origin) -> Tensor:
+        """Return what the softmax takes."""
+        if self.spec.logits is not None:
+            mixed = logits_of(self.spec.logits, mixed, *_places(mixed, origin))
+        return mixed.masked_fill(forbidden, -torch.inf)
 
     def _post(self, p: Tensor, forbidden: Tensor) -> Tensor:
         """Apply the convolution after the softmax."""
@@ -329,6 +350,12 @@ class _Stages:
         hidden = F.pad(forbidden, self.spec.padding(ck))
         for c in range(ck):
             yield _Term(slice(c, c + 1), weight[:, None, :, c : c + 1], hidden[:, c : c + nk])
+
+
+def _places(plane: Tensor, origin: _Origin) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the position, key and head of each score of a plane ``[H, rows, keys]``."""
+    heads, rows, keys = (torch.arange(n, device=plane.device) for n in plane.shape)
+    return rows[:, None] + origin.position, keys + origin.key, heads[:, None, None]
 
 
 class _Term(NamedTuple):

@@ -1,0 +1,1 @@
+"""Score expressions: the language that describes what happens to a score."""

@@ -1,0 +1,339 @@
+"""The language of score expressions, read into sympy and written from it.
+
+A text is read by Python's parser and translated piece by piece. It is never evaluated, because
+plans are read from files.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import reduce
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import sympy
+from sympy import Expr, Piecewise, Rational
+from sympy.logic.boolalg import Boolean
+from sympy.printing.str import StrPrinter
+
+from ..errors import SpecError, explain
+
+SCORE = sympy.Symbol("s", real=True)
+POSITION, KEY, HEAD = sympy.symbols("i j h", integer=True)
+NAMES = {str(symbol): symbol for symbol in (SCORE, POSITION, KEY, HEAD)}
+LONGEST = 1000  # characters of a text
+LARGEST = 2**127  # numbers are those of fp32
+LARGEST_POWER = 16
+
+Value: TypeAlias = Expr | Boolean
+Function: TypeAlias = Callable[..., Any]
+
+
+def where(condition: Value | bool, value: Any, other: Any) -> Expr:
+    """Return ``value`` where the condition holds, and ``other`` elsewhere."""
+    return Piecewise((value, condition), (other, True))
+
+
+class _Extremum(sympy.Function):  # type: ignore[misc]
+    """An extremum of two numbers. Sympy's own has no derivative that kernels can compute."""
+
+    nargs = 2
+    is_real = True
+
+    @classmethod
+    def eval(cls, first: Expr, second: Expr) -> Expr | None:
+        if first == second:
+            return first
+        if first.is_Rational and second.is_Rational:
+            return first if cls.chosen(first, second) else second
+        if sympy.default_sort_key(second) < sympy.default_sort_key(first):
+            return cls(second, first)
+        return None
+
+    @classmethod
+    def chosen(cls, first: Expr, second: Expr) -> Boolean:
+        """Return the condition that the extremum is the first number."""
+        raise NotImplementedError
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if all(argument.is_integer for argument in self.args) else None
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
+        first, second = (argument.diff(symbol) for argument in self.args)
+        return where(self.chosen(*self.args), first, second)
+
+
+class Minimum(_Extremum):
+    """The lesser of two numbers."""
+
+    @classmethod
+    def chosen(cls, first: Expr, second: Expr) -> Boolean:
+        """Return the condition that the first number is the lesser."""
+        return sympy.LessThan(first, second)
+
+
+class Maximum(_Extremum):
+    """The greater of two numbers."""
+
+    @classmethod
+    def chosen(cls, first: Expr, second: Expr) -> Boolean:
+        """Return the condition that the first number is the greater."""
+        return sympy.GreaterThan(first, second)
+
+
+def minimum(*values: Any) -> Expr:
+    """Return the least of some numbers."""
+    return reduce(Minimum, map(sympy.sympify, values))
+
+
+def maximum(*values: Any) -> Expr:
+    """Return the greatest of some numbers."""
+    return reduce(Maximum, map(sympy.sympify, values))
+
+
+def absolute(value: Any) -> Expr:
+    """Return the absolute value."""
+    return maximum(value, -value)
+
+
+def floor(value: Any) -> Expr:
+    """Return the largest integer that is not larger."""
+    return sympy.floor(value)
+
+
+# Each function, and the numbers of arguments that it takes.
+FUNCTIONS: dict[str, tuple[Function, range]] = {
+    "tanh": (sympy.tanh, range(1, 2)),
+    "exp": (sympy.exp, range(1, 2)),
+    "log": (sympy.log, range(1, 2)),
+    "sqrt": (sympy.sqrt, range(1, 2)),
+    "abs": (absolute, range(1, 2)),
+    "floor": (floor, range(1, 2)),
+    "min": (minimum, range(2, 9)),
+    "max": (maximum, range(2, 9)),
+    "where": (where, range(3, 4)),
+}
+_OPERATORS: dict[type[ast.AST], Function] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
+    ast.Mod: lambda a, b: a - b * sympy.floor(a / b),
+}
+_COMPARISONS: dict[type[ast.AST], Function] = {
+    ast.Lt: sympy.StrictLessThan,
+    ast.LtE: sympy.LessThan,
+    ast.Gt: sympy.StrictGreaterThan,
+    ast.GtE: sympy.GreaterThan,
+    ast.Eq: sympy.Equality,
+    ast.NotEq: sympy.Unequality,
+}
+_LOGIC: dict[type[ast.AST], Function] = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or}
+
+
+def canonical(name: str, given: str | Function | None) -> str | None:
+    """Return the text of an expression in a form that equal expressions share; None for ``s`` itself.
+
+    Args:
+        name: the option that holds the expression, for errors.
+        given: a text; or a function of places, named as in a text, which is called once with
+            symbols; or None.
+
+    Raises:
+        SpecError: the text is not in the language, or the function returns nothing in it.
+    """
+    if given is None:
+        return None
+    expr = read(name, given if isinstance(given, str) else _called(name, given))
+    return None if expr == SCORE else write(expr)
+
+
+def read(name: str, text: str) -> Expr:
+    """Return the expression of a text.
+
+    Args:
+        name: the option that holds the text, for errors.
+        text: Python arithmetic in the names s (the score), i (the query's position), j (the key) and h
+            (the head of the queries), with the functions :data:`FUNCTIONS`.
+
+    Raises:
+        SpecError: the text is not in the language. The message marks the place.
+    """
+    if len(text) > LONGEST:
+        raise SpecError(explain(name, text, f"has {len(text):,} characters", f"at most {LONGEST:,}"))
+    try:
+        expr = _Reader(name, text.strip()).number(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise SpecError(explain(name, text, f"is no expression: {error.msg}", "such as 50 * tanh(s / 50)")) from None
+    except (RecursionError, MemoryError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(explain(name, text, "is nested too deeply", "fewer parentheses")) from None
+    if expr.diff(SCORE).has(sympy.Derivative, sympy.Subs):
+        raise SpecError(explain(name, text, "has no derivative in s that can be written", "floor and // without s"))
+    return expr
+
+
+def write(expr: Expr) -> str:
+    """Return the text of an expression; :func:`read` inverts it."""
+    return _Writer().doprint(expr)
+
+
+def _called(name: str, function: Function) -> str:
+    """Call a function with symbols, and return the text of what it returns.
+
+    Its ``min``, ``max`` and the other functions of the language are those of the language.
+    """
+    legal = f"a text, or a function of {', '.join(NAMES)}"
+    if not callable(function):
+        raise SpecError(explain(name, function, "is no text and no function", legal))
+    parameters = inspect.signature(function).parameters
+    if unknown := [parameter for parameter in parameters if parameter not in NAMES]:
+        raise SpecError(explain(name, unknown, "are not names of an expression", legal))
+    if isinstance(function, FunctionType):
+        names = function.__globals__ | {name: translated for name, (translated, _) in FUNCTIONS.items()}
+        function = FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        )
+    try:
+        value = function(**{parameter: NAMES[parameter] for parameter in parameters})
+        if isinstance(value, str):
+            return value
+        return write(_exact(sympy.sympify(value, strict=True)))
+    except (TypeError, sympy.SympifyError) as error:
+        rule = f"cannot be called with symbols: {error}"
+        raise SpecError(explain(name, function, rule, f"arithmetic and the functions {', '.join(FUNCTIONS)}")) from None
+
+
+def _exact(expr: Expr) -> Expr:
+    """Return an expression with each decimal number as the fraction that its digits say."""
+    return expr.xreplace({number: _rational(float(number)) for number in expr.atoms(sympy.Float)})
+
+
+def _rational(number: float) -> Rational:
+    return Rational(Fraction(repr(number)))
+
+
+class _Reader:
+    """Translates the nodes of a parsed text."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+
+    def number(self, node: ast.expr) -> Expr:
+        """Return the expression of a node that is a number."""
+        match node:
+            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+                return self._checked(node, _rational(value) if math.isfinite(value) else sympy.oo)
+            case ast.Name(id=name) if name in NAMES:
+                return NAMES[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.number(operand)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self.number(operand)
+            case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
+                return self._power(node, self.number(base), self.number(exponent))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+                return self._checked(node, _OPERATORS[type(operator)](self.number(left), self.number(right)))
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+                return self._call(node, name, arguments)
+        raise self._error(node, self._rule(node), f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}")
+
+    def condition(self, node: ast.expr) -> Boolean:
+        """Return the expression of a node that is a condition."""
+        match node:
+            case ast.Compare(left=left, ops=operators, comparators=others) if all(
+                type(operator) in _COMPARISONS for operator in operators
+            ):
+                values = [self.number(value) for value in (left, *others)]
+                compared = zip(operators, values, values[1:], strict=False)
+                return sympy.And(*(_COMPARISONS[type(operator)](a, b) for operator, a, b in compared))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _LOGIC:
+                return _LOGIC[type(operator)](self.condition(left), self.condition(right))
+            case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                return sympy.Not(self.condition(operand))
+        raise self._error(node, "is no condition", "comparisons such as i - j < 64, joined by & and |, or ~ of one")
+
+    def _call(self, node: ast.Call, name: str, arguments: list[ast.expr]) -> Expr:
+        function, numbers = FUNCTIONS[name]
+        if len(arguments) not in numbers:
+            counts = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            raise self._error(node, f"{name} has {len(arguments)} arguments", f"{counts} arguments")
+        if name == "where":
+            condition, *rest = arguments
+            return self._checked(node, where(self.condition(condition), *map(self.number, rest)))
+        return self._checked(node, function(*map(self.number, arguments)))
+
+    def _power(self, node: ast.expr, base: Expr, exponent: Expr) -> Expr:
+        if not (exponent.is_Integer and abs(exponent) <= LARGEST_POWER):
+            legal = f"whole numbers from -{LARGEST_POWER} to {LARGEST_POWER}; exp(x * log(y)) is y to the power of x"
+            raise self._error(node, "has no such exponent", legal)
+        return self._checked(node, base**exponent)
+
+    def _checked(self, node: ast.expr, expr: Expr) -> Expr:
+        """Return an expression after checking that its numbers are numbers of fp32."""
+        if expr.is_number and not (expr.is_real and abs(expr.evalf()) <= LARGEST):
+            raise self._error(node, f"is {expr}", "real numbers up to 2**127")
+        for number in expr.atoms(sympy.Rational):
+            if abs(number.p) > LARGEST or number.q > LARGEST:
+                raise self._error(node, f"has the number {number}", "numerators and denominators up to 2**127")
+        return expr
+
+    def _rule(self, node: ast.expr) -> str:
+        match node:
+            case ast.Name(id=name):
+                return f"{name} is not a name of the language"
+            case ast.Call(func=ast.Name(id=name)):
+                return f"{name} is not a function of the language"
+            case ast.Compare() | ast.BoolOp():
+                return "a condition stands where a number should"
+        return f"{type(node).__name__} is not in the language"
+
+    def _error(self, node: ast.expr, rule: str, legal: str) -> SpecError:
+        """Return an error that marks the node in the text."""
+        line = self.text.splitlines()[node.lineno - 1]
+        first = node.col_offset
+        last = node.end_col_offset if node.end_lineno == node.lineno and node.end_col_offset else len(line)
+        mark = f"\n  {line}\n  {' ' * first}{'^' * max(1, last - first)}"
+        return SpecError(explain(self.name, self.text, rule, legal) + mark)
+
+
+class _Writer(StrPrinter):  # type: ignore[misc]
+    """Writes an expression as a text of the language."""
+
+    def _print_Exp1(self, expr: Expr) -> str:
+        return "exp(1)"
+
+    def _print_Piecewise(self, expr: Piecewise) -> str:
+        *choices, (text, last) = ((self._print(value), condition) for value, condition in expr.args)
+        if last != sympy.true:
+            raise ValueError(explain("expr", str(expr), "has no value where no condition holds", "where(c, x, y)"))
+        for value, condition in reversed(choices):
+            text = f"where({self._print(condition)}, {value}, {text})"
+        return text
+
+    def _joined(self, operator: str, expr: Boolean) -> str:
+        return f" {operator} ".join(f"({text})" for text in sorted(map(self._print, expr.args)))
+
+    def _print_And(self, expr: sympy.And) -> str:
+        return self._joined("&", expr)
+
+    def _print_Or(self, expr: sympy.Or) -> str:
+        return self._joined("|", expr)
+
+    def _print_Not(self, expr: sympy.Not) -> str:
+        return f"~({self._print(expr.args[0])})"
+
+    def _print_Relational(self, expr: Any) -> str:
+        return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
+
+    def _print_Minimum(self, expr: Minimum) -> str:
+        return f"min({', '.join(map(self._print, expr.args))})"
+
+    def _print_Maximum(self, expr: Maximum) -> str:
+        return f"max({', '.join(map(self._print, expr.args))})"
