@@ -184,6 +184,18 @@ def write(expr: Expr) -> str:
     return _Writer().doprint(expr)
 
 
+def names_in(text: str) -> set[str]:
+    """Return the names that a canonical text reads: s, i, j and h."""
+    return {str(symbol) for symbol in read("text", text).free_symbols}
+
+
+def is_of_distance(text: str) -> bool:
+    """Return whether a canonical text reads positions and keys as differences i - j only."""
+    expr, shift = read("text", text), sympy.Dummy(integer=True)
+    moved = expr.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
+    return bool(sympy.expand(moved - expr) == 0)
+
+
 def _called(name: str, function: Function) -> str:
     """Call a function with symbols, and return the text of what it returns.
 
@@ -219,6 +231,14 @@ def _rational(number: float) -> Rational:
     return Rational(Fraction(repr(number)))
 
 
+def _compared(comparison: Function, first: Expr, second: Expr) -> Boolean:
+    """Return a comparison; one of integers has a number on the right, as equal comparisons then read alike."""
+    if first.is_integer and second.is_integer:
+        number, rest = (first - second).expand().as_coeff_Add()
+        first, second = rest, -number
+    return comparison(first, second)
+
+
 class _Reader:
     """Translates the nodes of a parsed text."""
 
@@ -252,7 +272,7 @@ class _Reader:
             ):
                 values = [self.number(value) for value in (left, *others)]
                 compared = zip(operators, values, values[1:], strict=False)
-                return sympy.And(*(_COMPARISONS[type(operator)](a, b) for operator, a, b in compared))
+                return sympy.And(*(_compared(_COMPARISONS[type(operator)], a, b) for operator, a, b in compared))
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _LOGIC:
                 return _LOGIC[type(operator)](self.condition(left), self.condition(right))
             case ast.UnaryOp(op=ast.Invert(), operand=operand):
