@@ -11,7 +11,7 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, read
+from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, Where, read
 
 Number: TypeAlias = Tensor | int | float
 _FUNCTIONS = {
@@ -102,8 +102,9 @@ class _Evaluation:
         if isinstance(expr, sympy.Not):
             return ~self.of(expr.args[0])
         part = self.of if all(argument.is_integer for argument in expr.args) else self.real
-        if isinstance(expr, sympy.Piecewise):
-            return self._choice(expr)
+        if isinstance(expr, Where):
+            condition, *numbers = expr.args
+            return torch.where(self.of(condition), *map(self.of if expr.is_integer else self.real, numbers))
         if isinstance(expr, sympy.Add):
             return reduce(torch.add, map(part, expr.args))
         if isinstance(expr, sympy.Mul):
@@ -126,10 +127,3 @@ class _Evaluation:
         if numerator.is_integer and denominator.is_integer:
             return torch.div(self.of(numerator), self.of(denominator), rounding_mode="floor")
         return self.real(expr).floor().to(torch.int64)
-
-    def _choice(self, expr: sympy.Piecewise) -> Tensor:
-        *choices, (value, _) = expr.args
-        chosen = self.real(value)
-        for value, condition in reversed(choices):
-            chosen = torch.where(self.of(condition), self.real(value), chosen)
-        return chosen

@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, TypeAlias
 
 import sympy
-from sympy import Expr, Piecewise, Rational
+from sympy import Expr, Rational
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
@@ -33,9 +33,23 @@ Value: TypeAlias = Expr | Boolean
 Function: TypeAlias = Callable[..., Any]
 
 
-def where(condition: Value | bool, value: Any, other: Any) -> Expr:
-    """Return ``value`` where the condition holds, and ``other`` elsewhere."""
-    return Piecewise((value, condition), (other, True))
+class Where(Expr):  # type: ignore[misc]
+    """A number where a condition holds, and another elsewhere. Unlike sympy's Piecewise it is never rearranged."""
+
+    is_real = True
+
+    def __new__(cls, condition: Value | bool, value: Any, other: Any) -> Expr:
+        condition, value, other = map(sympy.sympify, (condition, value, other))
+        if condition in (sympy.true, sympy.false) or value == other:
+            return value if condition == sympy.true else other
+        return super().__new__(cls, condition, value, other)
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if all(number.is_integer for number in self.args[1:]) else None
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
+        condition, value, other = self.args
+        return Where(condition, value.diff(symbol), other.diff(symbol))
 
 
 class _Extremum(sympy.Function):  # type: ignore[misc]
@@ -48,8 +62,8 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
     def eval(cls, first: Expr, second: Expr) -> Expr | None:
         if first == second:
             return first
-        if first.is_Rational and second.is_Rational:
-            return first if cls.chosen(first, second) else second
+        if first.is_number and second.is_number:
+            return first if cls.chosen(first.evalf(), second.evalf()) else second
         if sympy.default_sort_key(second) < sympy.default_sort_key(first):
             return cls(second, first)
         return None
@@ -64,7 +78,7 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
         first, second = (argument.diff(symbol) for argument in self.args)
-        return where(self.chosen(*self.args), first, second)
+        return Where(self.chosen(*self.args), first, second)
 
 
 class Minimum(_Extremum):
@@ -115,7 +129,7 @@ FUNCTIONS: dict[str, tuple[Function, range]] = {
     "floor": (floor, range(1, 2)),
     "min": (minimum, range(2, 9)),
     "max": (maximum, range(2, 9)),
-    "where": (where, range(3, 4)),
+    "where": (Where, range(3, 4)),
 }
 _OPERATORS: dict[type[ast.AST], Function] = {
     ast.Add: lambda a, b: a + b,
@@ -232,11 +246,12 @@ def _rational(number: float) -> Rational:
 
 
 def _compared(comparison: Function, first: Expr, second: Expr) -> Boolean:
-    """Return a comparison; one of integers has a number on the right, as equal comparisons then read alike."""
-    if first.is_integer and second.is_integer:
-        number, rest = (first - second).expand().as_coeff_Add()
-        first, second = rest, -number
-    return comparison(first, second)
+    """Return a comparison. If it is one of integers, it has a number on the right, and equal ones read alike."""
+    if not (first.is_integer and second.is_integer):
+        return comparison(first, second)
+    number, rest = (first - second).expand().as_coeff_Add()
+    compared = comparison(rest, -number)
+    return compared.reversedsign if compared.is_Relational and rest.could_extract_minus_sign() else compared
 
 
 class _Reader:
@@ -286,7 +301,7 @@ class _Reader:
             raise self._error(node, f"{name} has {len(arguments)} arguments", f"{counts} arguments")
         if name == "where":
             condition, *rest = arguments
-            return self._checked(node, where(self.condition(condition), *map(self.number, rest)))
+            return self._checked(node, Where(self.condition(condition), *map(self.number, rest)))
         return self._checked(node, function(*map(self.number, arguments)))
 
     def _power(self, node: ast.expr, base: Expr, exponent: Expr) -> Expr:
@@ -298,6 +313,8 @@ class _Reader:
     def _checked(self, node: ast.expr, expr: Expr) -> Expr:
         """Return an expression after checking that its numbers are numbers of fp32."""
         if expr.is_number and not (expr.is_real and abs(expr.evalf()) <= LARGEST):
+            raise self._error(node, f"is {expr}", "real numbers up to 2**127")
+        if expr.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I):
             raise self._error(node, f"is {expr}", "real numbers up to 2**127")
         for number in expr.atoms(sympy.Rational):
             if abs(number.p) > LARGEST or number.q > LARGEST:
@@ -329,13 +346,8 @@ class _Writer(StrPrinter):  # type: ignore[misc]
     def _print_Exp1(self, expr: Expr) -> str:
         return "exp(1)"
 
-    def _print_Piecewise(self, expr: Piecewise) -> str:
-        *choices, (text, last) = ((self._print(value), condition) for value, condition in expr.args)
-        if last != sympy.true:
-            raise ValueError(explain("expr", str(expr), "has no value where no condition holds", "where(c, x, y)"))
-        for value, condition in reversed(choices):
-            text = f"where({self._print(condition)}, {value}, {text})"
-        return text
+    def _print_Where(self, expr: Where) -> str:
+        return f"where({', '.join(map(self._print, expr.args))})"
 
     def _joined(self, operator: str, expr: Boolean) -> str:
         return f" {operator} ".join(f"({text})" for text in sorted(map(self._print, expr.args)))
