@@ -48,7 +48,7 @@ from .pieces import (
     width_mask,
     window_start,
 )
-from .printers import python_code, triton_code, triton_host_code
+from .printers import python_code, triton_code, triton_host_code, triton_real_code
 from .templates import environment
 
 _NUMBERS = ("int32", "float")  # types of arguments
@@ -262,7 +262,8 @@ def environment_of() -> jinja2.Environment:
     templates = environment("triton")
     # A macro of whole lines is called on a line of its own, whose end is the end of the macro's last line.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
-    templates.filters |= {"triton": triton_code, "plus": shifted, "codes": codes, "host": python_code}
+    templates.filters |= {"triton": triton_code, "real": triton_real_code, "plus": shifted}
+    templates.filters |= {"codes": codes, "host": python_code}
     templates.globals |= {
         "unrolled": unrolled,
         "signature": _signature,

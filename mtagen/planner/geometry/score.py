@@ -10,8 +10,12 @@ from sympy import Expr, Rational
 from ...spec import Spec
 from .mask import Mask
 
-# The parameters of the functions of a score, and their names in kernels.
+# The parameters of the functions of a score, and their names in kernels: the score, the gradient of what it becomes,
+# the position of its query, its key, and its head of queries.
 SCORE, GRADIENT = sympy.symbols("score gradient", real=True)
+POSITION, KEY, HEAD = sympy.symbols("position key head", integer=True)
+# A kernel holds a score divided by this number, which may be known only at run time.
+FACTOR = sympy.Symbol("factor", real=True, nonzero=True)
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,14 @@ class ScoreStage:
     """The mask and the function that apply to scores before the softmax.
 
     It is printed as functions, which templates call without asking what they are:
-    ``visible(position, key)`` and ``modify(score, position, key, head)``, and in Triton
-    ``modify_backward(gradient, score, position, key, head)``. CUDA's kernels have no
-    ``modify_backward``, and those of "tile" no ``modify``: they hold the identity only.
+    ``visible(position, key)``, ``modify(score, position, key, head)`` and
+    ``modify_backward(gradient, score, position, key, head)``. In CUDA the last two take
+    ``factor`` after ``score``, because some kernels know their units only at run time.
 
     Attributes:
         visible: the keys that each query sees. Bounds of loops and edge tiles follow from it, too.
-        modify: the function, an expression in ``SCORE``; the identity by default.
+        modify: the function, an expression in ``SCORE``, ``POSITION``, ``KEY`` and ``HEAD``; the
+            identity by default.
     """
 
     visible: Mask
@@ -38,10 +43,10 @@ class ScoreStage:
 
     @property
     def modify_backward(self) -> Expr:
-        """The gradient of a score from the ``GRADIENT`` of what it becomes."""
+        """The gradient of a score from the ``GRADIENT`` of what it becomes. It is linear in ``GRADIENT``."""
         return GRADIENT * sympy.diff(self.modify, SCORE)
 
-    def scaled(self, factor: float) -> ScoreStage:
-        """Return the stage of scores that kernels hold times ``factor``."""
-        exact = Rational(factor)
+    def scaled(self, scale: Expr | float) -> ScoreStage:
+        """Return the stage of scores that kernels hold times ``scale``."""
+        exact = scale if isinstance(scale, Expr) else Rational(scale)
         return replace(self, modify=exact * self.modify.subs(SCORE, SCORE / exact))
