@@ -132,6 +132,8 @@ DEVICE u32 as_elements<bf16>(u32 x) {
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
 
+// Functions of score expressions.
+
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
 // The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.

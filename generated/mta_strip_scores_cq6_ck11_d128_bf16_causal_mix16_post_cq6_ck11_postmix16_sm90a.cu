@@ -102,6 +102,8 @@ DEVICE void pin(float (&x)[N]) {
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
 
+// Functions of score expressions.
+
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 

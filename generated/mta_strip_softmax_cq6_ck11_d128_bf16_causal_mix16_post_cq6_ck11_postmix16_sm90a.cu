@@ -162,6 +162,8 @@ DEVICE float exp2_fast(float x) {
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
 
+// Functions of score expressions.
+
 // The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
 // result is its value.
 DEVICE float modify(float score, float factor, int position, int key, int head) {

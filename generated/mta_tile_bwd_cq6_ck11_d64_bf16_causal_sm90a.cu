@@ -1102,6 +1102,8 @@ struct Cta : Sequence {
   }
 };
 
+// Functions of score expressions.
+
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 

@@ -289,6 +289,8 @@ struct Problem {
   float scale;
 };
 
+// Functions of score expressions.
+
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 

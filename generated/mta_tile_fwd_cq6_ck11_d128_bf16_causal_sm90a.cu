@@ -774,6 +774,8 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
   }
 }
 
+// Functions of score expressions.
+
 // The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
 // result is its value.
 DEVICE float modify(float score, float factor, int position, int key, int head) {

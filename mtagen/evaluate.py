@@ -11,7 +11,7 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, Where, read
+from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, Where, read, split_sum
 
 Number: TypeAlias = Tensor | int | float
 _FUNCTIONS = {
@@ -106,13 +106,21 @@ class _Evaluation:
             condition, *numbers = expr.args
             return torch.where(self.of(condition), *map(self.of if expr.is_integer else self.real, numbers))
         if isinstance(expr, sympy.Add):
-            return reduce(torch.add, map(part, expr.args))
+            return self._sum(expr)
         if isinstance(expr, sympy.Mul):
             return reduce(torch.mul, map(part, expr.args))
         if isinstance(expr, sympy.Pow):
             base, exponent = expr.args
             return part(base).pow(int(exponent) if part == self.of else float(exponent))
         return _FUNCTIONS[type(expr)](*map(part, expr.args))
+
+    def _sum(self, expr: Expr) -> Tensor:
+        """Return a sum. Its integers are added up exactly before they are rounded."""
+        if expr.is_integer:
+            return reduce(torch.add, map(self.of, expr.args))
+        number, integer, others = split_sum(expr)
+        rounded = self.real(integer) * float(number)
+        return reduce(torch.add, map(self.real, others), rounded)
 
     def _constant(self, expr: sympy.Basic) -> Tensor:
         if expr in (sympy.true, sympy.false):

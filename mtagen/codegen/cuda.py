@@ -21,8 +21,9 @@ from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..version import __version__
+from .expressions import c_expression
 from .host import allocate, codes, launch, options, together
-from .printers import Source, c_code, c_real_code, python_code
+from .printers import Source, c_code, python_code
 from .templates import environment
 
 # A function from the left margin to its end, with its comment and template parameters.
@@ -114,7 +115,7 @@ def render_host(plan: Plan) -> str:
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
     templates.filters |= {"parameters": _parameters, "names": _names_of, "table": _table}
-    templates.filters |= {"host": python_code, "c": c_code, "real": c_real_code, "codes": codes}
+    templates.filters |= {"host": python_code, "c": c_code, "expression": c_expression, "codes": codes}
     templates.globals |= {"allocate": allocate, "launch": launch, "together": together} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,

@@ -1,8 +1,7 @@
-"""Print exact sympy expressions as Triton, Python or C source that reads as if handwritten.
+"""Print exact integer sympy expressions as Triton, Python or C source that reads as if handwritten.
 
-Most printers print expressions over ints: integers, real symbols, sums, products, Min, Max and floor or
-ceiling of a quotient; anything else (a float, a true division) raises. Printers of real expressions print
-rational numbers, quotients and functions, too. Terms come in a fixed order, so the same expression always
+Only integers, real symbols, sums, products, Min, Max and floor or ceiling of a quotient can be printed;
+anything else (a float, a true division) raises. Terms come in a fixed order, so the same expression always
 gives the same text.
 """
 
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import sympy
-from sympy import Expr, Integer, Max, Min, Rational, Symbol, ceiling, floor
+from sympy import Expr, Max, Min, Symbol, ceiling, floor
 
 from ..errors import explain
 
@@ -61,24 +60,6 @@ def c_code(expr: Expr | int) -> str:
         ValueError: a part of ``expr`` has no exact C form.
     """
     return _CPrinter().text(sympy.sympify(expr))
-
-
-def triton_real_code(expr: Expr) -> str:
-    """Print ``expr`` as a Triton expression over fp32: numbers are float literals.
-
-    Raises:
-        ValueError: a part of ``expr`` has no Triton form.
-    """
-    return _TritonRealPrinter().text(expr)
-
-
-def c_real_code(expr: Expr) -> str:
-    """Print ``expr`` as a C expression over floats: numbers are float literals.
-
-    Raises:
-        ValueError: a part of ``expr`` has no C form.
-    """
-    return _CRealPrinter().text(expr)
 
 
 class Source(Symbol):  # type: ignore[misc]
@@ -145,14 +126,20 @@ class _PythonPrinter:
         """Print a product: quotients first, so that ``x // B * B`` needs no parentheses, then
         numbers, symbols.
         """
-        first, *rest = sorted(
-            _factors(expr),
+        factors: list[Expr] = []
+        for factor in sympy.Mul.make_args(expr):
+            base, exponent = factor.as_base_exp()
+            if not (exponent.is_Integer and exponent > 0):
+                raise _unprintable(expr, "divides or takes a root without rounding")
+            factors += [base] * int(exponent)
+        factors.sort(
             key=lambda factor: (
                 not isinstance(factor, (floor, ceiling)),
                 not factor.is_number,
                 self.text(factor).swapcase(),
-            ),
+            )
         )
+        first, *rest = factors
         return " * ".join([self.text(first, _PRODUCT), *(self.text(factor, _ATOM) for factor in rest)])
 
     def _sorted(self, args: Sequence[Expr]) -> list[str]:
@@ -197,71 +184,6 @@ class _CPrinter(_TruncatingPrinter):
 
     def _ceiling(self, numerator: Expr, denominator: Expr) -> tuple[str, int]:
         return self._floor(numerator + denominator - 1, denominator), _PRODUCT
-
-
-class _RealPrinter(_PythonPrinter):
-    """A printer of real expressions. Parts over ints, which a real expression may contain, are printed as such."""
-
-    _integers: ClassVar[_PythonPrinter]
-
-    def _visit(self, expr: Expr) -> tuple[str, int]:
-        if expr.is_Rational:
-            return self._number(expr), _ATOM if expr >= 0 else _SUM
-        if expr.is_integer and not expr.is_Symbol:
-            return self._integers._visit(expr)
-        if isinstance(expr, sympy.tanh):
-            return self._tanh(*expr.args)
-        return super()._visit(expr)
-
-    def _number(self, number: Rational) -> str:
-        return repr(float(number))
-
-    def _tanh(self, x: Expr) -> tuple[str, int]:
-        raise NotImplementedError
-
-    def _multiply(self, expr: Expr) -> str:
-        """Print a product. A number and the divisors come first, so that a compiler may compute their
-        quotient once for all values of a variable that follows.
-        """
-        number, rest = expr.as_coeff_Mul()
-        numerator, divisor = sympy.fraction(rest)
-        if divisor == 1:
-            return super()._multiply(expr)
-        factors = [self.text(x, _ATOM) for x in (number, *_factors(divisor))]
-        return " * ".join([" / ".join(factors), *([] if numerator == 1 else [super()._multiply(numerator)])])
-
-
-class _TritonRealPrinter(_RealPrinter, _TritonPrinter):
-    _integers: ClassVar[_PythonPrinter] = _TritonPrinter()
-
-    def _tanh(self, x: Expr) -> tuple[str, int]:
-        return f"{self._number(Integer(2))} * tl.sigmoid({self.text(2 * x)}) - {self._number(Integer(1))}", _SUM
-
-
-class _CRealPrinter(_RealPrinter, _CPrinter):
-    _integers: ClassVar[_PythonPrinter] = _CPrinter()
-
-    def _number(self, number: Rational) -> str:
-        text = super()._number(number)
-        return f"{text.removesuffix('0') if text.endswith('.0') else text}f"
-
-    def _tanh(self, x: Expr) -> tuple[str, int]:
-        return f"tanhf({self.text(x)})", _ATOM
-
-
-def _factors(product: Expr) -> list[Expr]:
-    """Return the factors of a product of positive integer powers.
-
-    Raises:
-        ValueError: a factor is another power.
-    """
-    factors: list[Expr] = []
-    for factor in sympy.Mul.make_args(product):
-        base, exponent = factor.as_base_exp()
-        if not (exponent.is_Integer and exponent > 0):
-            raise _unprintable(product, "divides or takes a root without rounding")
-        factors += [base] * int(exponent)
-    return factors
 
 
 def _is_negative(term: Expr) -> bool:

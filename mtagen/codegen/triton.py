@@ -23,6 +23,7 @@ from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
 from .backward import finish, product
+from .expressions import triton_expression
 from .host import WIDTH, codes, filled, grouped, options
 from .layout import layout_of
 from .pieces import (
@@ -48,7 +49,7 @@ from .pieces import (
     width_mask,
     window_start,
 )
-from .printers import python_code, triton_code, triton_host_code, triton_real_code
+from .printers import python_code, triton_code, triton_host_code
 from .templates import environment
 
 _NUMBERS = ("int32", "float")  # types of arguments
@@ -262,7 +263,7 @@ def environment_of() -> jinja2.Environment:
     templates = environment("triton")
     # A macro of whole lines is called on a line of its own, whose end is the end of the macro's last line.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
-    templates.filters |= {"triton": triton_code, "real": triton_real_code, "plus": shifted}
+    templates.filters |= {"triton": triton_code, "expression": triton_expression, "plus": shifted}
     templates.filters |= {"codes": codes, "host": python_code}
     templates.globals |= {
         "unrolled": unrolled,

@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, TypeAlias
 
 import sympy
-from sympy import Expr, Rational
+from sympy import Expr, Integer, Rational
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
@@ -208,6 +208,24 @@ def is_of_distance(text: str) -> bool:
     expr, shift = read("text", text), sympy.Dummy(integer=True)
     moved = expr.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
     return bool(sympy.expand(moved - expr) == 0)
+
+
+def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
+    """Return a number, an integer and other terms: the sum is the number times the integer, plus the others.
+
+    Sympy multiplies a sum out, so ``(i - j) / 10`` becomes ``i/10 - j/10``, whose terms round by
+    themselves.
+    """
+    integers, others = [], []
+    for term in sympy.Add.make_args(expr):
+        whole = term.as_coeff_Mul()[1]
+        (integers if whole.is_integer else others).append(term)
+    if not any(term.free_symbols for term in integers):
+        return Integer(1), Integer(0), [*others, *integers]
+    number, integer = sympy.Add(*integers).primitive()
+    if integer.could_extract_minus_sign():
+        number, integer = -number, -integer
+    return number, integer, others
 
 
 def _called(name: str, function: Function) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import sympy
-from sympy import Expr, Rational
+from sympy import Add, Expr, Rational
 
+from ...expressions import language
 from ...spec import Spec
 from .mask import Mask
 
@@ -39,7 +40,10 @@ class ScoreStage:
     @classmethod
     def of(cls, spec: Spec) -> ScoreStage:
         """Return what a request does with its scores."""
-        return cls(Mask.of(spec))
+        if spec.logits is None:
+            return cls(Mask.of(spec))
+        names = {language.SCORE: SCORE, language.POSITION: POSITION, language.KEY: KEY, language.HEAD: HEAD}
+        return cls(Mask.of(spec), language.read("logits", spec.logits).xreplace(names))
 
     @property
     def modify_backward(self) -> Expr:
@@ -49,4 +53,7 @@ class ScoreStage:
     def scaled(self, scale: Expr | float) -> ScoreStage:
         """Return the stage of scores that kernels hold times ``scale``."""
         exact = scale if isinstance(scale, Expr) else Rational(scale)
-        return replace(self, modify=exact * self.modify.subs(SCORE, SCORE / exact))
+        terms = Add.make_args(self.modify.xreplace({SCORE: SCORE / exact}))
+        of_score = [exact * term for term in terms if term.has(SCORE)]
+        # The other terms stay together: differences of places must be taken before they are rounded.
+        return replace(self, modify=Add(*of_score, exact * Add(*(term for term in terms if not term.has(SCORE)))))
