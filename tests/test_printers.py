@@ -8,7 +8,15 @@ import pytest
 import sympy
 from sympy import Max, Min, ceiling, floor
 
-from mtagen.codegen.printers import Source, c_code, python_code, triton_code, triton_host_code
+from mtagen.codegen.printers import (
+    Source,
+    c_code,
+    c_real_code,
+    python_code,
+    triton_code,
+    triton_host_code,
+    triton_real_code,
+)
 from mtagen.planner.geometry.loops import BLOCK_M, BLOCK_N, key_loop, row_loop
 from mtagen.planner.geometry.mask import Mask
 
@@ -198,3 +206,34 @@ def test_what_is_not_exact_is_refused(printer, expr):
 def test_numerators_that_may_be_negative_are_refused_where_division_truncates(expr, printer):
     with pytest.raises(ValueError, match="may have a negative numerator"):
         printer(expr)
+
+
+S, F = sympy.symbols("s f", real=True)
+REAL = [  # an expression, and how it reads in C and in Triton
+    (S, "s", "s"),
+    (X * (Y - 2) + S / 8, "0.125f * s + x * (y - 2)", "0.125 * s + x * (y - 2)"),
+    (S / 10**20 - sympy.Rational(10), "1e-20f * s - 10.f", "1e-20 * s - 10.0"),
+    (S * F / X, "1.f / x * f * s", "1.0 / x * f * s"),
+    (
+        50 / F * sympy.tanh(F * S / 50),
+        "50.f / f * tanhf(0.02f * f * s)",
+        "50.0 / f * (2.0 * tl.sigmoid(0.04 * f * s) - 1.0)",
+    ),
+    (
+        S * (1 - sympy.tanh(S) ** 2),
+        "(1.f - tanhf(s) * tanhf(s)) * s",
+        "(1.0 - (2.0 * tl.sigmoid(2.0 * s) - 1.0) * (2.0 * tl.sigmoid(2.0 * s) - 1.0)) * s",
+    ),
+]
+
+
+@pytest.mark.parametrize(("expr", "c", "triton"), REAL, ids=str)
+def test_real_expressions(expr, c, triton):
+    assert (c_real_code(expr), triton_real_code(expr)) == (c, triton)
+
+
+@pytest.mark.parametrize("expr", [sympy.sqrt(S), sympy.sin(S), S**X], ids=str)
+def test_real_expressions_that_cannot_be_printed(expr):
+    for code in (c_real_code, triton_real_code):
+        with pytest.raises(ValueError, match="expr"):
+            code(expr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import sympy
@@ -40,6 +41,13 @@ class ScoreStage:
     def of(cls, spec: Spec) -> ScoreStage:
         """Return what a request does with its scores."""
         return cls(Mask.of(spec))
+
+    @property
+    def name(self) -> str:
+        """The part of kernel names that tells stages apart."""
+        if self.modify == SCORE:
+            return self.visible.name
+        return f"{self.visible.name}_{hashlib.sha256(str(self.modify).encode()).hexdigest()[:8]}"
 
     @property
     def modify_backward(self) -> Expr:
