@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..evaluate import logits_of, slopes_of
 from ..spec import Spec
 from . import lifting
+from .scores import Place, modify, modify_backward
 
 TILE = 256  # rows and columns of a block of scores: a quarter of a MiB in fp32, within a core's private cache
 
@@ -43,16 +43,15 @@ def forward(spec: Spec, call: Call, *, tile: int = TILE) -> tuple[Tensor, Tensor
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     for group in _groups(call):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
-        places = _Places(spec, off, group.head)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             # The maximum starts at a finite number, not -inf, so that exp(peak - peak) is 1 before a row sees a key.
             peak = torch.full_like(group.q[:, rows, :1], torch.finfo(dtype).min)
             total = torch.zeros_like(peak)
             acc = peak.new_zeros(*peak.shape[:2], v.shape[3])
             for cols in columns:
-                corner = rows.start + off - cols.start
-                scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], corner)
-                p = places.logits(scores, rows, cols)
+                place = Place(group.head, rows.start + off, cols.start)
+                scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], place)
+                p = _masked(spec, modify(spec, scores, place), place)
                 new_peak = torch.maximum(peak, p.amax(-1, keepdim=True))
                 decay, peak = (peak - new_peak).exp_(), new_peak
                 p.sub_(peak).exp_()
@@ -83,7 +82,6 @@ def backward(
     dk, dv, dweight = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v, weight))
     for group in _groups(call):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
-        places = _Places(spec, off, group.head)
         dleft, dright = (group.q.new_zeros(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (left, right))
         dband, dvalues = torch.zeros_like(band), torch.zeros_like(group.v)
 
@@ -97,14 +95,13 @@ def backward(
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             left_tile, douts_tile = left[:, rows].flatten(2), douts[:, rows]
             for cols in columns:
-                corner = rows.start + off - cols.start
-                scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], corner)
-                p = places.logits(scores, rows, cols)
-                p.sub_(norms[:, rows]).exp_()
+                place = Place(group.head, rows.start + off, cols.start)
+                scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], place)
+                p = _masked(spec, modify(spec, scores, place), place).sub_(norms[:, rows]).exp_()
                 dvalues[:, cols].baddbmm_(p.mT, douts_tile)
                 g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
-                g = places.convolved_gradient(g, scores, rows, cols)
-                for diagonal, entry in _diagonals(g, dband[:, rows], corner):
+                g = modify_backward(spec, g, scores, place)
+                for diagonal, entry in _diagonals(g, dband[:, rows], place):
                     entry.copy_(diagonal)
                     diagonal.zero_()  # these scores came from the band, not from the operands' product
                 dleft[:, rows].baddbmm_(g, right[:, cols].flatten(2))
@@ -138,42 +135,6 @@ class _Group(NamedTuple):
     k: Tensor
     v: Tensor
     kernel: Tensor
-
-
-class _Places(NamedTuple):
-    """Where the scores of a group of heads stand. Row i is at position i + ``off``."""
-
-    spec: Spec
-    off: int
-    head: Tensor
-
-    def logits(self, scores: Tensor, rows: slice, cols: slice) -> Tensor:
-        """Return what the softmax takes of a block of convolved scores: -inf where hidden."""
-        if self.spec.logits is not None:
-            scores = logits_of(self.spec.logits, scores, *self._of(rows, cols))
-        hidden = self._hidden(rows, cols)
-        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-
-    def convolved_gradient(self, gradient: Tensor, scores: Tensor, rows: slice, cols: slice) -> Tensor:
-        """Return the gradient of convolved scores from that of :meth:`logits`."""
-        if self.spec.logits is None:
-            return gradient
-        gradient = gradient * slopes_of(self.spec.logits, scores, *self._of(rows, cols))
-        hidden = self._hidden(rows, cols)  # hidden slopes may be infinite or NaN
-        return gradient if hidden is None else gradient.masked_fill(hidden, 0)
-
-    def _of(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the position, key and head of each score of a block."""
-        positions, keys = (torch.arange(x.start, x.stop, device=self.head.device) for x in (rows, cols))
-        return positions[:, None] + self.off, keys, self.head[:, None, None]
-
-    def _hidden(self, rows: slice, cols: slice) -> Tensor | None:
-        """Return where keys of a block come after the row, or None if none does."""
-        corner = rows.start + self.off - cols.start
-        if self.spec.right is None or corner >= cols.stop - cols.start - 1:
-            return None
-        hidden = torch.ones(rows.stop - rows.start, cols.stop - cols.start, dtype=torch.bool, device=self.head.device)
-        return hidden.triu(corner + 1)
 
 
 def _groups(call: Call) -> Iterator[_Group]:
@@ -213,20 +174,29 @@ def _split(n: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, n)) for start in range(0, n, tile)]
 
 
-def _score_tile(left: Tensor, right: Tensor, band: Tensor, corner: int) -> Tensor:
-    """Return convolved scores ``[G, R, J]``; ``corner`` is i + off - j of the first."""
+def _score_tile(left: Tensor, right: Tensor, band: Tensor, place: Place) -> Tensor:
+    """Return convolved scores ``[G, R, J]``."""
     scores = left.new_zeros(*left.shape[:2], right.shape[1])
     for x, y in zip(left.unbind(2), right.unbind(2), strict=True):
         scores.baddbmm_(x, y.mT)  # one product over all m * D would have about twice the rounding error
-    for diagonal, entry in _diagonals(scores, band, corner):
+    for diagonal, entry in _diagonals(scores, band, place):
         diagonal.copy_(entry)
     return scores
 
 
-def _diagonals(scores: Tensor, band: Tensor, corner: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _masked(spec: Spec, scores: Tensor, place: Place) -> Tensor:
+    """Set hidden scores to -inf, in place."""
+    if spec.right is not None and place.corner < scores.shape[2] - 1:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(place.corner + 1)
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _diagonals(scores: Tensor, band: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each diagonal i + off - j = delta of a block with its entries in ``band [G, R,
     width]``, as views.
     """
+    corner = place.corner
     for delta in range(max(0, corner - scores.shape[2] + 1), band.shape[2]):
         diagonal = scores.diagonal(corner - delta, 1, 2)
         first = max(0, delta - corner)

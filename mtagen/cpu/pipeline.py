@@ -21,8 +21,8 @@ from torch.nn import grad
 
 from ..call import Call, Step
 from ..dropout import Dropout
-from ..evaluate import logits_of, slopes_of
 from ..spec import Spec
+from .scores import Place, modify, modify_backward
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
 _TERMS = 2**12  # terms of a partial sum in a matrix's gradient: in fp32, longer sums lose digits
@@ -46,7 +46,7 @@ def forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tenso
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.origin, strip.context, factors)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.place, strip.context, factors)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
@@ -72,7 +72,7 @@ def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_e
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.origin, douts, dlses, factors)
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.place, douts, dlses, factors)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
@@ -106,40 +106,30 @@ def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
         if new := min(n_new, rows):
             first = length - rows
             keys = _keys(spec, first, length - 1, length)
-            operands = q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys]
-            out[b, :, -new:], lse[b, :, -new:] = stages.forward(*operands, _Origin(first, keys.start), rows - new)
+            place = Place(torch.arange(q_tail.shape[1], device=q_tail.device), first, keys.start)
+            out[b, :, -new:], lse[b, :, -new:] = stages.forward(
+                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], place, rows - new
+            )
     return out, lse
-
-
-class _Origin(NamedTuple):
-    """The position of the first row of a plane, and its first key."""
-
-    position: int
-    key: int
 
 
 class _Strip(NamedTuple):
     """Rows ``[begin, end)`` of outputs, computed from rows ``[first, end)`` of queries and some
     keys.
 
-    ``position`` is the position of row ``first``.
+    ``place`` is that of the scores of these rows and keys.
     """
 
     first: int
     begin: int
     end: int
     keys: slice
-    position: int
+    place: Place
 
     @property
     def context(self) -> int:
         """Number of rows of queries before the rows of outputs."""
         return self.begin - self.first
-
-    @property
-    def origin(self) -> _Origin:
-        """The position of the first row, and the first key."""
-        return _Origin(self.position, self.keys.start)
 
 
 def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
@@ -148,13 +138,14 @@ def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
     if not (heads and nk):
         return
     size = max(1, _rows(spec, STRIP_SCORES // heads, nk), 2 * spec.context)  # at most a third of a strip is context
+    all_heads = torch.arange(heads, device=q.device)
     for b in range(batch):
         for begin in range(0, nq, size):
             end = min(begin + size, nq)
             first = max(0, begin - spec.context)
             keys = _keys(spec, first + nk - nq, end - 1 + nk - nq, nk)
             if keys.start < keys.stop:
-                yield b, _Strip(first, begin, end, keys, first + nk - nq)
+                yield b, _Strip(first, begin, end, keys, Place(all_heads, first + nk - nq, keys.start))
 
 
 def _rows(spec: Spec, scores: int, nk: int) -> int:
@@ -212,38 +203,35 @@ class _Stages:
         return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, origin: _Origin, context: int, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, context: int, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[H, R, DV]`` and lse ``[H, R]`` of the rows of q after the first
         ``context``.
 
-        ``origin`` is that of q and k; ``factors`` are dropout's.
+        ``place`` is that of all scores of q and k; ``factors`` are dropout's.
         """
-        forbidden = self._forbidden(q, k, origin)
-        *_, mixed = self._mixed(q, k, forbidden)
-        logits = self._logits(mixed, forbidden, origin)
+        forbidden = self._forbidden(q, k, place)
+        *_, logits = self._logits(q, k, place, forbidden)
         probabilities = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), factors)
         out = _product(probabilities[:, context:], v.to(self.dtype), forbidden[context:])
         return out, logits[:, context:].logsumexp(-1)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, origin: _Origin, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, given those of out and lse for all rows of q."""
-        forbidden = self._forbidden(q, k, origin)
-        scores, convolved, mixed = self._mixed(q, k, forbidden)
-        p = _softmax(self._logits(mixed, forbidden, origin))
+        forbidden = self._forbidden(q, k, place)
+        scores, convolved, mixed, logits = self._logits(q, k, place, forbidden)
+        p = _softmax(logits)
         unmixed = self._post(p, forbidden)
         douts = _by_kv_head(dout, v)
         dv = _by_kv_head(_dropped(self._mix("post_head_weight", unmixed), factors), v).mT @ douts
-        dmixed = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
-        dunmixed = self._mix_backward("post_head_weight", unmixed, dmixed)
+        dpost = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
+        dunmixed = self._mix_backward("post_head_weight", unmixed, dpost)
         dp = self._convolve_backward("post_weight", p, dunmixed, forbidden)
         dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
-        if self.spec.logits is not None:  # hidden slopes may be infinite or NaN
-            slopes = slopes_of(self.spec.logits, mixed, *_places(mixed, origin))
-            dlogits = (dlogits * slopes).masked_fill(forbidden, 0)
-        dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dlogits)
+        dmixed = modify_backward(self.spec, dlogits, mixed, place)
+        dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dmixed)
         dscores = self._convolve_backward("weight", scores, dconvolved, forbidden).mul(self.scale)
         dq = _product(dscores, k.to(self.dtype), self._unused(forbidden))
         return dq, _by_kv_head(dscores, k).mT @ _by_kv_head(q.to(self.dtype), k), dv
@@ -255,27 +243,23 @@ class _Stages:
         reach = self.weights["weight"].shape[1] - 1  # a score enters this many later rows, at the keys that they see
         return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
 
-    def _forbidden(self, q: Tensor, k: Tensor, origin: _Origin) -> Tensor:
-        position = origin.position - origin.key
+    def _forbidden(self, q: Tensor, k: Tensor, place: Place) -> Tensor:
         forbidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         if self.spec.right is not None:
-            forbidden |= torch.ones_like(forbidden).triu(position + self.spec.right + 1)
+            forbidden |= torch.ones_like(forbidden).triu(place.corner + self.spec.right + 1)
         if self.spec.left is not None:
-            forbidden |= torch.ones_like(forbidden).tril(position - self.spec.left - 1)
+            forbidden |= torch.ones_like(forbidden).tril(place.corner - self.spec.left - 1)
         return forbidden
 
-    def _mixed(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scores that the convolution takes, those that the mixture takes, and its result."""
+    def _logits(self, q: Tensor, k: Tensor, place: Place, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the scores that the convolution takes, those that the mixture takes, those that the
+        function of scores takes, and the softmax's.
+        """
         scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)
         scores = scores.view(*q.shape[:2], -1)
         convolved = self._convolve("weight", scores, forbidden)
-        return scores, convolved, self._mix("head_weight", convolved)
-
-    def _logits(self, mixed: Tensor, forbidden: Tensor, origin: _Origin) -> Tensor:
-        """Return what the softmax takes."""
-        if self.spec.logits is not None:
-            mixed = logits_of(self.spec.logits, mixed, *_places(mixed, origin))
-        return mixed.masked_fill(forbidden, -torch.inf)
+        mixed = self._mix("head_weight", convolved)
+        return scores, convolved, mixed, modify(self.spec, mixed, place).masked_fill(forbidden, -torch.inf)
 
     def _post(self, p: Tensor, forbidden: Tensor) -> Tensor:
         """Apply the convolution after the softmax."""
@@ -350,12 +334,6 @@ class _Stages:
         hidden = F.pad(forbidden, self.spec.padding(ck))
         for c in range(ck):
             yield _Term(slice(c, c + 1), weight[:, None, :, c : c + 1], hidden[:, c : c + nk])
-
-
-def _places(plane: Tensor, origin: _Origin) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the position, key and head of each score of a plane ``[H, rows, keys]``."""
-    heads, rows, keys = (torch.arange(n, device=plane.device) for n in plane.shape)
-    return rows[:, None] + origin.position, keys + origin.key, heads[:, None, None]
 
 
 class _Term(NamedTuple):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from ..spec import Spec
-from .geometry.mask import Mask
+from .geometry.score import ScoreStage
 
 
 def suffix(spec: Spec, target: str) -> str:
@@ -15,17 +13,11 @@ def suffix(spec: Spec, target: str) -> str:
     """
     parts = [f"cq{spec.cq}", f"ck{spec.ck}", f"d{spec.head_dim}"]
     parts += [f"dv{spec.value_head_dim}"] * (spec.value_head_dim != spec.head_dim)
-    parts += [spec.dtype, Mask.of(spec).name]
+    parts += [spec.dtype, ScoreStage.of(spec).name]
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
     parts += ["packed"] * spec.packed + ["dropout"] * spec.dropout
-    parts += [f"logits{_digest(spec.logits)}"] * (spec.logits is not None)
     return "_".join(filter(None, [*parts, other_stages(spec), target.replace("_", "")]))
-
-
-def _digest(text: str | None) -> str:
-    """Return eight characters that stand for a text."""
-    return hashlib.sha256(str(text).encode()).hexdigest()[:8]
 
 
 def other_stages(spec: Spec) -> str:

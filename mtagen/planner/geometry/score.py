@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import sympy
 from sympy import Add, Expr, Rational
@@ -40,12 +42,20 @@ class ScoreStage:
     @classmethod
     def of(cls, spec: Spec) -> ScoreStage:
         """Return what a request does with its scores."""
-        if spec.logits is None:
-            return cls(Mask.of(spec))
-        names = {language.SCORE: SCORE, language.POSITION: POSITION, language.KEY: KEY, language.HEAD: HEAD}
-        return cls(Mask.of(spec), language.read("logits", spec.logits).xreplace(names))
+        return _stage(spec)
 
     @property
+    def is_identity(self) -> bool:
+        """Whether the softmax takes scores as they are."""
+        return bool(self.modify == SCORE)
+
+    @property
+    def name(self) -> str:
+        """The part of kernel names that tells stages apart."""
+        digest = hashlib.sha256(str(self.modify).encode()).hexdigest()[:8]
+        return "_".join(filter(None, [self.visible.name, "" if self.is_identity else f"logits{digest}"]))
+
+    @cached_property
     def modify_backward(self) -> Expr:
         """The gradient of a score from the ``GRADIENT`` of what it becomes. It is linear in ``GRADIENT``."""
         return GRADIENT * sympy.diff(self.modify, SCORE)
@@ -57,3 +67,11 @@ class ScoreStage:
         of_score = [exact * term for term in terms if term.has(SCORE)]
         # The other terms stay together: differences of places must be taken before they are rounded.
         return replace(self, modify=Add(*of_score, exact * Add(*(term for term in terms if not term.has(SCORE)))))
+
+
+@cache
+def _stage(spec: Spec) -> ScoreStage:
+    if spec.logits is None:
+        return ScoreStage(Mask.of(spec))
+    names = {language.SCORE: SCORE, language.POSITION: POSITION, language.KEY: KEY, language.HEAD: HEAD}
+    return ScoreStage(Mask.of(spec), language.read("logits", spec.logits).xreplace(names))
