@@ -6,7 +6,6 @@ import problems
 import pytest
 import torch
 from calls import call_of, step_of
-from modified import modify_scores
 
 from mtagen import build, reference
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
@@ -189,11 +188,10 @@ def test_decode_dtypes():
 
 @pytest.mark.parametrize("window", [(-1, -1), (9, -1)], ids=str)
 @pytest.mark.parametrize("stages", [{"kernel": (3, 4)}, {"kernel": None, "mixed_heads": 2, "post_kernel": (2, 3)}])
-def test_a_function_of_scores(stages, window, monkeypatch):
-    """Both implementations apply it to each score, with its position, key and head."""
-    modify_scores(monkeypatch)
-    op = build(head_dim=DIM, window=window, backend="torch", **stages)
+def test_logits(stages, window):
+    """Both implementations apply them to each score, with its position, key and head."""
+    op = build(head_dim=DIM, window=window, backend="torch", logits=problems.LOGITS, **stages)
     for sizes in (Sizes(2, 4, 2, 9, 9), Sizes(1, 4, 2, 33, 300), Sizes(1, 4, 2, 20, 7)):
-        problem = problems.random(Spec(head_dim=DIM, window=window, dtype="fp32", **stages), sizes)
+        problem = problems.random(op.plan.spec, sizes)
         assert not problems.failures_through_lse(op, op.plan.spec, problem)
     assert not problems.decode_failures(op, op.plan.spec, problem, lengths=(5,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import problems
 import pytest
 import torch
 from emulator import host_function, needs_compiler
-from modified import modify_scores
 from single_pass import cheapest
 from torch import Tensor
 
@@ -71,7 +71,10 @@ WINDOWED = [
     ("sm_80", Spec((1, 1), 32, window=(0, -1))),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
 ]
-MODIFYING = [SM90, SM90_ONE_TAP, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), SM80, SM80_FULL]
+WITH_LOGITS = [
+    (target, replace(spec, logits=problems.LOGITS))
+    for target, spec in (SM90, SM90_ONE_TAP, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), SM80, SM80_FULL)
+]
 DECODED_TERMS = [  # of tiles of 64 and of 32 keys
     ("sm_90a", Spec((6, 11), 256, mask="output", window=(3, -1))),
     ("sm_89", Spec((6, 11), 64, mask="output", window=(3, -1))),
@@ -175,10 +178,9 @@ def test_more_rows_than_a_ring_has(target: str, spec: Spec, folder: Path) -> Non
     assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), (Sizes(1, 1, 1, 230, 70),))
 
 
-@pytest.mark.parametrize(("target", "spec"), MODIFYING, ids=case_id)
-def test_a_function_of_scores(target: str, spec: Spec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is largest elsewhere than the scores, and depends on the position, the key and the head."""
-    modify_scores(monkeypatch)
+@pytest.mark.parametrize(("target", "spec"), WITH_LOGITS, ids=case_id)
+def test_logits(target: str, spec: Spec, folder: Path) -> None:
+    """They are largest elsewhere than the scores, and depend on the position, the key and the head."""
     op = op_of(spec, target, folder, 0)
     assert not failures(op, spec, torch.device("cpu"), SIZES[1:])
     problem = problems.growing(spec, Sizes(1, 2, 1, 70, 203))

@@ -1,4 +1,4 @@
-"""A function of scores in the place of the identity, in kernels of "lift" and "strip", Triton's and CUDA's."""
+"""Logits other than the scores, in kernels of "lift" and "strip", Triton's and CUDA's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import problems
 import pytest
 from emulator import load_emulated
-from modified import modify_scores
 
 from mtagen import Spec, plan
 from mtagen.measure.cases import Sizes
@@ -30,15 +29,14 @@ for _backend in ("triton", "cuda"):
 
 
 @pytest.fixture(autouse=True)
-def modified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
-    modify_scores(monkeypatch)
 
 
 @pytest.mark.parametrize(("backend", "stages"), CASES.values(), ids=CASES)
 def test_all_passes(backend: str, stages: dict[str, Any], folder: Path) -> None:
     """Gradients come through the log-sum-exp, too, which shows the function itself."""
-    made = plan(Spec(head_dim=16, dtype="fp16", **stages), "sm_90a", backend)
+    made = plan(Spec(head_dim=16, dtype="fp16", logits=problems.LOGITS, **stages), "sm_90a", backend)
     load_emulated(made, folder)
     op = assemble(made, torch_on_cpu=False)
     for sizes in (Sizes(2, 4, 2, 17, 17), Sizes(1, 4, 1, 13, 140)):
