@@ -103,7 +103,9 @@ class _Printer:
             texts.append(text if abs(factor) == 1 else f"{self.number(float(abs(factor)))} * {text}")
             signs.append(negative)
         head = f"-{texts[0]}" if signs[0] else texts[0]
-        return head + "".join(f" {'-' if sign else '+'} {text}" for sign, text in zip(signs[1:], texts[1:], strict=True))
+        return head + "".join(
+            f" {'-' if sign else '+'} {text}" for sign, text in zip(signs[1:], texts[1:], strict=True)
+        )
 
     def _product(self, expr: Expr) -> tuple[str, int]:
         """Print a product: its number, quotient and other factors.
@@ -156,7 +158,9 @@ class _Printer:
             numerator, divisor = sympy.fraction(sympy.together(expr.args[0]))
             above, below = part(numerator, _ATOM), part(divisor, _ATOM)
             # Kernels divide toward zero.
-            return f"(({above} - ({above} % {below} + {below}) % {below}) / {below})".replace(" / ", self.divides), _ATOM
+            return f"(({above} - ({above} % {below} + {below}) % {below}) / {below})".replace(
+                " / ", self.divides
+            ), _ATOM
         if expr.is_Add:
             terms = sorted(expr.args, key=lambda term: (term.is_number, _is_negative(term), str(term)))
             texts = [part(-term if _is_negative(term) else term, _PRODUCT) for term in terms]

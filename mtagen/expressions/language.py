@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from functools import reduce
 from types import FunctionType
@@ -295,7 +295,9 @@ class _Reader:
                 return self._checked(node, _OPERATORS[type(operator)](self.number(left), self.number(right)))
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
                 return self._call(node, name, arguments)
-        raise self._error(node, self._rule(node), f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}")
+        raise self._error(
+            node, self._rule(node), f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}"
+        )
 
     def condition(self, node: ast.expr) -> Boolean:
         """Return the expression of a node that is a condition."""
