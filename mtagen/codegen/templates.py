@@ -47,3 +47,9 @@ def functions(file: str, *names: str) -> str:
                 continue
         parts.append("\n".join(lines[first - 1 : node.end_lineno]))
     return "\n\n\n".join(parts)
+
+
+def without_blank_runs(text: str) -> str:
+    """Return a text with one blank line where it has several, and none at its ends."""
+    lines = text.strip().splitlines()
+    return "".join(f"{line}\n" for line, before in zip(lines, ["", *lines], strict=False) if line or before)
