@@ -1,4 +1,4 @@
-"""Linking: a kernel gets what it names of the headers that it includes, and what that names in turn."""
+"""Linking: a source gets what it names of its library, and what that names in turn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 import mtagen
 from mtagen.codegen import library
+from mtagen.codegen.templates import spaced
 
 CUDA = Path(mtagen.__file__).parent / "templates/cuda"
 HEADERS = {
@@ -82,18 +83,20 @@ def paragraphs(source: str) -> list[str]:
 @pytest.mark.parametrize("named", LINKED)
 def test_a_kernel_gets_what_it_names(named: str) -> None:
     """With what that names, all definitions of a name, and the comments before them, in the headers' order."""
-    linked = library.link(f'// A kernel.\n#include "first.cuh"\n\nx = {named};\n')
+    linked = library.linked_cuda(f'// A kernel.\n#include "first.cuh"\n\nx = {named};\n')
     assert paragraphs(linked) == ["// A kernel.", *LINKED[named], f"x = {named};"]
 
 
 def test_a_header_is_where_it_is_first_included() -> None:
-    linked = library.link('#include "second.cuh"\nx = once + halves;\n#include "first.cuh"\n#include "second.cuh"\n')
+    linked = library.linked_cuda(
+        '#include "second.cuh"\nx = once + halves;\n#include "first.cuh"\n#include "second.cuh"\n'
+    )
     assert paragraphs(linked) == [SECOND, STEP, *TWICE, HALVES, "x = once + halves;", *ONCE]
 
 
 def test_sources_without_headers_stay() -> None:
     source = "// A kernel.\n\n#include <cuda_fp16.h>\nx = 1;"
-    assert library.link(source) == source
+    assert library.linked_cuda(source) == source
 
 
 @pytest.mark.parametrize("path", sorted(CUDA.glob("*.cuh")), ids=lambda path: path.name)
@@ -102,3 +105,58 @@ def test_paragraphs_of_headers_define_names(path: Path) -> None:
     header = library.parsed(path.read_text())
     others = [part.text for part in header.paragraphs if not part.defines]
     assert not [text for text in others if not text.startswith("#include <")]
+
+
+PYTHON = """from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Pair(NamedTuple):
+    first: int
+
+
+LIMIT: int = 3
+
+
+@torch.no_grad()
+def _swapped(pair: Pair) -> Pair:
+    \"\"\"Not _unused.\"\"\"
+    return Pair(LIMIT)
+
+
+# Pairs.
+def _pairs() -> Iterator[Pair]:
+    yield Pair(1)
+"""
+LINKED_PYTHON = {
+    "Pair(1)": ["NamedTuple", "Pair"],
+    "LIMIT = 3": [],
+    "np.zeros(LIMIT)": ["np", "LIMIT"],
+    "def f():\n    return _pairs()": ["Iterator", "NamedTuple", "Pair", "_pairs"],
+    "_swapped": ["NamedTuple", "torch", "Pair", "LIMIT", "_swapped"],
+}
+
+
+@pytest.mark.parametrize("code", LINKED_PYTHON)
+def test_a_module_gets_what_it_reads(code: str) -> None:
+    """With what that reads, in the library's order."""
+    defined = [name for part in library._definitions(library.linked_python(PYTHON, code)) for name in part.defines]
+    assert defined == LINKED_PYTHON[code]
+
+
+def test_lines_before_a_definition_go_with_it() -> None:
+    comment = PYTHON[PYTHON.index("# Pairs.") :].rstrip()
+    assert library.linked_python(PYTHON, "_pairs()").endswith(f"\n\n\n{comment}")
+
+
+def test_a_library_only_defines() -> None:
+    with pytest.raises(ValueError, match="f\\(\\) defines no name"):
+        library.linked_python("def f():\n    pass\n\n\nf()\n", "f()")
+
+
+def test_blank_lines() -> None:
+    """One where there are some, two before a definition, none at the ends."""
+    assert spaced("\n\na\n\n\n\nb\nc\n\ndef f():\n\n    x\n\n", ("def ",)) == "a\n\nb\nc\n\n\ndef f():\n\n    x\n"

@@ -1,7 +1,8 @@
-"""No emitted source has code that nothing uses, over all specs of :mod:`compare_code`."""
+"""No emitted source has code that nothing uses, over all specs of :mod:`tests.compare_code`."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from itertools import chain
@@ -10,6 +11,8 @@ import pytest
 
 from mtagen.codegen import render
 from tests.compare_code import CASES
+
+PUBLIC = {"forward", "backward", "decode", "load"}  # what a module is for
 
 
 def unused_in_cuda(source: str) -> set[str]:
@@ -26,14 +29,40 @@ def unused_in_cuda(source: str) -> set[str]:
     return {name for name, definitions in defined.items() if named[name] == definitions}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.backend == "cuda"])
-def test_cuda_sources_use_all_that_they_define(name: str) -> None:
-    kernels = render(CASES[name].plan).kernels
-    assert kernels
-    assert {role: unused for role, source in kernels.items() if (unused := unused_in_cuda(source))} == {}
+def unused_in_python(source: str) -> set[str]:
+    """The definitions and imports of a module that no other statement of it reads, and assignments in vain."""
+    tree = ast.parse(source)
+    statements = [(names := defined(node), read(node) - names) for node in tree.body]
+    unused = {name for names, _ in statements for name in names if not any(name in used for _, used in statements)}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            nodes = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+            assigned = {target.id for node in nodes for target in node.targets if isinstance(target, ast.Name)}
+            unused |= {f"{function.name}: {name}" for name in assigned - read(function)}
+    return unused - PUBLIC
 
 
-def test_unused_code_is_found() -> None:
+def defined(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+
+
+def read(node: ast.AST) -> set[str]:
+    """The names that code reads."""
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sources_use_all_that_they_define(name: str) -> None:
+    for file, text in render(CASES[name].plan).files.items():
+        assert (unused_in_python if file.endswith(".py") else unused_in_cuda)(text) == set(), file
+
+
+def test_unused_cuda_is_found() -> None:
     source = """
 constexpr int A = 1, B = 2, C = A;
 using Real = float;
@@ -45,3 +74,18 @@ DEVICE void f<int>(int x) {}
 DEVICE Real g() { return B; }  // not f, C or Pair
 """
     assert unused_in_cuda(source) == {"C", "Pair", "f", "g"}
+
+
+def test_unused_python_is_found() -> None:
+    source = """
+import math
+import torch.nn as nn
+LIMIT: int = 3
+def _f(x: nn) -> None:
+    y = LIMIT  # not math
+    z = x
+    return _f(z)
+def forward():
+    return 1
+"""
+    assert unused_in_python(source) == {"math", "_f", "_f: y"}

@@ -20,9 +20,9 @@ from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..version import __version__
 from .host import allocate, codes, launch, options, together
-from .library import link
+from .library import linked_cuda
 from .printers import Source, c_code, python_code
-from .templates import environment, without_blank_runs
+from .templates import environment, spaced
 
 WIDTH = 120  # columns of a line
 
@@ -49,7 +49,7 @@ def render(plan: Any) -> str:
             version=__version__,
         )
     )
-    return without_blank_runs(link(text))
+    return spaced(linked_cuda(text))
 
 
 def host_name(plan: Plan) -> str:

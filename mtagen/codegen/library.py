@@ -1,14 +1,15 @@
-"""Headers of CUDA kernels as a library, and the linker that adds to a kernel what it needs of them.
+"""Link emitted sources with libraries, so that they have no unused code.
 
-A header is a list of paragraphs. A paragraph defines names, such as a function with its comment, or
-it is a comment of its own that introduces the paragraphs after it. A kernel gets the paragraphs
-that define what it names, and what these paragraphs name in turn, so that no source has unused code.
+A library is CUDA's headers, or functions for a Python module. It is a list of paragraphs, most of
+which define names: a function with its comment, a constant, an import. A source gets the paragraphs
+that define what it names, and what these paragraphs name in turn.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import NamedTuple
 
@@ -17,11 +18,12 @@ _SPACES = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(c
 
 
 class Paragraph(NamedTuple):
-    """A paragraph of a header.
+    """A paragraph of a library.
 
     Attributes:
-        text: its lines, without blank lines around them.
-        defines: the names that it is needed for: those that it defines or introduces.
+        text: its lines.
+        defines: the names that it defines. A comment of its own counts as a definition of what it
+            introduces, which are the paragraphs up to the next such comment.
         needs: the names in its code.
     """
 
@@ -37,8 +39,10 @@ class Header(NamedTuple):
     paragraphs: tuple[Paragraph, ...]
 
 
-def link(source: str) -> str:
-    """Return a source with the needed paragraphs of each header where it is first included."""
+def linked_cuda(source: str) -> str:
+    """Return a source with the paragraphs that it needs of each header, where the header is first
+    included.
+    """
     included: set[str] = set()
     parts: list[str | Paragraph] = []
     for line in source.splitlines():
@@ -55,8 +59,41 @@ def link(source: str) -> str:
     )
 
 
+def linked_python(library: str, code: str) -> str:
+    """Return the definitions of a Python library that code needs, in the library's order."""
+    paragraphs = _definitions(library)
+    needed = _needed(_read(ast.parse(code)), paragraphs)
+    return "\n".join(one.text for one in paragraphs if one.defines & needed)
+
+
+@lru_cache(maxsize=64)
+def _definitions(library: str) -> tuple[Paragraph, ...]:
+    """Return the paragraphs of a Python library: definitions and imports, with the lines before."""
+    lines, end = library.splitlines(), 0
+    paragraphs = []
+    for node in ast.parse(library).body:
+        assert node.end_lineno
+        text, end = "\n".join(lines[end : node.end_lineno]), node.end_lineno
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names = [name]
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names = [alias.asname or alias.name.partition(".")[0] for alias in aliases]
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names = [name]
+            case _:
+                raise ValueError(f"{ast.unparse(node)} defines no name")
+        paragraphs.append(Paragraph(text, frozenset(names), frozenset(_read(node))))
+    return tuple(paragraphs)
+
+
+def _read(tree: ast.AST) -> set[str]:
+    """Return the names that Python code reads."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
 def _needed(named: Iterable[str], library: Sequence[Paragraph]) -> set[str]:
-    """Return the names that a kernel needs: those that it names, and those that they need."""
+    """Return the names that a source needs: those that it names, and those that these need."""
     needs: dict[str, list[frozenset[str]]] = {}
     for paragraph in library:
         for name in paragraph.defines:
@@ -91,7 +128,7 @@ def parsed(text: str) -> Header:
     lines = text.removeprefix("#pragma once\n").splitlines()
     includes = tuple(_included(line) for line in lines if line.startswith(_INCLUDE))
     paragraphs: list[Paragraph] = []
-    introduced = frozenset[str]()  # by the last comment, up to the paragraph that is read
+    introduced = frozenset[str]()  # by a comment before this paragraph
     for part in reversed(_split([line for line in lines if not line.startswith(_INCLUDE)])):
         if all(line.startswith("//") for line in part):
             defines, introduced = introduced, frozenset()

@@ -49,7 +49,20 @@ def functions(file: str, *names: str) -> str:
     return "\n\n\n".join(parts)
 
 
-def without_blank_runs(text: str) -> str:
-    """Return a text with one blank line where it has several, and none at its ends."""
-    lines = text.strip().splitlines()
-    return "".join(f"{line}\n" for line, before in zip(lines, ["", *lines], strict=False) if line or before)
+def spaced(text: str, definitions: tuple[str, ...] = ()) -> str:
+    """Return a text with one blank line where it has some, two before a definition, and none at its
+    ends.
+
+    Args:
+        text: source code.
+        definitions: what lines begin with that begin a definition.
+    """
+    lines: list[str] = []
+    blank = False
+    for line in text.strip().splitlines():
+        if line and blank:
+            lines += [""] * (2 if line.startswith(definitions) else 1)
+        if line:
+            lines.append(line)
+        blank = not line
+    return "\n".join([*lines, ""])
