@@ -35,7 +35,7 @@ MMA_TARGETS = tuple(name for name, target in TARGETS.items() if "mma" in target.
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler: c++ or g++")
 
 # A function from the left margin to its end, with its comment and template parameters.
-_FUNCTION = re.compile(r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*(?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE)
+_FUNCTION = re.compile(r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*?\((?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE)
 _TYPES = {
     "pointer": ctypes.c_void_p,
     "int": ctypes.c_int,
