@@ -182,15 +182,15 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
-constexpr float NO_PEAK = -1e30f;
-
 // Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr float LN_2 = 0.6931471805599453f;
+
+// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
+constexpr float NO_PEAK = -1e30f;
 
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //

@@ -162,9 +162,6 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
-constexpr float NO_PEAK = -1e30f;
-
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -333,6 +330,9 @@ constexpr int SHARED_BARRIERS = 185304;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr float LN_2 = 0.6931471805599453f;
+
+// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
+constexpr float NO_PEAK = -1e30f;
 
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //

@@ -233,9 +233,6 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
-constexpr float NO_PEAK = -1e30f;
-
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 

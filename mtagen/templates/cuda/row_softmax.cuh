@@ -1,6 +1,6 @@
 #pragma once
 
-#include "logarithms.cuh"
+#include "exponents.cuh"
 #include "rows.cuh"
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
