@@ -12,7 +12,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -23,6 +22,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -106,8 +106,6 @@ DEVICE void mma<bf16>(float* c, const u32 (&a)[4], u32 b_lo, u32 b_hi) {
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
-
-// Functions of score expressions.
 
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
