@@ -116,7 +116,7 @@ def test_row_kernels_take_whole_bundles(spec: Spec) -> None:
             post = "post_mix" in kernel.role
             assert heads == (module.stages.post_heads if post else module.stages.heads)
             assert constants["BLOCK_H"] == block_of(heads)
-            assert module.pitch_multiple % constants["BLOCK_N"] == 0
+            assert module.limits.pitch_multiple % constants["BLOCK_N"] == 0
 
 
 # Windows of convolutions.
@@ -238,8 +238,8 @@ def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, pl
 def test_at_least_half_of_a_strip_is_no_context(cq: int, post_cq: int) -> None:
     spec = Spec((cq, 2), 64, post_kernel=(post_cq, 3))
     module = StripModule.of([StripPass(spec, "sm_90a", "forward")])
-    assert module.min_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
-    assert module.min_rows % module.limits["row_multiple"] == 0
+    assert module.limits.min_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
+    assert module.limits.min_rows % module.limits.row_multiple == 0
     assert decode_rows(spec) >= spec.context + MAX_NEW_TOKENS
 
 
