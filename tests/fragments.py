@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tensor_cores import LANES, Addresses, G, SharedMemory, T, Words, mma
 
+from mtagen.planner.cuda.toeplitz import Step, Toeplitz
 from mtagen.planner.tile.forward import TileForward
-from mtagen.planner.tile.toeplitz import Step, Toeplitz
 
 Taps = Callable[[int, int], float]
 

@@ -88,10 +88,10 @@ def test_row_tiles_whose_place_is_taken_are_read_early() -> None:
 @pytest.mark.parametrize("kernel", [(7, 6), (7, 7), (8, 8), (8, 9)], ids=str)
 def test_widened_weights_save_the_helper_a_chunk(kernel: tuple[int, int]) -> None:
     plan, ampere = (cheapest("backward", Spec(kernel, 128), target) for target in (HOPPER, AMPERE))
-    first, end = plan.owned_gradient
+    first, end = plan.weight_gradient.columns
     assert (plan.taps, first % 8, (end - first) // 8) == (9, 0, 15)
     assert ampere.taps == kernel[1] | 1
-    assert plan.weight_chunks == ampere.weight_chunks  # the zeros cost no products
+    assert plan.weight_gradient.chunks == ampere.weight_gradient.chunks  # the zeros cost no products
     assert plan.toeplitz.mma_per_tile == ampere.toeplitz.mma_per_tile
 
 
@@ -285,20 +285,20 @@ def modelled(
                 for column in range(max(0, -(c0 + lag)), min(end, n_k - c0 - lag)):
                     sums[c0 + lag + column] += tile[column]
 
-            begin, end = plan.owned_gradient
+            begin, end = plan.weight_gradient.columns
             first_row = step * rows - plan.converts_scores * ROW_TILE  # that the gradient of W takes
             for chunk in range(begin // 8, -(-end // 8)):
                 columns = np.arange(8 * chunk, 8 * chunk + 8)
                 owned = gradients[(first_row + np.arange(rows)) % len(gradients)][:, columns]
                 owned = np.where((columns >= begin) & (columns < end), owned, 0)
-                for u, d in itertools.product(range(spec.cq), range(plan.weight_chunks)):
-                    at = 8 * (chunk + plan.first_weight_chunk + d)
+                for u, d in itertools.product(range(spec.cq), range(plan.weight_gradient.chunks)):
+                    at = 8 * (chunk + plan.weight_gradient.first_chunk + d)
                     if at < 0:
                         continue
                     shifted = scores[(first_row - (spec.cq - 1) + u + np.arange(rows)) % len(scores)]
                     part = shifted[:, at : at + 8].T @ owned
                     for diagonal in range(-7, 8):  # row - column
-                        i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.halo
+                        i = 8 * (plan.weight_gradient.first_chunk + d) + diagonal + plan.halo
                         if 0 <= i < spec.ck:
                             dw[u, i] += part.diagonal(-diagonal).sum()
     return Gradients(dq, dk, dv, dw)

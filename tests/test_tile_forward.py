@@ -19,9 +19,9 @@ from single_pass import Launch, Recorder, cheapest
 from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled, tile_address
 
 from mtagen.errors import PlanError
+from mtagen.planner.cuda.toeplitz import MAX_COLUMNS, MAX_ROWS
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
-from mtagen.planner.tile.toeplitz import MAX_COLUMNS, MAX_ROWS
 from mtagen.spec import KEY_PADDINGS, Spec
 
 Array = NDArray[np.float64]

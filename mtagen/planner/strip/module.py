@@ -15,7 +15,7 @@ from ..tile.forward import TileForward
 from .kernels import GRADIENT_CHUNK, by_descriptor
 from .limits import Limits
 from .passes import StripPass
-from .planes import PlaneKernel
+from .planes import PlaneGradient
 from .source import StripSource
 from .stages import Stages
 
@@ -130,5 +130,5 @@ class StripModule:
     @property
     def gradient_chunk(self) -> int:
         """Keys per partial sum of the gradient of a convolution's weight."""
-        sources = (source for source in self.cuda.values() if isinstance(source, PlaneKernel))
-        return min((source.tile_keys for source in sources if source.part == "gradient"), default=GRADIENT_CHUNK)
+        sources = (source for source in self.cuda.values() if isinstance(source, PlaneGradient))
+        return min((source.tile_keys for source in sources), default=GRADIENT_CHUNK)

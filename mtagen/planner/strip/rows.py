@@ -20,7 +20,6 @@ from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS
-from ..targets import get_target
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
 from .kernels import PROGRAMS, bundles
 from .source import Form, StripSource
@@ -106,7 +105,7 @@ class RowKernel(StripSource):
     @property
     def forms(self) -> Sequence[Form]:
         needed = _LEAST_HELD * _ROLES[self.role].registers
-        return [form for form in _ROLES[self.role].forms if self.registers_of(form.warps * form.ctas) >= needed]
+        return [form for form in _ROLES[self.role].forms if self.gpu.registers_of(form.warps * form.ctas) >= needed]
 
     @property
     def depends(self) -> str:
@@ -139,7 +138,7 @@ class RowKernel(StripSource):
             gap=waits * DRAIN + (0 if self.backward else START),
             even=True,
         )
-        return work.cycles(get_target(self.target))
+        return work.cycles(self.gpu)
 
     @property
     def programs(self) -> int:
@@ -261,7 +260,7 @@ class RowKernel(StripSource):
     @property
     def depth(self) -> int:
         """Number of blocks of each plane that a warp copies to shared memory ahead of its work."""
-        free = self.shared_of(self.ctas) - self.sums_bytes
+        free = self.gpu.shared_of(self.ctas) - self.sums_bytes
         return min(_MAX_DEPTH, free // (self.slot_bytes * self.warps))
 
     @property
@@ -274,7 +273,7 @@ class RowKernel(StripSource):
             (self.bundle_ctas * bundles(self.heads),),
             32 * self.warps,
             self.sums_bytes + self.depth * self.slot_bytes * self.warps,
-            self.registers_of(self.warps * self.ctas),
+            self.gpu.registers_of(self.warps * self.ctas),
         )
 
     def _argument(self, triton: Argument) -> Argument:

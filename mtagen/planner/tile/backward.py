@@ -34,6 +34,10 @@ from sympy import Expr, ceiling, floor
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..cuda.memory import PANEL, SharedMap
+from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
+from ..cuda.weight import WeightGradient, weight_gradient
+from ..cuda.wgmma import Wgmma
 from ..geometry.affine import N_Q
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel, numbers, reads, writes
@@ -42,13 +46,9 @@ from ..sizes import BATCH, HEADS, KV_HEADS
 from ..targets import SHARED_BYTES_PER_CYCLE, Target, get_target
 from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
 from .layout import LAYERS
-from .memory import PANEL, SharedMap
 from .passes import TilePass
 from .sections import Sections
 from .supported import check_supported
-from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .weight import WeightGradient, weight_gradient
-from .wgmma import Wgmma
 
 ROW_TILE = 16  # rows of a warp
 _RESERVED_REGISTERS = 24  # addresses and loop state
@@ -288,7 +288,15 @@ class TileBackward(TilePass):
         Producer warps load operands as they are multiplied, unless there is one set of row shifts,
         for which that took longer in bf16 (benchmarks/notes/cuda-backward.md, "Scores are converted once").
         """
-        return weight_gradient(self.spec.cq, self.weight_chunks, 1 if self.hopper else self.parts, loaded=self.hopper)
+        first_chunk, sets = -self.halo // CHUNK, 1 if self.hopper else self.parts
+        return weight_gradient(
+            self.spec.cq,
+            1 - first_chunk,  # the last chunk of S has the same number as that of G
+            (self.halo, self.keys),
+            first_chunk=first_chunk,
+            sets=sets,
+            loaded=self.hopper,
+        )
 
     @property
     def converts_scores(self) -> bool:
@@ -307,25 +315,6 @@ class TileBackward(TilePass):
         """
         room = _PRODUCER_REGISTERS - _RESERVED_PRODUCER_REGISTERS - _DRAWING_REGISTERS * self.spec.dropout
         return next((ahead for ahead in (2, 1) if self.weight_gradient.registers(ahead) <= room), 0)
-
-    @property
-    def first_weight_chunk(self) -> int:
-        """The chunk of S in which the window of G's first column starts, relative to the chunk of
-        G.
-        """
-        return -self.halo // CHUNK
-
-    @property
-    def weight_chunks(self) -> int:
-        """Number of chunks of S that the windows of a chunk of G touch; the last has the same
-        number as G's.
-        """
-        return 1 - self.first_weight_chunk
-
-    @property
-    def owned_gradient(self) -> tuple[int, int]:
-        """First owned column of G in its tile, and the end of the owned columns."""
-        return self.halo, self.keys
 
     # ---- Shared memory and registers
 

@@ -28,6 +28,8 @@ from sympy import Expr, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
+from ..cuda.memory import SharedMap
+from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
@@ -36,10 +38,8 @@ from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_NEW, SPLITS
 from ..splits import SplitRule, split_keys, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .combine import Combine
-from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
-from .toeplitz import CHUNK, SCORE_EXPONENT
 
 _FIRST_POSITION = sympy.Symbol("first_position", integer=True)  # position of the first new token, in the template
 # For each kernel: upper limits of a CTA's query heads and of its pairs (query head, new token), and its warps.

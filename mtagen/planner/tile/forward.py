@@ -21,6 +21,9 @@ from sympy import Expr, Integer, Min, ceiling, floor, symbols
 
 from ...errors import PlanError, explain
 from ...spec import DROPOUT_GROUP, Spec
+from ..cuda.memory import SharedMap
+from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
+from ..cuda.wgmma import Wgmma
 from ..geometry.affine import N_K, N_Q
 from ..geometry.mask import Mask
 from ..kernel import Argument, Buffer, Kernel, numbers, reads, writes
@@ -31,12 +34,9 @@ from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target, get_targe
 from .combine import Combine
 from .dropout_bits import DRAW, KEEP_SCALE, DropoutBits
 from .layout import LAYERS
-from .memory import SharedMap
 from .passes import TilePass
 from .sections import Sections
 from .supported import check_supported
-from .toeplitz import CHUNK, SCORE_EXPONENT, Toeplitz, toeplitz
-from .wgmma import Wgmma
 
 # Names in the templates for a CTA's work: its first row, the number of rows from it on, and its split of the keys.
 FIRST, FIRST_ROWS, OFFSET = symbols("first rows offset", integer=True)

@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "score-exponent-too-small",
-        "mtagen/planner/tile/toeplitz.py",
+        "mtagen/planner/cuda/toeplitz.py",
         "SCORE_EXPONENT = 8",
         "SCORE_EXPONENT = 2",
         "Products of queries and keys that docs/limits.md says are supported overflow fp16.",
