@@ -12,6 +12,7 @@ from ..targets import get_target
 from . import products, rows
 from .planes import plane_kernels
 from .products import product_kernel
+from .row_shared import MAX_HEADS
 from .rows import RowKernel
 from .source import StripSource
 from .stages import Stages
@@ -36,7 +37,7 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     sources = tuple(fastest[role] for role in roles if role in fastest)
     if not sources:
         rule = (
-            f"cuda mixes up to {rows.MAX_HEADS} heads, and convolves with mask='source' and value head dims that are "
+            f"cuda mixes up to {MAX_HEADS} heads, and convolves with mask='source' and value head dims that are "
             "multiples of 16"
         )
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))

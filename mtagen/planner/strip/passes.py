@@ -17,7 +17,7 @@ from .concatenation import concatenated, rows_of_table
 from .cost import streamed
 from .cuda import cuda_sources
 from .kernels import mixed_outputs, strip_kernels
-from .rows import MAX_HEADS
+from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
 
