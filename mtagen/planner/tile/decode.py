@@ -152,8 +152,7 @@ class DecodeTile:
 
     def registers(self, target: Target) -> int:
         """Return the upper limit of a thread's registers, which ``__launch_bounds__`` implies."""
-        available = target.registers_per_multiprocessor // (self.resident(target) * 32 * self.warps)
-        return min(target.registers_per_thread, available // 8 * 8)
+        return target.registers_of(self.resident(target) * self.warps)
 
     def rule(self, target: Target) -> SplitRule:
         """Return the rule for the number of splits."""
