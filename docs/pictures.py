@@ -213,23 +213,22 @@ def _draw_forward(drawing: Drawing, tile: TileForward, left: float, top: float) 
     """Steps of a CTA: tiles of scores, and the outputs that lag behind them."""
     scale, high, steps = 1.7, 1.1, 3
     drawing.text(left, top - 40, "forward: a CTA owns rows", size=14)
-    drawing.text(
-        left, top - 24, f"{tile.rows} rows of scores, {tile.owned} of outputs; {tile.keys} keys a step", size=11
-    )
+    extents = f"{tile.geometry.rows} rows of scores, {tile.geometry.owned} of outputs; {tile.keys} keys a step"
+    drawing.text(left, top - 24, extents, size=11)
     x, width, halo = (
         left + tile.toeplitz.carry * scale,
         tile.keys * scale,
-        4 * tile.halo * high,
+        4 * tile.geometry.halo * high,
     )  # drawn four times as high
-    height = tile.rows * high
+    height = tile.geometry.rows * high
     for step in range(steps):
         drawing.box(x + step * width, top, width, height, COUNTED if step == 1 else SEEN, INK, 0.5)
         drawing.text(x + (step + 0.5) * width, top - 6, f"keys of step {step}", size=10, at="middle")
     drawing.box(x, top, steps * width, halo, EDGE, INK, 0.5)
-    drawing.text(x + 2 * width + 4, top + halo - 7, f"{tile.halo} halo rows", size=10)
+    drawing.text(x + 2 * width + 4, top + halo - 7, f"{tile.geometry.halo} halo rows", size=10)
     carried = x + width - tile.toeplitz.carry * scale
     drawing.box(carried, top, tile.toeplitz.carry * scale, height, DROPPED, INK, 0.5)
-    begin = x + width - tile.lag * scale
+    begin = x + width - tile.geometry.lag * scale
     drawing.box(begin, top + halo, width, height - halo, "none", OWN, 3)
     drawing.text(begin + width / 2, top + height / 2 + 10, "outputs", size=11, at="middle", fill=OWN)
     drawing.text(begin + width / 2, top + height / 2 + 24, "of step 1", size=11, at="middle", fill=OWN)
@@ -240,8 +239,8 @@ def _draw_forward(drawing: Drawing, tile: TileForward, left: float, top: float) 
         {
             f"scores of step 1, as fp16 in a slab of {tile.toeplitz.carry} + {tile.keys} columns": COUNTED,
             f"{tile.toeplitz.carry} columns carried over from step 0": DROPPED,
-            f"halo: {tile.halo} rows, drawn higher, that the CTA above computes, too": EDGE,
-            f"outputs of step 1 lag its keys by {tile.lag}; each reads {tile.spec.ck} columns": OWN,
+            f"halo: {tile.geometry.halo} rows, drawn higher, that the CTA above computes, too": EDGE,
+            f"outputs of step 1 lag its keys by {tile.geometry.lag}; each reads {tile.spec.ck} columns": OWN,
         },
     )
 
@@ -250,18 +249,19 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
     """Neighbouring CTAs: columns of their slabs and the keys they own."""
     scale, height = 0.9, 60
     drawing.text(left, top - 40, "backward: a CTA owns keys", size=14)
-    drawing.text(left, top - 24, f"{tile.keys} columns of scores, {tile.owned} keys; {tile.rows} rows a step", size=11)
+    extents = f"{tile.keys} columns of scores, {tile.geometry.owned} keys; {tile.rows} rows a step"
+    drawing.text(left, top - 24, extents, size=11)
     for number in range(2):
-        x, y = left + number * tile.owned * scale, top + number * (height + 8)
+        x, y = left + number * tile.geometry.owned * scale, top + number * (height + 8)
         drawing.box(x, y, tile.keys * scale, height, EDGE, INK, 0.5)
-        drawing.box(x + tile.pad_left * scale, y, tile.owned * scale, height, COUNTED, INK, 0.5)
+        drawing.box(x + tile.spec.pad_left * scale, y, tile.geometry.owned * scale, height, COUNTED, INK, 0.5)
         drawing.text(x + tile.keys * scale / 2, y + 26, f"CTA {number}", size=11, at="middle")
-        drawing.text(x + tile.keys * scale / 2, y + 42, f"{tile.owned} keys owned", size=11, at="middle")
-        for border in (tile.pad_left, tile.pad_left + tile.owned):
+        drawing.text(x + tile.keys * scale / 2, y + 42, f"{tile.geometry.owned} keys owned", size=11, at="middle")
+        for border in (tile.spec.pad_left, tile.spec.pad_left + tile.geometry.owned):
             drawing.line(x + border * scale, top - 8, x + border * scale, top + 2 * height + 18)
     below = top + 2 * (height + 8) + 24
     drawing.text(left, below, f"A step of {tile.rows} rows in row tiles of 16:", size=11)
-    count, side = tile.row_tiles, 24
+    count, side = tile.geometry.row_tiles, 24
     for row in range(count + 1):
         y = below + 10 + row * side
         drawing.box(left, y, 150, side, SEEN if row == 0 else COUNTED, INK, 0.5)
@@ -277,7 +277,7 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
             drawing.text(left + 245, y + 16, "dS of these rows", size=10, at="middle")
     end = below + 26 + (count + 1) * side
     drawing.text(left, end, f"Row i of dS reads G up to row i + {tile.spec.cq - 1}, so dS lags by a row tile.", size=11)
-    drawing.text(left, end + 16, f"Neighbouring CTAs share {tile.halo} columns of dS.", size=11)
+    drawing.text(left, end + 16, f"Neighbouring CTAs share {tile.geometry.halo} columns of dS.", size=11)
 
 
 def pictures() -> Iterator[tuple[str, Drawing]]:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tensor_cores import LANES, Addresses, G, SharedMemory, T, Words, mma
 
+from mtagen.planner.cuda.toeplitz import Step, Toeplitz
 from mtagen.planner.tile.forward import TileForward
-from mtagen.planner.tile.toeplitz import Step, Toeplitz
 
 Taps = Callable[[int, int], float]
 
@@ -141,24 +141,24 @@ class Slabs:
     def __init__(self, plan: TileForward) -> None:
         self.plan = plan
         self.shared = SharedMemory(plan.shared.size)
-        self.slabs, self.slab = plan.shared["SLAB"].offset, 2 * plan.slab_parity
+        self.slabs, self.slab = plan.shared["SLAB"].offset, 2 * plan.slab.parity
         self.gathers = plan.shared["GATHER"].offset if plan.toeplitz.gathers else 0
-        self.gather = plan.tiles * plan.gather_tile
+        self.gather = plan.geometry.tiles * plan.slab.gather_tile
 
     def row(self, row: Addresses) -> Addresses:
         """Address of row ``row`` of the CTA."""
-        padded = row + self.plan.pad
-        return self.slabs + (padded & 1) * self.plan.slab_parity + (padded >> 1) * self.plan.slab_row
+        padded = row + self.plan.slab.pad
+        return self.slabs + (padded & 1) * self.plan.slab.parity + (padded >> 1) * self.plan.slab.row
 
     def clear_pads(self) -> None:
         """The rows no warp writes."""
         plan = self.plan
-        words = plan.pad // 2 * (plan.slab_row // 4)
-        places = [(i // words, i % words) for i in range(2 * plan.slabs * words)]
-        to = [self.slabs + part * plan.slab_parity + word * 4 for part, word in places]
+        words = plan.slab.pad // 2 * (plan.slab.row // 4)
+        places = [(i // words, i % words) for i in range(2 * plan.slab.count * words)]
+        to = [self.slabs + part * plan.slab.parity + word * 4 for part, word in places]
         if plan.toeplitz.gathers:
-            places = [divmod(i, plan.pad) for i in range(plan.slabs * plan.tiles * plan.pad)]
-            to += [self.gathers + part * plan.gather_tile + word * 4 for part, word in places]
+            places = [divmod(i, plan.slab.pad) for i in range(plan.slab.count * plan.geometry.tiles * plan.slab.pad)]
+            to += [self.gathers + part * plan.slab.gather_tile + word * 4 for part, word in places]
         for first in range(0, len(to), 32):
             warp = np.array(to[first : first + 32])
             self.shared.store(warp, np.zeros((warp.size, 2)))
@@ -174,31 +174,31 @@ class WarpSlab:
         self.slabs, self.shared = slabs, slabs.shared
         self.store = slabs.row(row) + 4 * T
         self.rows = [
-            slabs.row(16 * warp + 2 * (LANES & 7) + matrix_of(toeplitz, load) - plan.halo)
+            slabs.row(16 * warp + 2 * (LANES & 7) + matrix_of(toeplitz, load) - plan.geometry.halo)
             for load in range(len(toeplitz.loads))
         ]
-        self.store_pair = slabs.gathers + (row + plan.pad) * 4
-        self.gathered, self.third = gathered_rows(toeplitz, self.store_pair - 4 * plan.halo)
-        self.carried = np.zeros((plan.carry_chunks, 2, 32, 2))
+        self.store_pair = slabs.gathers + (row + plan.slab.pad) * 4
+        self.gathered, self.third = gathered_rows(toeplitz, self.store_pair - 4 * plan.geometry.halo)
+        self.carried = np.zeros((plan.slab.carry_chunks, 2, 32, 2))
 
     def write(self, s: Words, t: int) -> None:
         """Scores of a tile, (tiles, 2, 32, 2) as accumulators hold them, behind the last columns of the one before."""
         plan = self.plan
         even = self.store + (t & 1) * self.slabs.slab
-        odd = even + plan.slab_parity
+        odd = even + plan.slab.parity
         for i, (first, second) in enumerate(self.carried):
             self.shared.store(even + i * 16, first)
             self.shared.store(odd + i * 16, second)
         for n, (first, second) in enumerate(s):
-            chunk = n + plan.carry_chunks
-            if chunk < plan.slab_chunks:
+            chunk = n + plan.slab.carry_chunks
+            if chunk < plan.slab.chunks:
                 self.shared.store(even + chunk * 16, first)
                 self.shared.store(odd + chunk * 16, second)
             if plan.toeplitz.gathers:
                 lanes = T == 0
-                at = self.store_pair + (t & 1) * self.slabs.gather + n * plan.gather_tile
+                at = self.store_pair + (t & 1) * self.slabs.gather + n * plan.slab.gather_tile
                 self.shared.store(at[lanes], first[lanes], second[lanes])
-        self.carried = s[plan.tiles - plan.carry_chunks :].copy()
+        self.carried = s[plan.geometry.tiles - plan.slab.carry_chunks :].copy()
 
     def convolved(self, t: int, operands: Words, position: int | None = None) -> Words:
         """(tiles, 2, 32, 2); of the slab the warp's first row sees columns up to ``position``, if that is given."""
@@ -209,10 +209,10 @@ class WarpSlab:
             self.shared,
             [rows + (t & 1) * self.slabs.slab for rows in self.rows],
             operands,
-            plan.tiles,
+            plan.geometry.tiles,
             gathered=[words + (t & 1) * self.slabs.gather for words in self.gathered],
             third=self.third,
-            gather_stride=plan.gather_tile,
+            gather_stride=plan.slab.gather_tile,
             position=position + 2 * G if edge else None,
         )
 

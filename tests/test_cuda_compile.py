@@ -125,7 +125,7 @@ def test_tiles_are_stored_whole(spec: Spec) -> None:
     """Each word of P and of dS once, by either copy of the convolution before it, where registers are few."""
     plan = cheapest("backward", spec, TARGETS["sm_90a"])
     code = MachineCode(usage_of_cubins(compile_cubin(render(plan), "sm_90a", plan.name))[plan.name].assembly)
-    chunks, words = plan.keys // plan.parts // 8, plan.rows * plan.keys // plan.parts // 2
+    chunks, words = plan.keys // plan.geometry.parts // 8, plan.rows * plan.keys // plan.geometry.parts // 2
     for tile in (region.offset for region in plan.shared.regions if region.name in ("P", "DS")):
         halves = [list(code.stores(tile + rows)) for rows in (0, 8 * 128)]  # of a row tile
         assert [len(half) for half in halves] == [2 * chunks] * 2
@@ -172,10 +172,11 @@ def check_resources(kernel: Kernel, target: str, used: Usage, stack: int) -> Non
 def check_forward(plan: TileForward, used: Usage) -> None:
     opcodes = used.opcodes
     scores = plan.row_tiles * plan.keys // 2  # of a tile, in a thread
-    products = plan.row_tiles * plan.tiles * plan.toeplitz.mma_of_scores
+    products = plan.row_tiles * plan.geometry.tiles * plan.toeplitz.mma_of_scores
     if plan.hopper:
-        computes, loads = plan.register_split
-        assert used.registers * plan.threads >= 128 * (plan.warps // 4 * computes + loads)  # what setmaxnreg gives out
+        computes, loads = plan.registers.split
+        given = 128 * (plan.warps // 4 * computes + loads)  # by setmaxnreg
+        assert used.registers * plan.geometry.threads >= given
         # The first scores before the loop, and in it the next ones and the values. Where a warpgroup has steps of its
         # own they are there once more, and the last step has values alone.
         copies_of_scores, copies_of_values = (3, 3) if plan.warpgroups_leave else (2, 1)
@@ -183,10 +184,10 @@ def check_forward(plan: TileForward, used: Usage) -> None:
         assert count(opcodes, "HGMMA") == products_of_scores + copies_of_values * (plan.keys // 16)
         convolving = count(opcodes, "HMMA")
     else:
-        assert used.registers * plan.threads * plan.blocks <= TARGETS[plan.target].registers_per_multiprocessor
+        assert used.registers * plan.geometry.threads * plan.blocks <= TARGETS[plan.target].registers_per_multiprocessor
         # Scores and values, by pairs of output tiles, for each fragment.
         dims = plan.spec.head_dim + plan.spec.value_head_dim
-        convolving = count(opcodes, "HMMA") - plan.row_tiles * plan.tiles * dims // 16
+        convolving = count(opcodes, "HMMA") - plan.row_tiles * plan.geometry.tiles * dims // 16
     if products:  # the compiler, or the kernel, may have the convolution more than once, yet always whole
         assert convolving % products == 0
         assert convolving > 0

@@ -24,7 +24,7 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.planner.passes import PASSES
 from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
 from mtagen.planner.strip.kernels import PROGRAMS
-from mtagen.planner.strip.module import StripModule
+from mtagen.planner.strip.limits import Limits
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.planes import PlaneKernel
 from mtagen.planner.strip.products import ROLES, ProductKernel, WarpgroupProduct
@@ -182,7 +182,7 @@ def run(
 
 def pitch_of(spec: Spec, strip: Strip) -> int:
     """Elements from a row of a plane to the next."""
-    multiple = StripModule.of([StripPass(spec, "sm_90a", "forward")]).pitch_multiple
+    multiple = Limits.of(spec).pitch_multiple
     return -(-strip.keys // multiple) * multiple
 
 

@@ -24,7 +24,7 @@ from mtagen.planner.strip.documents import RECORD
 from mtagen.planner.strip.kernels import decode_rows
 from mtagen.planner.strip.module import StripModule
 from mtagen.planner.strip.passes import CUDA_OVER_TRITON, StripPass
-from mtagen.planner.strip.planes import PARTS, PlaneKernel
+from mtagen.planner.strip.planes import PlaneConvolution, PlaneGradient, plane_kernels
 from mtagen.planner.strip.source import Form
 from mtagen.planner.strip.stages import Stages, block_of
 from mtagen.planner.tables import TUNED, Shape, Table
@@ -116,7 +116,7 @@ def test_row_kernels_take_whole_bundles(spec: Spec) -> None:
             post = "post_mix" in kernel.role
             assert heads == (module.stages.post_heads if post else module.stages.heads)
             assert constants["BLOCK_H"] == block_of(heads)
-            assert module.pitch_multiple % constants["BLOCK_N"] == 0
+            assert module.limits.pitch_multiple % constants["BLOCK_N"] == 0
 
 
 # Windows of convolutions.
@@ -156,48 +156,49 @@ def test_kernels_of_convolutions_have_these_windows(spec: Spec) -> None:
 SLABS = [*itertools.product((1, 2, 3, 6, 16), (1, 2, 3, 8, 9, 10, 11, 12, 16), KEY_PADDINGS)]
 
 
-def slabs(cq: int, ck: int, padding: str) -> list[PlaneKernel]:
-    """The kernels of a convolution that fit, of each part and in each form."""
+def slabs(cq: int, ck: int, padding: str) -> list[PlaneConvolution | PlaneGradient]:
+    """The kernels of a convolution, of its adjoint and of its weight's gradient that fit, in each form."""
     spec = Spec((cq, ck), 64, key_padding=padding, mixed_heads=2)
     (stage,) = Stages(spec).convolutions
-    return [made for part in PARTS for made in PlaneKernel(spec, "sm_90a", stage, part, "fp16").variants]
+    return [made for kernel in plane_kernels(spec, "sm_90a", stage, "fp16") for made in kernel.variants]
 
 
 @pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
 def test_slabs_hold_what_a_tile_of_results_reads(cq: int, ck: int, padding: str) -> None:
     """Tap v of a window comes ``spare`` columns after the window's first; rows of ldmatrix are those of the slab."""
     for made in slabs(cq, ck, padding):
-        left = made.stage.pad_right if made.adjoint else made.stage.pad_left
-        down = cq - 1 if made.adjoint else 0
-        assert made.keys_left % 8 == 0
+        slab = made.slab
+        left = made.stage.pad_right if slab.adjoint else made.stage.pad_left
+        down = cq - 1 if slab.adjoint else 0
+        assert slab.keys_left % 8 == 0
         for j, v in itertools.product(range(made.tile_keys), range(ck)):
-            column = j - left + v + made.keys_left
-            assert column == j + made.spare + v
-            assert 0 <= column < 8 * made.slab_chunks
-        read = {r + down - (cq - 1) + u + made.rows_above for r in range(made.rows) for u in range(cq)}
+            column = j - left + v + slab.keys_left
+            assert column == j + slab.spare + v
+            assert 0 <= column < 8 * slab.chunks
+        read = {r + down - (cq - 1) + u + slab.rows_above for r in range(made.rows) for u in range(cq)}
         assert min(read) == 0
-        if made.part == "gradient":  # shifts past the kernel's are read as the one after it
+        if isinstance(made, PlaneGradient):  # shifts past the kernel's are read as the one after it
             loaded = {r + shift for r in range(0, made.rows, 2) for shift in range(cq + 1)}
         else:
             quads = [made.toeplitz.quads[i] for i in made.toeplitz.loads]
             matrices = {s for quad in quads for s, _ in quad.matrices}
             loaded = {r + s for r in range(0, made.rows, 2) for s in matrices}
-            windows = {8 * n + k + v for n in range(2) for k in range(8) for v in range(ck + made.spare)}
+            windows = {8 * n + k + v for n in range(2) for k in range(8) for v in range(ck + slab.spare)}
             assert windows <= {*range(8 * (1 + made.toeplitz.chunks))}
-        assert read <= loaded <= {*range(made.slab_rows)}
-        assert made.slab_rows % 2 == 0
+        assert read <= loaded <= {*range(slab.rows)}
+        assert slab.rows % 2 == 0
 
 
 @pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
 def test_chunks_of_the_gradient_of_a_convolution(cq: int, ck: int, padding: str) -> None:
-    for made in (one for one in slabs(cq, ck, padding) if one.part == "gradient"):
-        for n in range(made.tile_keys // 8):
-            touched = {(8 * n + k + made.spare + v) // 8 for k in range(8) for v in range(ck)}
-            first = n + made.first_weight_chunk
-            assert touched <= {*range(first, first + made.weight_chunks)} <= {*range(made.slab_chunks)}
+    for made in (one for one in slabs(cq, ck, padding) if isinstance(one, PlaneGradient)):
         gradient = made.weight_gradient
+        for n in range(made.tile_keys // 8):
+            touched = {(8 * n + k + made.slab.spare + v) // 8 for k in range(8) for v in range(ck)}
+            first = n + gradient.first_chunk
+            assert touched <= {*range(first, first + gradient.chunks)} <= {*range(made.slab.chunks)}
         blocks = {(u, d) for u, d, _, _ in gradient.sums}
-        assert blocks >= set(itertools.product(range(gradient.shifts), range(made.weight_chunks)))
+        assert blocks >= set(itertools.product(range(gradient.shifts), range(gradient.chunks)))
         assert gradient.sets * gradient.shifts >= cq
         assert made.warps % gradient.sets == 0
         sums = 4 * made.warps * (64 + cq * ck)  # floats in the place of the buffers
@@ -207,7 +208,7 @@ def test_chunks_of_the_gradient_of_a_convolution(cq: int, ck: int, padding: str)
 @pytest.mark.parametrize(("cq", "ck", "padding"), SLABS)
 def test_rows_of_a_matrix_lie_in_different_banks(cq: int, ck: int, padding: str) -> None:
     for made in slabs(cq, ck, padding):
-        for pitch in (made.slab_row, made.tile_row, made.staged_row):
+        for pitch in (made.slab.row, made.tile_row if isinstance(made, PlaneGradient) else made.staged_row):
             assert pitch % 16 == 0
             assert len({row * pitch // 16 % 8 for row in range(8)}) == 8
 
@@ -216,11 +217,11 @@ def test_which_windows_fit_slabs() -> None:
     """Up to 17 columns, with those that come before the first tap."""
     for padding in KEY_PADDINGS:
         for ck in range(1, MAX_KERNEL + 1):
-            parts = {made.part for made in slabs(3, ck, padding)}
+            roles = {made.role for made in slabs(3, ck, padding)}
             left, right = Spec((3, ck), 64, key_padding=padding).padding(ck)
-            for part in PARTS:
-                spare = -(right if part == "adjoint" else left) % 8
-                assert (part in parts) == (ck + spare <= 17)
+            for role in ("convolution", "convolution_adjoint", "convolution_gradient"):
+                spare = -(right if role.endswith("adjoint") else left) % 8
+                assert (role in roles) == (ck + spare <= 17)
 
 
 # Strips and planes.
@@ -238,8 +239,8 @@ def strips_of(module: ModuleType, batch: int, heads: int, n_q: int, n_k: int, pl
 def test_at_least_half_of_a_strip_is_no_context(cq: int, post_cq: int) -> None:
     spec = Spec((cq, 2), 64, post_kernel=(post_cq, 3))
     module = StripModule.of([StripPass(spec, "sm_90a", "forward")])
-    assert module.min_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
-    assert module.min_rows % module.limits["row_multiple"] == 0
+    assert module.limits.min_rows >= 2 * spec.context == 2 * (cq + post_cq - 2)
+    assert module.limits.min_rows % module.limits.row_multiple == 0
     assert decode_rows(spec) >= spec.context + MAX_NEW_TOKENS
 
 

@@ -198,7 +198,7 @@ def test_cuda(target: str, stages: dict[str, Any], log: Callable[[], str]) -> No
         sources |= {cuda.render(source): source for source in made.cuda.values()}  # passes share some
     assert all(isinstance(source, StripSource) for source in sources.values())
     for source, used in zip(sources.values(), assert_compile([*sources.values()], log), strict=True):
-        multiplies = not isinstance(source, RowKernel) or not source.reads_scores or source.matrices
+        multiplies = not isinstance(source, RowKernel) or not source.formula.reads_scores or source.formula.matrices
         instruction = r"\bHGMMA" if isinstance(source, WarpgroupProduct) else r"\bHMMA"
         assert bool(re.search(instruction, used.assembly)) == multiplies, source.role
 

@@ -53,14 +53,15 @@ def shares(plan: Any) -> Iterator[tuple[Any, ...]]:
         yield plan.hopper, plan.warps, plan.row_tiles, plan.query_fragments > 0
         yield plan.hopper, plan.keys
     elif plan.pass_name == "backward":
-        yield plan.hopper, plan.warps, plan.rows, plan.keys, copied_rows(plan) % 8, plan.key_warps, plan.dq_parts
+        key_warps, dq_parts = plan.geometry.key_warps, plan.geometry.dq_parts
+        yield plan.hopper, plan.warps, plan.rows, plan.keys, copied_rows(plan) % 8, key_warps, dq_parts
     else:
         yield from ((tile.heads, tile.warps, tile.keys) for tile in plan.tiles)
 
 
 def copied_rows(plan: Any) -> int:
     """Rows of Q, K, V or dO that the backward pass copies at a time: all threads do, or on Hopper a warpgroup."""
-    return (128 if plan.hopper else plan.threads) // plan.row_lanes
+    return (128 if plan.hopper else plan.geometry.threads) // plan.geometry.row_lanes
 
 
 def sample(pass_name: str) -> Iterator[TilePass]:
@@ -97,15 +98,16 @@ def test_blocks_and_rows_lie_powers_of_two_apart() -> None:
     for target, head_dim, extent in itertools.product(MMA_TARGETS, HEAD_DIMS, EXTENTS):
         spec = Spec(extent, head_dim)
         for plan in fitting("forward", spec, target):
-            assert plan.hopper or is_power_of_two(plan.threads)  # which all copy; on Hopper 64 of them
+            assert plan.hopper or is_power_of_two(plan.geometry.threads)  # which all copy; on Hopper 64 of them
             assert plan.keys % 16 == 0
         for plan in fitting("backward", spec, target):
             assert is_power_of_two(copied_rows(plan))
-            assert plan.keys % (16 * plan.parts) == plan.rows % 16 == 0
+            assert plan.keys % (16 * plan.geometry.parts) == plan.rows % 16 == 0
             if not plan.hopper:  # there warpgroups have whole panels instead of blocks
-                assert all(map(is_power_of_two, (plan.parts, plan.key_warps, plan.dim_warps)))
-                assert plan.key_warps * plan.dim_warps == plan.warps
-                assert plan.keys // 16 % plan.key_warps == head_dim // 16 % plan.dim_warps == 0
+                key_warps, dim_warps = plan.geometry.key_warps, plan.geometry.dim_warps
+                assert all(map(is_power_of_two, (plan.geometry.parts, key_warps, dim_warps)))
+                assert key_warps * dim_warps == plan.warps
+                assert plan.keys // 16 % key_warps == head_dim // 16 % dim_warps == 0
         for plan in fitting("decode", spec, target):
             for tile in plan.tiles:
                 assert is_power_of_two(tile.keys)

@@ -12,7 +12,7 @@ from mtagen.codegen import emit
 from mtagen.codegen.cuda import render
 from mtagen.errors import SpecError
 from mtagen.planner.passes import PASSES
-from mtagen.planner.targets import TARGETS, get_target, target_for_capability
+from mtagen.planner.targets import RESERVED_SHARED, TARGETS, get_target, target_for_capability
 from mtagen.planner.tile.candidates import candidates
 from mtagen.runtime.load import arch_for
 from mtagen.runtime.loader import load_module
@@ -80,6 +80,16 @@ def test_100_kb_of_shared_memory_are_enough(target, stages):
                 shared = [kernel.shared for kernel in made[name].kernels]
                 assert shared
                 assert max(shared) <= get_target(target).shared_per_block <= 100 * 1024
+
+
+def test_resident_warps_and_ctas_share_a_multiprocessor():
+    hopper = TARGETS["sm_90a"]
+    assert [hopper.registers_of(warps) for warps in (4, 8, 12, 16)] == [255, 255, 168, 128]
+    assert [hopper.shared_of(ctas) for ctas in (1, 2)] == [227 * 1024, 113 * 1024]
+    for target in TARGETS.values():
+        for count in range(1, 9):
+            assert target.registers_of(4 * count) * target.warp_size * 4 * count <= target.registers_per_multiprocessor
+            assert (target.shared_of(count) + RESERVED_SHARED) * count <= target.shared_per_multiprocessor
 
 
 def test_which_targets_have_tensor_descriptors():

@@ -23,7 +23,8 @@ from mtagen.dtypes import TORCH_DTYPES
 from mtagen.errors import PlanError
 from mtagen.planner import get_target
 from mtagen.planner.targets import Target
-from mtagen.planner.tile.backward import ROW_TILE, TileBackward
+from mtagen.planner.tile.backward import TileBackward
+from mtagen.planner.tile.backward_geometry import ROW_TILE
 from mtagen.runtime.nvrtc import compile_cubin
 from mtagen.runtime.offline import usage_of_cubins
 from mtagen.spec import Spec
@@ -52,64 +53,72 @@ def plans() -> Iterator[TileBackward]:
 
 def test_plans_fit_the_chip() -> None:
     for plan in plans():
-        target, (main, helper) = get_target(plan.target), plan.register_split
+        target, (main, helper) = get_target(plan.target), plan.registers.split
         assert plan.shared.size <= target.shared_per_block
         assert 32 * plan.warps * main + 128 * helper <= target.registers_per_multiprocessor
-        assert plan.registers <= main <= target.registers_per_thread
+        assert plan.registers.needed <= main <= target.registers_per_thread
 
 
 def test_the_next_scores_wait_for_the_helper_where_memory_is_short() -> None:
     for plan in plans():
+        geometry = plan.geometry
         if not plan.hopper:
-            assert plan.score_ring == plan.row_tiles + 1
-            assert not plan.waits_for_producer
+            assert plan.shared.score_ring == geometry.row_tiles + 1
+            assert not plan.shared.waits_for_producer
             continue
-        late = plan.converts_scores  # the gradient of W, by a row tile
-        read = {*range(-1 - late, plan.row_tiles - late)}  # row tiles of S that a step's gradient of W takes
-        stored = {*range(plan.row_tiles, 2 * plan.row_tiles)}  # while these are stored
-        assert plan.waits_for_producer == any((a - b) % plan.score_ring == 0 for a in stored for b in read)
+        late = geometry.converts_scores  # the gradient of W, by a row tile
+        read = {*range(-1 - late, geometry.row_tiles - late)}  # row tiles of S that a step's gradient of W takes
+        stored = {*range(geometry.row_tiles, 2 * geometry.row_tiles)}  # while these are stored
+        assert plan.shared.waits_for_producer == any(
+            (a - b) % plan.shared.score_ring == 0 for a in stored for b in read
+        )
         room = get_target(plan.target).shared_per_block - plan.shared.size
-        assert not plan.waits_for_producer or room < ROW_TILE * plan.slab_row, "a row tile more has room"
+        assert not plan.shared.waits_for_producer or room < ROW_TILE * geometry.slab_row, "a row tile more has room"
 
 
 def test_row_tiles_whose_place_is_taken_are_read_early() -> None:
     """Of the gradient of W, each takes the scores of its own row tile and of the one above."""
-    for plan in (plan for plan in plans() if plan.waits_for_producer):
-        sets, first = plan.weight_gradient.sets, -plan.converts_scores
+    for plan in (plan for plan in plans() if plan.shared.waits_for_producer):
+        geometry = plan.geometry
+        sets, first = plan.weight_gradient.sets, -geometry.converts_scores
         early = set()
-        for warp, i in itertools.product(range(4), range(plan.row_tiles_before_overwrite)):  # as the helper's warps go
+        early_row_tiles = plan.shared.row_tiles_before_overwrite
+        for warp, i in itertools.product(range(4), range(early_row_tiles)):  # as the helper's warps go
             early.add(first + warp // sets + i * (4 // sets))
-        stored = range(plan.row_tiles, 2 * plan.row_tiles)
-        for row_tile in range(first, first + plan.row_tiles):
-            taken = any((a - b) % plan.score_ring == 0 for a in stored for b in (row_tile - 1, row_tile))
+        stored = range(geometry.row_tiles, 2 * geometry.row_tiles)
+        for row_tile in range(first, first + geometry.row_tiles):
+            taken = any((a - b) % plan.shared.score_ring == 0 for a in stored for b in (row_tile - 1, row_tile))
             assert row_tile in early or not taken, (plan.spec, row_tile)
 
 
 @pytest.mark.parametrize("kernel", [(7, 6), (7, 7), (8, 8), (8, 9)], ids=str)
 def test_widened_weights_save_the_helper_a_chunk(kernel: tuple[int, int]) -> None:
     plan, ampere = (cheapest("backward", Spec(kernel, 128), target) for target in (HOPPER, AMPERE))
-    first, end = plan.owned_gradient
-    assert (plan.taps, first % 8, (end - first) // 8) == (9, 0, 15)
-    assert ampere.taps == kernel[1] | 1
-    assert plan.weight_chunks == ampere.weight_chunks  # the zeros cost no products
+    geometry = plan.geometry
+    first, end = plan.weight_gradient.columns
+    assert (geometry.taps, first % 8, (end - first) // 8) == (9, 0, 15)
+    assert ampere.geometry.taps == kernel[1] | 1
+    assert plan.weight_gradient.chunks == ampere.weight_gradient.chunks  # the zeros cost no products
     assert plan.toeplitz.mma_per_tile == ampere.toeplitz.mma_per_tile
 
 
 def test_no_other_weights_are_widened() -> None:
     for kernel in ((6, 7), (9, 7), (13, 7), (7, 5), (7, 11), (8, 15), (7, 17)):
         plan = cheapest("backward", Spec(kernel, 128), HOPPER)
-        assert plan.taps == plan.spec.ck | 1
+        geometry = plan.geometry
+        assert geometry.taps == plan.spec.ck | 1
 
 
 def test_operands_are_aligned() -> None:
     for plan in plans():
-        assert plan.owned % 2 == plan.halo % 2 == 0  # G is stored two columns at a time
-        assert plan.slab_row % 32 == 16  # an odd number of 16-byte chunks: no bank conflicts
-        assert plan.keys % (16 * plan.parts) == 0  # steps of dS K, and whole chunks of dS for each part
+        geometry = plan.geometry
+        assert geometry.owned % 2 == geometry.halo % 2 == 0  # G is stored two columns at a time
+        assert geometry.slab_row % 32 == 16  # an odd number of 16-byte chunks: no bank conflicts
+        assert plan.keys % (16 * geometry.parts) == 0  # steps of dS K, and whole chunks of dS for each part
         reached = plan.keys + 8 * (plan.toeplitz.chunks - 1)  # columns of the slab of G that windows of dS reach
-        assert reached - plan.slab_row // 2 <= plan.halo  # past a row's end come the next row's zeros before G
-        assert plan.dq_columns * plan.dq_parts >= plan.spec.head_dim
-        assert plan.dq_parts <= plan.parts
+        assert reached - geometry.slab_row // 2 <= geometry.halo  # past a row's end come the next row's zeros before G
+        assert geometry.dq_columns * geometry.dq_parts >= plan.spec.head_dim
+        assert geometry.dq_parts <= geometry.parts
 
 
 @pytest.mark.parametrize(
@@ -127,19 +136,22 @@ def test_operands_are_aligned() -> None:
 def test_few_warpgroups_make_the_gradient_of_queries(kernel: tuple[int, int], head_dim: int, makers: int) -> None:
     """Each reads all of dS. None of three warpgroups has registers for the sums of 64 columns."""
     plan = cheapest("backward", Spec(kernel, head_dim), HOPPER)
-    assert plan.dq_parts == makers
-    assert plan.parts < 3 or plan.dq_columns < 64
+    geometry = plan.geometry
+    assert geometry.dq_parts == makers
+    assert geometry.parts < 3 or geometry.dq_columns < 64
 
 
 def test_warps_share_products_evenly() -> None:
     for plan in plans():
+        geometry = plan.geometry
         if plan.hopper:
             continue
-        assert plan.keys % (16 * plan.parts) == 0  # columns of scores
-        assert plan.key_warps * plan.dim_warps == plan.warps
-        assert plan.keys % (16 * plan.key_warps) == plan.spec.head_dim % (16 * plan.dim_warps) == 0
-        assert plan.warps % plan.weight_gradient.sets == plan.row_tiles * plan.weight_gradient.sets % plan.warps == 0
-        for sharing in (plan.parts, plan.key_warps, plan.dim_warps):
+        assert plan.keys % (16 * geometry.parts) == 0  # columns of scores
+        assert geometry.key_warps * geometry.dim_warps == plan.warps
+        assert plan.keys % (16 * geometry.key_warps) == plan.spec.head_dim % (16 * geometry.dim_warps) == 0
+        sets = plan.weight_gradient.sets
+        assert plan.warps % sets == geometry.row_tiles * sets % plan.warps == 0
+        for sharing in (geometry.parts, geometry.key_warps, geometry.dim_warps):
             assert sharing & (sharing - 1) == 0  # addresses of their blocks differ from one another's by exclusive or
 
 
@@ -167,7 +179,7 @@ def test_every_row_shift_has_its_block() -> None:
     ids=case_id,
 )
 def test_operands_are_loaded_as_far_ahead_as_the_helper_has_registers(spec: Spec, ahead: int) -> None:
-    assert cheapest("backward", spec, HOPPER).weight_ahead == ahead
+    assert cheapest("backward", spec, HOPPER).registers.weight_ahead == ahead
 
 
 def test_a_loaded_operand_has_the_words_of_those_made_of_it() -> None:
@@ -227,9 +239,9 @@ def modelled(
 ) -> Gradients:
     """As the kernel goes: CTA by CTA, step by step, through slabs whose columns and rows are the plan's."""
     spec = plan.spec
-    n_q, n_k, rows = len(q), len(k), plan.rows
+    n_q, n_k, rows, geometry = len(q), len(k), plan.rows, plan.geometry
     dq, dk, dv, dw = (np.zeros_like(x) for x in (q, k, v, w))
-    taps = np.zeros((spec.cq, plan.taps))
+    taps = np.zeros((spec.cq, geometry.taps))
     taps[:, : spec.ck] = w
     off = n_k - n_q
 
@@ -241,12 +253,12 @@ def modelled(
     def window(slab: Array, begin: int, u: int, i: int) -> Array:
         return slab[(begin + np.arange(rows) + u) % len(slab)][:, i : i + plan.keys]
 
-    for block in range(-(-n_k // plan.owned)):
-        c0 = block * plan.owned - plan.pad_left
+    for block in range(-(-n_k // geometry.owned)):
+        c0 = block * geometry.owned - spec.pad_left
         first = max(0, c0 - off) if spec.causal else 0
-        key_tile, value_tile = rows_of(k, c0, plan.keys), rows_of(v, c0 + plan.pad_left, plan.keys)
-        scores = np.zeros((plan.score_ring * ROW_TILE, plan.keys + 16))
-        gradients = np.zeros((plan.gradient_ring * ROW_TILE, plan.keys + plan.halo))
+        key_tile, value_tile = rows_of(k, c0, plan.keys), rows_of(v, c0 + spec.pad_left, plan.keys)
+        scores = np.zeros((plan.shared.score_ring * ROW_TILE, plan.keys + 16))
+        gradients = np.zeros((geometry.gradient_ring * ROW_TILE, plan.keys + geometry.halo))
         x, r = np.arange(plan.keys), np.arange(rows)[:, None]
 
         for step in range((n_q - first + ROW_TILE + rows - 1) // rows):
@@ -261,16 +273,16 @@ def modelled(
             for u, i in np.ndindex(taps.shape):
                 part = window(scores, step * rows - (spec.cq - 1), u, i)
                 c[:, : part.shape[1]] += taps[u, i] * part
-            exists = (x >= max(0, -(c0 + plan.pad_left))) & (x < min(plan.owned, n_k - c0 - plan.pad_left))
+            exists = (x >= max(0, -(c0 + spec.pad_left))) & (x < min(geometry.owned, n_k - c0 - spec.pad_left))
             p = np.exp(c - rows_of(lse, row, rows, np.inf)[:, None])
-            p = np.where(exists & (x + plan.pad_left <= last), p, 0)
+            p = np.where(exists & (x + spec.pad_left <= last), p, 0)
             g = p * (tile_do @ value_tile.T - rows_of(dot, row, rows)[:, None])
-            gradients[(step * rows + r[:, 0]) % len(gradients), plan.halo : plan.keys] = g[:, : plan.owned]
+            gradients[(step * rows + r[:, 0]) % len(gradients), geometry.halo : plan.keys] = g[:, : geometry.owned]
 
             ds = np.zeros((rows, plan.keys))
             for u, i in np.ndindex(taps.shape):
                 part = window(gradients, step * rows - ROW_TILE, u, i)
-                ds[:, : part.shape[1]] += taps[spec.cq - 1 - u, plan.halo - i] * part
+                ds[:, : part.shape[1]] += taps[spec.cq - 1 - u, geometry.halo - i] * part
             ds = np.where(x <= last - ROW_TILE, ds, 0)
 
             above = np.concatenate([rows_of(q, row - ROW_TILE, ROW_TILE), tile_q[: rows - ROW_TILE]])
@@ -280,25 +292,25 @@ def modelled(
                     dq[row - ROW_TILE + i] += part[i]
             for sums, tile, lag, end in (
                 (dk, ds.T @ above, 0, plan.keys),  # with parts of the neighbours' columns
-                (dv, p.T @ tile_do, plan.pad_left, plan.owned),
+                (dv, p.T @ tile_do, spec.pad_left, geometry.owned),
             ):
                 for column in range(max(0, -(c0 + lag)), min(end, n_k - c0 - lag)):
                     sums[c0 + lag + column] += tile[column]
 
-            begin, end = plan.owned_gradient
-            first_row = step * rows - plan.converts_scores * ROW_TILE  # that the gradient of W takes
+            begin, end = plan.weight_gradient.columns
+            first_row = step * rows - geometry.converts_scores * ROW_TILE  # that the gradient of W takes
             for chunk in range(begin // 8, -(-end // 8)):
                 columns = np.arange(8 * chunk, 8 * chunk + 8)
                 owned = gradients[(first_row + np.arange(rows)) % len(gradients)][:, columns]
                 owned = np.where((columns >= begin) & (columns < end), owned, 0)
-                for u, d in itertools.product(range(spec.cq), range(plan.weight_chunks)):
-                    at = 8 * (chunk + plan.first_weight_chunk + d)
+                for u, d in itertools.product(range(spec.cq), range(plan.weight_gradient.chunks)):
+                    at = 8 * (chunk + plan.weight_gradient.first_chunk + d)
                     if at < 0:
                         continue
                     shifted = scores[(first_row - (spec.cq - 1) + u + np.arange(rows)) % len(scores)]
                     part = shifted[:, at : at + 8].T @ owned
                     for diagonal in range(-7, 8):  # row - column
-                        i = 8 * (plan.first_weight_chunk + d) + diagonal + plan.halo
+                        i = 8 * (plan.weight_gradient.first_chunk + d) + diagonal + geometry.halo
                         if 0 <= i < spec.ck:
                             dw[u, i] += part.diagonal(-diagonal).sum()
     return Gradients(dq, dk, dv, dw)

@@ -19,9 +19,9 @@ from single_pass import Launch, Recorder, cheapest
 from tensor_cores import LANES, G, SharedMemory, T, Words, matrix, mma, swizzled, tile_address
 
 from mtagen.errors import PlanError
+from mtagen.planner.cuda.toeplitz import MAX_COLUMNS, MAX_ROWS
 from mtagen.planner.targets import TARGETS
 from mtagen.planner.tile.forward import TileForward
-from mtagen.planner.tile.toeplitz import MAX_COLUMNS, MAX_ROWS
 from mtagen.spec import KEY_PADDINGS, Spec
 
 Array = NDArray[np.float64]
@@ -63,9 +63,9 @@ class Cta:
     def __init__(self, plan: TileForward, scores: Array, taps: Array, block: int, seed: int) -> None:
         self.plan, self.scores, self.chance = plan, scores, random.Random(seed)
         self.n_q, self.n_k = scores.shape
-        self.first = block * plan.owned - plan.halo
+        self.first = block * plan.geometry.owned - plan.geometry.halo
         self.off = self.n_k - self.n_q
-        self.steps = self.steps_of(plan.rows)
+        self.steps = self.steps_of(plan.geometry.rows)
         cq, ck = taps.shape
         if plan.toeplitz.pointwise:
             self.operands = taps
@@ -101,7 +101,7 @@ class Cta:
     def steps_of(self, rows: int) -> int:
         """Tiles of keys that some of the first rows see."""
         keys = min(self.n_k, self.first + rows + self.off) if self.plan.spec.causal else self.n_k
-        return max(0, (keys + self.plan.lag + self.plan.keys - 1) // self.plan.keys)
+        return max(0, (keys + self.plan.geometry.lag + self.plan.keys - 1) // self.plan.keys)
 
     def pause(self) -> Waits:
         """Others may run."""
@@ -135,18 +135,19 @@ class Cta:
         row = self.first + (r & ~15) + 2 * (r & 7) + (r >> 3 & 1)
         inside = ((row >= 0) & (row < self.n_q))[:, None] & (keys != OUTSIDE)
         scores = np.where(inside, self.scores[np.clip(row, 0, self.n_q - 1)[:, None], np.maximum(keys, 0)], 0.0)
-        return scores.reshape(2, 8, self.plan.tiles, 8).transpose(2, 0, 1, 3).reshape(self.plan.tiles, 2, 32, 2)
+        tiles = self.plan.geometry.tiles
+        return scores.reshape(2, 8, tiles, 8).transpose(2, 0, 1, 3).reshape(tiles, 2, 32, 2)
 
     def places(self, column: int, top: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Row and column of each accumulator of 16 rows."""
-        tile, half, element = np.arange(self.plan.tiles), np.arange(2), np.arange(2)
+        tile, half, element = np.arange(self.plan.geometry.tiles), np.arange(2), np.arange(2)
         rows = top + 2 * G[:, None] + half[:, None, None]
         columns = column + 8 * tile[:, None, None, None] + 2 * T[:, None] + element
         return np.broadcast_arrays(rows, columns)
 
     def mask_scores(self, s: Words, column: int, tile: int) -> None:
         top = self.first + 16 * tile + self.off
-        if self.plan.masks_scores and column + self.plan.keys - 1 > top:
+        if self.plan.slab.masks_scores and column + self.plan.keys - 1 > top:
             row, key = self.places(column, top)
             s[key > row] = 0
 
@@ -162,11 +163,11 @@ class Cta:
         row, key = self.places(column, top)
         hidden = np.zeros(c.shape, bool)
         last = top + self.off if plan.spec.causal else self.n_k - 1
-        if (plan.lag and column < 0) or column + plan.keys - 1 > last:
+        if (plan.geometry.lag and column < 0) or column + plan.keys - 1 > last:
             hidden = key > row + self.off if plan.spec.causal else key >= self.n_k
-            if plan.lag:
+            if plan.geometry.lag:
                 hidden |= key < 0
-        stored = (row >= self.first + plan.halo) & (row < self.n_q) & ~hidden
+        stored = (row >= self.first + plan.geometry.halo) & (row < self.n_q) & ~hidden
         local = key - column
         assert (v[local[stored]] == key[stored]).all(), "P and V disagree"
         assert (key[stored] >= 0).all()
@@ -190,13 +191,13 @@ class Cta:
                 stage = t % plan.stages
                 if t >= plan.stages:
                     yield from empty[which][stage].wait((t // plan.stages - 1) & 1)
-                first = t * plan.keys - (0 if loads_k else plan.lag)
+                first = t * plan.keys - (0 if loads_k else plan.geometry.lag)
                 yield from self.load(tiles[stage], first, range(32 * warp, 32 * warp + 32), 64)
                 full[which][stage].arrive()
 
         def compute(warp: int) -> Waits:
             held, product = self.held(warp), products[warp // meets]
-            gives, takes = plan.halo > 0 and warp < plan.warps - 1, plan.halo > 0 and warp > 0
+            gives, takes = plan.geometry.halo > 0 and warp < plan.warps - 1, plan.geometry.halo > 0 and warp > 0
             rows = 64 * (warp // 4 + 1)
             steps, below = map(self.steps_of, (rows, rows + 64)) if plan.warpgroups_leave else (self.steps, self.steps)
 
@@ -233,7 +234,7 @@ class Cta:
                 if more:
                     yield from issue_scores(t + 1)
                 yield from full[1][t % plan.stages].wait(t // plan.stages & 1)
-                column = t * plan.keys - plan.lag
+                column = t * plan.keys - plan.geometry.lag
                 self.keys_of(self.v[t % plan.stages], column)
                 if more:
                     s = scores(t + 1)
@@ -260,7 +261,7 @@ class Cta:
             held = {m: self.held(m) for m in mine}
 
             def load(tile: NDArray[np.int64], first: int) -> Waits:
-                copies = self.load(tile, first, threads, plan.threads)
+                copies = self.load(tile, first, threads, plan.geometry.threads)
                 next(copies)  # in flight until they are waited for
                 return copies
 
@@ -272,7 +273,7 @@ class Cta:
             for t in range(self.steps):
                 land(copies)
                 yield from meet.sync()
-                column = t * plan.keys - plan.lag
+                column = t * plan.keys - plan.geometry.lag
                 copies = load(self.v[0], column)
                 for m in mine:
                     yield from self.pause()
@@ -310,7 +311,7 @@ def assert_convolves(plan: TileForward, n_q: int, n_k: int, seed: int = 0) -> No
     scores = rng.integers(-9, 10, (n_q, n_k)).astype(float)
     taps = rng.integers(-9, 10, plan.spec.kernel).astype(float)
     seen, got = np.zeros(scores.shape, int), np.zeros(scores.shape)
-    for block in range(-(-n_q // plan.owned)):
+    for block in range(-(-n_q // plan.geometry.owned)):
         cta = Cta(plan, scores, taps, block, seed + block)
         cta.run()
         assert plan.toeplitz.pointwise or cta.slabs.shared.ways == 1, "bank conflicts"
@@ -466,7 +467,7 @@ def test_splits_fill_the_gpu_and_no_more(spec: Spec) -> None:
     seen = set()
     for heads, n_q, n_k in itertools.product((1, 3, 16, 100), (1, 187, 900, 4096), (1, 300, 4096, 50_000)):
         first, *merges = launches(spec, 2, heads, n_q, n_k)
-        whole = 2 * heads, -(-n_q // plan.owned)
+        whole = 2 * heads, -(-n_q // plan.geometry.owned)
         seen.add(first.kernel.role)
         if first.kernel.role == "forward":
             x, y, *z = first.grid
@@ -508,7 +509,7 @@ def test_heads_of_long_sequences_come_in_sections(batch: int, heads: int, n_k: i
 @pytest.mark.parametrize("options", [{"window": (512, -1)}, {"packed": True}], ids=str)
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_what_streams_a_part_has_no_sections(name: str, options: dict[str, Any]) -> None:
-    assert cheapest(name, Spec((6, 11), 128, **options), TARGETS["sm_90a"]).sections is None
+    assert cheapest(name, Spec((6, 11), 128, **options), TARGETS["sm_90a"]).grid.sections is None
 
 
 @pytest.mark.parametrize("options", [{"packed": True}, {"dropout": True}], ids=str)
@@ -559,10 +560,11 @@ def test_registers_that_warpgroups_trade() -> None:
     """setmaxnreg gives out what the launch has taken: the most registers that all threads can have."""
     for warpgroups in (1, 2, 3):
         plan = TileForward(Spec((6, 11), 64), "sm_90a", True, 4 * warpgroups, 64, 2, 4)
-        computes, loads = plan.register_split
-        launched = min(255, 65536 // plan.threads) // 8 * 8
-        assert 128 * (warpgroups * computes + loads) <= launched * plan.threads <= 65536
+        computes, loads = plan.registers.split
+        target, threads = TARGETS[plan.target], plan.geometry.threads
+        launched = target.registers_of(threads // 32) * threads
+        assert 128 * (warpgroups * computes + loads) <= launched <= target.registers_per_multiprocessor
         assert computes % 8 == loads % 8 == 0
         assert 24 <= loads < computes <= 255
     for plan in all_plans():
-        assert plan.registers <= plan.register_split[0] <= TARGETS[plan.target].registers_per_thread
+        assert plan.registers.needed <= plan.registers.split[0] <= TARGETS[plan.target].registers_per_thread

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tensor_cores import LANES, Addresses, G, SharedMemory, mma
 
 from mtagen.errors import PlanError
-from mtagen.planner.tile.toeplitz import MAX_COLUMNS, MAX_ROWS, Toeplitz, toeplitz
+from mtagen.planner.cuda.toeplitz import MAX_COLUMNS, MAX_ROWS, Toeplitz, toeplitz
 
 Array = NDArray[np.float64]
 TILES = 5  # odd, and more than a window has chunks

@@ -5,6 +5,7 @@ It takes no decisions.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
@@ -18,6 +19,8 @@ from ..planner.geometry.score import FACTOR, ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
+from ..planner.strip.kernels import PROGRAMS
+from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE
 from ..version import __version__
 from .expressions import c_expression
 from .host import allocate, codes, launch, options, together
@@ -73,6 +76,13 @@ def _environment() -> jinja2.Environment:
     templates.globals |= {"allocate": allocate, "launch": launch, "together": together} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,
+    }
+    # Constants of the kernels of rows
+    templates.globals |= {
+        "SCORE_SCALE": SCORE_SCALE,
+        "PROBABILITY_SCALE": PROBABILITY_SCALE,
+        "LOG2_PROBABILITY_SCALE": math.log2(PROBABILITY_SCALE),
+        "PROGRAMS": PROGRAMS,
     }
     return templates
 

@@ -103,7 +103,7 @@ _PACKED = Shapes(
         "cu_seq_q, cu_seq_k = _with_rest(cu_seq_q, cu_seq_k, total_q, total_k)",
         "documents = len(cu_seq_q) - 1",
     ),
-    schedule=('tiles = _schedule({cu_seq}, {length}, {plan.owned}, "{plan.tile_order}", layers)',),
+    schedule=('tiles = _schedule({cu_seq}, {length}, {plan.geometry.owned}, "{plan.grid.order}", layers)',),
 )
 
 

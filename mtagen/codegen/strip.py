@@ -6,14 +6,16 @@ The file needs nothing else except the CUDA sources that it launches, which lie 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from ..planner.geometry.score import ScoreStage
 from ..planner.kernel import Kernel
+from ..planner.strip import kernels
+from ..planner.strip.documents import PART, RECORD, TILE
 from ..planner.strip.module import StripModule
-from ..planner.strip.stages import block_of
+from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, block_of
 from ..version import __version__
 from . import host, triton
 from .pieces import aligned, dot_options, visible
@@ -32,7 +34,7 @@ def render(module: StripModule) -> str:
 
 def _context(module: StripModule) -> Mapping[str, Any]:
     """Return the names that the templates use."""
-    spec, stages = module.spec, module.stages
+    spec, stages, mask = module.spec, module.stages, module.mask
     wide = spec.dtype == "fp32"
     return {
         "version": __version__,
@@ -40,8 +42,19 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "stages": stages,
         "spec": spec,
         "options": host.options(spec),
-        "mask": module.mask,
-        "pitch_multiple": module.pitch_multiple,
+        "mask": mask,
+        "limits": module.limits,
+        "pitch_multiple": module.limits.pitch_multiple,
+        # Constants of all modules
+        "SCORE_SCALE": SCORE_SCALE,
+        "PROBABILITY_SCALE": PROBABILITY_SCALE,
+        "PROGRAMS": kernels.PROGRAMS,
+        "SPLIT": kernels.SPLIT,
+        "TILE": TILE,
+        "RECORD": RECORD,
+        "PART": PART,
+        # How kernels are printed and launched
+        "legend": _legend(module),
         "block_of": block_of,
         "target": module.target,
         "by_descriptor": module.by_descriptor,
@@ -56,11 +69,14 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             "score": "tl.float32" if wide else "tl.float16",
             "torch_score": "torch.float32" if wide else "torch.float16",
         },
-        "to_log2": repr(math.log2(math.e) / module.score_scale),
-        "score": ScoreStage.of(spec).scaled(module.score_scale),
-        "visible": partial(visible, module.mask),
-        "seen": Seen(module.mask),
-        "drawn_key": f"({first} + j0)" if (first := module.first_drawn_key) else "j0",
+        "to_log2": repr(math.log2(math.e) / SCORE_SCALE),
+        "score": ScoreStage.of(spec).scaled(SCORE_SCALE),
+        "visible": partial(visible, mask),
+        "seen": Seen(mask),
+        # The argument of a decode step's kernels for the number of keys of the cache
+        "cached_keys": "n_k" if mask.hides_earlier else "keys",
+        # The key of the sequence for dropout's draws: key 0 of the planes need not be key 0 of the sequence.
+        "drawn_key": f"({'unseen' if spec.packed else 'key0'} + j0)" if mask.hides_earlier else "j0",
         "aligned": partial(aligned, 16 // spec.itemsize),
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
@@ -69,6 +85,24 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         }
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }
+
+
+def _legend(module: StripModule) -> Iterator[str]:
+    """Yield the lines of the source's comment that explain its numbers."""
+    mask = module.mask
+    if module.spec.packed:
+        yield f"Mask {mask.name}. The rows of a document have consecutive places from a multiple of {TILE} on;"
+        yield f"a tile of {TILE} places is in one document. A strip is `count` places from `place0` on. Outputs of the"
+        yield "first `skip` places belong to another strip, and the first `valid` places have no scores. Row r of the"
+        yield "strip is query first + r of its tile's document, at position first + r + off; the document's rows are"
+        yield "top <= r < bottom. key0 is the first key that these rows see. j counts from key0, and there are `keys`"
+        yield "keys, or none if the tile has no rows. `pitch` elements lead from row to row."
+        return
+    yield f"Mask {mask.name}; query i sits at position i + off."
+    yield "A strip has queries first .. first + count. The first `skip` rows are context. The first `valid`"
+    yield "rows have scores without whole context. There are keys 0 .. keys, and `pitch` elements from row to row."
+    if mask.hides_earlier:
+        yield "The keys of a strip are those that its rows see; j, and with it `off`, counts from the first key."
 
 
 def _planes(module: StripModule, role: str, **planes: str) -> Mapping[str, str]:

@@ -19,6 +19,7 @@ GRID_YZ = 2**16 - 1  # upper limit along y, and along z
 SHARED_BYTES_PER_CYCLE = 128  # per NVIDIA multiprocessor
 _KIB = 1024
 RESERVED_SHARED = _KIB  # bytes of shared memory that the system reserves per CTA
+REGISTER_UNIT = 8  # registers of a thread are allocated in multiples of this
 # Families of matrix instructions, with the architecture if only one has them: instructions of a warp (NVIDIA GPUs since
 # 8.0), of a warpgroup, and of AMD's wavefronts.
 _MATRIX: dict[str, int | None] = {"mma": None, "wgmma": 90, "mfma": None}
@@ -124,6 +125,19 @@ class Target:
     def dram_bytes_per_cycle(self) -> float:
         """One multiprocessor's share of the memory bandwidth."""
         return self._per_cycle(self.dram_gbps)
+
+    def registers_of(self, warps: int) -> int:
+        """Return the upper limit of a thread's registers with ``warps`` resident warps per
+        multiprocessor.
+        """
+        equal = self.registers_per_multiprocessor // (self.warp_size * warps)
+        return min(self.registers_per_thread, equal // REGISTER_UNIT * REGISTER_UNIT)
+
+    def shared_of(self, ctas: int) -> int:
+        """Return the shared memory that a CTA may use with ``ctas`` resident CTAs per
+        multiprocessor.
+        """
+        return min(self.shared_per_block, self.shared_per_multiprocessor // ctas - RESERVED_SHARED)
 
     def _per_cycle(self, giga: float) -> float:
         return giga / self.multiprocessors / _CLOCK_GHZ

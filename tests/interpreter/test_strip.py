@@ -21,7 +21,6 @@ from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.strip import kernels
-from mtagen.planner.strip import module as strip_module
 from mtagen.planner.strip.stages import Stages
 from mtagen.runtime.load import load_host
 from mtagen.spec import WEIGHTS
@@ -367,8 +366,7 @@ NARROW: dict[str, Any] = {"head_dim": 16, "value_head_dim": 24, "dtype": "fp32"}
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward kernels of rows have few programs, each of many rows: the interpreter takes long for a program."""
-    for owner in (kernels, strip_module):
-        monkeypatch.setattr(owner, "PROGRAMS", 8)
+    monkeypatch.setattr(kernels, "PROGRAMS", 8)
 
 
 packs = pytest.mark.usefixtures("memory_starts_as_nan", "few_programs")

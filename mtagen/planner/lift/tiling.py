@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...errors import PlanError
 from ...spec import Spec
-from ..targets import RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
+from ..targets import REGISTER_UNIT, RESERVED_SHARED, SHARED_BYTES_PER_CYCLE, Target
 from .decode import DECODE_ROLES, decode_geometry
 from .operands import Lift
 
@@ -149,7 +149,7 @@ def resources(role: str, tile: Tile, spec: Spec, lift: Lift, target: Target) -> 
 def resident_ctas(need: Resources, tile: Tile, target: Target) -> int:
     """Return the number of CTAs that are resident on one multiprocessor."""
     shared = target.shared_per_multiprocessor // (need.shared + RESERVED_SHARED)
-    registers = -(-min(need.registers, target.registers_per_thread) // 8) * 8  # allocated in units of 8
+    registers = -(-min(need.registers, target.registers_per_thread) // REGISTER_UNIT) * REGISTER_UNIT
     return max(1, min(shared, target.registers_per_multiprocessor // (registers * 32 * tile.num_warps)))
 
 

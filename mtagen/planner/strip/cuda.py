@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..cuda.supported import check_backend
 from ..kernel import Kernel
-from ..targets import TARGETS, get_target
+from ..targets import get_target
 from . import products, rows
-from .planes import PARTS, PlaneKernel
+from .planes import plane_kernels
 from .products import product_kernel
+from .row_shared import MAX_HEADS
 from .rows import RowKernel
 from .source import StripSource
 from .stages import Stages
@@ -27,13 +29,7 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     Raises:
         PlanError: no CUDA kernel fits; the message says why.
     """
-    if spec.dtype not in ("bf16", "fp16"):
-        raise PlanError(explain("dtype", spec.dtype, "the cuda backend supports 16-bit dtypes only", ("bf16", "fp16")))
-    if "mma" not in get_target(target).matrix:
-        legal = tuple(name for name, row in TARGETS.items() if "mma" in row.matrix)
-        raise PlanError(
-            explain("target", target, "the cuda backend needs mma instructions, which this target lacks", legal)
-        )
+    check_backend(spec, get_target(target))
     fastest = {source.role: forms[0] for source in _candidates(spec, target, kernels) if (forms := source.variants)}
     roles = [kernel.role for kernel in kernels]
     if "softmax_backward" in roles and "grad_shares" not in roles:
@@ -41,7 +37,7 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
     sources = tuple(fastest[role] for role in roles if role in fastest)
     if not sources:
         rule = (
-            f"cuda mixes up to {rows.MAX_HEADS} heads, and convolves with mask='source' and value head dims that are "
+            f"cuda mixes up to {MAX_HEADS} heads, and convolves with mask='source' and value head dims that are "
             "multiples of 16"
         )
         raise PlanError(explain("stages", spec.to_dict(), rule, "backend='triton'"))
@@ -54,8 +50,7 @@ def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[
     for stage in stages.convolutions:
         # Probabilities that no later stage mixes are multiplied by values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
-        results = {"": result, "adjoint": spec.dtype, "gradient": spec.dtype}
-        yield from (PlaneKernel(spec, target, stage, part, results[part]) for part in PARTS)
+        yield from plane_kernels(spec, target, stage, result)
         yield StepKernel(spec, target, stage, result)
     yield ValuesKernel(spec, target)
     yield from (RowKernel(spec, target, kernel) for kernel in kernels if kernel.role in rows.ROLES)

@@ -364,7 +364,8 @@ class _Maker:
         stages: int = 3,
     ) -> Kernel:
         name = kernel_name("strip", role, self._spec, self._target)
-        return Kernel(role, name, arguments, grid, 32 * warps, 0, 255, tuple(constants.items()), stages)
+        registers = get_target(self._target).registers_per_thread
+        return Kernel(role, name, arguments, grid, 32 * warps, 0, registers, tuple(constants.items()), stages)
 
     def _tiles(self, rows: int, keys: int) -> Size:
         return ceiling(COUNT / rows) * ceiling(KEYS / keys) * SLOTS

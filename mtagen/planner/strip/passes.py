@@ -17,7 +17,7 @@ from .concatenation import concatenated, rows_of_table
 from .cost import streamed
 from .cuda import cuda_sources
 from .kernels import mixed_outputs, strip_kernels
-from .rows import MAX_HEADS
+from .row_shared import MAX_HEADS
 from .source import Form, StripSource
 from .stages import Stages
 
@@ -30,11 +30,6 @@ PLANE_BYTES: Mapping[str, int] = {"forward": 2**29, "backward": 2**28, "decode":
 PACKED_FACTOR = 2
 # CUDA's time over Triton's for a pass: the largest ratios in benchmarks/notes/strips.md (mixing alone).
 CUDA_OVER_TRITON: Mapping[str, float] = {"forward": 0.90, "backward": 0.74, "decode": 0.67}
-ENOUGH_ROWS = 512  # rows of several sequences that a strip takes before it takes more sequences
-# Upper limit of a strip's rows if a window limits keys on both sides. Each row has as many hidden keys in its planes as
-# there are other rows. With half as many rows, launches for short windows are expected to take longer than kernels.
-WINDOW_ROWS = 1024
-KEY_MULTIPLE = 128  # divisor of the keys of a strip: cuBLAS is slow for odd numbers of keys
 
 
 @dataclass(frozen=True)
@@ -102,6 +97,24 @@ class StripPass(PassPlan):
             return (*self.fused.kernels, mixed_outputs(self.spec, self.target))
         kernels = {kernel.role: kernel for kernel in self._triton_kernels}
         return tuple((kernels | {role: source.kernels[0] for role, source in self.cuda.items()}).values())
+
+    def check(self) -> None:
+        """Check that every role of the pass has a kernel that fits the target.
+
+        Strips that replace a fused backward pass have CUDA kernels only. A plan that mixes CUDA and
+        Triton kernels is slower than the lowering "lift", so it is refused. Products of packed
+        documents, which are always Triton's, are not counted.
+
+        Raises:
+            PlanError: there is no kernel, a tile does not fit, or some kernels are Triton's.
+        """
+        kernels = self.kernels  # raises if there is none, or if a tile does not fit
+        if self.spec.convolves_only:
+            dense = replace(self, spec=replace(self.spec, packed=False))
+            roles = [kernel.role for kernel in (dense.kernels if self.spec.packed else kernels)]
+            if missing := [role for role in roles if role not in dense.cuda]:
+                rule = "the cuda backend lacks these kernels, which an unfused backward pass needs"
+                raise PlanError(explain("kernels", missing, rule, "backend='triton'"))
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -227,9 +240,7 @@ class StripLowering:
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
         plan = StripPass(spec, target.name, pass_name, self.backend)
-        _ = plan.kernels  # raises if there is no kernel, or if a tile does not fit
-        if spec.convolves_only:
-            _check_stands_in(plan)
+        plan.check()
         return [plan]
 
     def from_fields(self, pass_name: str, spec: Spec, target: str, decisions: Mapping[str, Fields]) -> StripPass:
@@ -252,21 +263,6 @@ class StripLowering:
         d, dv = spec.head_dim, spec.value_head_dim
         stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
         return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
-
-
-def _check_stands_in(plan: StripPass) -> None:
-    """Check that strips may replace a fused backward pass that does not fit.
-
-    A plan that mixes CUDA and Triton kernels is slower than the lowering "lift", so it is refused.
-    Products of packed documents, which are always Triton's, are not counted.
-
-    Raises:
-        PlanError: some kernels are Triton's.
-    """
-    dense = replace(plan, spec=replace(plan.spec, packed=False))
-    if missing := [kernel.role for kernel in dense.kernels if kernel.role not in dense.cuda]:
-        rule = "the cuda backend lacks these kernels, which an unfused backward pass needs"
-        raise PlanError(explain("kernels", missing, rule, "backend='triton'"))
 
 
 def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:

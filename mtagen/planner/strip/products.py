@@ -16,12 +16,12 @@ from functools import cached_property
 from sympy import ceiling
 
 from ...spec import Spec
+from ..cuda.memory import PANEL, SharedMap, swizzled_bytes
+from ..cuda.toeplitz import CHUNK
+from ..cuda.wgmma import Wgmma
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import get_target
-from ..tile.memory import PANEL, SharedMap, swizzled_bytes
-from ..tile.toeplitz import CHUNK
-from ..tile.wgmma import Wgmma
 from .cost import DRAIN, START, Work
 from .kernels import decode_rows, step_keys
 from .source import DECODE, Form, StripSource
@@ -90,7 +90,7 @@ class ProductKernel(StripSource):
     def fits(self) -> bool:
         # Rows must be whole steps of an mma, and no hidden scores may be needed.
         whole = self.width % 16 == 0 and not self.mask.zeroes_terms
-        return whole and self.shared.size <= self.shared_of(1)
+        return whole and self.shared.size <= self.gpu.shared_of(1)
 
     # ---- The decision
 
@@ -119,7 +119,7 @@ class ProductKernel(StripSource):
             scores=self.rows * self.cta_keys,
             gap=self.gap,
         )
-        return work.cycles(get_target(self.target))
+        return work.cycles(self.gpu)
 
     # ---- The division of the work
 
@@ -151,7 +151,7 @@ class ProductKernel(StripSource):
     @property
     def ctas(self) -> int:
         """Number of resident CTAs per multiprocessor."""
-        return 2 if self.shared.size <= self.shared_of(2) else 1
+        return 2 if self.shared.size <= self.gpu.shared_of(2) else 1
 
     # ---- Shared memory
 
@@ -181,7 +181,7 @@ class ProductKernel(StripSource):
             *self.dropout,
         )
         grid = (ceiling(COUNT / self.rows) * ceiling(KEYS / self.cta_keys) * SLOTS,)
-        registers = min(255, self.registers_of(self.threads // 32 * self.ctas) // 8 * 8)
+        registers = self.gpu.registers_of(self.threads // 32 * self.ctas)
         return Kernel(self.role, self.name, arguments, grid, self.threads, self.shared.size, registers)
 
     @property
@@ -225,7 +225,7 @@ class MmaProduct(ProductKernel):
 
     @property
     def flop_per_cycle(self) -> float:
-        return get_target(self.target).mma_flop_per_cycle
+        return self.gpu.mma_flop_per_cycle
 
     @property
     def gap(self) -> int:
@@ -261,7 +261,7 @@ class WarpgroupProduct(ProductKernel):
 
     @property
     def flop_per_cycle(self) -> float:
-        return get_target(self.target).tensor_flop_per_cycle
+        return self.gpu.tensor_flop_per_cycle
 
     @property
     def gap(self) -> int:

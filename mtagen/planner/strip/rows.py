@@ -9,9 +9,9 @@ and several CTAs divide a row that needs no sums over keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from sympy import Min, ceiling
@@ -20,19 +20,13 @@ from ...spec import Spec
 from ..geometry.affine import Size
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS
-from ..targets import get_target
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
 from .kernels import PROGRAMS, bundles
+from .row_formula import RowFormula
+from .row_shared import BLOCK_KEYS, MAX_HEADS, RowShared
 from .source import Form, StripSource
-from .stages import PROBABILITY_SCALE, SCORE_SCALE
 
-MAX_HEADS = 16  # rows of an mma
-_BLOCK_KEYS = 64  # keys of a warp's block, as in rows.cuh
-_BLOCK_BYTES = _BLOCK_KEYS * MAX_HEADS * 2
-_MAX_DEPTH = 8
 WALK = 2048  # keys of a CTA that mixes a part of a row of a decode step
-
-
 _MIN_WARPS, _MAX_WARPS = 8, 24  # limits of resident warps per multiprocessor
 _LEAST_HELD = 0.6  # least fraction of the registers that the compiler asks for, with which it spills little
 # With more warps or CTAs per multiprocessor, more loads are in flight; with fewer, more of a row stays on chip.
@@ -94,6 +88,16 @@ class RowKernel(StripSource):
         """Number of resident CTAs per multiprocessor."""
         return self.form.ctas
 
+    @cached_property
+    def formula(self) -> RowFormula:
+        """What the kernel computes."""
+        return RowFormula(self.role, self.stages)
+
+    @cached_property
+    def shared(self) -> RowShared:
+        """The shared memory of a CTA."""
+        return RowShared(self.formula, self.warps, self.gpu.shared_of(self.ctas))
+
     @property
     def heads(self) -> int:
         """Number of heads of a row."""
@@ -101,77 +105,54 @@ class RowKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        return self.heads <= MAX_HEADS and self.depth > 0
+        return self.heads <= MAX_HEADS and self.shared.depth > 0
 
     @property
     def forms(self) -> Sequence[Form]:
         needed = _LEAST_HELD * _ROLES[self.role].registers
-        return [form for form in _ROLES[self.role].forms if self.registers_of(form.warps * form.ctas) >= needed]
+        return [form for form in _ROLES[self.role].forms if self.gpu.registers_of(form.warps * form.ctas) >= needed]
 
     @property
     def depends(self) -> str:
         stages = (
             ("mix", self.stages.mix),
-            ("shares", self.backward and self.stores_probabilities),
-            ("post_mix", self.mixes_results),
+            ("shares", self.formula.backward and self.formula.stores_probabilities),
+            ("post_mix", self.formula.mixes_results),
         )
-        names = (name for name, applies in stages if applies and self.reads_scores)
+        names = (name for name, applies in stages if applies and self.formula.reads_scores)
         return "_".join((f"heads{self.heads}", *names))
 
     @property
     def cost(self) -> float:
-        sweeps = 2 if self.reads_scores and not self.knows_lse else 1  # loops over the keys of a row
-        results = 2 if self.backward and (self.stores_probabilities or not self.reads_scores) else 1
-        on_chip = min(1.0, _BLOCK_KEYS * self.depth * self.warps / LONGEST_ROW)
+        formula, sweeps, results = self.formula, self.formula.sweeps, self.formula.results
+        on_chip = min(1.0, BLOCK_KEYS * self.shared.depth * self.warps / LONGEST_ROW)
         waits = sweeps - 1
-        if self.depth == 1:  # a warp has no room for the next block while it works on a block
-            waits += sweeps * MEAN_ROW // (_BLOCK_KEYS * self.warps)
+        if self.shared.depth == 1:  # a warp has no room for the next block while it works on a block
+            waits += sweeps * MEAN_ROW // (BLOCK_KEYS * self.warps)
         read_again = (sweeps - 1) * (1 - on_chip) ** 2  # fraction of all rows that is no longer in shared memory
-        matrices = (self.stages.mix is not None) + self.mixes_results if self.reads_scores else 1
+        matrices = (self.stages.mix is not None) + formula.mixes_results if formula.reads_scores else 1
         work = Work(
-            traffic=2 * (self.planes * (1 + read_again) + results),
-            moved=(self.planes * sweeps + results) * MAX_HEADS / self.heads,
-            head_products=matrices if self.backward else 0,
+            traffic=2 * (formula.planes * (1 + read_again) + results),
+            moved=(formula.planes * sweeps + results) * MAX_HEADS / self.heads,
+            head_products=matrices if formula.backward else 0,
             warps=self.warps,
             ctas=self.ctas,
             registers=_ROLES[self.role].registers,
             scores=self.heads * MEAN_ROW,
-            gap=waits * DRAIN + (0 if self.backward else START),
+            gap=waits * DRAIN + (0 if formula.backward else START),
             even=True,
         )
-        return work.cycles(get_target(self.target))
-
-    @property
-    def programs(self) -> int:
-        """Number of CTAs that divide the rows of a bundle in the backward pass, each with its own
-        partial sums.
-        """
-        return PROGRAMS
-
-    @property
-    def score_scale(self) -> float:
-        """Factor of scores in planes."""
-        return SCORE_SCALE
-
-    @property
-    def probability_scale(self) -> float:
-        """Factor of probabilities in planes."""
-        return PROBABILITY_SCALE
-
-    @property
-    def log2_probability_scale(self) -> float:
-        """Base-2 logarithm of the factor of probabilities in planes."""
-        return math.log2(PROBABILITY_SCALE)
+        return work.cycles(self.gpu)
 
     @property
     def first_row(self) -> int:
         """First row of a decode step that is needed."""
-        return self.stages.first_valid if self.reads_scores else self.spec.context
+        return self.stages.first_valid if self.formula.reads_scores else self.spec.context
 
     @property
     def divides_rows(self) -> bool:
         """Whether several CTAs divide the keys of a row."""
-        return self.decodes and not self.reads_scores
+        return self.decodes and not self.formula.reads_scores
 
     @property
     def cta_keys(self) -> int:
@@ -181,88 +162,10 @@ class RowKernel(StripSource):
     @property
     def bundle_ctas(self) -> Size:
         """Number of CTAs of a bundle of heads, which are neighbours in the grid."""
-        if self.backward:
+        if self.formula.backward:
             return Min(PROGRAMS, COUNT)
         rows = COUNT - self.first_row if self.decodes else COUNT
         return rows * ceiling(KEYS / WALK) if self.divides_rows else rows
-
-    # ---- Properties of the role
-
-    @property
-    def reads_scores(self) -> bool:
-        """Whether the kernel computes a softmax, or its gradient, from scores."""
-        return "post_mix" not in self.role
-
-    @property
-    def knows_lse(self) -> bool:
-        """Whether the log-sum-exps are an input."""
-        return self.role == "probabilities"
-
-    @property
-    def backward(self) -> bool:
-        """Whether the kernel computes gradients."""
-        return self.role.endswith("backward")
-
-    @property
-    def mixes_results(self) -> bool:
-        """Whether the kernel also mixes the heads after the softmax."""
-        return self.stages.fused_post_mix and self.reads_scores
-
-    @property
-    def scales_results(self) -> bool:
-        """Whether results are scaled, because fp16 holds them in planes or as operands."""
-        return self.stages.post_is_separate or self.mixes_results
-
-    @property
-    def stores_probabilities(self) -> bool:
-        """Whether a backward kernel stores the probabilities that multiply the values."""
-        return not self.stages.post_is_separate
-
-    @property
-    def matrices(self) -> bool:
-        """Whether the kernel computes gradients of mixing matrices."""
-        return self.stages.mix is not None or self.mixes_results
-
-    @property
-    def result(self) -> str:
-        """Element type of ``out``."""
-        return "Score" if self.stages.post_is_separate and self.reads_scores else "Element"
-
-    # ---- Shared memory
-
-    @property
-    def sums_bytes(self) -> int:
-        """Bytes for sums over warps: of gradients of matrices, or over a row."""
-        sums = MAX_HEADS * MAX_HEADS if self.backward and (self.matrices or not self.reads_scores) else 2 * MAX_HEADS
-        return 4 * sums * self.warps
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a warp's block."""
-        return _BLOCK_BYTES
-
-    @property
-    def planes(self) -> int:
-        """Number of planes that the kernel reads."""
-        return 2 if self.backward else 1
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes of a block's dropout mask, a word per lane, if a second loop over the row needs it
-        again.
-        """
-        return 4 * 32 if self.drops and self.backward and self.reads_scores else 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: a block of each plane, and its dropout mask."""
-        return self.planes * _BLOCK_BYTES + self.mask_bytes
-
-    @property
-    def depth(self) -> int:
-        """Number of blocks of each plane that a warp copies to shared memory ahead of its work."""
-        free = self.shared_of(self.ctas) - self.sums_bytes
-        return min(_MAX_DEPTH, free // (self.slot_bytes * self.warps))
 
     @property
     def kernel(self) -> Kernel:
@@ -273,8 +176,8 @@ class RowKernel(StripSource):
             arguments,
             (self.bundle_ctas * bundles(self.heads),),
             32 * self.warps,
-            self.sums_bytes + self.depth * self.slot_bytes * self.warps,
-            self.registers_of(self.warps * self.ctas),
+            self.shared.size,
+            self.gpu.registers_of(self.warps * self.ctas),
         )
 
     def _argument(self, triton: Argument) -> Argument:
@@ -283,7 +186,7 @@ class RowKernel(StripSource):
         if name == triton.name:
             (number,) = numbers("float" if triton.type == "float" else "int", name)
             return number
-        written = {"out": self.result, "dx": "Element", "shares": "Element", "dy": "Element"}
+        written = {"out": self.formula.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
             (pointer,) = writes(written[name], name, restrict=False)
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
@@ -295,30 +198,7 @@ class RowKernel(StripSource):
 
     @property
     def legend(self) -> Iterator[str]:
-        """Lines of the source's comment: the formula of the kernel."""
-        mixed = "M x" if self.stages.mix else "x"
-        probabilities = f"N softmax({mixed})" if self.mixes_results else f"softmax({mixed})"
-        yield "Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:"
-        match self.role:
-            case "softmax" | "decode_softmax":
-                yield f"out = {probabilities}, over keys; and lse of rows from `skip` on."
-            case "probabilities":
-                yield f"out = exp({mixed} - lse)."
-            case "post_mix":
-                yield "out = N x; zeros in rows before `skip`."
-            case "decode_post_mix":
-                yield "out = N x."
-            case "post_mix_backward":
-                yield "out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N."
-            case _:
-                yield f"dx, the gradient of x, from g, that of {probabilities}; and gradients of matrices."
-        if self.drops:
-            gradient = ", and first to their gradient" if self.backward else ""
-            yield f"Dropout applies last to probabilities{gradient}; those that it keeps are multiplied by keep_scale."
-        if self.backward and (self.matrices or not self.reads_scores):
-            yield "Each CTA has its own partial sums of a matrix's gradient."
-        scales = [f"scores times {SCORE_SCALE}"] * self.reads_scores + [f"probabilities times {PROBABILITY_SCALE}"]
-        yield f"Planes of fp16 hold {', and '.join(scales)}."
+        yield from self.formula.legend
         if self.decodes:
             yield f"Rows before row {self.first_row} are not computed. Query r sits at position r + off. A sequence has"
             yield "its own length, and its last row is at its end."

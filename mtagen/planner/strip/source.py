@@ -14,7 +14,7 @@ from ..geometry.mask import Mask
 from ..kernel import Argument, Kernel, numbers, reads
 from ..names import kernel_name
 from ..passes import Fields
-from ..targets import get_target
+from ..targets import Target, get_target
 from .cost import streamed
 from .documents import TILE, begin_multiple
 from .kernels import dropout_numbers
@@ -22,7 +22,6 @@ from .stages import Stages
 
 DECODE = "decode_"  # prefix of the roles of a decode step
 NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
-_RESERVED = 1024  # bytes of shared memory that the system reserves per CTA
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,12 @@ class StripSource(ABC):
     @property
     def cost(self) -> float:
         """Modelled multiprocessor cycles per score."""
-        return streamed(self.role, self.spec.itemsize, get_target(self.target))
+        return streamed(self.role, self.spec.itemsize, self.gpu)
+
+    @property
+    def gpu(self) -> Target:
+        """The target's limits and rates."""
+        return get_target(self.target)
 
     @property
     def stages(self) -> Stages:
@@ -205,15 +209,3 @@ class StripSource(ABC):
             return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
         skip = ("skip",) if skips else ()
         return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
-
-    def registers_of(self, warps: int) -> int:
-        """Return the registers available to a thread with ``warps`` resident warps per
-        multiprocessor.
-        """
-        return get_target(self.target).registers_per_multiprocessor // (32 * warps)
-
-    def shared_of(self, ctas: int) -> int:
-        """Return the shared memory available to a CTA with ``ctas`` resident CTAs per
-        multiprocessor.
-        """
-        return (get_target(self.target).shared_per_block + _RESERVED) // ctas - _RESERVED

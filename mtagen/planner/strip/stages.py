@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...spec import MAX_MIXED_HEADS, Spec
+from ..geometry.mask import Mask
 
 SCORE_SCALE = 2.0**-6  # factor of scores in planes, with which fp16 reaches 4 million
 PROBABILITY_SCALE = 2.0**8  # factor of probabilities in planes, with which fp16 keeps 11 bits down to 2e-7
@@ -30,6 +31,7 @@ class Convolution:
             mixing, so hidden results must be zeros.
         scale: factor of the scores or probabilities in the convolved plane.
         factor: factor of the results.
+        reach: number of rows after its own that may count a score that its own row does not see.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Convolution:
     final: bool
     scale: float
     factor: float
+    reach: int
 
     @property
     def aligned_left(self) -> int:
@@ -106,7 +109,8 @@ class Stages:
         scale = PROBABILITY_SCALE if final else SCORE_SCALE
         factor = 1.0 if self.post_mix or not final else 1 / scale  # a mixture divides by the scale itself
         title, padding = f"The convolution {when}", self.spec.padding(ck)
-        return Convolution(name, weight, title, cq, ck, *padding, final, scale, factor)
+        reach = cq - 1 if Mask.of(self.spec).zeroes_terms else 0
+        return Convolution(name, weight, title, cq, ck, *padding, final, scale, factor, reach)
 
     @property
     def convolution(self) -> Convolution | None:
@@ -117,6 +121,11 @@ class Stages:
     def post_convolution(self) -> Convolution | None:
         """The convolution after the softmax, or None."""
         return self._convolution("post_convolution", "post_weight", "after the softmax")
+
+    @property
+    def reach(self) -> int:
+        """Number of rows after its own that may need a hidden score: see ``Convolution.reach``."""
+        return self.convolution.reach if self.convolution else 0
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:

@@ -15,12 +15,12 @@ from functools import cached_property
 
 from sympy import ceiling
 
-from ...errors import PlanError
 from ...spec import Spec
+from ..cuda.toeplitz import CHUNK
 from ..kernel import Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS, SLOTS
-from ..tile.toeplitz import CHUNK, toeplitz
 from .kernels import step_keys
+from .slab import Slab
 from .source import DECODE, StripSource
 from .stages import Convolution
 
@@ -59,11 +59,7 @@ class StepKernel(StripSource):
     def fits(self) -> bool:
         if self.mask.zeroes_terms:  # a score may count in some rows of results and not in others
             return False
-        try:
-            _ = self.window_chunks
-        except PlanError:
-            return False
-        return self.depth >= 2
+        return self.slab.exists and self.depth >= 2
 
     # ---- Rows
 
@@ -78,27 +74,6 @@ class StepKernel(StripSource):
         ``MAX_ROWS``.
         """
         return min(MAX_ROWS, -(-(self.spec.context - self.first_row + 1) // 2) * 2)
-
-    # ---- The window of a tile
-
-    @property
-    def keys_left(self) -> int:
-        """Number of keys of the slab to the left of the tile."""
-        return self.stage.aligned_left
-
-    @property
-    def spare(self) -> int:
-        """Number of columns of a window before that of the first tap."""
-        return self.keys_left - self.stage.pad_left
-
-    @cached_property
-    def window_chunks(self) -> int:
-        """Number of chunks that a chunk of results reads.
-
-        Raises:
-            PlanError: the filter is too large.
-        """
-        return toeplitz(self.stage.cq, self.stage.ck + self.spare, pairs=False).chunks
 
     # ---- The division of the work
 
@@ -120,28 +95,24 @@ class StepKernel(StripSource):
     @property
     def ctas(self) -> int:
         """Number of resident CTAs per multiprocessor."""
-        return 4 if 2 * (self.stage.cq + 1) * self.window_chunks <= _FEW_TAPS else 2
+        return 4 if 2 * (self.stage.cq + 1) * self.slab.toeplitz.chunks <= _FEW_TAPS else 2
 
     # ---- Shared memory
 
-    @property
-    def slab_rows(self) -> int:
-        """Number of rows of a slab, which is even."""
-        return (self.rows + self.stage.cq) // 2 * 2
+    @cached_property
+    def slab(self) -> Slab:
+        """The scores that a tile reads."""
+        return Slab(self.stage, self.rows, WARPS * WARP_KEYS)
 
     @property
-    def slab_chunks(self) -> int:
-        """Number of chunks of a row."""
-        return WARPS * WARP_KEYS // CHUNK + self.window_chunks - 1
-
-    @property
-    def _slab_bytes(self) -> int:
-        return self.slab_rows * self.slab_chunks * 2 * CHUNK
+    def slab_bytes(self) -> int:
+        """Bytes of a slab."""
+        return self.slab.rows * self.slab.chunks * 2 * CHUNK
 
     @property
     def depth(self) -> int:
         """Number of slabs of the ring: one is used while the others are loaded."""
-        return min(MAX_DEPTH, self.shared_of(1) // self._slab_bytes)
+        return min(MAX_DEPTH, self.gpu.shared_of(1) // self.slab_bytes)
 
     @property
     def kernel(self) -> Kernel:
@@ -155,8 +126,8 @@ class StepKernel(StripSource):
         )
         walks = ceiling(KEYS / (WALK * WARPS * WARP_KEYS))
         grid = (ceiling((COUNT - self.first_row) / self.rows) * walks * SLOTS,)
-        shared, registers = self.depth * self._slab_bytes, self.registers_of(WARPS * self.ctas)
-        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, min(255, registers))
+        shared, registers = self.depth * self.slab_bytes, self.gpu.registers_of(WARPS * self.ctas)
+        return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, registers)
 
     @property
     def legend(self) -> Iterator[str]:

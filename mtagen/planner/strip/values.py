@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from sympy import ceiling
 
 from ...spec import Spec
+from ..cuda.memory import swizzled_bytes
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import B0, B1, GROUP, KV_HEADS, N_NEW, SPLITS
-from ..tile.memory import swizzled_bytes
 from .kernels import VALUE_ROWS, step_keys
 from .source import DECODE, StripSource
 
@@ -85,7 +85,7 @@ class ValuesKernel(StripSource):
         return self.value_bytes + 2 * BLOCK_KEYS * VALUE_ROWS
 
     def _depth(self, ctas: int) -> int:
-        return min(MAX_DEPTH, self.shared_of(ctas) // (WARPS * self.block_bytes))
+        return min(MAX_DEPTH, self.gpu.shared_of(ctas) // (WARPS * self.block_bytes))
 
     @property
     def depth(self) -> int:
@@ -104,7 +104,7 @@ class ValuesKernel(StripSource):
         )
         grid = ((B1 - B0) * KV_HEADS * SPLITS * ceiling(GROUP * N_NEW / VALUE_ROWS),)
         shared = WARPS * self.depth * self.block_bytes
-        registers = min(255, self.registers_of(WARPS * self.ctas))
+        registers = self.gpu.registers_of(WARPS * self.ctas)
         return Kernel(self.role, self.name, arguments, grid, 32 * WARPS, shared, registers)
 
     @property

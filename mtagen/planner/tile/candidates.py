@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...spec import Spec
+from ..cuda.toeplitz import FLOP_OF_MMA, toeplitz
 from ..passes import Fields
 from ..targets import Target, get_target
 from .backward import TileBackward
 from .decode import TileDecode
 from .forward import TileForward
 from .passes import TilePass, ranked
-from .toeplitz import FLOP_OF_MMA, toeplitz
 
 _KINDS: Mapping[str, type[TilePass]] = {kind.pass_name: kind for kind in (TileForward, TileBackward, TileDecode)}
 

@@ -28,6 +28,8 @@ from sympy import Expr, ceiling
 
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
+from ..cuda.memory import SharedMap
+from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel, numbers, reads, strides, writes
 from ..names import kernel_name
@@ -36,10 +38,8 @@ from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_NEW, SPLITS
 from ..splits import SplitRule, split_keys, split_rule
 from ..targets import RESERVED_SHARED, Target, get_target
 from .combine import Combine
-from .memory import SharedMap
 from .passes import TilePass
 from .supported import check_supported
-from .toeplitz import CHUNK, SCORE_EXPONENT
 
 _FIRST_POSITION = sympy.Symbol("first_position", integer=True)  # position of the first new token, in the template
 # For each kernel: upper limits of a CTA's query heads and of its pairs (query head, new token), and its warps.
@@ -152,8 +152,7 @@ class DecodeTile:
 
     def registers(self, target: Target) -> int:
         """Return the upper limit of a thread's registers, which ``__launch_bounds__`` implies."""
-        available = target.registers_per_multiprocessor // (self.resident(target) * 32 * self.warps)
-        return min(target.registers_per_thread, available // 8 * 8)
+        return target.registers_of(self.resident(target) * self.warps)
 
     def rule(self, target: Target) -> SplitRule:
         """Return the rule for the number of splits."""

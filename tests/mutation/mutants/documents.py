@@ -15,9 +15,9 @@ MUTANTS = (
     ),
     Mutant(
         "documents-statistics-without-room",
-        "mtagen/planner/tile/backward.py",
-        "return ROW_TILE + 2 * self.rows",
-        "return 0 if self.spec.packed else ROW_TILE + 2 * self.rows",
+        "mtagen/planner/tile/grids.py",
+        "return ROW_TILE + 2 * self.geometry.rows",
+        "return 0 if self.spec.packed else ROW_TILE + 2 * self.geometry.rows",
         "The last steps of a document take the next one's log-sum-exps for rows that do not exist.",
         (f"{EMULATED_DOCUMENTS}::test_nothing_leaks",),
     ),

@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "strip-decode-sees-the-whole-cache",
         f"{TRITON}/strip_step.j2",
-        "tl.minimum(tl.load(seqlens_ptr + b), {{ module.cached_keys }})",
-        "{{ module.cached_keys }}",
+        "tl.minimum(tl.load(seqlens_ptr + b), {{ cached_keys }})",
+        "{{ cached_keys }}",
         "A sequence that is shorter than its cache reads what the cache holds behind it.",
         (f"{INTERPRETED_STRIP}::test_decode",),
     ),

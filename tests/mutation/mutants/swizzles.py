@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "backward-lanes-of-a-row-no-power-of-two",
-        "mtagen/planner/tile/backward.py",
+        "mtagen/planner/tile/backward_geometry.py",
         "return 1 << (self.spec.head_dim // 8 - 1).bit_length()",
         "return self.spec.head_dim // 8",
         "Threads step by a number of rows that is no power of two, which swizzled addresses cannot follow.",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         "backward-blocks-that-do-not-divide",
-        "mtagen/planner/tile/backward.py",
+        "mtagen/planner/tile/backward_geometry.py",
         "if blocks % n == self.warps % n == 0]",
         "if self.warps % n == 0]",
         "Where warps cannot share the blocks of a head dim evenly, the last columns of dK and dV are never made.",

@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "tile-window-without-its-halo",
-        "mtagen/planner/tile/forward.py",
+        "mtagen/planner/tile/loops.py",
         "+ N_K - N_Q - self.spec.pad_left)",
         "+ N_K - N_Q + 8)",
         "Keys are skipped that the first rows of a CTA see.",
@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "backward-window-ends-early",
-        "mtagen/planner/tile/backward.py",
+        "mtagen/planner/tile/loops.py",
         "sympy.Min(N_Q, position - _OFFSET + 1)",
         "sympy.Min(N_Q, position - _OFFSET - 31)",
         "The last rows that see a key add nothing to its gradient.",

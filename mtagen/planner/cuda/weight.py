@@ -40,6 +40,9 @@ class WeightGradient(NamedTuple):
         products: the pairs of blocks. A last block without a partner is paired with one that has
             been paired before. The second sums of that block are not used; the operand is then that
             of the next chunk's first pair.
+        columns: first owned column of G in its tile, and the end of the owned columns.
+        first_chunk: the chunk of S in which the window of G's first column begins, relative to the
+            chunk of G.
     """
 
     shifts: int
@@ -47,6 +50,8 @@ class WeightGradient(NamedTuple):
     chunks: int
     loaded: bool
     products: tuple[tuple[Block, Block | None], ...]
+    columns: tuple[int, int]
+    first_chunk: int
 
     @property
     def sums(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -88,7 +93,9 @@ def _operand(first: Block, second: Block | None) -> Operand:
     return Operand(first[0], second[0], second[1] - first[1]) if second else Operand(first[0], -1, 0)
 
 
-def weight_gradient(cq: int, chunks: int, sets: int = 1, loaded: bool = False) -> WeightGradient:
+def weight_gradient(
+    cq: int, chunks: int, columns: tuple[int, int], *, first_chunk: int = 0, sets: int = 1, loaded: bool = False
+) -> WeightGradient:
     """Return the division of the gradient of W with at most four row shifts per warp, in ``sets``
     sets or more.
 
@@ -104,4 +111,4 @@ def weight_gradient(cq: int, chunks: int, sets: int = 1, loaded: bool = False) -
     if shifts % 2:
         starts = [*range(0, chunks - 1, 2), *([chunks - 2] if chunks % 2 and chunks > 1 else [])]
         products += [((last, d), (last, d + 1)) for d in starts] or [((last, 0), None)]
-    return WeightGradient(shifts, sets, chunks, loaded, tuple(products))
+    return WeightGradient(shifts, sets, chunks, loaded, tuple(products), columns, first_chunk)

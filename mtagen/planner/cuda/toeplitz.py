@@ -240,6 +240,22 @@ class Toeplitz:
         return 2 * (len(self.fragments) + self.gathers)
 
 
+def supports_filter(cq: int, ck: int) -> bool:
+    """Return whether score tiles have a halo for a (cq, ck) filter."""
+    return cq <= MAX_ROWS and ck <= MAX_COLUMNS
+
+
+def check_filter(cq: int, ck: int) -> None:
+    """Check the extents of a filter.
+
+    Raises:
+        PlanError: the filter is larger than the halo of a score tile.
+    """
+    if not supports_filter(cq, ck):
+        legal = f"cq <= {MAX_ROWS} and ck <= {MAX_COLUMNS} for cuda, min(cq, ck) <= 16 for triton"
+        raise PlanError(explain("kernel", (cq, ck), "is larger than the halo of a score tile", legal))
+
+
 def toeplitz(cq: int, ck: int, *, pairs: bool = True) -> Toeplitz:
     """Return the products for a (cq, ck) filter with the fewest mma's.
 
@@ -248,9 +264,7 @@ def toeplitz(cq: int, ck: int, *, pairs: bool = True) -> Toeplitz:
     Raises:
         PlanError: the filter is larger than the halo of a score tile.
     """
-    if cq > MAX_ROWS or ck > MAX_COLUMNS:
-        legal = f"cq <= {MAX_ROWS} and ck <= {MAX_COLUMNS} for cuda, min(cq, ck) <= 16 for triton"
-        raise PlanError(explain("kernel", (cq, ck), "is larger than the halo of a score tile", legal))
+    check_filter(cq, ck)
     candidates = [Toeplitz(cq, ck, False)]
     if pairs and (ck + CHUNK - 1) % CHUNK in (1, 2) and ck > 1:
         candidates.append(Toeplitz(cq, ck, True))

@@ -22,6 +22,17 @@ class Region(NamedTuple):
     size: int  # bytes
 
 
+def lay_out(sizes: Iterable[tuple[str, int, int]]) -> tuple[Region, ...]:
+    """Lay out (name, bytes, alignment) in order; regions without bytes are left out."""
+    regions, end = [], 0
+    for name, size, alignment in sizes:
+        if size:
+            offset = -(-end // alignment) * alignment
+            regions.append(Region(name, offset, size))
+            end = offset + size
+    return tuple(regions)
+
+
 @dataclass(frozen=True)
 class SharedMap:
     """Regions of shared memory, none overlapping another."""
@@ -30,14 +41,8 @@ class SharedMap:
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[str, int, int]]) -> SharedMap:
-        """Lay out (name, bytes, alignment) in order; regions without bytes are left out."""
-        regions, end = [], 0
-        for name, size, alignment in sizes:
-            if size:
-                offset = -(-end // alignment) * alignment
-                regions.append(Region(name, offset, size))
-                end = offset + size
-        return cls(tuple(regions))
+        """Lay out (name, bytes, alignment) in order: see ``lay_out``."""
+        return cls(lay_out(sizes))
 
     @property
     def size(self) -> int:
