@@ -1212,14 +1212,16 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int column = CHUNK * n + (e & 1), row = e >> 1;  // counted from the thread's first
-      const float score = p[4 * n + e] * cta.exponent;       // in units of log2
+      float& x = p[4 * n + e];
+      const float score = x * cta.exponent;  // in units of log2
       const int position = key - ahead + row;
-      float x = exp2_fast(modify(score, LN_2, position, key + column, head) - lse[row]);
+      x = exp2_fast(modify(score, LN_2, position, key + column, head) - lse[row]);
       float slope = modify_backward(1.f, score, LN_2, position, key + column, head);
       const bool exists = key + column >= 0 && (BOUNDS_KEYS || column < keys);
       if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f, slope = 1.f;  // the score may be NaN
       if (is_spare(n, at.column + column)) x = 0.f, slope = 1.f;
-      probabilities[e] = x, p[4 * n + e] = x * slope;
+      probabilities[e] = x;
+      x *= slope;
     }
     at.store(cta.base + SHARED_P, PART / CHUNK * at.part + n, probabilities);
   };

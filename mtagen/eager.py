@@ -87,7 +87,8 @@ def reference(
         key has attention probabilities of 0 and a log-sum-exp of -inf.
 
     Raises:
-        SpecError: ``causal``, ``window``, ``key_padding``, ``mask`` or ``logits`` is not legal; a kernel or a group is too large.
+        SpecError: ``causal``, ``window``, ``key_padding``, ``mask`` or ``logits`` is not legal; a kernel or a group is
+            too large.
         InputError: a tensor does not fit the others, or the scale or the dropout is not legal.
     """
     given = {"weight": weight, "head_weight": head_weight, "post_weight": post_weight}

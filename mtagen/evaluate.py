@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from typing import TypeAlias
 
 import sympy
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, Where, read, split_sum
 
-Number: TypeAlias = Tensor | int | float
-_FUNCTIONS = {
+_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
     sympy.tanh: torch.tanh,
     sympy.exp: torch.exp,
     sympy.log: torch.log,
@@ -27,37 +25,28 @@ _FUNCTIONS = {
     sympy.Equality: torch.eq,
     sympy.Unequality: torch.ne,
 }
-_LOGIC = {sympy.And: torch.logical_and, sympy.Or: torch.logical_or}
-
-
-@cache
-def _parsed(text: str) -> tuple[Expr, Expr]:
-    """Return an expression and its derivative in the score."""
-    expr = read("logits", text)
-    return expr, sympy.diff(expr, SCORE)
+_LOGIC: dict[type[sympy.Basic], Callable[..., Tensor]] = {sympy.And: torch.logical_and, sympy.Or: torch.logical_or}
 
 
 def logits_of(text: str, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
-    """Return what the softmax takes, by an expression of :class:`mtagen.Spec`, in the dtype of the scores.
+    """Return what the softmax takes, by an expression of :class:`mtagen.Spec`.
 
     Args:
-        text: the expression.
+        text: the expression. It is computed in fp32, or in fp64 for fp64 scores.
         scores: scores after convolution and mixture.
         positions, keys, heads: places of the scores, int64, which broadcast to their shape.
+
+    Returns:
+        The logits, in the dtype and shape of the scores.
     """
-    return _in_fp32(_parsed(text)[0], scores, positions, keys, heads)
-
-
-def slopes_of(text: str, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
-    """Return the derivative of :func:`logits_of` in the scores."""
-    return _in_fp32(_parsed(text)[1], scores, positions, keys, heads)
-
-
-def _in_fp32(expr: Expr, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
-    """Return the value of an expression, computed in fp32 or fp64, in the dtype and shape of the scores."""
     values = {SCORE: scores.to(torch.promote_types(scores.dtype, torch.float32))}
     values |= {POSITION: positions, KEY: keys, HEAD: heads}
-    return evaluate(expr, values).to(scores.dtype).expand_as(scores)
+    return evaluate(_read(text), values).to(scores.dtype).expand_as(scores)
+
+
+@cache
+def _read(text: str) -> Expr:
+    return read("logits", text)
 
 
 def evaluate(expr: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
@@ -103,8 +92,9 @@ class _Evaluation:
             return ~self.of(expr.args[0])
         part = self.of if all(argument.is_integer for argument in expr.args) else self.real
         if isinstance(expr, Where):
-            condition, *numbers = expr.args
-            return torch.where(self.of(condition), *map(self.of if expr.is_integer else self.real, numbers))
+            number = self.of if expr.is_integer else self.real
+            condition, value, other = expr.args
+            return torch.where(self.of(condition), number(value), number(other))
         if isinstance(expr, sympy.Add):
             return self._sum(expr)
         if isinstance(expr, sympy.Mul):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mtagen
 from mtagen import SpecError
-from mtagen.evaluate import evaluate, logits_of, slopes_of
+from mtagen.evaluate import evaluate, logits_of
 from mtagen.expressions import alibi, softcap
 from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, canonical, is_of_distance, names_in, read, write
 
@@ -185,11 +185,7 @@ def test_random_expressions(text: str, s: float, i: int, j: int, h: int) -> None
         expected = in_python(text, s=s, i=i, j=j, h=h)
     except OverflowError:
         return
-    try:
-        expr = read("text", text)
-    except SpecError as error:
-        assert "2**127" in str(error)  # constants that grow, such as powers of powers
-        return
+    expr = read("text", text)
     assert read("text", write(expr)) == expr
     values = shaped(s, i, j, h)
     assert evaluate(expr, values).item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -299,12 +295,3 @@ def test_flex_attention_agrees(text: str, modification: Any) -> None:
     op = mtagen.build(None, head_dim=16, logits=text, backend="torch")
     expected = flex_attention(q, k, v, score_mod=modification, block_mask=mask)
     torch.testing.assert_close(op(q, k, v), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_slopes_are_those_of_autograd() -> None:
-    scores = torch.linspace(-3, 3, 11, dtype=torch.float64, requires_grad=True)
-    places = torch.arange(11)
-    for text in LOGITS.values():
-        value = logits_of(text, scores, places, places.flip(0), places % 4)
-        (expected,) = torch.autograd.grad(value.sum(), scores)
-        torch.testing.assert_close(slopes_of(text, scores, places, places.flip(0), places % 4).detach(), expected)

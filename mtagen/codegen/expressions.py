@@ -44,6 +44,7 @@ class _Printer:
     functions: ClassVar[Mapping[type[Expr], str]]  # of one number
     logic: ClassVar[Mapping[type[Boolean], str]]
     no: ClassVar[str]
+    divides: ClassVar[str]  # of integers
 
     def number(self, value: float) -> str:
         """Print a real number."""
@@ -157,10 +158,8 @@ class _Printer:
         if isinstance(expr, sympy.floor):
             numerator, divisor = sympy.fraction(sympy.together(expr.args[0]))
             above, below = part(numerator, _ATOM), part(divisor, _ATOM)
-            # Kernels divide toward zero.
-            return f"(({above} - ({above} % {below} + {below}) % {below}) / {below})".replace(
-                " / ", self.divides
-            ), _ATOM
+            multiple = f"{above} - ({above} % {below} + {below}) % {below}"  # because kernels divide toward zero
+            return f"(({multiple}) {self.divides} {below})", _ATOM
         if expr.is_Add:
             terms = sorted(expr.args, key=lambda term: (term.is_number, _is_negative(term), str(term)))
             texts = [part(-term if _is_negative(term) else term, _PRODUCT) for term in terms]
@@ -177,8 +176,6 @@ class _Printer:
             ]
             return " * ".join(factors), _PRODUCT
         raise ValueError(explain("expr", str(expr), "is no integer of the language", "see mtagen.expressions"))
-
-    divides: ClassVar[str]
 
     def condition(self, expr: Boolean) -> str:
         """Print a condition."""
@@ -201,7 +198,7 @@ class _CPrinter(_Printer):
     }
     logic: ClassVar[Mapping[type[Boolean], str]] = {sympy.And: "&&", sympy.Or: "||"}
     no: ClassVar[str] = "!"
-    divides: ClassVar[str] = " / "
+    divides: ClassVar[str] = "/"
 
     def number(self, value: float) -> str:
         text = repr(value)
@@ -229,7 +226,7 @@ class _TritonPrinter(_Printer):
     }
     logic: ClassVar[Mapping[type[Boolean], str]] = {sympy.And: "&", sympy.Or: "|"}
     no: ClassVar[str] = "~"
-    divides: ClassVar[str] = " // "
+    divides: ClassVar[str] = "//"
 
     def number(self, value: float) -> str:
         return repr(value)

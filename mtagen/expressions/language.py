@@ -195,7 +195,7 @@ def read(name: str, text: str) -> Expr:
 
 def write(expr: Expr) -> str:
     """Return the text of an expression; :func:`read` inverts it."""
-    return _Writer().doprint(expr)
+    return str(_Writer().doprint(expr))
 
 
 def names_in(text: str) -> set[str]:
@@ -216,7 +216,8 @@ def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
     Sympy multiplies a sum out, so ``(i - j) / 10`` becomes ``i/10 - j/10``, whose terms round by
     themselves.
     """
-    integers, others = [], []
+    integers: list[Expr] = []
+    others: list[Expr] = []
     for term in sympy.Add.make_args(expr):
         whole = term.as_coeff_Mul()[1]
         (integers if whole.is_integer else others).append(term)
