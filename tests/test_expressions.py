@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from emulator import COMPILER, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import mtagen
 from mtagen import SpecError
+from mtagen.codegen.expressions import c_expression, triton_expression
 from mtagen.evaluate import evaluate, logits_of
 from mtagen.expressions import alibi, softcap
 from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, canonical, is_of_distance, names_in, read, write
@@ -295,3 +301,97 @@ def test_flex_attention_agrees(text: str, modification: Any) -> None:
     op = mtagen.build(None, head_dim=16, logits=text, backend="torch")
     expected = flex_attention(q, k, v, score_mod=modification, block_mask=mask)
     torch.testing.assert_close(op(q, k, v), expected, rtol=1e-4, atol=1e-5)
+
+
+PRINTED = [
+    *LOGITS.values(),
+    "50 * tanh(s / 50)",
+    "min(max(s, -2), 3) - sqrt(1 + s ** 2) / 3",
+    "s ** 3 / 8 - (i - j) ** 2 / 100 + (i - j + h) // 3",
+    "where((i % 4 == j % 4) | ~(s < 1) & (h != 2), exp(-abs(s)), log(2 + s ** 2)) * exp(1)",
+    "s - 0.7 * (i - j) + 3 * i * j / 1000",
+    "s / (1 + exp(-s)) ** 2 / sqrt(2 + abs(s)) ** 3",
+    "max(i - j, 3) * s + min(j // 2, h, i)",
+]
+
+
+def points() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(200) * 2, *(torch.randint(0, n, (200,)) for n in (100_000, 100_000, 8))
+
+
+def expected_of(expr: Any) -> Tensor:
+    scores, *places = points()
+    values = {SCORE: scores.double(), **dict(zip((POSITION, KEY, HEAD), places, strict=True))}
+    return evaluate(expr, values).expand(200)
+
+
+def both(text: str) -> list[Any]:
+    expr = read("text", text)
+    return [expr, sympy.diff(expr, SCORE)]
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_printed_triton(text: str) -> None:
+    """The text, with PyTorch's functions in the place of Triton's. Like Triton, it divides toward zero."""
+
+    class Int(Tensor):
+        def __floordiv__(self, other: Any) -> Any:
+            return torch.div(self, other, rounding_mode="trunc")
+
+        def __mod__(self, other: Any) -> Any:
+            return torch.fmod(self, other)
+
+    def extremum(function: Any) -> Any:
+        return lambda x, y, propagate_nan: function(*torch.broadcast_tensors(*map(torch.as_tensor, (x, y))))
+
+    tl = SimpleNamespace(
+        exp=torch.exp,
+        log=torch.log,
+        sqrt=torch.sqrt,
+        where=torch.where,
+        minimum=extremum(torch.minimum),
+        maximum=extremum(torch.maximum),
+        PropagateNan=SimpleNamespace(ALL=None),
+        int64=torch.int64,
+        float32=torch.float32,
+    )
+    scores, *places = points()
+    names = dict(zip("sijh", (scores, *(x.int().as_subclass(Int) for x in places)), strict=True))
+    for expr in both(text):
+        value = eval(triton_expression(expr), {"tl": tl, "_tanh": torch.tanh} | names)
+        got = torch.as_tensor(value).as_subclass(Tensor).double().expand(200)
+        torch.testing.assert_close(got, expected_of(expr), rtol=3e-5, atol=3e-5)
+
+
+@needs_compiler
+def test_printed_c(tmp_path: Path) -> None:
+    """The text, compiled with the functions of kernels."""
+    header = (Path(mtagen.__file__).parent / "templates/cuda/expressions.cuh").read_text(encoding="utf-8")
+    functions = "".join(line for line in header.splitlines(keepends=True) if not line.startswith("#"))
+    exprs = [expr for text in PRINTED for expr in both(text)]
+    source = [
+        "#include <cmath>",
+        "#define DEVICE static inline",
+        "constexpr float LOG2_E = 1.4426950408889634f;",
+        "static float exp2_fast(float x) { return exp2f(x); }",
+        "static float __fdividef(float a, float b) { return a / b; }",
+        functions,
+        *(
+            f'extern "C" void f{n}(const float* score, const int* position, const int* key, const int* head, '
+            "float* out) {\n  for (int n = 0; n < 200; ++n) {\n"
+            "    const float s = score[n]; const int i = position[n], j = key[n], h = head[n];\n"
+            f"    out[n] = {c_expression(expr)};\n  }}\n}}"
+            for n, expr in enumerate(exprs)
+        ),
+    ]
+    library = tmp_path / "printed.so"
+    command = [COMPILER, "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input="\n".join(source), text=True, check=True)
+    compiled = ctypes.CDLL(str(library))
+    scores, *places = points()
+    arguments = [scores, *(x.int() for x in places)]
+    for n, expr in enumerate(exprs):
+        out = torch.empty(200)
+        compiled[f"f{n}"](*(ctypes.c_void_p(x.data_ptr()) for x in (*arguments, out)))
+        torch.testing.assert_close(out.double(), expected_of(expr), rtol=3e-5, atol=3e-5)
