@@ -236,8 +236,8 @@ def mta_strip_decode_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck11_po
     r = r0 + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.arange(0, WINDOW)
-    rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
     b = b0 + slot // n_heads
+    rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
     length = tl.minimum(tl.load(seqlens_ptr + b), keys)
     key0 = 0
     limit = length - key0
@@ -469,8 +469,8 @@ def mta_strip_decode_post_convolution_cq6_ck11_d64_bf16_causal_mix16_post_cq6_ck
     r = r0 + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)[None, :]
     w = tl.arange(0, WINDOW)
-    rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
     b = b0 + slot // n_heads
+    rows = (slot.to(tl.int64) * count + r)[:, None] * pitch
     length = tl.minimum(tl.load(seqlens_ptr + b), keys)
     key0 = 0
     limit = length - key0

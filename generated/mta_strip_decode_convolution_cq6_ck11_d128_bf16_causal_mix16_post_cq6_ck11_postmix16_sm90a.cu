@@ -13,7 +13,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -24,6 +23,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -105,9 +105,6 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
-
-// Whether the query at a position sees a key.
-DEVICE bool visible(int position, int key) { return key <= position; }
 
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
@@ -226,6 +223,9 @@ constexpr int WARP_KEYS = 128, KEYS = WARPS * WARP_KEYS;
 constexpr int KEYS_LEFT = 8, SPARE = 3, WINDOW_CHUNKS = 3;
 constexpr int SLAB_ROWS = 12, SLAB_CHUNKS = 66;
 constexpr int SLAB_ROW = SLAB_CHUNKS * CHUNK_BYTES, SLAB = SLAB_ROWS * SLAB_ROW, DEPTH = 3;
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
 
 // Copies COUNT chunks of all rows of a slab, from chunk FIRST on. The first `rows` rows of x exist. The slab
 // begins with key `key`; there are keys 0 <= key < limit, and others become zeros.

@@ -12,7 +12,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -23,6 +22,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -136,9 +136,6 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
-
-// Whether the query at a position sees a key.
-DEVICE bool visible(int position, int key) { return key <= position; }
 
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
@@ -355,6 +352,9 @@ struct Blocks {
 
   DEVICE u32 operator()(int row, int column) const { return tile_address_from<TILE_ROWS>(at, 16 * row, 2 * column); }
 };
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Element* __restrict__ x, const Element* __restrict__ y, Result* __restrict__ plane,

@@ -14,7 +14,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -163,12 +162,6 @@ DEVICE float exp2_fast(float x) {
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
-
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
 // The keys start <= key < end. Without a limit on earlier keys, `start` needs no comparison.
@@ -263,6 +256,10 @@ struct Step : SequenceRows {
 };
 
 using Sequence = Step;
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+constexpr float LN_2 = 0.6931471805599453f;
 
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
@@ -403,53 +400,13 @@ struct Mixture {
   }
 };
 
-// ---- Sums over keys ------------------------------------------------------------------------------------------------
-
-// Products over keys of 16 heads with 16 heads, summed over all blocks of a warp: of heads lane_row and lane_row + 8
-// with heads 8 n + 2 lane_pair and the next.
-template <class Type>
-struct HeadProducts {
-  float sums[8] = {};
-
-  // Adds y x^T; both are operands of products over heads.
-  DEVICE void add(const Operand& y, const Operand& x) {
-    Operand a, b;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = transposed(x[i]);
-    a[0] = transposed(y[0]), a[1] = transposed(y[2]), a[2] = transposed(y[1]), a[3] = transposed(y[3]);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) mma<Type>(sums + 4 * n, a, b[2 * n], b[2 * n + 1]);
-  }
-
-  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` has room for 256 floats per warp.
-  template <int WARPS>
-  DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
-    const int warp = thread >> 5, lane = thread & 31;
-    __syncthreads();
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int out = (lane >> 2) + 8 * (e >> 1 & 1), in = 8 * (e >> 2) + 2 * (lane & 3) + (e & 1);
-      shared[warp * 256 + out * 16 + in] = sums[e];
-    }
-    __syncthreads();
-    for (int i = thread; i < 256; i += 32 * WARPS) {
-      float sum = 0.f;
-      for (int w = 0; w < WARPS; ++w) sum += shared[w * 256 + i];
-      matrix[i] += sum * factor;
-    }
-  }
-};
-
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
 using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
-constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
-constexpr float LN_2 = 0.6931471805599453f;
-constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 7, SLOT = 1 * BLOCK_BYTES, SUMS = 2048;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -567,6 +524,12 @@ struct Statistics {
   }
 };
 
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
+
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
 DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
 #pragma unroll
@@ -592,6 +555,8 @@ DEVICE void with_edge(bool edge, Work work) {
   else
     work(false);
 }
+
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, float* __restrict__ lse, Score* out, const float* __restrict__ head_weight, int count, int keys,

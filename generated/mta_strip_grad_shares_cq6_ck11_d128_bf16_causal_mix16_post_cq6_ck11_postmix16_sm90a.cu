@@ -11,9 +11,10 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
+
+using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 #ifndef INFINITY  // NVRTC has no <math.h>
@@ -101,9 +102,6 @@ DEVICE void pin(float (&x)[N]) {
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
-
-// Whether the query at a position sees a key.
-DEVICE bool visible(int position, int key) { return key <= position; }
 
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
@@ -262,7 +260,8 @@ DEVICE constexpr u64 inner_columns(int k, int rows) { return ((k >> 2) * (rows *
 // panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
 // banks.
 
-constexpr int PANEL = 64;       // columns
+constexpr int PANEL = 64;  // columns
+
 constexpr int PANEL_ROW = 128;  // bytes
 
 // Address of 16-byte column `column` in row `row` of a tile of ROWS rows.
@@ -357,6 +356,9 @@ struct Part {
 
 // Barriers of each tile in shared memory: it is full, or may be written again.
 constexpr int Y_FULL = 0, Y_EMPTY = Y_FULL + TILES * BARRIER;
+
+// Whether the query at a position sees a key.
+DEVICE bool visible(int position, int key) { return key <= position; }
 
 extern "C" __global__ void __launch_bounds__(320, 2) mta_strip_grad_shares_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Element* __restrict__ x, const Element* __restrict__ y, Result* __restrict__ plane, long long x_stride_b,

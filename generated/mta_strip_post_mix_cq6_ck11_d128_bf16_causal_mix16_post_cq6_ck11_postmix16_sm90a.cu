@@ -13,7 +13,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -390,50 +389,12 @@ struct Mixture {
   }
 };
 
-// ---- Sums over keys ------------------------------------------------------------------------------------------------
-
-// Products over keys of 16 heads with 16 heads, summed over all blocks of a warp: of heads lane_row and lane_row + 8
-// with heads 8 n + 2 lane_pair and the next.
-template <class Type>
-struct HeadProducts {
-  float sums[8] = {};
-
-  // Adds y x^T; both are operands of products over heads.
-  DEVICE void add(const Operand& y, const Operand& x) {
-    Operand a, b;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = transposed(x[i]);
-    a[0] = transposed(y[0]), a[1] = transposed(y[2]), a[2] = transposed(y[1]), a[3] = transposed(y[3]);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) mma<Type>(sums + 4 * n, a, b[2 * n], b[2 * n + 1]);
-  }
-
-  // Adds the sums of the CTA's warps, times a factor, to a matrix (16, 16); `shared` has room for 256 floats per warp.
-  template <int WARPS>
-  DEVICE void add_to(float* matrix, float factor, float* shared, int thread) const {
-    const int warp = thread >> 5, lane = thread & 31;
-    __syncthreads();
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int out = (lane >> 2) + 8 * (e >> 1 & 1), in = 8 * (e >> 2) + 2 * (lane & 3) + (e & 1);
-      shared[warp * 256 + out * 16 + in] = sums[e];
-    }
-    __syncthreads();
-    for (int i = thread; i < 256; i += 32 * WARPS) {
-      float sum = 0.f;
-      for (int w = 0; w < WARPS; ++w) sum += shared[w * 256 + i];
-      matrix[i] += sum * factor;
-    }
-  }
-};
-
 // ---- Constants ------------------------------------------------------------------------------------------------------
 
 using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
-constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -491,6 +452,7 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 constexpr int WALK = 2048;  // keys of a CTA if several CTAs share a row, in a decode step
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(

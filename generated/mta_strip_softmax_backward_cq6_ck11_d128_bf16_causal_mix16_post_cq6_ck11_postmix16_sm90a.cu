@@ -14,7 +14,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -150,6 +149,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
@@ -190,17 +190,6 @@ DEVICE float exp2_fast(float x) {
 
 // A query sees the keys from SEEN_BEHIND before its own position to SEEN_AHEAD after it, NO_LIMIT being all.
 constexpr int NO_LIMIT = -1, SEEN_BEHIND = -1, SEEN_AHEAD = 0;
-
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
-
-// The gradient of a visible score from the gradient of its value. It is linear in `gradient`.
-DEVICE float modify_backward(float gradient, float score, float factor, int position, int key, int head) {
-  return gradient;
-}
 
 constexpr bool HIDES_EARLIER = SEEN_BEHIND != NO_LIMIT, HIDES_LATER = SEEN_AHEAD != NO_LIMIT;
 
@@ -287,6 +276,8 @@ struct Batch : SequenceRows {
 };
 
 using Sequence = Batch;
+
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // ---- Blocks of a row: BLOCK_KEYS keys of 16 heads, one block per warp ----------------------------------------------
 //
@@ -504,10 +495,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 12, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
-constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
-constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
-constexpr float LOG2_E = 1.4426950408889634f;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 2 * BLOCK_BYTES, SUMS = 12288;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -565,65 +553,11 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-// ---- Softmax -------------------------------------------------------------------------------------------------------
-
-// The largest x of each head and the sum of 2^(FACTOR (x - largest)), over the keys that a lane has seen. FACTOR is
-// positive.
-struct Statistics {
-  static constexpr float FACTOR = LOG2_E / SCORE_SCALE;
-  float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, total[4] = {};
-
-  // Adds a block's tiles.
-  DEVICE void add(const Tile (&x)[TILES_OF_BLOCK]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int first = 4 * (n >> 1) + (n & 1);
-      float top = largest[n];
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i) top = fmaxf(top, fmaxf(x[i][first], x[i][first + 2]));
-      const float shift = shift_of(top);
-      float sum = total[n] * exp2_fast(FACTOR * largest[n] - shift);
-#pragma unroll
-      for (int i = 0; i < TILES_OF_BLOCK; ++i)
-        sum += exp2_fast(FACTOR * x[i][first] - shift) + exp2_fast(FACTOR * x[i][first + 2] - shift);
-      largest[n] = top, total[n] = sum;
-    }
-  }
-
-  // The number to subtract from exponents so that the largest becomes 0; or 0 if the lane has seen no key.
-  DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : FACTOR * top; }
-
-  DEVICE void merge(int n, float other, float sum) {
-    const float top = fmaxf(largest[n], other), shift = shift_of(top);
-    total[n] = total[n] * exp2_fast(FACTOR * largest[n] - shift) + sum * exp2_fast(FACTOR * other - shift);
-    largest[n] = top;
-  }
-
-  // log2 of the sum of 2^(FACTOR x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per warp.
-  template <int WARPS>
-  DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        merge(n, __shfl_xor_sync(0xffffffffu, largest[n], mask), __shfl_xor_sync(0xffffffffu, total[n], mask));
-      if (lane < 4) {
-        float* to = shared + (warp * MAX_HEADS + head_of(n, lane)) * 2;
-        to[0] = largest[n], to[1] = total[n];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      largest[n] = -INFINITY, total[n] = 0.f;
-      for (int w = 0; w < WARPS; ++w) {
-        const float* from = shared + (w * MAX_HEADS + head_of(n, lane)) * 2;
-        merge(n, from[0], from[1]);
-      }
-      result[n] = FACTOR * largest[n] + log2f(total[n]);
-    }
-  }
-};
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
 
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
 DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
@@ -650,6 +584,14 @@ DEVICE void with_edge(bool edge, Work work) {
   else
     work(false);
 }
+
+// The gradient of a visible score from the gradient of its value. It is linear in `gradient`.
+DEVICE float modify_backward(float gradient, float score, float factor, int position, int key, int head) {
+  return gradient;
+}
+
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const Element* g, const float* __restrict__ lse, const float* __restrict__ grad_lse, Element* dx,

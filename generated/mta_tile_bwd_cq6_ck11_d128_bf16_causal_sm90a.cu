@@ -27,9 +27,10 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
+
+using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 #ifndef INFINITY  // NVRTC has no <math.h>
@@ -38,6 +39,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -154,6 +156,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
@@ -242,13 +245,18 @@ DEVICE void pin(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
+constexpr float LN_2 = 0.6931471805599453f;
+
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
 // A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
 // panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
 // banks.
 
-constexpr int PANEL = 64;       // columns
+constexpr int PANEL = 64;  // columns
+
 constexpr int PANEL_ROW = 128;  // bytes
 
 // Address of 16-byte column `column` in row `row` of a tile of ROWS rows.
@@ -547,7 +555,6 @@ constexpr bool MAY_END_EARLY = false;
 constexpr int ROW_LANES = 16;
 // The slab of S holds q . k times SCORE_SCALE, so that it fits fp16.
 constexpr float SCORE_SCALE = 0.00390625f;
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Shared memory, in bytes:
 constexpr int SHARED_K = 0;

@@ -21,7 +21,6 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
@@ -32,6 +31,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -160,6 +160,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
@@ -181,11 +182,15 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
-constexpr float NO_PEAK = -1e30f;
-
 // Tells the compiler that all lanes of the warp have the same x, which it may then keep in a uniform register.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+constexpr float LN_2 = 0.6931471805599453f;
+
+// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
+constexpr float NO_PEAK = -1e30f;
 
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //
@@ -210,7 +215,6 @@ constexpr int K_ROW = 2 * D + 16, V_ROW = 2 * DV + 16;  // bytes per row in shar
 constexpr int WINDOW_CHUNKS = 3;  // chunks that 8 neighbouring outputs read
 constexpr int STEPS = 9;  // mma's that convolve 16 x 8 scores
 constexpr int FRAGMENT = 8, STEP = 32 * FRAGMENT;  // bytes of a step's B operand, per lane and per warp
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // Whether queries are scaled before their products, which is exact in bf16; otherwise the products are.
 constexpr bool SCALES_QUERIES = true;
 // Whether a convolution counts a hidden score as zero: in all rows of its result, or in those that do not see its key.

@@ -18,9 +18,10 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
+
+using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 #ifndef INFINITY  // NVRTC has no <math.h>
@@ -29,6 +30,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -137,6 +139,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
@@ -323,6 +326,10 @@ constexpr int SHARED_GATHER = 171712;
 constexpr int SHARED_TAPS = 184512;
 constexpr int SHARED_BARRIERS = 185304;
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
+constexpr float LN_2 = 0.6931471805599453f;
+
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
 // FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
@@ -335,8 +342,6 @@ constexpr int SHARED_BARRIERS = 185304;
 // tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
-
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
 // fp16, 65504.
@@ -849,12 +854,6 @@ DEVICE u32 cta_tile() {
   return grid_tiles() - 1 - number;
 }
 
-// Whether the grid has more tiles than a head, because its layers have equally many.
-constexpr bool SPARE_TILES = false;
-
-// A row of results, counted over the results of all splits of the keys.
-DEVICE long long row_of_split(long long row) { return row; }
-
 // ---- Sequences ------------------------------------------------------------------------------------------------------
 
 // An entry of a batch, whose tensors are (batch, heads, rows, columns). All entries have the same number of rows.
@@ -915,6 +914,12 @@ using Sequence = Batch;
 // A CTA computes an output tile: the outputs of OWNED rows of a head.
 // The grid takes the tiles of a few heads at a time, so that the keys and values of these heads stay in the L2 cache.
 // These heads lie along x, their tiles along y, and the next heads along z.
+
+// Whether the grid has more tiles than a head, because its layers have equally many.
+constexpr bool SPARE_TILES = false;
+
+// A row of results, counted over the results of all splits of the keys.
+DEVICE long long row_of_split(long long row) { return row; }
 
 struct OutputTile : Sequence {
   int first;   // first row of scores; the first HALO rows are outputs of another tile

@@ -19,9 +19,10 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
+
+using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 #ifndef INFINITY  // NVRTC has no <math.h>
@@ -30,6 +31,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -138,6 +140,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
@@ -158,9 +161,6 @@ DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
-constexpr float NO_PEAK = -1e30f;
 
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -327,6 +327,13 @@ constexpr int SHARED_GATHER = 171712;
 constexpr int SHARED_TAPS = 184512;
 constexpr int SHARED_BARRIERS = 185304;
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
+constexpr float LN_2 = 0.6931471805599453f;
+
+// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
+constexpr float NO_PEAK = -1e30f;
+
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
 // FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
@@ -339,8 +346,6 @@ constexpr int SHARED_BARRIERS = 185304;
 // tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
-
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
 // fp16, 65504.
@@ -856,12 +861,6 @@ DEVICE u32 cta_tile() {
   return grid_tiles() - 1 - number;
 }
 
-// Whether the grid has more tiles than a head, because its layers have equally many.
-constexpr bool SPARE_TILES = false;
-
-// A row of results, counted over the results of all splits of the keys.
-DEVICE long long row_of_split(long long row) { return row * gridDim.z + blockIdx.z; }
-
 // ---- Sequences ------------------------------------------------------------------------------------------------------
 
 // An entry of a batch, whose tensors are (batch, heads, rows, columns). All entries have the same number of rows.
@@ -920,6 +919,12 @@ using Sequence = Batch;
 // ---- Output tiles ---------------------------------------------------------------------------------------------------
 //
 // A CTA computes an output tile: the outputs of OWNED rows of a head, from a split of the keys.
+
+// Whether the grid has more tiles than a head, because its layers have equally many.
+constexpr bool SPARE_TILES = false;
+
+// A row of results, counted over the results of all splits of the keys.
+DEVICE long long row_of_split(long long row) { return row * gridDim.z + blockIdx.z; }
 
 struct OutputTile : Sequence {
   int first;   // first row of scores; the first HALO rows are outputs of another tile

@@ -126,16 +126,6 @@ def test_a_difference_shows_what_changed_and_the_command() -> None:
     assert difference(old, {}, limit=3).splitlines()[4:] == ["and 6 lines more", f"If that is meant: {COMMAND}"]
 
 
-def test_cuda_sources_have_no_function_that_nothing_calls() -> None:
-    for path in FOLDER.glob("*.cu"):
-        source = re.sub(r"//.*|^#.*", "", path.read_text(), flags=re.MULTILINE)
-        names = set(re.findall(r"^DEVICE .*?(\w+)(?:<\w+>)?\(", source, re.MULTILINE))
-        assert names
-        for name in names:
-            definitions = len(re.findall(rf"^DEVICE [^(]*?\b{name}(?:<\w+>)?\(", source, re.MULTILINE))
-            assert len(re.findall(rf"\b{name}\b", source)) > definitions, name
-
-
 def regenerate(folder: Path, binaries: Path) -> int:
     """Run the command for a folder with the programs of another; return its exit status."""
     environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}

@@ -26,6 +26,7 @@ class Product:
         kernel, tile: the kernel that is launched, and its tile.
         owner: ``rows`` or ``keys``.
         owned, streamed: the axis of which a program owns a block, and the other axis.
+        streams_lifted: whether the streamed operand is the lifted one.
         count: what the number of blocks of a launch is computed from.
         loop: the loop over the streamed axis.
         grad: the host's name of the tensor that the kernel writes.
@@ -43,6 +44,7 @@ class Product:
     owner: str
     owned: Axis
     streamed: Axis
+    streams_lifted: bool
     count: str
     loop: LoopSource
     grad: str
@@ -87,6 +89,7 @@ def product(module: LiftModule, layout: Batch, contraction: Contraction) -> Prod
         owner=contraction.owner,
         owned=owned,
         streamed=streamed,
+        streams_lifted=rows == lift.lifts_keys,
         count=owned.count_between("row_begin", "row_end") if rows else owned.count,
         loop=loop_source(contraction.loop, *(("", "") if rows else ("row_begin", "row_end"))),
         grad=role,

@@ -5,11 +5,9 @@ It takes no decisions.
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -22,17 +20,11 @@ from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..version import __version__
 from .host import allocate, codes, launch, options, together
+from .library import linked_cuda
 from .printers import Source, c_code, c_real_code, python_code
-from .templates import environment
+from .templates import environment, spaced
 
-# A function from the left margin to its end, with its comment and template parameters.
-FUNCTION = re.compile(
-    r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*?(?P<name>\w+)(?:<\w+>)?\((?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE
-)
-# A constant with its comment.
-_CONSTANT = re.compile(r"(?:^//.*\n)*^constexpr \w+ (?P<name>\w+) = [^,;]*;.*\n", re.MULTILINE)
 WIDTH = 120  # columns of a line
-_INCLUDE = re.compile(r'^#include "(?P<name>\w+\.cuh)"\n', re.MULTILINE)
 
 
 def render(plan: Any) -> str:
@@ -57,45 +49,7 @@ def render(plan: Any) -> str:
             version=__version__,
         )
     )
-    text = _without_unused(_with_headers(text, set()))
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def _with_headers(source: str, included: set[str]) -> str:
-    """Inline each of mtagen's headers where it is first included, so that the source stands alone."""
-
-    def content(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name in included:
-            return ""
-        included.add(name)
-        header = (resources.files("mtagen") / "templates/cuda" / name).read_text(encoding="utf-8")
-        return _with_headers(f"\n{header.removeprefix('#pragma once')}\n", included)
-
-    return _INCLUDE.sub(content, source)
-
-
-def _without_unused(source: str) -> str:
-    """Drop unused functions and constants of headers, with their comments."""
-    definitions = [*FUNCTION.finditer(source), *_CONSTANT.finditer(source)]
-    needs: dict[str, set[str]] = {}
-    others = source
-    for definition in definitions:
-        others = others.replace(definition[0], "")
-        needs.setdefault(definition["name"], set()).update(_names(definition[0]))
-    needed, new = set[str](), _names(others)
-    while new:
-        needed |= new
-        new = set[str]().union(*(needs.get(name, ()) for name in new)) - needed
-    for definition in definitions:
-        if definition["name"] not in needed:
-            source = source.replace(definition[0], "")
-    return source
-
-
-def _names(source: str) -> set[str]:
-    """Return the identifiers in a source, except those in comments."""
-    return set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*", "", source)))
+    return spaced(linked_cuda(text))
 
 
 def host_name(plan: Plan) -> str:

@@ -226,6 +226,7 @@ class Batch:
         file: the file of ``templates`` with the functions that kernels call.
         host: functions that the host needs, as (file of ``templates``, names).
         queries, keys: the axes of the scores.
+        has_entries: whether tiles are in a matrix of an entry b of the batch.
         numbers: axes of a tensor with a number for each query and head, for comments.
         numbers_shape: the host's shape of such a tensor.
         sizes: the host's names for the sizes that its functions share.
@@ -244,6 +245,7 @@ class Batch:
     host: Sequence[Sequence[str]] = ()
     queries = Axis("queries", "i0", "BLOCK_M", "n_q", "q", "h")
     keys = Axis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group")
+    has_entries = True
     numbers = "B, H, n_q"
     numbers_shape = "q.shape[:3]"
     sizes = "n_q, n_k"
@@ -285,6 +287,7 @@ class Packed(Batch):
     host = (("host/documents.py", "_with_rest", "_schedule", "_sizes"),)
     queries = PackedAxis("queries", "i0", "BLOCK_M", "n_q", "q", "h", "row_tiles")
     keys = PackedAxis("keys", "j0", "BLOCK_N", "n_k", "k", "h // group", "key_tiles")
+    has_entries = False
     numbers = "H, total_q"
     numbers_shape = "q.shape[1::-1]"
     sizes = "cu_seq_q, cu_seq_k, row_tiles, key_tiles, n_row_tiles, n_key_tiles, total_q, total_k"

@@ -28,6 +28,11 @@ class LoopSource(NamedTuple):
     assignments: list[tuple[str, str]]
     segments: list[tuple[str, str, bool]]
 
+    @property
+    def has_edges(self) -> bool:
+        """Whether pairs of some tiles are checked."""
+        return any(edge for *_, edge in self.segments)
+
 
 def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
     """Return a loop as text, clipped to the rows [first, last) of a chunk if these are given."""

@@ -25,6 +25,11 @@ class ChunkLoop(NamedTuple):
     assignments: list[str]
     segments: list[tuple[str, str, bool]]
 
+    @property
+    def has_edges(self) -> bool:
+        """Whether pairs of some tiles are checked."""
+        return any(checked for *_, checked in self.segments)
+
 
 @dataclass(frozen=True)
 class Seen:

@@ -27,7 +27,7 @@ def render(module: StripModule) -> str:
 
     Importing it needs torch and triton, and CUDA's packages if it has CUDA kernels.
     """
-    return triton.tidied(triton.environment_of().get_template("strip_module.py.j2").render(_context(module)))
+    return triton.rendered("strip_module.py.j2", _context(module))
 
 
 def _context(module: StripModule) -> Mapping[str, Any]:

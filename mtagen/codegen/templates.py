@@ -47,3 +47,22 @@ def functions(file: str, *names: str) -> str:
                 continue
         parts.append("\n".join(lines[first - 1 : node.end_lineno]))
     return "\n\n\n".join(parts)
+
+
+def spaced(text: str, definitions: tuple[str, ...] = ()) -> str:
+    """Return a text with one blank line where it has some, two before a definition, and none at its
+    ends.
+
+    Args:
+        text: source code.
+        definitions: what lines begin with that begin a definition.
+    """
+    lines: list[str] = []
+    blank = False
+    for line in text.strip().splitlines():
+        if line and blank:
+            lines += [""] * (2 if line.startswith(definitions) else 1)
+        if line:
+            lines.append(line)
+        blank = not line
+    return "\n".join([*lines, ""])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import jinja2
 import sympy
@@ -25,6 +22,7 @@ from ..version import __version__
 from .backward import finish, product
 from .host import WIDTH, codes, filled, grouped, options
 from .layout import layout_of
+from .library import linked_python
 from .pieces import (
     aligned,
     all_of,
@@ -49,22 +47,21 @@ from .pieces import (
     window_start,
 )
 from .printers import python_code, triton_code, triton_host_code, triton_real_code
-from .templates import environment
+from .templates import environment, spaced
 
 _NUMBERS = ("int32", "float")  # types of arguments
-_PURE = ("arange", "load", "minimum", "program_id", "to")  # functions that only compute
+_DEFINITIONS = ("@triton.jit", "@torch.no_grad", "def ", "class ", "LIMITS = ")  # what lines of definitions begin with
 _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: within a term, along rows, along keys
 
 
 def render(module: LiftModule) -> str:
     """Render a module. Importing it needs torch and triton only."""
-    text = environment_of().get_template("module.py.j2").render(_context(module))
-    return tidied(text)
+    return rendered("module.py.j2", _context(module))
 
 
-def tidied(text: str) -> str:
-    """Drop unused code from a rendered module, and set blank lines as a formatter does."""
-    return _tidy(_without_unused(_without_unused_functions(text)))
+def rendered(template: str, context: Mapping[str, Any]) -> str:
+    """Return a rendered template, with blank lines as a formatter sets them."""
+    return spaced(_environment().get_template(template).render(context), _DEFINITIONS)
 
 
 def _signature(kernel: Kernel) -> str:
@@ -255,7 +252,7 @@ def _legend(module: LiftModule) -> Mapping[str, Any]:
 
 
 @cache
-def environment_of() -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     """Return the environment of Triton's templates, with the names that are the same for all
     modules.
     """
@@ -268,6 +265,7 @@ def environment_of() -> jinja2.Environment:
         "unrolled": unrolled,
         "signature": _signature,
         "launch": launch,
+        "linked": linked_python,
         "axes": AXES,
         "matrix": None,  # overridden by the lowering "lift"
         "loop_source": loop_source,
@@ -275,101 +273,3 @@ def environment_of() -> jinja2.Environment:
         "ln2": repr(math.log(2.0)),
     }
     return templates
-
-
-def _without_unused_functions(source: str) -> str:
-    """Drop kernels that nothing launches, and functions and imports that nothing else needs.
-
-    CUDA kernels replace the Triton kernels of some roles. Only functions whose names begin with an
-    underscore are dropped, besides kernels.
-    """
-    nodes = [(node, _defined(node), _names_in(node)) for node in ast.parse(source).body]
-    unused: set[int] = set()  # lines
-    while dropped := [
-        entry
-        for entry in nodes
-        if entry[1] and not any(entry[1] & named for node, _, named in nodes if node is not entry[0])
-    ]:
-        unused.update(line for node, *_ in dropped for line in _lines(node))
-        nodes = [entry for entry in nodes if entry not in dropped]
-    return _without_lines(source, unused)
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def _defined(node: ast.stmt) -> set[str]:
-    """Return the names that a module's statement defines, if it may be dropped when nothing uses
-    them.
-    """
-    match node:
-        case ast.FunctionDef(name=name, decorator_list=decorators):
-            jitted = any(ast.unparse(decorator).startswith("triton.jit") for decorator in decorators)
-            return {name} if jitted or name.startswith("_") else set()
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {alias.asname or alias.name.partition(".")[0] for alias in names}
-    return set()
-
-
-def _lines(node: ast.stmt) -> range:
-    """Return the lines of a statement and of its decorators."""
-    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-    return range(first, (node.end_lineno or first) + 1)
-
-
-def _without_lines(source: str, lines: set[int]) -> str:
-    """Return a text without some lines, which are counted from 1."""
-    return "".join(line for i, line in enumerate(source.splitlines(keepends=True), 1) if i not in lines)
-
-
-def _without_unused(source: str) -> str:
-    """Drop plain arithmetic, such as ``h = head % n_heads``, whose name its function does not read.
-
-    The templates define positions and offsets once for all variants; some variants need only a few.
-    """
-    unused: set[int] = set()  # lines
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        nodes = list(ast.walk(function))
-        read = Counter(node.id for node in nodes if _is_read(node))
-        assignments = [node for node in nodes if isinstance(node, ast.Assign)]
-        while dropped := [node for node in assignments if _is_unused(node, read)]:
-            unused.update(node.lineno for node in dropped)
-            read.subtract(part.id for node in dropped for part in ast.walk(node) if _is_read(part))
-            assignments = [node for node in assignments if node not in dropped]
-    return _without_lines(source, unused)
-
-
-def _is_read(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-
-
-def _is_unused(assignment: ast.Assign, read: Mapping[str, int]) -> bool:
-    """Return whether an assignment is arithmetic for a name that, by the counts ``read``, is never
-    read.
-    """
-    match assignment.targets:
-        case [ast.Name(id=name)]:
-            return not read[name] and _is_arithmetic(assignment.value)
-    return False
-
-
-def _is_arithmetic(value: ast.expr) -> bool:
-    """Return whether an expression computes numbers and has no other effect."""
-    calls = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
-    return isinstance(value, (ast.BinOp, ast.Subscript, ast.Call)) and all(
-        isinstance(call, ast.Attribute) and call.attr in _PURE for call in calls
-    )
-
-
-def _tidy(text: str) -> str:
-    """Set blank lines as a formatter does: two around definitions at the left margin, at most one
-    elsewhere.
-    """
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\n{3,}", "\n\n", text)
-    text = re.sub(r"\n+(?=(@triton\.jit|@torch\.no_grad|def |class |LIMITS = ))", "\n\n\n", text)
-    text = re.sub(r"(@(?:triton\.jit|torch\.no_grad)(?:\([^()]*\))?)\n+(?=def )", r"\1\n", text)
-    return text.strip() + "\n"

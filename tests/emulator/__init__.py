@@ -20,7 +20,7 @@ import pytest
 from single_pass import host_module
 
 from mtagen import codegen
-from mtagen.codegen.cuda import FUNCTION, render
+from mtagen.codegen.cuda import render
 from mtagen.planner import Plan
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.strip.source import StripSource
@@ -34,6 +34,8 @@ OPTIONS = ("-std=c++17", "-Og", "-march=native", "-D_FORTIFY_SOURCE=0", "-w", "-
 MMA_TARGETS = tuple(name for name, target in TARGETS.items() if "mma" in target.matrix)  # whose kernels it runs
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler: c++ or g++")
 
+# A function from the left margin to its end, with its comment and template parameters.
+_FUNCTION = re.compile(r"(?:^//.*\n)*(?:^template .*\n)?^DEVICE .*?\((?:.*[;}]\n|[\s\S]*?^}\n)", re.MULTILINE)
 _TYPES = {
     "pointer": ctypes.c_void_p,
     "int": ctypes.c_int,
@@ -177,7 +179,7 @@ def load_emulated(planned: Plan, folder: Path, seed: int = 0, *, checked: bool =
 
 def for_host(plan: TilePass | StripSource) -> str:
     """The emitted source, in which ``device.h`` stands for CUDA's headers and for every function of inline PTX."""
-    source = FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
+    source = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], render(plan))
     source = re.sub(r"^#include <cuda_\w+\.h>\n", "", source, flags=re.MULTILINE)
     shared = r"\1* const \2 = reinterpret_cast<\1*>(emulator::memory + emulator::BASE);"
     source = re.sub(r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];", shared, source)

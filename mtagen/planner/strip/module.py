@@ -93,6 +93,10 @@ class StripModule:
         """Return the kernel of a role, which is the same in all passes that have it."""
         return self._kernels[role]
 
+    def in_triton(self, role: str) -> bool:
+        """Return whether the module has a Triton kernel of a role."""
+        return role in self._kernels and role not in self.cuda
+
     def __getitem__(self, pass_name: str) -> StripPass:
         """Return the plan of a pass."""
         return next(plan for plan in self.passes if plan.pass_name == pass_name)

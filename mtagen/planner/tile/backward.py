@@ -88,7 +88,8 @@ class TileBackward(TilePass):
     keys: int
 
     pass_name = "backward"
-    reverses_tiles = has_spare_tiles = False  # the last kernel counts on the order of tiles
+    reverses_tiles = False  # the last kernel counts on the order of tiles
+    counts_heads = counts_tiles = True  # of the grid, for workspaces with a place for each CTA
 
     @classmethod
     def fitting(cls, spec: Spec, target: Target) -> Sequence[TileBackward]:

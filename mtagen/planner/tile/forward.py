@@ -78,6 +78,7 @@ class TileForward(TilePass):
     blocks: int = 1
 
     pass_name = "forward"
+    counts_heads = False  # of the grid, as the backward pass does
     role = "forward"
 
     @classmethod
@@ -379,6 +380,11 @@ class TileForward(TilePass):
         Schedules of documents have an order of their own.
         """
         return self.mask.favours_later_rows and not self.layout.packed
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether CTAs need the number of a head's output tiles in the grid."""
+        return self.reverses_tiles
 
     @property
     def grid(self) -> tuple[Expr, ...]:

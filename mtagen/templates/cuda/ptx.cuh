@@ -5,9 +5,10 @@
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
+
+using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 #ifndef INFINITY  // NVRTC has no <math.h>
@@ -16,6 +17,7 @@ using fp16 = __half;
 
 // Elements of 16 bits that are moved together, in shared memory and by ldmatrix.
 constexpr int CHUNK = 8;
+
 constexpr int CHUNK_BYTES = 16;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -194,6 +196,7 @@ DEVICE u32 pack<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(lo), "f"(hi));
   return x;
 }
+
 // Two 16-bit elements as floats, the low half first.
 template <class Element>
 DEVICE float2 unpack(u32 x);
@@ -229,9 +232,6 @@ DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-// A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
-constexpr float NO_PEAK = -1e30f;
 
 // Waits at barrier `id` for the other threads, `threads` in all.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

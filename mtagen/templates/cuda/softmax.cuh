@@ -1,5 +1,6 @@
 #pragma once
 
+#include "exponents.cuh"
 #include "ptx.cuh"
 
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
@@ -14,8 +15,6 @@
 // tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
-
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
 // fp16, 65504.

@@ -8,7 +8,8 @@
 // panel's row are permuted by row % 8, as in wgmma's 128-byte swizzle, so that the rows of a column are in different
 // banks.
 
-constexpr int PANEL = 64;       // columns
+constexpr int PANEL = 64;  // columns
+
 constexpr int PANEL_ROW = 128;  // bytes
 
 // Address of 16-byte column `column` in row `row` of a tile of ROWS rows.

@@ -37,4 +37,20 @@ MUTANTS = (
         "One token of one head is decoded by the kernel for many heads.",
         ("tests/test_tile_decode.py::test_a_group_takes_the_smallest_kernel_that_holds_it",),
     ),
+    Mutant(
+        "link-only-what-is-named",
+        "mtagen/codegen/library.py",
+        "for name in names} - needed",
+        "for name in names if name == defined} - needed",
+        "A kernel lacks the functions that its headers' functions call.",
+        ("tests/test_library.py::test_a_kernel_gets_what_it_names",),
+    ),
+    Mutant(
+        "paragraphs-end-in-braces",
+        "mtagen/codegen/library.py",
+        "if line or depth:",
+        "if line:",
+        "A function of a header is cut at its first blank line.",
+        ("tests/test_library.py::test_a_kernel_gets_what_it_names",),
+    ),
 )
