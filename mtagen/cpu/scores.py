@@ -33,11 +33,9 @@ def modify(spec: Spec, scores: Tensor, place: Place) -> Tensor:
 
 
 def modify_backward(spec: Spec, gradient: Tensor, scores: Tensor, place: Place) -> Tensor:
-    """Return the gradient of scores from that of their values; 0 remains 0, even of a score that is no number."""
+    """Return the gradient of scores from that of their values."""
     stage = ScoreStage.of(spec)
-    if stage.is_identity:
-        return gradient
-    return _value(stage.modify_backward, scores, gradient, place).masked_fill(gradient == 0, 0)
+    return gradient if stage.is_identity else _value(stage.modify_backward, scores, gradient, place)
 
 
 def _value(expr: Expr, scores: Tensor, gradient: Tensor, place: Place) -> Tensor:

@@ -43,3 +43,14 @@ def test_all_passes(backend: str, stages: dict[str, Any], folder: Path) -> None:
         assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes))
     problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140), new_tokens=3)
     assert not problems.decode_failures(op, made.spec, problem, (140, 30), None)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize(
+    "stages", [{"kernel": (3, 4)}, {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5)}], ids=str
+)
+def test_hidden_slopes_reach_nothing(backend: str, stages: dict[str, Any], folder: Path) -> None:
+    made = plan(Spec(head_dim=16, dtype="fp16", logits=problems.DEFINED_WHERE_VISIBLE, **stages), "sm_90a", backend)
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(2, 4, 2, 33, 40)))

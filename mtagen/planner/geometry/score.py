@@ -57,8 +57,15 @@ class ScoreStage:
 
     @cached_property
     def modify_backward(self) -> Expr:
-        """The gradient of a score from the ``GRADIENT`` of what it becomes. It is linear in ``GRADIENT``."""
-        return GRADIENT * sympy.diff(self.modify, SCORE)
+        """The gradient of a score from the ``GRADIENT`` of what it becomes. It is linear in ``GRADIENT``.
+
+        A gradient of 0 stays 0, because hidden scores have no gradient, and their slope may be
+        infinite or NaN.
+        """
+        slope = sympy.diff(self.modify, SCORE)
+        if slope.is_number:
+            return GRADIENT * slope
+        return language.Where(sympy.Ne(GRADIENT, 0), GRADIENT * slope, 0)
 
     def scaled(self, scale: Expr | float) -> ScoreStage:
         """Return the stage of scores that kernels hold times ``scale``."""

@@ -11,7 +11,7 @@ MUTANTS = (
         "x *= slope;",
         "",
         "Gradients are those of the value of a score, not of the score.",
-        (f"{EMULATED}::test_a_function_of_scores",),
+        (f"{EMULATED}::test_logits",),
     ),
     Mutant(
         "backward-sign-of-the-gradient-of-lse",
