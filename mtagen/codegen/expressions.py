@@ -9,7 +9,6 @@ import sympy
 from sympy import Expr, Integer, Rational
 from sympy.logic.boolalg import Boolean
 
-from ..errors import explain
 from ..expressions.language import Maximum, Minimum, Where, split_sum
 
 _SUM, _PRODUCT, _ATOM = range(3)  # how tightly a piece of text binds
@@ -90,7 +89,7 @@ class _Printer:
             return self._sum(expr), _SUM
         if expr.is_Mul or expr.is_Pow:
             return self._product(expr)
-        raise ValueError(explain("expr", str(expr), "is not of the language of expressions", "see mtagen.expressions"))
+        raise ValueError(str(expr))
 
     def _sum(self, expr: Expr) -> str:
         """Print a sum. Its integers are added up exactly before they are rounded."""
@@ -122,7 +121,7 @@ class _Printer:
         for factor in sympy.Mul.make_args(rest):
             base, exponent = factor.as_base_exp() if not isinstance(factor, sympy.exp) else (factor, Integer(1))
             if not (exponent.is_Rational and (2 * exponent).is_Integer):
-                raise ValueError(explain("expr", str(expr), "has no such power", "whole and half powers"))
+                raise ValueError(str(expr))
             (below if exponent < 0 else above).extend(self._power(base, abs(exponent)))
         above.sort()
         text = " / ".join([self.number(float(number)), *below]) if below or number != 1 else ""
@@ -175,7 +174,7 @@ class _Printer:
                 for _ in range(int(exponent))
             ]
             return " * ".join(factors), _PRODUCT
-        raise ValueError(explain("expr", str(expr), "is no integer of the language", "see mtagen.expressions"))
+        raise ValueError(str(expr))
 
     def condition(self, expr: Boolean) -> str:
         """Print a condition."""
