@@ -296,9 +296,7 @@ class _Reader:
                 return self._checked(node, _OPERATORS[type(operator)](self.number(left), self.number(right)))
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
                 return self._call(node, name, arguments)
-        raise self._error(
-            node, self._rule(node), f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}"
-        )
+        raise self._unknown(node)
 
     def condition(self, node: ast.expr) -> Boolean:
         """Return the expression of a node that is a condition."""
@@ -334,23 +332,25 @@ class _Reader:
     def _checked(self, node: ast.expr, expr: Expr) -> Expr:
         """Return an expression after checking that its numbers are numbers of fp32."""
         if expr.is_number and not (expr.is_real and abs(expr.evalf()) <= LARGEST):
-            raise self._error(node, f"is {expr}", "real numbers up to 2**127")
+            raise self._error(node, f"{expr} is no number of fp32", "real numbers up to 2**127")
         if expr.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I):
-            raise self._error(node, f"is {expr}", "real numbers up to 2**127")
+            raise self._error(node, f"{expr} is no number of fp32", "real numbers up to 2**127")
         for number in expr.atoms(sympy.Rational):
             if abs(number.p) > LARGEST or number.q > LARGEST:
-                raise self._error(node, f"has the number {number}", "numerators and denominators up to 2**127")
+                raise self._error(node, f"{number} is no number of fp32", "numerators and denominators up to 2**127")
         return expr
 
-    def _rule(self, node: ast.expr) -> str:
+    def _unknown(self, node: ast.expr) -> SpecError:
+        """Return an error for a node that is no number of the language."""
+        legal = f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}"
         match node:
             case ast.Name(id=name):
-                return f"{name} is not a name of the language"
+                return self._error(node, f"{name} is not a name of the language", legal)
             case ast.Call(func=ast.Name(id=name)):
-                return f"{name} is not a function of the language"
+                return self._error(node, f"{name} is not a function of the language", legal)
             case ast.Compare() | ast.BoolOp():
-                return "a condition stands where a number should"
-        return f"{type(node).__name__} is not in the language"
+                return self._error(node, "a condition stands where a number should", legal)
+        return self._error(node, f"{type(node).__name__} is not in the language", legal)
 
     def _error(self, node: ast.expr, rule: str, legal: str) -> SpecError:
         """Return an error that marks the node in the text."""
