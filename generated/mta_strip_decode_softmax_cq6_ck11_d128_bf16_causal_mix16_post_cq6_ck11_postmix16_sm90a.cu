@@ -524,16 +524,18 @@ struct Statistics {
   }
 };
 
-// The value of a visible score that the softmax takes.
-DEVICE float modify(float score, int position, int key, int head) { return score; }
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
 
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
-template <class Mix>
-DEVICE void scores_of(Tile& c, const Operand& x, const Mix& mix, int position, int key, int i, int first_head, int lane) {
-  mix(c, x);
+DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e)
-    c[e] = modify(c[e], position, key + key_of(e, i, lane), first_head + head_of(head_of_element(e), lane));
+    c[e] = modify(c[e], 1.f / SCORE_SCALE, position, key + key_of(e, i, lane),
+                  first_head + head_of(head_of_element(e), lane));
 }
 
 // Scores become probabilities, at an edge zeros of hidden keys.
@@ -581,7 +583,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
       for (int i = 0; i < TILES_OF_BLOCK; ++i) {
         Operand x;
         load_operand(x, slot, i, lane);
-        scores_of(c[i], x, mix, sequence.position(r), key, i, place.first_head, lane);
+        mix(c[i], x);
+        modify_tile(c[i], sequence.position(r), key, i, place.first_head, lane);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
           if (edge && seen.lacks(key + key_of(e, i, lane))) c[i][e] = -INFINITY;
@@ -604,7 +607,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
         Operand x;
         Tile p;
         load_operand(x, slot, i, lane);
-        scores_of(p, x, mix, sequence.position(r), key, i, place.first_head, lane);
+        mix(p, x);
+        modify_tile(p, sequence.position(r), key, i, place.first_head, lane);
         probabilities(p, i, log_sums, edge, seen.from(key), lane);
         store_tile<Score>(slot, i, p, lane);
       }

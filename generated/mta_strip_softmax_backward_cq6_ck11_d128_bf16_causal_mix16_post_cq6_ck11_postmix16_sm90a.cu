@@ -553,16 +553,18 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-// The value of a visible score that the softmax takes.
-DEVICE float modify(float score, int position, int key, int head) { return score; }
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
 
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
-template <class Mix>
-DEVICE void scores_of(Tile& c, const Operand& x, const Mix& mix, int position, int key, int i, int first_head, int lane) {
-  mix(c, x);
+DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e)
-    c[e] = modify(c[e], position, key + key_of(e, i, lane), first_head + head_of(head_of_element(e), lane));
+    c[e] = modify(c[e], 1.f / SCORE_SCALE, position, key + key_of(e, i, lane),
+                  first_head + head_of(head_of_element(e), lane));
 }
 
 // Scores become probabilities, at an edge zeros of hidden keys.
@@ -581,6 +583,11 @@ DEVICE void with_edge(bool edge, Work work) {
     work(true);
   else
     work(false);
+}
+
+// The gradient of a visible score from the gradient of its value. It is linear in `gradient`.
+DEVICE float modify_backward(float gradient, float score, float factor, int position, int key, int head) {
+  return gradient;
 }
 
 constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
@@ -615,15 +622,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       // Probabilities come out scaled.
       log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
 
-    // For tile i: scores, probabilities times PROBABILITY_SCALE, and the values from which they and gradients follow.
-    auto load_tile = [&](Operand& x, Operand& dy, Tile& p, Tile& dp, u32 slot, int key, int i, bool edge) {
+    // For tile i: scores c, probabilities times PROBABILITY_SCALE, and the values from which they and gradients follow.
+    auto load_tile = [&](Operand& x, Operand& dy, Tile& c, Tile& p, Tile& dp, u32 slot, int key, int i, bool edge) {
       load_operand(x, slot, i, lane);
       load_operand(dy, slot + BLOCK_BYTES, i, lane);
       if (edge) {
         clear_hidden(x, i, seen.from(key), lane);
         clear_hidden(dy, i, seen.from(key), lane);
       }
-      scores_of(p, x, mix, sequence.position(r), key, i, place.first_head, lane);
+      mix(c, x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) p[e] = c[e];
+      modify_tile(p, sequence.position(r), key, i, place.first_head, lane);
       probabilities(p, i, log_sums, edge, seen.from(key), lane);
       unpack_tile<Element>(dp, dy);
     };
@@ -633,8 +643,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
         for (int i = 0; i < TILES_OF_BLOCK; ++i) {
           Operand x, dy;
-          Tile p, dp;
-          load_tile(x, dy, p, dp, slot, key, i, edge);
+          Tile c, p, dp;
+          load_tile(x, dy, c, p, dp, slot, key, i, edge);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             dots[head_of_element(e)] += p[e] * dp[e];
@@ -655,11 +665,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
         for (int i = 0; i < TILES_OF_BLOCK; ++i) {
           Operand x, dy;
-          Tile p, dp;
-          load_tile(x, dy, p, dp, slot, key, i, edge);
+          Tile c, p, dp;
+          load_tile(x, dy, c, p, dp, slot, key, i, edge);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             dp[e] = p[e] * (dp[e] * (1.f / PROBABILITY_SCALE) - dots[head_of_element(e)]);
+            dp[e] = modify_backward(dp[e], c[e], 1.f / SCORE_SCALE, sequence.position(r), key + key_of(e, i, lane),
+                                    place.first_head + head_of(head_of_element(e), lane));
             if (edge && seen.lacks(key + key_of(e, i, lane))) dp[e] = 0.f;  // even if the row's dot is not finite
           }
           operand_of<Element>(dy, dp);

@@ -247,6 +247,8 @@ DEVICE void pin(float (&x)[N]) {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
+constexpr float LN_2 = 0.6931471805599453f;
+
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
 // A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
@@ -1111,6 +1113,17 @@ struct Cta : Sequence {
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
+
+// The gradient of a visible score from the gradient of its value. It is linear in `gradient`.
+DEVICE float modify_backward(float gradient, float score, float factor, int position, int key, int head) {
+  return gradient;
+}
+
 // Whether the key that is `ahead` keys after a row's position is hidden from the row.
 DEVICE bool is_hidden(int ahead) { return !visible(0, ahead); }
 
@@ -1186,30 +1199,38 @@ DEVICE void convolve_slab(float (&c)[4 * CHUNKS], const Cta& cta, const Place& a
 // Whether a column of P in chunk n of its part is past the columns whose windows lie in the slab of S.
 DEVICE bool is_spare(int n, int column) { return CHUNK * (n + 1) > OWNED - PART * (PARTS - 1) && column >= OWNED; }
 
-// Computes P, in p and as Elements in shared memory. `lse` is that of the thread's two rows.
+// Computes P, as Elements in shared memory, and in p its product with the slope of modify(). `lse` is that of the
+// thread's two rows.
 DEVICE void make_probabilities(float (&p)[PART / 2],
-                               const float (&lse)[2], const Cta& cta, const Place& at, int row_tile, int step) {
+                               const float (&lse)[2], const Cta& cta, const Place& at, int row_tile, int step,
+                               int head) {
   const int key = cta.c0 + PAD_LEFT + at.column;  // of the thread's first column
   const int ahead = cta.ahead + PAD_LEFT + at.column - (step * ROWS + at.row);  // of its first row
   const int keys = cta.n_k - key;  // from there on
   auto finish = [&](int n, bool edge) {
+    float probabilities[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int column = CHUNK * n + (e & 1), row = e >> 1;  // counted from the thread's first
       float& x = p[4 * n + e];
-      x = exp2_fast(fmaf(x, cta.exponent, -lse[row]));
+      const float score = x * cta.exponent;  // in units of log2
+      const int position = key - ahead + row;
+      x = exp2_fast(modify(score, LN_2, position, key + column, head) - lse[row]);
+      float slope = modify_backward(1.f, score, LN_2, position, key + column, head);
       const bool exists = key + column >= 0 && (BOUNDS_KEYS || column < keys);
-      if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f;
-      if (is_spare(n, at.column + column)) x = 0.f;
+      if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f, slope = 1.f;  // the score may be NaN
+      if (is_spare(n, at.column + column)) x = 0.f, slope = 1.f;
+      probabilities[e] = x;
+      x *= slope;
     }
-    at.store(cta.base + SHARED_P, PART / CHUNK * at.part + n, p + 4 * n);
+    at.store(cta.base + SHARED_P, PART / CHUNK * at.part + n, probabilities);
   };
   const bool all_exist = cta.c0 + PAD_LEFT >= 0 && (BOUNDS_KEYS || cta.c0 + PAD_LEFT + OWNED <= cta.n_k);
   const bool edge = !all_exist || cta.hides(step * ROWS);
   convolve_slab<Scores, PART / CHUNK>(p, cta, at, row_tile, edge, finish);
 }
 
-// Stores G = P (dP - dot) into its slab, between zeros on both sides.
+// Stores G = p (dP - dot) into its slab, between zeros on both sides.
 DEVICE void store_gradients(const float (&p)[PART / 2], const float (&dp)[PART / 2], const float (&dot)[2],
                             const Cta& cta, const Place& at, int row_tile) {
   const u32 even = slab_row<Gradients>(cta.base, row_tile, at.lane_row, 0) + 2 * (at.column + SHIFT);
@@ -1569,7 +1590,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         const Place at(warpgroup);
         const float2 lse = load_pair(statistics + at.row * 4);
         make_probabilities(p, {lse.x, lse.y}, cta, at,
-                           in_score_ring(step, at), step);
+                           in_score_ring(step, at), step, h);
       }
       issue_scores(dp, do_tile, base + SHARED_V + part_keys);
       {

@@ -296,6 +296,12 @@ struct Problem {
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
+
 // Whether some key from `key` to `last_key` is hidden from a query at a position from `position` to `last_position`.
 DEVICE bool hides(int position, int last_position, int key, int last_key) {
   return last_key > position;
@@ -606,13 +612,14 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
       const int m = lane_row + 8 * r, n = token_of_row(work, token, m);
       pair[r] = h * work.n_new + n;
       peak[r] = peaks[pair[r]];
-      score[r][0] = c[2 * r] * exponent;
-      score[r][1] = c[2 * r + 1] * exponent;
+      const int key = column + m % CHUNKS * CHUNK + 2 * lane_pair;  // of the first of two
+      score[r][0] = modify(c[2 * r] * exponent, LN_2, first_position + n, key, work.head + h);
+      score[r][1] = modify(c[2 * r + 1] * exponent, LN_2, first_position + n, key + 1, work.head + h);
       if (edge) {
         const int position = first_position + n;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int j = column + m % CHUNKS * CHUNK + 2 * lane_pair + e;
+          const int j = key + e;
           if (!visible(position, j) || j < work.begin || j >= work.end || (!BOUNDS_KEYS && position < 0))
             score[r][e] = -INFINITY;
         }

@@ -357,13 +357,17 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
 
-// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16.
+// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16. Their scores are those that the softmax takes: a restart looks for
+// the maximum of these.
 template <class Element>
 struct Softmax {
   float exponent;                                 // a convolved score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
   float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
   float added[2];                                 // sum of the probabilities of the current tile
+
+  // A convolved score times this is the score itself.
+  DEVICE float factor() const { return LN_2 * exponent; }
 
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
@@ -775,6 +779,22 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
   }
 }
 
+// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
+// result is its value.
+DEVICE float modify(float score, float factor, int position, int key, int head) {
+  return score;
+}
+
+// ---- Scores that the softmax takes ----------------------------------------------------------------------------------
+
+// Applies modify() to convolved scores c of 8 columns, whose first is key `key`, of a warp's 16 rows, whose first is at
+// `position`.
+DEVICE void modify_columns(float* c, float factor, int position, int key, int head, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    c[i] = modify(c[i], factor, position + 2 * (lane >> 2) + (i >> 1), key + 2 * (lane & 3) + (i & 1), head);
+}
+
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
 // The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on. They check each score only
@@ -1105,17 +1125,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     // P: probabilities of the outputs' keys, as A operands of P V.
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
+    const int key = work.unseen + t * KEYS - LAG;  // of the first output
+    auto finish_scores = [&](int n) {
+      modify_columns(c + 4 * n, softmax.factor(), work.unseen + position, key + CHUNK * n, work.h, lane);
+    };
     // Computes P while the tile is convolved. Returns whether the probabilities fit the current references; if not, the
     // tile is convolved again, for its maximum.
     auto fits = [&] {
       softmax.begin();
-      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane,
-                       [&](int n) { softmax.add_columns(p[n / 2], n & 1, c + 4 * n); });
+      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, [&](int n) {
+        finish_scores(n);
+        softmax.add_columns(p[n / 2], n & 1, c + 4 * n);
+      });
       mask_probabilities(p, softmax, position, t * KEYS - LAG, work.n_k, lane);
       return softmax.end();
     };
     if (t == 0 || !fits()) {  // no row has a reference before the first tile
-      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, [](int) {});
+      scores.convolved(c, slab, position, t * KEYS - LEAD, weights, lane, finish_scores);
       mask_outputs(c, position, t * KEYS - LAG, work.n_k, lane);
       float rescale[2];
       softmax.restart(p, c, rescale);

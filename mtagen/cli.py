@@ -115,6 +115,14 @@ def _spec(
         tuple[int, int],
         typer.Option(help="Number of keys that a query sees before and after its own position; -1: all."),
     ] = (-1, -1),
+    logits: Annotated[
+        str | None,
+        typer.Option(
+            help="What the softmax takes, an expression in the score s, such as '50 * tanh(s / 50)'.",
+            metavar="EXPRESSION",
+            show_default="s",
+        ),
+    ] = None,
     packed: Annotated[
         bool,
         typer.Option("--packed/--batched", help="Plan for packed documents, or for batches of equal lengths."),

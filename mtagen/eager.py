@@ -16,7 +16,8 @@ from .arguments import check_batch, check_dense, resolve_scale, shaped_weight
 from .dropout import check_dropout_p
 from .dtypes import TORCH_DTYPES
 from .errors import InputError, explain
-from .spec import HEAD_DIMS, KeyPadding, Mask, Spec
+from .evaluate import logits_of
+from .spec import HEAD_DIMS, Expression, KeyPadding, Mask, Spec
 
 
 def reference(
@@ -32,12 +33,13 @@ def reference(
     window: tuple[int, int] = (-1, -1),
     key_padding: KeyPadding = "both",
     mask: Mask = "source",
+    logits: Expression | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v with O(Nq * Nk) memory.
+    """Compute dropout(mix(conv(softmax(f(mix(conv(scale * q k^T))))))) v with O(Nq * Nk) memory.
 
     Multi-Token Attention (Golovneva et al., 2025). A convolution reads the current query and the
     cq-1 queries before it, and ck keys around the current key; a mixture sums over the heads of a
@@ -69,6 +71,9 @@ def reference(
             meets tap (ck-1)//2; ``left``: they end at key j; ``right``: they begin at key j.
         mask: ``source`` or ``output``, for both convolutions; without effect where every query sees
             every key.
+        logits: f, an expression in s, the score after convolution and mixture: a text such as ``50 *
+            tanh(s / 50)`` or a function, see :mod:`mtagen.expressions`. It is computed in fp32, or
+            in fp64 for fp64 inputs.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
         dropout_p: factors of v that dropout keeps are divided by 1 - dropout_p. More than 0 needs
             ``dropout_mask``.
@@ -82,22 +87,29 @@ def reference(
         key has attention probabilities of 0 and a log-sum-exp of -inf.
 
     Raises:
-        SpecError: ``causal``, ``window``, ``key_padding`` or ``mask`` is not legal; a kernel or a group is too large.
+        SpecError: ``causal``, ``window``, ``key_padding``, ``mask`` or ``logits`` is not legal; a kernel or a group is
+            too large.
         InputError: a tensor does not fit the others, or the scale or the dropout is not legal.
     """
     given = {"weight": weight, "head_weight": head_weight, "post_weight": post_weight}
     given |= {"post_head_weight": post_head_weight}
-    _check(q, k, v, given, causal=causal, window=window, key_padding=key_padding, mask=mask)
+    spec = _check(q, k, v, given, causal=causal, window=window, key_padding=key_padding, mask=mask, logits=logits)
     _check_dropout(dropout_p, dropout_mask, (*q.shape[:3], k.shape[2]), q.device)
     scale = resolve_scale(scale, q.shape[-1])
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * scale
     nq, nk = scores.shape[-2:]
-    after = torch.arange(nk, device=q.device) - torch.arange(nk - nq, nk, device=q.device).unsqueeze(1)
+    keys, positions = torch.arange(nk, device=q.device), torch.arange(nk - nq, nk, device=q.device).unsqueeze(1)
+    after = keys - positions
     left, right = window[0], 0 if causal else window[1]
     forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
     scores = _mix(_convolve(scores, weight, forbidden, key_padding, mask), head_weight)
     scores = scores.masked_fill(forbidden, -torch.inf)
+    if spec.logits is not None:  # of visible scores only, because a slope of 0 times NaN would be NaN
+        rows, columns = (~forbidden).nonzero(as_tuple=True)
+        heads = torch.arange(q.shape[1], device=q.device).unsqueeze(1)
+        visible = logits_of(spec.logits, scores[:, :, rows, columns], positions[rows, 0], keys[columns], heads)
+        scores = scores.masked_scatter(~forbidden, visible)
     probabilities = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
     if post_weight is not None:
         probabilities = _convolve(probabilities, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
@@ -108,8 +120,8 @@ def reference(
     return (out, scores.logsumexp(-1)) if return_lse else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None], **rules: Any) -> None:
-    """Check the tensors and the options of the mask, as a built op of the same stages does.
+def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None], **rules: Any) -> Spec:
+    """Check the tensors and the options, as a built op of the same stages does, and return its spec.
 
     Raises:
         SpecError: an option or a size is not legal.
@@ -124,7 +136,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
             raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, legal))
     groups = {name: x.shape[-1] for name, x in given.items() if name.endswith("head_weight")}
     kernels = {name: (x.shape[-2], x.shape[-1]) for name, x in given.items() if name not in groups}
-    Spec(
+    spec = Spec(
         kernel=kernels.get("weight"),
         head_dim=HEAD_DIMS[0],  # any legal head dim, because the reference does not limit q's
         mixed_heads=groups.get("head_weight"),
@@ -139,6 +151,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
     for name, weight in given.items():
         m = groups.get(name)
         shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))
+    return spec
 
 
 def _check_dropout(p: float, mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

@@ -14,7 +14,7 @@ from .planner.tables import shipped
 from .runtime.devices import local_target
 from .runtime.load import available_backends
 from .runtime.tuned import remembered
-from .spec import OPTIONS, DType, KeyPadding, Mask, Spec
+from .spec import OPTIONS, DType, Expression, KeyPadding, Mask, Spec
 
 _INTERPRETER_TARGET = "generic"  # small tiles: the interpreter pays per operation
 
@@ -27,6 +27,7 @@ def build(
     post_kernel: tuple[int, int] | None = None,
     post_mixed_heads: int | None = None,
     window: tuple[int, int] = (-1, -1),
+    logits: Expression | None = None,
     value_head_dim: int | None = None,
     causal: bool = True,
     key_padding: KeyPadding = "both",
@@ -55,6 +56,9 @@ def build(
         post_kernel: extent of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
         window: ``(left, right)``: query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right; -1 is no limit.
+        logits: what the softmax takes, an expression in s, the score after the convolution and the
+            mixture: a text such as ``50 * tanh(s / 50)``, or a function such as ``lambda s, i, j: s
+            - 0.1 * (i - j)``; see :mod:`mtagen.expressions`. Default s.
         value_head_dim: DV, default D.
         causal: query i sees only keys j <= i + Nk - Nq; the same as a window whose ``right`` is 0.
         key_padding: ``both``, ``left`` or ``right``.

@@ -5,7 +5,7 @@ Knows nothing of torch, planning or devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
@@ -21,6 +21,7 @@ KeyPadding: TypeAlias = Literal["both", "left", "right"]
 KEY_PADDINGS: tuple[KeyPadding, ...] = get_args(KeyPadding)
 Mask: TypeAlias = Literal["source", "output"]
 MASKS: tuple[Mask, ...] = get_args(Mask)
+Expression: TypeAlias = str | Callable[..., Any]  # a text, or a function of symbols, of mtagen.expressions
 MAX_NEW_TOKENS = 8  # queries of one decode step
 MAX_MIXED_HEADS = 64  # heads of one mixed group
 DROPOUT_GROUP = 16  # keys that share one draw of random numbers in dropout
@@ -118,6 +119,9 @@ class Spec:
             Fields are normalised so that equal masks are equal fields: where ``right`` is 0,
             ``causal`` is True and the window's second number is -1. :attr:`left` and :attr:`right`
             give the limits in force.
+        logits: what the softmax takes, an expression in s, the score after convolution and mixture:
+            ``50 * tanh(s / 50)``. A text, or a function of symbols; :mod:`mtagen.expressions`
+            describes the language. The field is a text in canonical form; None for s itself.
         packed: whether q, k and v hold packed documents, each a sequence of its own, instead of a
             batch.
         dropout: whether the factors of v are dropped, with a probability that each call gives.
@@ -137,6 +141,7 @@ class Spec:
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
     window: tuple[int, int] = (-1, -1)
+    logits: str | None = None
     packed: bool = False
     dropout: bool = False
 
@@ -167,6 +172,7 @@ class Spec:
             object.__setattr__(self, "causal", True)
             right = -1
         object.__setattr__(self, "window", (left, right))
+        object.__setattr__(self, "logits", _canonical("logits", self.logits))
 
     @property
     def cq(self) -> int:
@@ -315,6 +321,15 @@ def _window(window: Any) -> tuple[int, int]:
         legal = "keys before and after a query's own, 0..2**30-1 each, or -1 for all"
         raise SpecError(explain("window", window, "must be a pair of ints (left, right)", legal))
     return keys
+
+
+def _canonical(name: str, given: Any) -> str | None:
+    """Return the canonical text of an expression after checking it."""
+    if given is None:
+        return None
+    from .expressions.language import canonical  # imported here, because sympy takes longer to load than this module
+
+    return canonical(name, given)
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

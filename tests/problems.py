@@ -21,6 +21,11 @@ from mtagen.spec import Spec
 LARGEST_PRODUCT = 1.55e7  # of a query and a key; docs/limits.md promises 1.6e7
 NEW_TOKENS = 2
 
+# Logits that depend on all places, bend within the range of random scores, and are largest at other keys than scores.
+LOGITS = "(3 + h) * tanh(s / 2) - (i - j) / 16"
+# Where a later key is hidden, they and their slope are NaN.
+DEFINED_WHERE_VISIBLE = "s * log(i - j + 2)"
+
 
 class Problem(NamedTuple):
     """What an op is called with.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import problems
 import pytest
 import torch
 from calls import call_of, step_of
 
-from mtagen import reference
+from mtagen import build, reference
 from mtagen.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 from mtagen.cpu import attention as cpu
 from mtagen.cpu import pipeline
+from mtagen.measure.cases import Sizes
 from mtagen.spec import Spec
 
 F64 = torch.float64
@@ -182,3 +184,14 @@ def test_decode_dtypes():
     (*tensors, weights), _ = decode_case(spec, [30], 3, capacity=30)
     out, lse = pipeline.decode(spec, step_of(spec, *(x.bfloat16() for x in tensors), weights, SCALE))
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (9, -1)], ids=str)
+@pytest.mark.parametrize("stages", [{"kernel": (3, 4)}, {"kernel": None, "mixed_heads": 2, "post_kernel": (2, 3)}])
+def test_logits(stages, window):
+    """Both implementations apply them to each score, with its position, key and head."""
+    op = build(head_dim=DIM, window=window, backend="torch", logits=problems.LOGITS, **stages)
+    for sizes in (Sizes(2, 4, 2, 9, 9), Sizes(1, 4, 2, 33, 300), Sizes(1, 4, 2, 20, 7)):
+        problem = problems.random(op.plan.spec, sizes)
+        assert not problems.failures_through_lse(op, op.plan.spec, problem)
+    assert not problems.decode_failures(op, op.plan.spec, problem, lengths=(5,))

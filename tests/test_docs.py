@@ -178,6 +178,8 @@ def messages() -> dict[str, list[str]]:
                 if name == "explain" and path.name != "errors.py":
                     rules = texts(node.args[2], scope)
                     made = rules if rules != ["…"] else texts(node.args[0], scope)  # a rule that callers give
+                elif name == "self._error":  # of the language of expressions, which calls explain
+                    made = texts(node.args[1], scope)
                 elif name == "check_choice":
                     made = texts(node.args[3], scope) if len(node.args) > 3 else ["is not supported"]
                 elif name in (*RAISED, "warnings.warn") and isinstance(node.args[0], (ast.Constant, ast.JoinedStr)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ WINDOWED = [
     ("sm_80", Spec((6, 11), 64, causal=False, window=(30, -1), mask="output", key_padding="left")),
     ("sm_80", Spec((1, 1), 32, window=(0, -1))),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
+]
+WITH_LOGITS = [
+    (target, replace(spec, logits=problems.LOGITS))
+    for target, spec in (SM90, SM90_ONE_TAP, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), SM80, SM80_FULL)
 ]
 DECODED_TERMS = [  # of tiles of 64 and of 32 keys
     ("sm_90a", Spec((6, 11), 256, mask="output", window=(3, -1))),
@@ -171,6 +176,16 @@ def test_accurate(target: str, spec: Spec, folder: Path) -> None:
 def test_more_rows_than_a_ring_has(target: str, spec: Spec, folder: Path) -> None:
     """That of S, in the backward pass, has up to ten row tiles of 16 rows."""
     assert not failures(op_of(spec, target, folder, 0), spec, torch.device("cpu"), (Sizes(1, 1, 1, 230, 70),))
+
+
+@pytest.mark.parametrize(("target", "spec"), WITH_LOGITS, ids=case_id)
+def test_logits(target: str, spec: Spec, folder: Path) -> None:
+    """They are largest elsewhere than the scores, and depend on the position, the key and the head."""
+    op = op_of(spec, target, folder, 0)
+    assert not failures(op, spec, torch.device("cpu"), SIZES[1:])
+    problem = problems.growing(spec, Sizes(1, 2, 1, 66, 203))
+    assert not problems.failures(op, spec, problem)
+    assert not problems.decode_failures(op, spec, problem, num_splits=2)
 
 
 @pytest.mark.parametrize(("target", "spec"), WINDOWED, ids=case_id)

@@ -15,13 +15,14 @@ import jinja2
 
 from ..planner.geometry.affine import N_K, Size
 from ..planner.geometry.mask import Comparison, Mask
-from ..planner.geometry.score import ScoreStage
+from ..planner.geometry.score import FACTOR, ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
 from ..planner.strip.kernels import PROGRAMS
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE
 from ..version import __version__
+from .expressions import c_expression
 from .host import allocate, codes, launch, options, together
 from .library import linked_cuda
 from .printers import Source, c_code, python_code
@@ -36,7 +37,7 @@ def render(plan: Any) -> str:
     Args:
         plan: the plan of a fused pass or of a strip's kernel; ``plan.template`` names its template.
     """
-    score = ScoreStage.of(plan.spec)
+    score = ScoreStage.of(plan.spec).scaled(1 / FACTOR)
     mask = score.visible
     text = (
         _environment()
@@ -71,7 +72,7 @@ def render_host(plan: Plan) -> str:
 def _environment() -> jinja2.Environment:
     templates = environment("cuda")
     templates.filters |= {"parameters": _parameters, "names": _names_of, "table": _table}
-    templates.filters |= {"host": python_code, "c": c_code, "codes": codes}
+    templates.filters |= {"host": python_code, "c": c_code, "expression": c_expression, "codes": codes}
     templates.globals |= {"allocate": allocate, "launch": launch, "together": together} | {
         "asm_operands": _asm_operands,
         "asm_outputs": _asm_outputs,

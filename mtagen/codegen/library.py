@@ -82,7 +82,7 @@ def _definitions(library: str) -> tuple[Paragraph, ...]:
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                 names = [name]
             case _:
-                raise ValueError(f"{ast.unparse(node)} defines no name")
+                raise ValueError(ast.unparse(node))
         paragraphs.append(Paragraph(text, frozenset(names), frozenset(_read(node))))
     return tuple(paragraphs)
 

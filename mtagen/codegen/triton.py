@@ -20,6 +20,7 @@ from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
 from .backward import finish, product
+from .expressions import triton_expression
 from .host import WIDTH, codes, filled, grouped, options
 from .layout import layout_of
 from .library import linked_python
@@ -259,7 +260,8 @@ def _environment() -> jinja2.Environment:
     templates = environment("triton")
     # A macro of whole lines is called on a line of its own, whose end is the end of the macro's last line.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
-    templates.filters |= {"triton": triton_code, "plus": shifted, "codes": codes, "host": python_code}
+    templates.filters |= {"triton": triton_code, "expression": triton_expression, "plus": shifted}
+    templates.filters |= {"codes": codes, "host": python_code}
     templates.globals |= {
         "unrolled": unrolled,
         "signature": _signature,

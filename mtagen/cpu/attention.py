@@ -19,6 +19,7 @@ from torch import Tensor
 from ..call import Call
 from ..spec import Spec
 from . import lifting
+from .scores import Place, modify, modify_backward
 
 TILE = 256  # rows and columns of a block of scores: a quarter of a MiB in fp32, within a core's private cache
 
@@ -48,8 +49,9 @@ def forward(spec: Spec, call: Call, *, tile: int = TILE) -> tuple[Tensor, Tensor
             total = torch.zeros_like(peak)
             acc = peak.new_zeros(*peak.shape[:2], v.shape[3])
             for cols in columns:
-                corner = rows.start + off - cols.start
-                p = _score_tile(spec, left[:, rows], right[:, cols], band[:, rows], corner)
+                place = Place(group.head, rows.start + off, cols.start)
+                scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], place)
+                p = _masked(spec, modify(spec, scores, place), place)
                 new_peak = torch.maximum(peak, p.amax(-1, keepdim=True))
                 decay, peak = (peak - new_peak).exp_(), new_peak
                 p.sub_(peak).exp_()
@@ -93,12 +95,13 @@ def backward(
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             left_tile, douts_tile = left[:, rows].flatten(2), douts[:, rows]
             for cols in columns:
-                corner = rows.start + off - cols.start
-                p = _score_tile(spec, left[:, rows], right[:, cols], band[:, rows], corner)
-                p.sub_(norms[:, rows]).exp_()
+                place = Place(group.head, rows.start + off, cols.start)
+                scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], place)
+                p = _masked(spec, modify(spec, scores, place), place).sub_(norms[:, rows]).exp_()
                 dvalues[:, cols].baddbmm_(p.mT, douts_tile)
                 g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
-                for diagonal, entry in _diagonals(g, dband[:, rows], corner):
+                g = modify_backward(spec, g, scores, place)
+                for diagonal, entry in _diagonals(g, dband[:, rows], place):
                     entry.copy_(diagonal)
                     diagonal.zero_()  # these scores came from the band, not from the operands' product
                 dleft[:, rows].baddbmm_(g, right[:, cols].flatten(2))
@@ -171,26 +174,29 @@ def _split(n: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, n)) for start in range(0, n, tile)]
 
 
-def _score_tile(spec: Spec, left: Tensor, right: Tensor, band: Tensor, corner: int) -> Tensor:
-    """Return convolved scores ``[G, R, J]``, -inf where masked;
-
-    ``corner`` is i + off - j of the first.
-    """
+def _score_tile(left: Tensor, right: Tensor, band: Tensor, place: Place) -> Tensor:
+    """Return convolved scores ``[G, R, J]``."""
     scores = left.new_zeros(*left.shape[:2], right.shape[1])
     for x, y in zip(left.unbind(2), right.unbind(2), strict=True):
         scores.baddbmm_(x, y.mT)  # one product over all m * D would have about twice the rounding error
-    for diagonal, entry in _diagonals(scores, band, corner):
+    for diagonal, entry in _diagonals(scores, band, place):
         diagonal.copy_(entry)
-    if spec.right is not None and corner < scores.shape[2] - 1:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(corner + 1)
+    return scores
+
+
+def _masked(spec: Spec, scores: Tensor, place: Place) -> Tensor:
+    """Set hidden scores to -inf, in place."""
+    if spec.right is not None and place.corner < scores.shape[2] - 1:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(place.corner + 1)
         scores.masked_fill_(hidden, -torch.inf)
     return scores
 
 
-def _diagonals(scores: Tensor, band: Tensor, corner: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _diagonals(scores: Tensor, band: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each diagonal i + off - j = delta of a block with its entries in ``band [G, R,
     width]``, as views.
     """
+    corner = place.corner
     for delta in range(max(0, corner - scores.shape[2] + 1), band.shape[2]):
         diagonal = scores.diagonal(corner - delta, 1, 2)
         first = max(0, delta - corner)

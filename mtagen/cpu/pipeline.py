@@ -22,6 +22,7 @@ from torch.nn import grad
 from ..call import Call, Step
 from ..dropout import Dropout
 from ..spec import Spec
+from .scores import Place, modify, modify_backward
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
 _TERMS = 2**12  # terms of a partial sum in a matrix's gradient: in fp32, longer sums lose digits
@@ -45,7 +46,7 @@ def forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tenso
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.position, strip.context, factors)
+        results = stages.forward(*_operands(strip, q[b], k[b], v[b]), strip.place, strip.context, factors)
         out[b, :, rows], lse[b, :, rows] = results
     return out, lse
 
@@ -71,7 +72,7 @@ def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_e
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
-        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.position, douts, dlses, factors)
+        dqueries, dkeys, dvalues = stages.backward(queries, keys, values, strip.place, douts, dlses, factors)
         dq[b, :, strip.first : strip.end] += dqueries
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
@@ -105,8 +106,9 @@ def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
         if new := min(n_new, rows):
             first = length - rows
             keys = _keys(spec, first, length - 1, length)
+            place = Place(torch.arange(q_tail.shape[1], device=q_tail.device), first, keys.start)
             out[b, :, -new:], lse[b, :, -new:] = stages.forward(
-                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], first - keys.start, rows - new
+                q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], place, rows - new
             )
     return out, lse
 
@@ -115,14 +117,14 @@ class _Strip(NamedTuple):
     """Rows ``[begin, end)`` of outputs, computed from rows ``[first, end)`` of queries and some
     keys.
 
-    ``position`` is the position of row ``first``, counted from the first of the keys.
+    ``place`` is that of the scores of these rows and keys.
     """
 
     first: int
     begin: int
     end: int
     keys: slice
-    position: int
+    place: Place
 
     @property
     def context(self) -> int:
@@ -136,13 +138,14 @@ def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
     if not (heads and nk):
         return
     size = max(1, _rows(spec, STRIP_SCORES // heads, nk), 2 * spec.context)  # at most a third of a strip is context
+    all_heads = torch.arange(heads, device=q.device)
     for b in range(batch):
         for begin in range(0, nq, size):
             end = min(begin + size, nq)
             first = max(0, begin - spec.context)
             keys = _keys(spec, first + nk - nq, end - 1 + nk - nq, nk)
             if keys.start < keys.stop:
-                yield b, _Strip(first, begin, end, keys, first + nk - nq - keys.start)
+                yield b, _Strip(first, begin, end, keys, Place(all_heads, first + nk - nq, keys.start))
 
 
 def _rows(spec: Spec, scores: int, nk: int) -> int:
@@ -200,34 +203,35 @@ class _Stages:
         return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, context: int, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, context: int, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[H, R, DV]`` and lse ``[H, R]`` of the rows of q after the first
         ``context``.
 
-        ``position`` is that of the first row of q; ``factors`` are dropout's.
+        ``place`` is that of all scores of q and k; ``factors`` are dropout's.
         """
-        forbidden = self._forbidden(q, k, position)
-        *_, logits = self._logits(q, k, forbidden)
+        forbidden = self._forbidden(q, k, place)
+        *_, logits = self._logits(q, k, place, forbidden)
         probabilities = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), factors)
         out = _product(probabilities[:, context:], v.to(self.dtype), forbidden[context:])
         return out, logits[:, context:].logsumexp(-1)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, position: int, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, given those of out and lse for all rows of q."""
-        forbidden = self._forbidden(q, k, position)
-        scores, convolved, logits = self._logits(q, k, forbidden)
+        forbidden = self._forbidden(q, k, place)
+        scores, convolved, mixed, logits = self._logits(q, k, place, forbidden)
         p = _softmax(logits)
         unmixed = self._post(p, forbidden)
         douts = _by_kv_head(dout, v)
         dv = _by_kv_head(_dropped(self._mix("post_head_weight", unmixed), factors), v).mT @ douts
-        dmixed = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
-        dunmixed = self._mix_backward("post_head_weight", unmixed, dmixed)
+        dpost = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
+        dunmixed = self._mix_backward("post_head_weight", unmixed, dpost)
         dp = self._convolve_backward("post_weight", p, dunmixed, forbidden)
         dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
-        dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dlogits)
+        dmixed = modify_backward(self.spec, dlogits, mixed, place)
+        dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dmixed)
         dscores = self._convolve_backward("weight", scores, dconvolved, forbidden).mul(self.scale)
         dq = _product(dscores, k.to(self.dtype), self._unused(forbidden))
         return dq, _by_kv_head(dscores, k).mT @ _by_kv_head(q.to(self.dtype), k), dv
@@ -239,22 +243,23 @@ class _Stages:
         reach = self.weights["weight"].shape[1] - 1  # a score enters this many later rows, at the keys that they see
         return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
 
-    def _forbidden(self, q: Tensor, k: Tensor, position: int) -> Tensor:
+    def _forbidden(self, q: Tensor, k: Tensor, place: Place) -> Tensor:
         forbidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         if self.spec.right is not None:
-            forbidden |= torch.ones_like(forbidden).triu(position + self.spec.right + 1)
+            forbidden |= torch.ones_like(forbidden).triu(place.corner + self.spec.right + 1)
         if self.spec.left is not None:
-            forbidden |= torch.ones_like(forbidden).tril(position - self.spec.left - 1)
+            forbidden |= torch.ones_like(forbidden).tril(place.corner - self.spec.left - 1)
         return forbidden
 
-    def _logits(self, q: Tensor, k: Tensor, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scores that the convolution takes, those that the mixture takes, and the
-        softmax's.
+    def _logits(self, q: Tensor, k: Tensor, place: Place, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the scores that the convolution takes, those that the mixture takes, those that the
+        function of scores takes, and the softmax's.
         """
         scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)
         scores = scores.view(*q.shape[:2], -1)
         convolved = self._convolve("weight", scores, forbidden)
-        return scores, convolved, self._mix("head_weight", convolved).masked_fill(forbidden, -torch.inf)
+        mixed = self._mix("head_weight", convolved)
+        return scores, convolved, mixed, modify(self.spec, mixed, place).masked_fill(forbidden, -torch.inf)
 
     def _post(self, p: Tensor, forbidden: Tensor) -> Tensor:
         """Apply the convolution after the softmax."""

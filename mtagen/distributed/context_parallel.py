@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..arguments import resolve_scale
 from ..call import INPUTS, Call, Length, schema_of
 from ..errors import BackendError, InputError, explain
+from ..expressions.language import is_of_distance, names_in
 from ..ops import flops, library
 from ..ops.attention import AttentionOp, autocast
 from ..ops.checks import check_boundaries, check_call, check_packed
@@ -71,7 +72,8 @@ class ContextParallel:
         ranks: W.
 
     Raises:
-        InputError: an argument does not fit.
+        InputError: an argument does not fit; or the op's ``logits`` read positions otherwise than as i - j, or all keys
+            are visible: a rank's call does not know where its rows stand in the sequence.
     """
 
     def __init__(self, op: AttentionOp, group_or_mesh: ProcessGroup | DeviceMesh, *, balanced: bool = True) -> None:
@@ -79,6 +81,7 @@ class ContextParallel:
             raise InputError(explain("op", type(op).__name__, "must be a built op", "what mtagen.build returns"))
         if not isinstance(balanced, bool):
             raise InputError(explain("balanced", balanced, "must be a bool", (True, False)))
+        _check_logits(op.plan.spec)
         self.op, self.balanced = op, balanced
         self.group = _group(group_or_mesh)
         self.rank, self.ranks = get_rank(self.group), get_world_size(self.group)
@@ -729,6 +732,21 @@ library.register_op(
     library.DifferentiatedOnce,
     _backward_flop,
 )
+
+
+def _check_logits(spec: Spec) -> None:
+    """Check that an op's logits are the same in calls on a part of a sequence.
+
+    Raises:
+        InputError: they are not.
+    """
+    if spec.logits is None or not names_in(spec.logits) & {"i", "j"}:
+        return
+    masked = spec.left is not None or spec.right is not None
+    if not (masked and is_of_distance(spec.logits)):
+        rule = "reads positions, which ranks count from the first key that they have"
+        legal = "logits that read i and j as i - j only, of an op that is causal or has a window"
+        raise InputError(explain("logits", spec.logits, rule, legal))
 
 
 def _group(group_or_mesh: ProcessGroup | DeviceMesh) -> ProcessGroup:

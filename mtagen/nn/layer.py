@@ -14,7 +14,7 @@ from ..op import build
 from ..ops.attention import AttentionOp, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
-from ..spec import MAX_NEW_TOKENS, OPTIONS, KeyPadding, Mask
+from ..spec import MAX_NEW_TOKENS, OPTIONS, Expression, KeyPadding, Mask
 from .cache import Cache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
@@ -88,6 +88,8 @@ class MultiTokenAttention(nn.Module):
         dropout: probability that a factor of the values is dropped in training.
         window: ``(left, right)``: number of keys before and after its own position that a query
             sees; -1 is no limit.
+        logits: what the softmax takes, an expression in the score s such as ``50 * tanh(s / 50)``
+            (:mod:`mtagen.expressions`); default s.
         causal: whether later keys are hidden from a query.
         mask: ``source`` (as in the authors' code) or ``output``, for both convolutions; see
             :class:`mtagen.Spec`.
@@ -134,6 +136,7 @@ class MultiTokenAttention(nn.Module):
         frequency_scaling: FrequencyScaling | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
+        logits: Expression | None = None,
         causal: bool = True,
         mask: Mask = "source",
         context_parallel: ProcessGroup | DeviceMesh | None = None,

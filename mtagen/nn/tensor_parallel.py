@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..errors import SpecError, explain
+from ..expressions.language import names_in
 from .layer import MultiTokenAttention
 
 
@@ -41,7 +42,7 @@ class HeadParallel(ParallelStyle):
     Raises:
         SpecError: raised when the style is applied: the heads or their groups cannot be divided
             among the ranks; the layer has dropout, whose mask depends on a head's place in the
-            call; or the module is no such layer.
+            call, or ``logits`` that read h; or the module is no such layer.
     """
 
     def __init__(
@@ -99,6 +100,9 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
             rule = f"a rank has {mine} heads, and cannot mix them with others"
             legal = f"a divisor of {mine}, or context_parallel=..., which spreads tokens and mixes all heads"
             raise SpecError(explain(name, group, rule, legal))
+    if spec.logits is not None and "h" in names_in(spec.logits) and ranks > 1:
+        rule = "reads h, which each rank counts from its own first head"
+        raise SpecError(explain("logits", spec.logits, rule, "an expression without h, or all heads on each rank"))
     if module.dropout and ranks > 1:
         rule = "dropout is not supported where ranks share the heads"
         raise SpecError(explain("dropout", module.dropout, rule, "0, or all heads on each rank"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..spec import Spec
-from .geometry.mask import Mask
+from .geometry.score import ScoreStage
 
 
 def suffix(spec: Spec, target: str) -> str:
@@ -13,7 +13,7 @@ def suffix(spec: Spec, target: str) -> str:
     """
     parts = [f"cq{spec.cq}", f"ck{spec.ck}", f"d{spec.head_dim}"]
     parts += [f"dv{spec.value_head_dim}"] * (spec.value_head_dim != spec.head_dim)
-    parts += [spec.dtype, Mask.of(spec).name]
+    parts += [spec.dtype, ScoreStage.of(spec).name]
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
     parts += ["packed"] * spec.packed + ["dropout"] * spec.dropout

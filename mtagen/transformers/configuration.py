@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig
 
 from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
+from ..expressions import canonical
 from ..nn import FrequencyScaling
 from ..nn.checks import GateKind
 from ..planner import Backend
-from ..spec import KeyPadding, Mask
+from ..spec import Expression, KeyPadding, Mask
 
 # Names of the cache in calls and outputs of transformers: from 5.24 on, and before.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -36,6 +37,7 @@ LAYER_OPTIONS = (
     "dropout",
     "window",
     "mask",
+    "logits",
 )
 
 # Options of other models' configurations, with what to pass here instead. transformers stores unknown options without
@@ -102,6 +104,7 @@ class MtaConfig(PreTrainedConfig):
         frequency_scaling: the fields of a :class:`mtagen.nn.FrequencyScaling` by their names, e.g. ``{"factor": 2.0}``.
         dropout: as in the layer.
         window: as in the layer.
+        logits: as in the layer; the configuration keeps the text.
         causal: as in the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's
             own position.
         mask: as in the layer.
@@ -154,6 +157,7 @@ class MtaConfig(PreTrainedConfig):
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
         mask: Mask = "source",
+        logits: Expression | None = None,
         backend: Backend = "auto",
         compute_dtype: DTypeLike | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
@@ -198,6 +202,7 @@ class MtaConfig(PreTrainedConfig):
         self.frequency_scaling = frequency_scaling
         self.dropout = dropout
         self.window = window
+        self.logits = None if logits is None else canonical("logits", logits)  # JSON has no functions
         self.causal = causal
         self.mask = mask
         self.backend = backend

@@ -109,6 +109,7 @@ float half_of(u32 word, int high) {
   return static_cast<float>(x);
 }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 
 extern uint3 threadIdx, blockIdx, gridDim;
 

@@ -26,6 +26,14 @@ MAKERS = {  # the target that the op is planned for, or the argument ``backend``
 }
 # Windows that users write; the first two are ``causal`` in other words.
 WINDOWS = ((-1, 0), (7, 0), (3, -1), (0, 0), (-1, 4), (5, 3))
+# Logits without kinks, where roundings choose between two slopes.
+LOGITS = (
+    "3 * tanh(s / 3)",
+    "s - 0.125 * (h + 1) * (i - j)",
+    "s * log(i + 2) / 4",
+    "where((i - j) % 3 == 1, s / 2, s) + min(4, i - j) / 8",
+    "s / (1 + exp(-s)) - sqrt(abs(i - j)) / 4",
+)
 LENGTHS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 40)
 LONG_LENGTHS = (63, 65, 90, 128, 133, 150)
 FEWEST_ROWS = 8  # in training; eager PyTorch may be exact by luck in fewer, and then the rule allows little
@@ -41,7 +49,7 @@ class Case:
         backend: one of ``BACKENDS``.
         maker: one of ``MAKERS``.
         kernel, post_kernel, mixed_heads, post_mixed_heads, head_dim, value_head_dim, causal, window, key_padding, mask,
-            dtype: arguments of :func:`mtagen.build`.
+            logits, dtype: arguments of :func:`mtagen.build`.
         small: whether tiles and workspaces are small, so that short sequences have many.
         call: ``batch``, ``varlen`` or ``decode``.
         heads: heads of queries.
@@ -76,6 +84,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     key_padding: str = "both"
     mask: str = "source"
+    logits: str | None = None
     dtype: str = "fp32"
     small: bool = False
     call: str = "batch"
@@ -121,7 +130,8 @@ def draw(backend: str, seed: int, index: int) -> Case:
     """Draw a case, which depends on nothing but the arguments."""
     shared = SHARED.get(backend, 1)
     of_op, of_call = Random(f"{backend} {seed} {index // shared} op"), Random(f"{backend} {seed} {index} call")
-    return _with_call(_op(backend, of_op), of_call)
+    of_logits = Random(f"{backend} {seed} {index // shared} logits")
+    return _with_call(replace(_op(backend, of_op), logits=_maybe(of_logits, 0.3, of_logits.choice(LOGITS))), of_call)
 
 
 def _op(backend: str, random: Random) -> Case:

@@ -182,7 +182,7 @@ class Problem:
     def sequences(self, first: int, q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
         """Return out and the log-sum-exp of sequences by the specification; ``first`` numbers the first of them."""
         case = self.case
-        options = {name: getattr(case, name) for name in ("causal", "window", "key_padding", "mask", "scale")}
+        options = {name: getattr(case, name) for name in ("causal", "window", "key_padding", "mask", "logits", "scale")}
         if case.dropout_p:
             heads = range(first * case.heads, (first + len(q)) * case.heads)
             kept = Dropout(self.seed, case.dropout_p).keep(heads, range(q.shape[2]), range(k.shape[2]))

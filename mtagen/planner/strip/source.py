@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from ...spec import Spec
 from ..geometry.mask import Mask
-from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers, reads
 from ..names import kernel_name
 from ..passes import Fields
@@ -19,7 +18,7 @@ from ..targets import Target, get_target
 from .cost import streamed
 from .documents import TILE, begin_multiple
 from .kernels import dropout_numbers
-from .stages import SCORE_SCALE, Stages
+from .stages import Stages
 
 DECODE = "decode_"  # prefix of the roles of a decode step
 NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
@@ -163,12 +162,7 @@ class StripSource(ABC):
         """The mask."""
         return Mask.of(self.spec)
 
-    # ---- Scores and sequences
-
-    @property
-    def score(self) -> ScoreStage:
-        """The stage between the scores of a plane, which are scaled, and the softmax."""
-        return ScoreStage.of(self.spec).scaled(SCORE_SCALE)
+    # ---- Sequences
 
     @property
     def seen_behind(self) -> int:

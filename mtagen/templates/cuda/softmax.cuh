@@ -30,13 +30,17 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
   return fmaxf(fabsf(scale) * (LOG2_E / score_scale), 1e-20f);
 }
 
-// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16.
+// Rows 2 lane_row and 2 lane_row + 1 of a warp's 16. Their scores are those that the softmax takes: a restart looks for
+// the maximum of these.
 template <class Element>
 struct Softmax {
   float exponent;                                 // a convolved score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
   float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
   float added[2];                                 // sum of the probabilities of the current tile
+
+  // A convolved score times this is the score itself.
+  DEVICE float factor() const { return LN_2 * exponent; }
 
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }

@@ -6,6 +6,14 @@ from ..mutant import CUDA, EMULATED, INTERPRETED, SM80, SM90, TRITON, Mutant
 
 MUTANTS = (
     Mutant(
+        "backward-slope-of-scores-dropped",
+        f"{CUDA}/backward_scores.j2",
+        "x *= slope;",
+        "",
+        "Gradients are those of the value of a score, not of the score.",
+        (f"{EMULATED}::test_logits",),
+    ),
+    Mutant(
         "backward-sign-of-the-gradient-of-lse",
         f"{CUDA}/backward_rows.j2",
         "dot - grad_lse[row.statistic]",

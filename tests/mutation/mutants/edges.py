@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "cpu-tiles-see-later-keys",
         TILES,
-        "if spec.right is not None and corner < scores.shape[2] - 1:",
-        "if spec.right and corner < scores.shape[2] - 1:",
+        "if spec.right is not None and place.corner < scores.shape[2] - 1:",
+        "if spec.right and place.corner < scores.shape[2] - 1:",
         "Rows see all keys of the tiles on the diagonal.",
         ("tests/test_cpu.py",),
     ),

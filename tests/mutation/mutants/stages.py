@@ -112,8 +112,8 @@ MUTANTS = (
     Mutant(
         "decode-one-key-late",
         PIPELINE,
-        "first - keys.start, rows - new",
-        "first - keys.start + 1, rows - new",
+        "device=q_tail.device), first, keys.start",
+        "device=q_tail.device), first + 1, keys.start",
         "A new token sees the next one's key.",
         ("tests/test_pipeline.py::test_decode_equals_reference",),
     ),

@@ -1,0 +1,265 @@
+"""Print score expressions as C++ and Triton source. Real numbers are floats, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import sympy
+from sympy import Expr, Integer, Rational
+from sympy.logic.boolalg import Boolean
+
+from ..expressions.language import Maximum, Minimum, Where, split_sum
+
+_SUM, _PRODUCT, _ATOM = range(3)  # how tightly a piece of text binds
+_SMALL = 2**20  # a number that a difference of places may be moved by in an int32
+
+
+def c_expression(expr: Expr) -> str:
+    """Print a score expression, or the derivative of one, as C++.
+
+    Integer symbols are names of ints, and real symbols names of floats.
+
+    Raises:
+        ValueError: a part of the expression is not of the language.
+    """
+    return _CPrinter().real(expr)
+
+
+def triton_expression(expr: Expr) -> str:
+    """Print a score expression, or the derivative of one, as Triton.
+
+    Integer symbols are names of int32 tensors, and real symbols names of fp32 tensors or numbers.
+
+    Raises:
+        ValueError: a part of the expression is not of the language.
+    """
+    return _TritonPrinter().real(expr)
+
+
+class _Printer:
+    """What both languages print alike."""
+
+    functions: ClassVar[Mapping[type[Expr], str]]  # of one number
+    logic: ClassVar[Mapping[type[Boolean], str]]
+    no: ClassVar[str]
+    divides: ClassVar[str]  # of integers
+
+    def number(self, value: float) -> str:
+        """Print a real number."""
+        raise NotImplementedError
+
+    def extremum(self, name: str, first: str, second: str) -> str:
+        """Print the ``min`` or ``max`` of two numbers, which keeps NaN."""
+        raise NotImplementedError
+
+    def choice(self, condition: str, value: str, other: str) -> str:
+        """Print a number that depends on a condition, as an atom."""
+        raise NotImplementedError
+
+    def wide(self, place: str) -> str:
+        """Print an int as one of 64 bits."""
+        raise NotImplementedError
+
+    def as_real(self, integer: str) -> str:
+        """Print an integer as a real number."""
+        raise NotImplementedError
+
+    def real(self, expr: Expr, binding: int = _SUM) -> str:
+        """Print a real number, in parentheses if it binds less tightly than ``binding``."""
+        text, tightness = self._real(expr)
+        return text if tightness >= binding else f"({text})"
+
+    def _real(self, expr: Expr) -> tuple[str, int]:
+        if expr.is_number:
+            value = float(expr)
+            return self.number(value), _ATOM if value >= 0 else _SUM
+        if isinstance(expr, Where):
+            condition, value, other = expr.args
+            return self.choice(self.condition(condition), self.real(value, _PRODUCT), self.real(other, _PRODUCT)), _ATOM
+        if expr.is_integer:
+            return self.as_real(self.integer(expr)), _ATOM
+        if expr.is_Symbol:
+            return str(expr.name), _ATOM
+        if isinstance(expr, (Minimum, Maximum)):
+            return self.extremum(_extremum_name(expr), *map(self.real, expr.args)), _ATOM
+        if type(expr) in self.functions:
+            return f"{self.functions[type(expr)]}({self.real(expr.args[0])})", _ATOM
+        if expr.is_Add:
+            return self._sum(expr), _SUM
+        if expr.is_Mul or expr.is_Pow:
+            return self._product(expr)
+        raise ValueError(str(expr))
+
+    def _sum(self, expr: Expr) -> str:
+        """Print a sum. Its integers are added up exactly before they are rounded."""
+        factor, integers, others = split_sum(expr)
+        terms = sorted(others, key=lambda term: (_is_negative(term), str(term)))
+        texts = [self.real(-term if _is_negative(term) else term, _PRODUCT) for term in terms]
+        signs = [_is_negative(term) for term in terms]
+        if integers != 0:
+            negative = bool(factor < 0)
+            text = self.as_real(self.integer(integers))
+            texts.append(text if abs(factor) == 1 else f"{self.number(float(abs(factor)))} * {text}")
+            signs.append(negative)
+        head = f"-{texts[0]}" if signs[0] else texts[0]
+        return head + "".join(
+            f" {'-' if sign else '+'} {text}" for sign, text in zip(signs[1:], texts[1:], strict=True)
+        )
+
+    def _product(self, expr: Expr) -> tuple[str, int]:
+        """Print a product: its number, quotient and other factors.
+
+        The number and the divisors come first, so that a compiler can compute their quotient once for
+        all values of a variable that follows.
+        """
+        number, rest = expr.as_coeff_Mul()
+        if number < 0:
+            return f"-{self.real(-expr, _ATOM)}", _SUM
+        above: list[str] = []
+        below: list[str] = []
+        for factor in sympy.Mul.make_args(rest):
+            base, exponent = factor.as_base_exp() if not isinstance(factor, sympy.exp) else (factor, Integer(1))
+            if not (exponent.is_Rational and (2 * exponent).is_Integer):
+                raise ValueError(str(expr))
+            (below if exponent < 0 else above).extend(self._power(base, abs(exponent)))
+        above.sort()
+        text = " / ".join([self.number(float(number)), *below]) if below or number != 1 else ""
+        return " * ".join([*([text] if text else []), *above]), _PRODUCT if below or text or len(above) > 1 else _ATOM
+
+    def _power(self, base: Expr, exponent: Rational) -> list[str]:
+        """Print the factors of a power: copies of the base, and its root."""
+        whole, half = divmod(2 * int(exponent * 2) // 2, 2)
+        root = [f"{self.functions[sympy.sqrt]}({self.real(base)})"] if half else []
+        return [self.real(base, _ATOM)] * whole + root
+
+    def integer(self, expr: Expr, binding: int = _SUM) -> str:
+        """Print an integer. It has 64 bits where 32 may not hold it."""
+        text, tightness = self._integer(expr, _fits(expr))
+        return text if tightness >= binding else f"({text})"
+
+    def _integer(self, expr: Expr, fits: bool) -> tuple[str, int]:
+        def part(x: Expr, binding: int = _SUM) -> str:
+            text, tightness = self._integer(x, fits)
+            return text if tightness >= binding else f"({text})"
+
+        if expr.is_Integer:
+            return str(expr), _ATOM if expr >= 0 else _SUM
+        if expr.is_Symbol:
+            return (str(expr.name) if fits else self.wide(str(expr.name))), _ATOM
+        if isinstance(expr, Where):
+            condition, value, other = expr.args
+            return self.choice(self.condition(condition), part(value, _PRODUCT), part(other, _PRODUCT)), _ATOM
+        if isinstance(expr, (Minimum, Maximum)):
+            first, second = expr.args
+            beats = f"{part(first, _PRODUCT)} {'<' if isinstance(expr, Minimum) else '>'} {part(second, _PRODUCT)}"
+            return self.choice(beats, part(first, _PRODUCT), part(second, _PRODUCT)), _ATOM
+        if isinstance(expr, sympy.floor):
+            numerator, divisor = sympy.fraction(sympy.together(expr.args[0]))
+            above, below = part(numerator, _ATOM), part(divisor, _ATOM)
+            multiple = f"{above} - ({above} % {below} + {below}) % {below}"  # because kernels divide toward zero
+            return f"(({multiple}) {self.divides} {below})", _ATOM
+        if expr.is_Add:
+            terms = sorted(expr.args, key=lambda term: (term.is_number, _is_negative(term), str(term)))
+            texts = [part(-term if _is_negative(term) else term, _PRODUCT) for term in terms]
+            head = f"-{texts[0]}" if _is_negative(terms[0]) else texts[0]
+            rest = zip(terms[1:], texts[1:], strict=True)
+            return head + "".join(f" {'-' if _is_negative(term) else '+'} {text}" for term, text in rest), _SUM
+        if expr.is_Mul and _is_negative(expr):
+            return f"-{part(-expr, _ATOM)}", _SUM
+        if expr.is_Mul or expr.is_Pow:
+            factors = [
+                part(base, _ATOM)
+                for base, exponent in (factor.as_base_exp() for factor in sympy.Mul.make_args(expr))
+                for _ in range(int(exponent))
+            ]
+            return " * ".join(factors), _PRODUCT
+        raise ValueError(str(expr))
+
+    def condition(self, expr: Boolean) -> str:
+        """Print a condition."""
+        if type(expr) in self.logic:
+            return f" {self.logic[type(expr)]} ".join(f"({text})" for text in sorted(map(self.condition, expr.args)))
+        if isinstance(expr, sympy.Not):
+            return f"{self.no}({self.condition(expr.args[0])})"
+        first, second = expr.args
+        if first.is_integer and second.is_integer:
+            return f"{self.integer(first, _PRODUCT)} {expr.rel_op} {self.integer(second, _PRODUCT)}"
+        return f"{self.real(first, _PRODUCT)} {expr.rel_op} {self.real(second, _PRODUCT)}"
+
+
+class _CPrinter(_Printer):
+    functions: ClassVar[Mapping[type[Expr], str]] = {
+        sympy.tanh: "tanh_of",
+        sympy.exp: "exp_of",
+        sympy.log: "logf",
+        sympy.sqrt: "sqrtf",
+    }
+    logic: ClassVar[Mapping[type[Boolean], str]] = {sympy.And: "&&", sympy.Or: "||"}
+    no: ClassVar[str] = "!"
+    divides: ClassVar[str] = "/"
+
+    def number(self, value: float) -> str:
+        text = repr(value)
+        return f"{text.removesuffix('0') if text.endswith('.0') else text}f"
+
+    def extremum(self, name: str, first: str, second: str) -> str:
+        return f"{name}_of({first}, {second})"
+
+    def choice(self, condition: str, value: str, other: str) -> str:
+        return f"({condition} ? {value} : {other})"
+
+    def wide(self, place: str) -> str:
+        return f"static_cast<long long>({place})"
+
+    def as_real(self, integer: str) -> str:
+        return f"static_cast<float>({integer})"
+
+
+class _TritonPrinter(_Printer):
+    functions: ClassVar[Mapping[type[Expr], str]] = {
+        sympy.tanh: "_tanh",
+        sympy.exp: "tl.exp",
+        sympy.log: "tl.log",
+        sympy.sqrt: "tl.sqrt",
+    }
+    logic: ClassVar[Mapping[type[Boolean], str]] = {sympy.And: "&", sympy.Or: "|"}
+    no: ClassVar[str] = "~"
+    divides: ClassVar[str] = "//"
+
+    def number(self, value: float) -> str:
+        return repr(value)
+
+    def extremum(self, name: str, first: str, second: str) -> str:
+        return f"tl.{name}imum({first}, {second}, propagate_nan=tl.PropagateNan.ALL)"
+
+    def choice(self, condition: str, value: str, other: str) -> str:
+        return f"tl.where({condition}, {value}, {other})"
+
+    def wide(self, place: str) -> str:
+        return f"{place}.to(tl.int64)"
+
+    def as_real(self, integer: str) -> str:
+        return f"({integer}).to(tl.float32)"
+
+
+def _fits(expr: Expr) -> bool:
+    """Return whether an int32 holds an integer of places: the difference of two, or one, moved by a small number."""
+    if isinstance(expr, (Minimum, Maximum)):
+        return all(map(_fits, expr.args))
+    terms = sympy.Add.make_args(expr)
+    symbols = [term for term in terms if not term.is_number]
+    return (
+        all(term.is_Symbol or (-term).is_Symbol for term in symbols)
+        and sum(term.is_Symbol for term in symbols) <= 1
+        and len(symbols) <= 2
+        and all(abs(term) <= _SMALL for term in terms if term.is_number)
+    )
+
+
+def _extremum_name(expr: Expr) -> str:
+    return "min" if isinstance(expr, Minimum) else "max"
+
+
+def _is_negative(term: Expr) -> bool:
+    return bool(term.as_coeff_Mul()[0] < 0)

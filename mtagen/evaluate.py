@@ -1,0 +1,127 @@
+"""Values of score expressions in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, reduce
+
+import sympy
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+
+from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, Where, read, split_sum
+
+_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
+    sympy.tanh: torch.tanh,
+    sympy.exp: torch.exp,
+    sympy.log: torch.log,
+    Minimum: torch.minimum,  # like torch.maximum it keeps NaN
+    Maximum: torch.maximum,
+    sympy.StrictLessThan: torch.lt,
+    sympy.LessThan: torch.le,
+    sympy.StrictGreaterThan: torch.gt,
+    sympy.GreaterThan: torch.ge,
+    sympy.Equality: torch.eq,
+    sympy.Unequality: torch.ne,
+}
+_LOGIC: dict[type[sympy.Basic], Callable[..., Tensor]] = {sympy.And: torch.logical_and, sympy.Or: torch.logical_or}
+
+
+def logits_of(text: str, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
+    """Return what the softmax takes, by an expression of :class:`mtagen.Spec`.
+
+    Args:
+        text: the expression. It is computed in fp32, or in fp64 for fp64 scores.
+        scores: scores after convolution and mixture.
+        positions, keys, heads: places of the scores, int64, which broadcast to their shape.
+
+    Returns:
+        The logits, in the dtype and shape of the scores.
+    """
+    values = {SCORE: scores.to(torch.promote_types(scores.dtype, torch.float32))}
+    values |= {POSITION: positions, KEY: keys, HEAD: heads}
+    return evaluate(_read(text), values).to(scores.dtype).expand_as(scores)
+
+
+@cache
+def _read(text: str) -> Expr:
+    return read("logits", text)
+
+
+def evaluate(expr: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
+    """Return the value of an expression.
+
+    Args:
+        expr: an expression of :mod:`.expressions.language`, or the derivative of one.
+        values: the value of each symbol, which broadcast; integers in int64, the score in fp32 or fp64. All
+            else is computed in the dtype of the score.
+    """
+    return _Evaluation(values).real(expr)
+
+
+class _Evaluation:
+    """The values of an expression and of its parts."""
+
+    def __init__(self, values: Mapping[Symbol, Tensor]) -> None:
+        self.values = values
+        (self.dtype,) = {value.dtype for value in values.values() if value.is_floating_point()}
+        (self.device,) = {value.device for value in values.values()}
+        self.known: dict[sympy.Basic, Tensor] = {}
+
+    def real(self, expr: Expr) -> Tensor:
+        """Return the value of an expression in the dtype of the score."""
+        return self.of(expr).to(self.dtype)
+
+    def of(self, expr: sympy.Basic) -> Tensor:
+        """Return the value of an expression or condition: in int64 if it is an integer."""
+        if expr not in self.known:
+            self.known[expr] = self._computed(expr)
+        return self.known[expr]
+
+    def _computed(self, expr: sympy.Basic) -> Tensor:
+        if expr in self.values:
+            return self.values[expr]
+        if expr.is_number or expr in (sympy.true, sympy.false):
+            return self._constant(expr)
+        if isinstance(expr, sympy.floor):
+            return self._floor(expr.args[0])
+        if isinstance(expr, (sympy.And, sympy.Or)):
+            return reduce(_LOGIC[type(expr)], map(self.of, expr.args))
+        if isinstance(expr, sympy.Not):
+            return ~self.of(expr.args[0])
+        part = self.of if all(argument.is_integer for argument in expr.args) else self.real
+        if isinstance(expr, Where):
+            number = self.of if expr.is_integer else self.real
+            condition, value, other = expr.args
+            return torch.where(self.of(condition), number(value), number(other))
+        if isinstance(expr, sympy.Add):
+            return self._sum(expr)
+        if isinstance(expr, sympy.Mul):
+            return reduce(torch.mul, map(part, expr.args))
+        if isinstance(expr, sympy.Pow):
+            base, exponent = expr.args
+            return part(base).pow(int(exponent) if part == self.of else float(exponent))
+        return _FUNCTIONS[type(expr)](*map(part, expr.args))
+
+    def _sum(self, expr: Expr) -> Tensor:
+        """Return a sum. Its integers are added up exactly before they are rounded."""
+        if expr.is_integer:
+            return reduce(torch.add, map(self.of, expr.args))
+        number, integer, others = split_sum(expr)
+        rounded = self.real(integer) * float(number)
+        return reduce(torch.add, map(self.real, others), rounded)
+
+    def _constant(self, expr: sympy.Basic) -> Tensor:
+        if expr in (sympy.true, sympy.false):
+            return torch.tensor(bool(expr), device=self.device)
+        if expr.is_Integer:
+            return torch.tensor(int(expr), device=self.device)
+        return torch.tensor(float(expr), dtype=self.dtype, device=self.device)
+
+    def _floor(self, expr: Expr) -> Tensor:
+        """Return the floor of a number: of a quotient of integers exactly."""
+        numerator, denominator = sympy.fraction(sympy.together(expr))
+        if numerator.is_integer and denominator.is_integer:
+            return torch.div(self.of(numerator), self.of(denominator), rounding_mode="floor")
+        return self.real(expr).floor().to(torch.int64)

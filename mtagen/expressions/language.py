@@ -1,0 +1,392 @@
+"""The language of score expressions, read into sympy and written from it.
+
+A text is read by Python's parser and translated piece by piece. It is never evaluated, because
+plans are read from files.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from functools import reduce
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import sympy
+from sympy import Expr, Integer, Rational
+from sympy.logic.boolalg import Boolean
+from sympy.printing.str import StrPrinter
+
+from ..errors import SpecError, explain
+
+SCORE = sympy.Symbol("s", real=True)
+POSITION, KEY, HEAD = sympy.symbols("i j h", integer=True)
+NAMES = {str(symbol): symbol for symbol in (SCORE, POSITION, KEY, HEAD)}
+LONGEST = 1000  # characters of a text
+LARGEST = 2**127  # numbers are those of fp32
+LARGEST_POWER = 16
+
+Value: TypeAlias = Expr | Boolean
+Function: TypeAlias = Callable[..., Any]
+
+
+class Where(Expr):  # type: ignore[misc]
+    """A number where a condition holds, and another elsewhere. Unlike sympy's Piecewise it is never rearranged."""
+
+    is_real = True
+
+    def __new__(cls, condition: Value | bool, value: Any, other: Any) -> Expr:
+        condition, value, other = map(sympy.sympify, (condition, value, other))
+        if condition in (sympy.true, sympy.false) or value == other:
+            return value if condition == sympy.true else other
+        return super().__new__(cls, condition, value, other)
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if all(number.is_integer for number in self.args[1:]) else None
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
+        condition, value, other = self.args
+        return Where(condition, value.diff(symbol), other.diff(symbol))
+
+
+class _Extremum(sympy.Function):  # type: ignore[misc]
+    """An extremum of two numbers. Sympy's own has no derivative that kernels can compute."""
+
+    nargs = 2
+    is_real = True
+
+    @classmethod
+    def eval(cls, first: Expr, second: Expr) -> Expr | None:
+        if first == second:
+            return first
+        if first.is_number and second.is_number:
+            return first if cls.chosen(first.evalf(), second.evalf()) else second
+        if sympy.default_sort_key(second) < sympy.default_sort_key(first):
+            return cls(second, first)
+        return None
+
+    @classmethod
+    def chosen(cls, first: Expr, second: Expr) -> Boolean:
+        """Return the condition that the extremum is the first number."""
+        raise NotImplementedError
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if all(argument.is_integer for argument in self.args) else None
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
+        first, second = (argument.diff(symbol) for argument in self.args)
+        return Where(self.chosen(*self.args), first, second)
+
+
+class Minimum(_Extremum):
+    """The lesser of two numbers."""
+
+    @classmethod
+    def chosen(cls, first: Expr, second: Expr) -> Boolean:
+        """Return the condition that the first number is the lesser."""
+        return sympy.LessThan(first, second)
+
+
+class Maximum(_Extremum):
+    """The greater of two numbers."""
+
+    @classmethod
+    def chosen(cls, first: Expr, second: Expr) -> Boolean:
+        """Return the condition that the first number is the greater."""
+        return sympy.GreaterThan(first, second)
+
+
+def minimum(*values: Any) -> Expr:
+    """Return the least of some numbers."""
+    return reduce(Minimum, map(sympy.sympify, values))
+
+
+def maximum(*values: Any) -> Expr:
+    """Return the greatest of some numbers."""
+    return reduce(Maximum, map(sympy.sympify, values))
+
+
+def absolute(value: Any) -> Expr:
+    """Return the absolute value."""
+    return maximum(value, -value)
+
+
+def floor(value: Any) -> Expr:
+    """Return the largest integer that is not larger."""
+    return sympy.floor(value)
+
+
+# Each function, and the numbers of arguments that it takes.
+FUNCTIONS: dict[str, tuple[Function, range]] = {
+    "tanh": (sympy.tanh, range(1, 2)),
+    "exp": (sympy.exp, range(1, 2)),
+    "log": (sympy.log, range(1, 2)),
+    "sqrt": (sympy.sqrt, range(1, 2)),
+    "abs": (absolute, range(1, 2)),
+    "floor": (floor, range(1, 2)),
+    "min": (minimum, range(2, 9)),
+    "max": (maximum, range(2, 9)),
+    "where": (Where, range(3, 4)),
+}
+_OPERATORS: dict[type[ast.AST], Function] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
+    ast.Mod: lambda a, b: a - b * sympy.floor(a / b),
+}
+_COMPARISONS: dict[type[ast.AST], Function] = {
+    ast.Lt: sympy.StrictLessThan,
+    ast.LtE: sympy.LessThan,
+    ast.Gt: sympy.StrictGreaterThan,
+    ast.GtE: sympy.GreaterThan,
+    ast.Eq: sympy.Equality,
+    ast.NotEq: sympy.Unequality,
+}
+_LOGIC: dict[type[ast.AST], Function] = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or}
+
+
+def canonical(name: str, given: str | Function | None) -> str | None:
+    """Return the text of an expression in a form that equal expressions share; None for ``s`` itself.
+
+    Args:
+        name: the option that holds the expression, for errors.
+        given: a text; or a function of places, named as in a text, which is called once with
+            symbols; or None.
+
+    Raises:
+        SpecError: the text is not in the language, or the function returns nothing in it.
+    """
+    if given is None:
+        return None
+    expr = read(name, given if isinstance(given, str) else _called(name, given))
+    return None if expr == SCORE else write(expr)
+
+
+def read(name: str, text: str) -> Expr:
+    """Return the expression of a text.
+
+    Args:
+        name: the option that holds the text, for errors.
+        text: Python arithmetic in the names s (the score), i (the query's position), j (the key) and h
+            (the head of the queries), with the functions :data:`FUNCTIONS`.
+
+    Raises:
+        SpecError: the text is not in the language. The message marks the place.
+    """
+    if len(text) > LONGEST:
+        raise SpecError(explain(name, text, f"has {len(text):,} characters", f"at most {LONGEST:,}"))
+    try:
+        expr = _Reader(name, text.strip()).number(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise SpecError(explain(name, text, f"is no expression: {error.msg}", "such as 50 * tanh(s / 50)")) from None
+    except (RecursionError, MemoryError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(explain(name, text, "is nested too deeply", "fewer parentheses")) from None
+    if expr.diff(SCORE).has(sympy.Derivative, sympy.Subs):
+        raise SpecError(explain(name, text, "has no derivative in s that can be written", "floor and // without s"))
+    return expr
+
+
+def write(expr: Expr) -> str:
+    """Return the text of an expression; :func:`read` inverts it."""
+    return str(_Writer().doprint(expr))
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names that a canonical text reads: s, i, j and h."""
+    return {str(symbol) for symbol in read("text", text).free_symbols}
+
+
+def is_of_distance(text: str) -> bool:
+    """Return whether a canonical text reads positions and keys as differences i - j only."""
+    expr, shift = read("text", text), sympy.Dummy(integer=True)
+    moved = expr.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
+    return bool(sympy.expand(moved - expr) == 0)
+
+
+def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
+    """Return a number, an integer and other terms: the sum is the number times the integer, plus the others.
+
+    Sympy multiplies a sum out, so ``(i - j) / 10`` becomes ``i/10 - j/10``, whose terms round by
+    themselves.
+    """
+    integers: list[Expr] = []
+    others: list[Expr] = []
+    for term in sympy.Add.make_args(expr):
+        whole = term.as_coeff_Mul()[1]
+        (integers if whole.is_integer else others).append(term)
+    if not any(term.free_symbols for term in integers):
+        return Integer(1), Integer(0), [*others, *integers]
+    number, integer = sympy.Add(*integers).primitive()
+    if integer.could_extract_minus_sign():
+        number, integer = -number, -integer
+    return number, integer, others
+
+
+def _called(name: str, function: Function) -> str:
+    """Call a function with symbols, and return the text of what it returns.
+
+    Its ``min``, ``max`` and the other functions of the language are those of the language.
+    """
+    legal = f"a text, or a function of {', '.join(NAMES)}"
+    if not callable(function):
+        raise SpecError(explain(name, function, "is no text and no function", legal))
+    parameters = inspect.signature(function).parameters
+    if unknown := [parameter for parameter in parameters if parameter not in NAMES]:
+        raise SpecError(explain(name, unknown, "are not names of an expression", legal))
+    if isinstance(function, FunctionType):
+        names = function.__globals__ | {name: translated for name, (translated, _) in FUNCTIONS.items()}
+        function = FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        )
+    try:
+        value = function(**{parameter: NAMES[parameter] for parameter in parameters})
+        if isinstance(value, str):
+            return value
+        return write(_exact(sympy.sympify(value, strict=True)))
+    except (TypeError, sympy.SympifyError) as error:
+        rule = f"cannot be called with symbols: {error}"
+        raise SpecError(explain(name, function, rule, f"arithmetic and the functions {', '.join(FUNCTIONS)}")) from None
+
+
+def _exact(expr: Expr) -> Expr:
+    """Return an expression with each decimal number as the fraction that its digits say."""
+    return expr.xreplace({number: _rational(float(number)) for number in expr.atoms(sympy.Float)})
+
+
+def _rational(number: float) -> Rational:
+    return Rational(Fraction(repr(number)))
+
+
+def _compared(comparison: Function, first: Expr, second: Expr) -> Boolean:
+    """Return a comparison. If it is one of integers, it has a number on the right, and equal ones read alike."""
+    if not (first.is_integer and second.is_integer):
+        return comparison(first, second)
+    number, rest = (first - second).expand().as_coeff_Add()
+    compared = comparison(rest, -number)
+    return compared.reversedsign if compared.is_Relational and rest.could_extract_minus_sign() else compared
+
+
+class _Reader:
+    """Translates the nodes of a parsed text."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+
+    def number(self, node: ast.expr) -> Expr:
+        """Return the expression of a node that is a number."""
+        match node:
+            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+                return self._checked(node, _rational(value) if math.isfinite(value) else sympy.oo)
+            case ast.Name(id=name) if name in NAMES:
+                return NAMES[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.number(operand)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self.number(operand)
+            case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
+                return self._power(node, self.number(base), self.number(exponent))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+                return self._checked(node, _OPERATORS[type(operator)](self.number(left), self.number(right)))
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+                return self._call(node, name, arguments)
+        raise self._unknown(node)
+
+    def condition(self, node: ast.expr) -> Boolean:
+        """Return the expression of a node that is a condition."""
+        match node:
+            case ast.Compare(left=left, ops=operators, comparators=others) if all(
+                type(operator) in _COMPARISONS for operator in operators
+            ):
+                values = [self.number(value) for value in (left, *others)]
+                compared = zip(operators, values, values[1:], strict=False)
+                return sympy.And(*(_compared(_COMPARISONS[type(operator)], a, b) for operator, a, b in compared))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _LOGIC:
+                return _LOGIC[type(operator)](self.condition(left), self.condition(right))
+            case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                return sympy.Not(self.condition(operand))
+        raise self._error(node, "is no condition", "comparisons such as i - j < 64, joined by & and |, or ~ of one")
+
+    def _call(self, node: ast.Call, name: str, arguments: list[ast.expr]) -> Expr:
+        function, numbers = FUNCTIONS[name]
+        if len(arguments) not in numbers:
+            counts = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            raise self._error(node, f"{name} has {len(arguments)} arguments", f"{counts} arguments")
+        if name == "where":
+            condition, *rest = arguments
+            return self._checked(node, Where(self.condition(condition), *map(self.number, rest)))
+        return self._checked(node, function(*map(self.number, arguments)))
+
+    def _power(self, node: ast.expr, base: Expr, exponent: Expr) -> Expr:
+        if not (exponent.is_Integer and abs(exponent) <= LARGEST_POWER):
+            legal = f"whole numbers from -{LARGEST_POWER} to {LARGEST_POWER}; exp(x * log(y)) is y to the power of x"
+            raise self._error(node, "has no such exponent", legal)
+        return self._checked(node, base**exponent)
+
+    def _checked(self, node: ast.expr, expr: Expr) -> Expr:
+        """Return an expression after checking that its numbers are numbers of fp32."""
+        if expr.is_number and not (expr.is_real and abs(expr.evalf()) <= LARGEST):
+            raise self._error(node, f"{expr} is no number of fp32", "real numbers up to 2**127")
+        if expr.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I):
+            raise self._error(node, f"{expr} is no number of fp32", "real numbers up to 2**127")
+        for number in expr.atoms(sympy.Rational):
+            if abs(number.p) > LARGEST or number.q > LARGEST:
+                raise self._error(node, f"{number} is no number of fp32", "numerators and denominators up to 2**127")
+        return expr
+
+    def _unknown(self, node: ast.expr) -> SpecError:
+        """Return an error for a node that is no number of the language."""
+        legal = f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}"
+        match node:
+            case ast.Name(id=name):
+                return self._error(node, f"{name} is not a name of the language", legal)
+            case ast.Call(func=ast.Name(id=name)):
+                return self._error(node, f"{name} is not a function of the language", legal)
+            case ast.Compare() | ast.BoolOp():
+                return self._error(node, "a condition stands where a number should", legal)
+        return self._error(node, f"{type(node).__name__} is not in the language", legal)
+
+    def _error(self, node: ast.expr, rule: str, legal: str) -> SpecError:
+        """Return an error that marks the node in the text."""
+        line = self.text.splitlines()[node.lineno - 1]
+        first = node.col_offset
+        last = node.end_col_offset if node.end_lineno == node.lineno and node.end_col_offset else len(line)
+        mark = f"\n  {line}\n  {' ' * first}{'^' * max(1, last - first)}"
+        return SpecError(explain(self.name, self.text, rule, legal) + mark)
+
+
+class _Writer(StrPrinter):  # type: ignore[misc]
+    """Writes an expression as a text of the language."""
+
+    def _print_Exp1(self, expr: Expr) -> str:
+        return "exp(1)"
+
+    def _print_Where(self, expr: Where) -> str:
+        return f"where({', '.join(map(self._print, expr.args))})"
+
+    def _joined(self, operator: str, expr: Boolean) -> str:
+        return f" {operator} ".join(f"({text})" for text in sorted(map(self._print, expr.args)))
+
+    def _print_And(self, expr: sympy.And) -> str:
+        return self._joined("&", expr)
+
+    def _print_Or(self, expr: sympy.Or) -> str:
+        return self._joined("|", expr)
+
+    def _print_Not(self, expr: sympy.Not) -> str:
+        return f"~({self._print(expr.args[0])})"
+
+    def _print_Relational(self, expr: Any) -> str:
+        return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
+
+    def _print_Minimum(self, expr: Minimum) -> str:
+        return f"min({', '.join(map(self._print, expr.args))})"
+
+    def _print_Maximum(self, expr: Maximum) -> str:
+        return f"max({', '.join(map(self._print, expr.args))})"

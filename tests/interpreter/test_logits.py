@@ -1,0 +1,56 @@
+"""Logits other than the scores, in kernels of "lift" and "strip", Triton's and CUDA's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import problems
+import pytest
+from emulator import load_emulated
+
+from mtagen import Spec, plan
+from mtagen.measure.cases import Sizes
+from mtagen.ops.attention import assemble
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the backend and the stages
+    "a convolution": ("triton", {"kernel": (6, 11)}),
+    "a convolution in a window": ("triton", {"kernel": (3, 4), "window": (20, -1)}),
+    "plain": ("triton", {"kernel": None}),
+}
+for _backend in ("triton", "cuda"):
+    CASES |= {
+        f"a mixture, {_backend}": (_backend, {"kernel": None, "mixed_heads": 2}),
+        f"all stages, {_backend}": (
+            _backend,
+            {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5), "post_mixed_heads": 4},
+        ),
+    }
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(("backend", "stages"), CASES.values(), ids=CASES)
+def test_all_passes(backend: str, stages: dict[str, Any], folder: Path) -> None:
+    """Gradients come through the log-sum-exp, too, which shows the function itself."""
+    made = plan(Spec(head_dim=16, dtype="fp16", logits=problems.LOGITS, **stages), "sm_90a", backend)
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    for sizes in (Sizes(2, 4, 2, 17, 17), Sizes(1, 4, 1, 13, 140)):
+        assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes))
+    problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140), new_tokens=3)
+    assert not problems.decode_failures(op, made.spec, problem, (140, 30), None)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize(
+    "stages", [{"kernel": (3, 4)}, {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 5)}], ids=str
+)
+def test_hidden_slopes_reach_nothing(backend: str, stages: dict[str, Any], folder: Path) -> None:
+    made = plan(Spec(head_dim=16, dtype="fp16", logits=problems.DEFINED_WHERE_VISIBLE, **stages), "sm_90a", backend)
+    load_emulated(made, folder)
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(2, 4, 2, 33, 40)))
