@@ -1,10 +1,11 @@
-"""Packed documents, dropout and windows on a GPU, of every kind of pipeline: `pytest -m gpu`."""
+"""Packed documents, dropout, windows and logits on a GPU, of every kind of pipeline: `pytest -m gpu`."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import problems
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ DATA: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
     "packed, dropout": {"packed": True, "dropout": True},
     "packed, dropout, a window": {"packed": True, "dropout": True, "window": (70, 40), "causal": False},
+    "logits": {"logits": problems.LOGITS},
+    "packed, a window, logits": {"packed": True, "window": (70, 0), "logits": problems.DEFINED_WHERE_VISIBLE},
 }
 backends = pytest.mark.parametrize("backend", ["auto", "triton"])  # auto: CUDA's kernels, beside Triton's in strips
 every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
