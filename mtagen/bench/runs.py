@@ -108,11 +108,18 @@ def load_folder(folder: Path) -> dict[Path, Run]:
 
 
 def by_device(runs: Mapping[Path, Run]) -> dict[str, dict[Path, Run]]:
-    """Group runs by the name of the device, GPUs first; the runs have their files' names."""
+    """Group runs by the name of the device: GPUs first, and the device with the most results of its kind first. The
+    runs have their files' names.
+    """
     devices: dict[str, dict[Path, Run]] = {}
     for path, run in sorted(runs.items(), key=lambda item: on_cpu(item[1])):
         devices.setdefault(device(run), {})[path] = {**run, "name": path.stem}
-    return devices
+
+    def rank(name: str) -> tuple[bool, int]:
+        of_device = devices[name].values()
+        return any(map(on_cpu, of_device)), -sum(len(run["results"]) for run in of_device)
+
+    return {name: devices[name] for name in sorted(devices, key=rank)}
 
 
 def on_cpu(run: Run) -> bool:
