@@ -26,7 +26,7 @@ from mtagen.planner.sizes import B0, B1, COUNT, GROUP, KEYS, KV_HEADS, N_HEADS, 
 from mtagen.planner.strip.kernels import PROGRAMS
 from mtagen.planner.strip.limits import Limits
 from mtagen.planner.strip.passes import StripPass
-from mtagen.planner.strip.planes import PlaneKernel
+from mtagen.planner.strip.planes import PlaneConvolution, PlaneKernel
 from mtagen.planner.strip.products import ROLES, ProductKernel, WarpgroupProduct
 from mtagen.planner.strip.source import Form, StripSource
 from mtagen.planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, Convolution, Stages
@@ -170,10 +170,10 @@ def run(
     given = [named[argument.name] for argument in kernel.arguments]
     for argument, value in zip(kernel.arguments, given, strict=True):
         if argument.pointer:  # of the type that the kernel takes it for
-            named_types = {"Element": source.spec.dtype, "Score": "fp16"}
-            if isinstance(source, (PlaneKernel, StepKernel)):
+            named_types = {"Element": source.spec.dtype, "Score": "fp16", "Source": "fp16"}
+            if isinstance(source, (PlaneConvolution, StepKernel)):
                 named_types |= {"Source": source.source}
-            if isinstance(source, (PlaneKernel, StepKernel, ProductKernel)):
+            if isinstance(source, (PlaneConvolution, StepKernel, ProductKernel)):
                 named_types |= {"Result": source.result}
             assert value.dtype == C_TYPES[named_types.get(argument.type, argument.type)], argument.name
     launched = emulated(source, folder, seed, checked=checked)[source.role]

@@ -166,7 +166,7 @@ def test_windows(options: dict[str, Any], backend: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_around_the_edges_of_tiles(causal: bool, deterministic: bool) -> None:
     op = mtagen.build((6, 11), 64, causal=causal, deterministic=deterministic)
-    rows, keys = op.plan.tile["forward"].owned, op.plan.tile["backward"].owned
+    rows, keys = op.plan.tile["forward"].geometry.owned, op.plan.tile["backward"].geometry.owned
     lengths = sorted({n + step for n in (64, 128, rows, 2 * rows, keys, 2 * keys) for step in (-1, 0, 1)})
     assert_accurate(op, tuple(Sizes(1, 2, 1, n, n) for n in lengths))
     assert_accurate(op, tuple(Sizes(1, 2, 1, rows, n) for n in lengths[::4]))

@@ -128,7 +128,7 @@ def test_batches(name: str, backend: str, target: str, pass_name: str, sizes: Si
 def test_a_sequence_of_too_many_tiles(pass_name: str) -> None:
     """Where y of a grid has tiles and z sections of heads, nothing is launched."""
     spec = TILE["tile"]
-    owned = plan(spec, "sm_90a", "cuda").tile[pass_name].owned
+    owned = plan(spec, "sm_90a", "cuda").tile[pass_name].geometry.owned
     assert_legal(grids(spec, "cuda", "sm_90a", pass_name, Sizes(1, 1, 1, owned * GRID_YZ)))
     with pytest.raises(ValueError, match=r"sequence length: got 65536 tiles of rows; a grid .* at most 65535; legal"):
         grids(spec, "cuda", "sm_90a", pass_name, Sizes(1, 1, 1, owned * GRID_YZ + 1))
@@ -156,7 +156,7 @@ def test_packed_documents(name: str, backend: str, target: str, pass_name: str) 
 def test_tiles_fill_layers_of_a_grid() -> None:
     """As many along y as a grid may have, then as many along z, which are no more than needed."""
     spec = Spec(None, 16, packed=True)
-    owned = plan(spec, "sm_90a", "cuda").tile["forward"].owned
+    owned = plan(spec, "sm_90a", "cuda").tile["forward"].geometry.owned
     for tiles, expected in ((65_535, (65_535, 1)), (65_536, (32_768, 2)), (200_000, (50_000, 4))):
         sizes = Sizes(1, 2, 2, owned * (tiles - 12))
         ((x, *others),) = grids(spec, "cuda", "sm_90a", "forward", sizes, 10)

@@ -161,10 +161,12 @@ def test_a_function_of_scores_that_kernels_hold_scaled() -> None:
 
 
 def test_gradient_of_a_function_of_scores() -> None:
-    """It does not depend on the units of scores, and that of the identity is the gradient itself."""
+    """It does not depend on the units of scores, and that of the identity is the gradient itself. 0 stays 0."""
     capped = ScoreStage(CAUSAL, 50 * sympy.tanh(SCORE / 50))
     expected = GRADIENT * (1 - sympy.tanh(SCORE / 50) ** 2)
-    assert sympy.simplify(capped.modify_backward - expected) == 0
-    held = capped.scaled(1 / 64).modify_backward
-    assert sympy.simplify(held.subs(SCORE, SCORE / 64) - expected) == 0
+    for stage, score in ((capped, SCORE), (capped.scaled(1 / 64), SCORE / 64)):
+        condition, gradient, other = stage.modify_backward.args
+        assert (condition, other) == (sympy.Ne(GRADIENT, 0), 0)
+        assert sympy.simplify(gradient.subs(SCORE, score) - expected) == 0
     assert ScoreStage(CAUSAL).modify_backward == GRADIENT
+    assert ScoreStage(CAUSAL, 3 * SCORE + 1).modify_backward == 3 * GRADIENT

@@ -43,6 +43,7 @@ QUICK = frozenset(
         "test_emulated_strip.py::test_softmax_backward[pairs of 10 heads]",
         "test_emulated_strip.py::test_values[of 16, full]",
         "test_executor.py",
+        "test_expressions.py::test_named_expressions",
         "test_generated.py::test_a_file_for_each_source",
         "test_generated.py::test_cuda_sources_are_clean",
         "test_install.py",
