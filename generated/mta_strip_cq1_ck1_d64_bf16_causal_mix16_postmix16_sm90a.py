@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def _modify(score, position, key, head):
-    """The value of a visible score that the softmax takes."""
+    """The value of a visible score that the softmax takes, in the unit of the score: the option `logits`."""
     return score
 
 

@@ -4,7 +4,7 @@
 // out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N.
 // Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` count as unseen.
+// Query first + r sits at position first + r + off; rows before `valid` see no key.
 //
 // mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(512, count)), 256, 106496>>>
 

@@ -3,7 +3,7 @@
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = exp(M x - lse).
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` count as unseen.
+// Query first + r sits at position first + r + off; rows before `valid` see no key.
 //
 // mta_strip_probabilities_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * count), 256, 66560>>>
 

@@ -4,7 +4,7 @@
 // dx, the gradient of x, from g, that of softmax(M x); and gradients of matrices.
 // Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` count as unseen.
+// Query first + r sits at position first + r + off; rows before `valid` see no key.
 //
 // mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(512, count)), 384, 208896>>>
 
@@ -622,7 +622,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       // Probabilities come out scaled.
       log_sums[n] = (place.has(n, lane) ? LOG2_E * lse[place.query(n, sequence.query(r), n_q, lane)] : 0.f) - LOG2_PROBABILITY_SCALE;
 
-    // For tile i: scores c, probabilities times PROBABILITY_SCALE, and the values from which they and gradients follow.
+    // For tile i: the operands x (scores) and dy, mixed scores c, PROBABILITY_SCALE times probabilities p, and dp.
     auto load_tile = [&](Operand& x, Operand& dy, Tile& c, Tile& p, Tile& dp, u32 slot, int key, int i, bool edge) {
       load_operand(x, slot, i, lane);
       load_operand(dy, slot + BLOCK_BYTES, i, lane);

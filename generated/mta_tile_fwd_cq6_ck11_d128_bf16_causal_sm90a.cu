@@ -594,8 +594,8 @@ DEVICE void convolve(float (&c)[4 * TILES], const u32 (&rows)[TOEPLITZ_LOADS],
 // Even rows are stored first, then odd rows.
 // There are two slabs: a warp may write scores of the next tile to one while the warp below reads those of this tile.
 //
-// A slab has the last CARRY columns of the tile before, then KEYS columns of its tile. The first windows begin CK - 1
-// columns before the tile. CARRY is CK - 1 rounded up to whole chunks.
+// A slab has the last CARRY columns of the tile before, then columns of its tile. CARRY is CK - 1 rounded up to whole
+// chunks, and the window of the first output begins with the slab.
 
 constexpr int PAD = 6, CARRY = 16;
 constexpr int TILES = KEYS / CHUNK, CARRY_CHUNKS = CARRY / CHUNK;
@@ -915,7 +915,7 @@ using Sequence = Batch;
 // The grid takes the tiles of a few heads at a time, so that the keys and values of these heads stay in the L2 cache.
 // These heads lie along x, their tiles along y, and the next heads along z.
 
-// Whether the grid has more tiles than a head, because its layers have equally many.
+// Whether the last layer of the grid may have tiles past the head's last, because layers have equally many.
 constexpr bool SPARE_TILES = false;
 
 // A row of results, counted over the results of all splits of the keys.
@@ -1042,7 +1042,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
       else
         load_tile<KEYS, DV, 64>(base + SHARED_V + stage * V_TILE, values, v_stride_n, t * KEYS - LAG, work.n_k, thread);
       copy_commit();
-      copy_wait<0>();  // the other stages are in flight or in use meanwhile
+      copy_wait<0>();  // a thread has one tile in flight: it arrives for a whole tile
       fence_async();
       barrier_arrive(full + BARRIER * stage);
     }

@@ -423,7 +423,7 @@ def test_no_races(name: str, target: str, spec: Spec, folder: Path) -> None:
         (
             "forward",
             "sm_90a",
-            "copy_wait<0>();  // the other stages are in flight or in use meanwhile\n      fence_async();",
+            "copy_wait<0>();  // a thread has one tile in flight: it arrives for a whole tile\n      fence_async();",
             "",
             "races with copy_async",
         ),

@@ -203,7 +203,7 @@ class RowKernel(StripSource):
             yield f"Rows before row {self.first_row} are not computed. Query r sits at position r + off. A sequence has"
             yield "its own length, and its last row is at its end."
         else:
-            yield "Query first + r sits at position first + r + off; rows before `valid` count as unseen."
+            yield "Query first + r sits at position first + r + off; rows before `valid` see no key."
 
     @property
     def summary(self) -> str:

@@ -28,7 +28,7 @@ def _block(n_q, n_k, index, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_past(sequence, begin, count):
-    """Whether a block that begins at `begin` is past the `count` rows or keys of the sequence."""
+    """Whether a block that begins at `begin` is past the `count` rows or keys of the sequence. A batch has none."""
     return False
 
 
