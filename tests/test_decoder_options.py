@@ -31,6 +31,7 @@ OVERRIDES: dict[str, tuple[Any, Any]] = {
     "frequency_scaling": ({"factor": 2.0}, FrequencyScaling(2.0)),
     "dropout": (0.25, 0.25),
     "window": ([4, -1], (4, -1)),
+    "logits": ("50*tanh(s/50)", "50*tanh(s/50)"),
     "mask": ("output", "output"),
 }
 

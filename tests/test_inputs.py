@@ -641,6 +641,7 @@ WRONG_VALUES = {
     "key_padding": (*NOT_TEXT, None, "", "Both"),
     "mask": (*NOT_TEXT, None, "none"),
     "dtype": (*NOT_TEXT, "", "float", torch.int8, np.float32, float),
+    "logits": (3, b"s", ["s"], "", "s +", lambda x: x),
     "backend": (*NOT_TEXT, None, "", "gpu"),
     "target": (*NOT_TEXT, "", "h100", (9, 0), mtagen.TARGETS["sm_90a"]),
     "deterministic": NOT_A_BOOL,

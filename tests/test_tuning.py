@@ -258,6 +258,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "post_kernel": (2, 3),
         "post_mixed_heads": 2,
         "window": (8, 0),
+        "logits": "tanh(s)",
         "packed": True,
         "dropout": True,
     }
