@@ -101,7 +101,7 @@ class _Evaluation:
             return reduce(torch.mul, map(part, expr.args))
         if isinstance(expr, sympy.Pow):
             base, exponent = expr.args
-            return part(base).pow(int(exponent) if part == self.of else float(exponent))
+            return self.of(base).pow(int(exponent)) if expr.is_integer else self.real(base).pow(float(exponent))
         return _FUNCTIONS[type(expr)](*map(part, expr.args))
 
     def _sum(self, expr: Expr) -> Tensor:

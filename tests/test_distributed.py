@@ -57,6 +57,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "window to the right": {"causal": False, "window": (-1, 3), "mask": "output"},
     "window to the left": {"causal": False, "window": (5, -1), "key_padding": "right"},
     "padded on the left": {"key_padding": "left"},
+    "logits by distance": {"logits": "(3 + h) * tanh(s / 2) - (i - j) / 16"},
+    "logits in a window": {"logits": "s * log(abs(i - j) + 2)", "causal": False, "window": (7, 4)},
+    "logits of heads": {"logits": "s / (h + 1)", "causal": False},
 }
 LENGTHS = ([37], [5, 20, 12], [1, 0, 3, 17, 2, 9, 0], [30, 1, 1, 5])  # of documents
 
@@ -155,6 +158,17 @@ def test_pipelines(ranks: Ranks, size: int, number: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(ranks: Ranks, size: int, balanced: bool, name: str) -> None:
     ranks.run(size, compare_op, EVERYTHING | MASKS[name], balanced, 2, 2, 43)
+
+
+def refused_logits(group: ProcessGroup) -> None:
+    """A rank knows the distance of a query and a key only, and only where a mask aligns its rows."""
+    for stages in ({"logits": "s * log(i + 1)"}, {"logits": "s - (i - j) / 8", "causal": False}):
+        with pytest.raises(InputError, match=r"logits: got .* reads positions"):
+            ContextParallel(built({"kernel": None} | stages), group)
+
+
+def test_logits_that_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refused_logits)
 
 
 @every_size
@@ -726,9 +740,12 @@ def test_heads(ranks: Ranks, options: dict[str, Any], sequence: bool) -> None:
     ranks.run(2, compare_heads, options, sequence)
 
 
+OF_HEADS: dict[str, Any] = {"post_mixed_heads": None, "logits": "s / (h + 1)"}
+
+
 def refused_heads(group: ProcessGroup) -> list[str]:
     mesh, messages = DeviceMesh.from_group(group, "cpu"), []
-    for options in ({}, {"post_mixed_heads": None, "dropout": 0.1}, {"n_kv_heads": 1}):
+    for options in ({}, {"post_mixed_heads": None, "dropout": 0.1}, {"n_kv_heads": 1}, OF_HEADS):
         with pytest.raises(SpecError) as raised:
             parallelize_module(MultiTokenAttention(48, HEADS, **LAYER | options), mesh, HeadParallel())
         messages.append(str(raised.value))
@@ -738,13 +755,14 @@ def refused_heads(group: ProcessGroup) -> list[str]:
 
 
 def test_heads_that_are_not_spread(ranks: Ranks) -> None:
-    mixed, dropout, keys = ranks.run(2, refused_heads)[0]
+    mixed, dropout, keys, heads = ranks.run(2, refused_heads)[0]
     assert mixed == (
         "post_mixed_heads: got 4; a rank has 2 heads, and cannot mix them with others; legal: a divisor of 2, or "
         "context_parallel=..., which spreads tokens and mixes all heads"
     )
     assert "dropout is not supported" in dropout
     assert "n_kv_heads: got 1" in keys
+    assert "logits: got 's/(h + 1)'; reads h" in heads
 
 
 def generate_by_heads(group: ProcessGroup) -> None:

@@ -218,6 +218,7 @@ LOGITS = {
     "places": "s * log(i + 2) / 2 + min(3, i - j) * s / 8",
     "where": "where((i - j) // 3 == 1, s, -abs(s))",
     "sigmoid": "1 / (1 + exp(-s))",
+    "quotients": "s / (h + 1) + 2 / (1 + abs(i - j)) ** 2",
 }
 
 

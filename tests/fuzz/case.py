@@ -32,7 +32,7 @@ LOGITS = (
     "s - 0.125 * (h + 1) * (i - j)",
     "s * log(abs(i) + 2) / 4",
     "where((i - j) % 3 == 1, s / 2, s) + min(4, i - j) / 8",
-    "s / (1 + exp(-s)) - sqrt(abs(i - j)) / 4",
+    "s / (1 + exp(-s)) - sqrt(abs(i - j)) / 4 + s / (h + 1)",
 )
 LENGTHS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 40)
 LONG_LENGTHS = (63, 65, 90, 128, 133, 150)
