@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import sympy
@@ -37,33 +38,33 @@ def triton_expression(expr: Expr) -> str:
     return _TritonPrinter().real(expr)
 
 
-class _Printer:
-    """What both languages print alike."""
+class _Printer(ABC):
+    """Prints an expression in a language, whose words a subclass knows."""
 
     functions: ClassVar[Mapping[type[Expr], str]]  # of one number
     logic: ClassVar[Mapping[type[Boolean], str]]
     no: ClassVar[str]
     divides: ClassVar[str]  # of integers
 
+    @abstractmethod
     def number(self, value: float) -> str:
         """Print a real number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extremum(self, name: str, first: str, second: str) -> str:
         """Print the ``min`` or ``max`` of two numbers, which keeps NaN."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, condition: str, value: str, other: str) -> str:
         """Print a number that depends on a condition, as an atom."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wide(self, place: str) -> str:
         """Print an int as one of 64 bits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_real(self, integer: str) -> str:
         """Print an integer as a real number."""
-        raise NotImplementedError
 
     def real(self, expr: Expr, binding: int = _SUM) -> str:
         """Print a real number, in parentheses if it binds less tightly than ``binding``."""
@@ -94,18 +95,15 @@ class _Printer:
     def _sum(self, expr: Expr) -> str:
         """Print a sum. Its integers are added up exactly before they are rounded."""
         factor, integers, others = split_sum(expr)
-        terms = sorted(others, key=lambda term: (_is_negative(term), str(term)))
-        texts = [self.real(-term if _is_negative(term) else term, _PRODUCT) for term in terms]
-        signs = [_is_negative(term) for term in terms]
+        terms = [
+            (_is_negative(term), self.real(-term if _is_negative(term) else term, _PRODUCT))
+            for term in sorted(others, key=lambda term: (_is_negative(term), str(term)))
+        ]
         if integers != 0:
-            negative = bool(factor < 0)
             text = self.as_real(self.integer(integers))
-            texts.append(text if abs(factor) == 1 else f"{self.number(float(abs(factor)))} * {text}")
-            signs.append(negative)
-        head = f"-{texts[0]}" if signs[0] else texts[0]
-        return head + "".join(
-            f" {'-' if sign else '+'} {text}" for sign, text in zip(signs[1:], texts[1:], strict=True)
-        )
+            scaled = text if abs(factor) == 1 else f"{self.number(float(abs(factor)))} * {text}"
+            terms.append((bool(factor < 0), scaled))
+        return _added(terms)
 
     def _product(self, expr: Expr) -> tuple[str, int]:
         """Print a product: its number, quotient and other factors.
@@ -129,7 +127,7 @@ class _Printer:
 
     def _power(self, base: Expr, exponent: Rational) -> list[str]:
         """Print the factors of a power: copies of the base, and its root."""
-        whole, half = divmod(2 * int(exponent * 2) // 2, 2)
+        whole, half = divmod(int(2 * exponent), 2)
         root = [f"{self.functions[sympy.sqrt]}({self.real(base)})"] if half else []
         return [self.real(base, _ATOM)] * whole + root
 
@@ -161,10 +159,8 @@ class _Printer:
             return f"(({multiple}) {self.divides} {below})", _ATOM
         if expr.is_Add:
             terms = sorted(expr.args, key=lambda term: (term.is_number, _is_negative(term), str(term)))
-            texts = [part(-term if _is_negative(term) else term, _PRODUCT) for term in terms]
-            head = f"-{texts[0]}" if _is_negative(terms[0]) else texts[0]
-            rest = zip(terms[1:], texts[1:], strict=True)
-            return head + "".join(f" {'-' if _is_negative(term) else '+'} {text}" for term, text in rest), _SUM
+            signed = ((_is_negative(term), part(-term if _is_negative(term) else term, _PRODUCT)) for term in terms)
+            return _added(signed), _SUM
         if expr.is_Mul and _is_negative(expr):
             return f"-{part(-expr, _ATOM)}", _SUM
         if expr.is_Mul or expr.is_Pow:
@@ -248,13 +244,17 @@ def _fits(expr: Expr) -> bool:
     if isinstance(expr, (Minimum, Maximum)):
         return all(map(_fits, expr.args))
     terms = sympy.Add.make_args(expr)
-    symbols = [term for term in terms if not term.is_number]
-    return (
-        all(term.is_Symbol or (-term).is_Symbol for term in symbols)
-        and sum(term.is_Symbol for term in symbols) <= 1
-        and len(symbols) <= 2
-        and all(abs(term) <= _SMALL for term in terms if term.is_number)
-    )
+    numbers = [abs(term) for term in terms if term.is_number]
+    added, subtracted = sum(term.is_Symbol for term in terms), sum((-term).is_Symbol for term in terms)
+    only_places = added + subtracted + len(numbers) == len(terms)
+    return only_places and max(added, subtracted) <= 1 and all(number <= _SMALL for number in numbers)
+
+
+def _added(terms: Iterable[tuple[bool, str]]) -> str:
+    """Return the text of a sum, given whether each term is negative, and its text without the sign."""
+    (negative, text), *rest = terms
+    head = f"-{text}" if negative else text
+    return head + "".join(f" {'-' if negative else '+'} {text}" for negative, text in rest)
 
 
 def _extremum_name(expr: Expr) -> str:

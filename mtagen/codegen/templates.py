@@ -55,7 +55,7 @@ def spaced(text: str, definitions: tuple[str, ...] = ()) -> str:
 
     Args:
         text: source code.
-        definitions: what lines begin with that begin a definition.
+        definitions: prefixes of the lines that begin a definition.
     """
     lines: list[str] = []
     blank = False

@@ -51,7 +51,8 @@ from .printers import python_code, triton_code, triton_host_code
 from .templates import environment, spaced
 
 _NUMBERS = ("int32", "float")  # types of arguments
-_DEFINITIONS = ("@triton.jit", "@torch.no_grad", "def ", "class ", "LIMITS = ")  # what lines of definitions begin with
+# Prefixes of lines that begin a definition.
+_DEFINITIONS = ("@triton.jit", "@torch.no_grad", "def ", "class ", "LIMITS = ")
 _S, _U, _V = sympy.symbols("s u v", integer=True)  # taps of the convolution: within a term, along rows, along keys
 
 

@@ -1,4 +1,4 @@
-"""Score expressions: what becomes of a score before the softmax.
+"""Score expressions: functions of a score before the softmax.
 
 The option ``logits`` of :func:`mtagen.build` takes an expression in the score. An expression is a
 text, or a function that mtagen calls once with symbols::

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import reduce
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import sympy
 from sympy import Expr, Integer, Rational
@@ -53,10 +53,15 @@ class Where(Expr):  # type: ignore[misc]
 
 
 class _Extremum(sympy.Function):  # type: ignore[misc]
-    """An extremum of two numbers. Sympy's own has no derivative that kernels can compute."""
+    """An extremum of two numbers. Sympy's own has no derivative that kernels can compute.
+
+    Attributes:
+        comparison: the first number is the extremum where it compares like this with the second.
+    """
 
     nargs = 2
     is_real = True
+    comparison: ClassVar[Any]
 
     @classmethod
     def eval(cls, first: Expr, second: Expr) -> Expr | None:
@@ -71,7 +76,7 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
     @classmethod
     def chosen(cls, first: Expr, second: Expr) -> Boolean:
         """Return the condition that the extremum is the first number."""
-        raise NotImplementedError
+        return cls.comparison(first, second)
 
     def _eval_is_integer(self) -> bool | None:
         return True if all(argument.is_integer for argument in self.args) else None
@@ -84,19 +89,13 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
 class Minimum(_Extremum):
     """The lesser of two numbers."""
 
-    @classmethod
-    def chosen(cls, first: Expr, second: Expr) -> Boolean:
-        """Return the condition that the first number is the lesser."""
-        return sympy.LessThan(first, second)
+    comparison = sympy.LessThan
 
 
 class Maximum(_Extremum):
     """The greater of two numbers."""
 
-    @classmethod
-    def chosen(cls, first: Expr, second: Expr) -> Boolean:
-        """Return the condition that the first number is the greater."""
-        return sympy.GreaterThan(first, second)
+    comparison = sympy.GreaterThan
 
 
 def minimum(*values: Any) -> Expr:
@@ -232,7 +231,7 @@ def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
 def _called(name: str, function: Function) -> str:
     """Call a function with symbols, and return the text of what it returns.
 
-    Its ``min``, ``max`` and the other functions of the language are those of the language.
+    Names such as ``min`` and ``max`` in the function mean the functions of the language.
     """
     legal = f"a text, or a function of {', '.join(NAMES)}"
     if not callable(function):

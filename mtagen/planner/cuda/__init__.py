@@ -1,1 +1,1 @@
-"""What the CUDA kernels of all lowerings share: convolutions on tensor cores, shared memory, limits."""
+"""Parts that the CUDA kernels of all lowerings share: convolutions on tensor cores, shared memory, limits."""

@@ -1,4 +1,4 @@
-"""What a kernel of rows reads, computes and stores, which follows from its role and the stages."""
+"""The formula of a kernel of rows: its inputs, steps and results follow from its role and the stages."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class RowShared:
     """The shared memory of a CTA.
 
     Attributes:
-        formula: what the kernel computes.
+        formula: the formula that the kernel computes.
         warps: number of warps of a CTA.
         room: bytes that the CTA may use.
     """

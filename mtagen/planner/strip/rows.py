@@ -90,7 +90,7 @@ class RowKernel(StripSource):
 
     @cached_property
     def formula(self) -> RowFormula:
-        """What the kernel computes."""
+        """The formula that the kernel computes."""
         return RowFormula(self.role, self.stages)
 
     @cached_property
