@@ -64,14 +64,12 @@ def _score_parts(head):
 @triton.jit
 def _modify(score, parts, position, key):
     """The value of a visible score that the softmax takes, in the unit of the score: the option `logits`."""
-
     return score
 
 
 @triton.jit
 def _modify_backward(gradient, score, parts, position, key):
     """The gradient of a visible score from the gradient of its `_modify`."""
-
     return gradient
 
 

@@ -558,9 +558,7 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
 struct ScoreFunction {
   int head;
 
-  // Computes what depends on the head only.
-  DEVICE ScoreFunction(float exponent, int head) : head(head) {
-  }
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
 
   // A value of modify() times this is an exponent of 2.
   DEVICE static constexpr float exponent_of(float exponent) { return exponent; }

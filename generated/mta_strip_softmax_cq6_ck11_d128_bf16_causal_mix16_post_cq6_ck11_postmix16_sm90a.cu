@@ -459,9 +459,7 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
 struct ScoreFunction {
   int head;
 
-  // Computes what depends on the head only.
-  DEVICE ScoreFunction(float exponent, int head) : head(head) {
-  }
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
 
   // A value of modify() times this is an exponent of 2.
   DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
@@ -506,11 +504,13 @@ struct Statistics {
 
   DEVICE void merge(int n, float other, float sum) {
     const float top = fmaxf(largest[n], other), shift = shift_of(top);
-    total[n] = total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) + sum * exp2_fast(VALUE_EXPONENT * other - shift);
+    total[n] =
+        total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) + sum * exp2_fast(VALUE_EXPONENT * other - shift);
     largest[n] = top;
   }
 
-  // log2 of the sum of 2^(VALUE_EXPONENT x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per warp.
+  // log2 of the sum of 2^(VALUE_EXPONENT x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per
+  // warp.
   template <int WARPS>
   DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
 #pragma unroll

@@ -1115,9 +1115,7 @@ DEVICE bool visible(int position, int key) { return key <= position; }
 struct ScoreFunction {
   int head;
 
-  // Computes what depends on the head only.
-  DEVICE ScoreFunction(float exponent, int head) : head(head) {
-  }
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
 
   // A value of modify() times this is an exponent of 2.
   DEVICE static constexpr float exponent_of(float exponent) { return exponent; }

@@ -369,7 +369,8 @@ struct Softmax {
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Computes the probabilities of 8 columns of both rows, one half of an A operand.
+  // Computes the probabilities of 8 columns of both rows, one half of an A operand. There is no fmaf(), because the
+  // compiler fuses the sum with a product that computes the score if `exponent` is 1.
   DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -781,9 +782,7 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
 struct ScoreFunction {
   int head;
 
-  // Computes what depends on the head only.
-  DEVICE ScoreFunction(float exponent, int head) : head(head) {
-  }
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
 
   // A value of modify() times this is an exponent of 2.
   DEVICE static constexpr float exponent_of(float exponent) { return exponent; }

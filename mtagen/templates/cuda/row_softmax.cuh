@@ -32,8 +32,8 @@ struct Statistics {
 
   DEVICE void merge(int n, float other, float sum) {
     const float top = fmaxf(largest[n], other), shift = shift_of(top);
-    total[n] = total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) +
-               sum * exp2_fast(VALUE_EXPONENT * other - shift);
+    total[n] =
+        total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) + sum * exp2_fast(VALUE_EXPONENT * other - shift);
     largest[n] = top;
   }
 
