@@ -323,6 +323,12 @@ constexpr int SHARED_GATHER = 114368;
 constexpr int SHARED_TAPS = 127168;
 constexpr int SHARED_BARRIERS = 127960;
 
+// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
+// bf16.
+constexpr float LIMIT = 16384.0f;
+// A new reference of a row is this much above the row's maximum, in units of log2.
+constexpr float HEADROOM = 0.f;
+
 constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr float LN_2 = 0.6931471805599453f;
@@ -333,19 +339,15 @@ constexpr float NO_PEAK = -1e30f;
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
 // FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
-// maximum of some earlier tiles, which is at most log2(LIMIT) below the running maximum. So a probability needs neither
-// the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at a time, and
-// the convolved scores need not stay in registers.
+// maximum of some earlier tiles plus HEADROOM. It is at most log2(LIMIT) below the running maximum. So a probability
+// needs neither the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at
+// a time, and the convolved scores need not stay in registers.
 //
 // If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
 // again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
 // tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
-
-// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
-// fp16, 65504.
-constexpr float LIMIT = 16384.f;
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
 // finite, so that exp2(-inf + NO_REFERENCE) is 0.
@@ -415,7 +417,7 @@ struct Softmax {
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
       exceeds[r] = signbit(sum[r]);
-      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r];
+      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
       sum[r] = fabsf(sum[r]) * rescale[r];
