@@ -11,6 +11,7 @@ from sympy import Expr, Integer, Rational
 from sympy.logic.boolalg import Boolean
 
 from ..expressions.language import Maximum, Minimum, Where, split_sum
+from ..planner.geometry.score import FastTanh
 
 _SUM, _PRODUCT, _ATOM = range(3)  # how tightly a piece of text binds
 _SMALL = 2**20  # a number that a difference of places may be moved by in an int32
@@ -187,6 +188,7 @@ class _Printer(ABC):
 class _CPrinter(_Printer):
     functions: ClassVar[Mapping[type[Expr], str]] = {
         sympy.tanh: "tanh_of",
+        FastTanh: "tanh_fast",
         sympy.exp: "exp_of",
         sympy.log: "logf",
         sympy.sqrt: "sqrtf",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import sympy
-from sympy import Add, Expr, Rational
+from sympy import Add, Expr, Integer, Mul, Rational, Symbol
+from sympy.logic.boolalg import Boolean
 
 from ...expressions import language
 from ...spec import Spec
@@ -17,18 +18,59 @@ from .mask import Mask
 # the position of its query, its key, and its head of queries.
 SCORE, GRADIENT = sympy.symbols("score gradient", real=True)
 POSITION, KEY, HEAD = sympy.symbols("position key head", integer=True)
-# A kernel holds a score divided by this number, which may be known only at run time.
-FACTOR = sympy.Symbol("factor", real=True, nonzero=True)
+# position - key as a real number
+DISTANCE = Symbol("distance", real=True)
+# A score that a kernel holds is in units of log2 after it is multiplied by this number, which may be known only at run
+# time.
+EXPONENT = Symbol("exponent", positive=True)
+
+
+class FastTanh(sympy.Function):  # type: ignore[misc]
+    """The hyperbolic tangent with an error of 2^-11 of its value, which GPUs have as an instruction."""
+
+    nargs = 1
+    is_real = True
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """The function of a score and its gradient, as kernels compute them.
+
+    Attributes:
+        parts: values that depend on the head only, each with the symbol that the functions have for it.
+            A kernel computes the parts once for each of its heads.
+        modify: what the softmax takes for ``SCORE``.
+        modify_backward: the gradient of the score from the ``GRADIENT`` of its value.
+        exponent: what turns a value of ``modify`` into an exponent of 2.
+    """
+
+    parts: tuple[tuple[Symbol, Expr], ...]
+    modify: Expr
+    modify_backward: Expr
+    exponent: Expr = EXPONENT
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether the value of a score depends on its position or key."""
+        return bool(self.modify.free_symbols & {POSITION, KEY, DISTANCE})
+
+    def symbols(self, expr: Expr) -> list[tuple[int, Symbol]]:
+        """Return the head and the parts that one of the functions names, with their numbers: 0 is the head."""
+        known = enumerate([HEAD, *(symbol for symbol, _ in self.parts)])
+        return [(number, symbol) for number, symbol in known if expr.has(symbol)]
+
+    def with_fast_tanh(self) -> ScoreFunction:
+        """Return the function with the tanh of each score from the GPU's instruction."""
+        modify, modify_backward = (expr.replace(sympy.tanh, FastTanh) for expr in (self.modify, self.modify_backward))
+        return replace(self, modify=modify, modify_backward=modify_backward)
 
 
 @dataclass(frozen=True)
 class ScoreStage:
     """The mask and the function that apply to scores before the softmax.
 
-    It is printed as functions, which templates call without asking what they are:
-    ``visible(position, key)``, ``modify(score, position, key, head)`` and
-    ``modify_backward(gradient, score, position, key, head)``. In CUDA the last two take
-    ``factor`` after ``score``, because some kernels know their units only at run time.
+    It is printed as functions, which templates call without asking what they are: ``visible``, and
+    ``modify`` and ``modify_backward`` of its :class:`ScoreFunction`.
 
     Attributes:
         visible: the keys that each query sees. Bounds of loops and edge tiles follow from it, too.
@@ -74,6 +116,104 @@ class ScoreStage:
         of_score = [exact * term for term in terms if term.has(SCORE)]
         # The other terms stay together: differences of places must be taken before they are rounded.
         return replace(self, modify=Add(*of_score, exact * Add(*(term for term in terms if not term.has(SCORE)))))
+
+    @cached_property
+    def function(self) -> ScoreFunction:
+        """The function of scores in kernels that know the unit of scores when they are printed."""
+        parts = _Parts(frozenset({HEAD}))
+        modify, modify_backward = map(parts.split, (self.modify, self.modify_backward))
+        return ScoreFunction(parts.all, modify, modify_backward)
+
+    @cached_property
+    def function_of_any_unit(self) -> ScoreFunction:
+        """The function of scores in kernels that learn their ``EXPONENT`` when they run.
+
+        A sum of the score and others keeps its unit, because the softmax multiplies the sum anyway.
+        Other values are in units of log2, so that one multiplication scales them.
+        """
+        held = self.scaled(1 / (EXPONENT * sympy.log(2)))
+        keeps_unit = SCORE in Add.make_args(self.modify)
+        modify = held.modify if keeps_unit else Add(*(EXPONENT * term for term in Add.make_args(held.modify)))
+        parts = _Parts(frozenset({HEAD, EXPONENT}), DISTANCE)
+        modify, modify_backward = map(parts.split, (modify, held.modify_backward))
+        return ScoreFunction(parts.all, modify, modify_backward, EXPONENT if keeps_unit else Integer(1))
+
+
+class _Parts:
+    """Splits expressions into parts that depend on some symbols only, and expressions that name the parts.
+
+    Integers stay whole, because sums of places must be exact before they are rounded.
+
+    Args:
+        symbols: what parts depend on.
+        distance: the symbol of the real number ``POSITION - KEY``, if kernels have this number.
+    """
+
+    def __init__(self, symbols: frozenset[Symbol], distance: Symbol | None = None) -> None:
+        self._symbols = symbols
+        self._distance = distance
+        self._known: dict[Expr, Symbol] = {}
+
+    @property
+    def all(self) -> tuple[tuple[Symbol, Expr], ...]:
+        """The parts of all expressions that were split."""
+        return tuple((symbol, expr) for expr, symbol in self._known.items())
+
+    def split(self, expr: Expr) -> Expr:
+        """Return a real number with symbols for its parts."""
+        if self._is_part(expr):
+            return self._part(expr)
+        if expr.is_integer:
+            return self._integer(expr)
+        if expr.is_Add:
+            return self._sum(expr)
+        if expr.is_Mul:
+            return self._product(expr)
+        if expr.is_Pow:
+            base, exponent = expr.args
+            return self.split(base) ** exponent
+        if isinstance(expr, language.Where):
+            condition, value, other = expr.args
+            return language.Where(self._condition(condition), self.split(value), self.split(other))
+        return expr.func(*map(self.split, expr.args)) if expr.args else expr
+
+    def _is_part(self, expr: Expr) -> bool:
+        return bool(expr.free_symbols <= self._symbols)
+
+    def _part(self, expr: Expr) -> Expr:
+        """Return the symbol of a part. A number or the head itself needs none."""
+        if expr.is_number or expr == HEAD:
+            return expr
+        return self._known.setdefault(expr, Symbol(f"part{len(self._known)}", real=True))
+
+    def _integer(self, expr: Expr) -> Expr:
+        if self._distance is not None:
+            for sign in (1, -1):
+                rest = expr - sign * (POSITION - KEY)
+                if rest.is_number:
+                    return sign * self._distance + rest
+        return expr
+
+    def _sum(self, expr: Expr) -> Expr:
+        number, integer, others = language.split_sum(expr)
+        terms = [*others, number * integer] if self._is_part(integer) else others
+        whole = 0 if self._is_part(integer) else number * self._integer(integer)
+        fixed = self._part(Add(*filter(self._is_part, terms)))
+        return Add(whole, fixed, *(self.split(term) for term in terms if not self._is_part(term)))
+
+    def _product(self, expr: Expr) -> Expr:
+        number, factors = expr.as_coeff_mul()
+        contents = [factor.primitive() if factor.is_Add else (Integer(1), factor) for factor in factors]
+        number = Mul(number, *(content for content, _ in contents))
+        fixed = Mul(*(factor for _, factor in contents if self._is_part(factor)))
+        if not fixed.is_number:
+            number, fixed = sympy.sign(number), self._part(abs(number) * fixed)
+        return Mul(number, fixed, *(self.split(factor) for _, factor in contents if not self._is_part(factor)))
+
+    def _condition(self, expr: Boolean) -> Boolean:
+        if expr.is_Relational:
+            return expr if all(side.is_integer for side in expr.args) else expr.func(*map(self.split, expr.args))
+        return expr.func(*map(self._condition, expr.args))
 
 
 @cache
