@@ -16,7 +16,7 @@ GRADIENT = sympy.Symbol("gradient", real=True)
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
+class ScoreExpression:
     """A function of scores, an expression of :mod:`.language`, and what its backward pass computes.
 
     Gradients are linear in :data:`GRADIENT`, the gradient of the function's value. Where that is 0
@@ -50,11 +50,11 @@ class ScoreFunction:
 
 
 @cache
-def functions_of(spec: Spec) -> dict[str, ScoreFunction]:
+def functions_of(spec: Spec) -> dict[str, ScoreExpression]:
     """Return the functions of scores of a request, by the names of their options."""
     parameters = read_parameters(spec.parameters)
     texts = {name: getattr(spec, name) for name in EXPRESSIONS}
-    return {name: ScoreFunction(read(name, text, parameters) if text else SCORE) for name, text in texts.items()}
+    return {name: ScoreExpression(read(name, text, parameters) if text else SCORE) for name, text in texts.items()}
 
 
 def _times_gradient(slope: Expr) -> Expr:
