@@ -54,15 +54,15 @@ class Functions:
             scores: ``[G, R, J]``.
             place: where they lie.
         """
-        function = self._functions[name]
-        if function.is_identity:
+        function = self._functions.get(name)
+        if function is None:
             return scores
         return evaluate(function.expr, _places(scores, place), self._parameters).expand_as(scores)
 
     def backward(self, name: str, gradient: Tensor, scores: Tensor, place: Place) -> Tensor:
         """Return the gradient of scores from that of their values; add those of parameters to ``gradients``."""
-        function = self._functions[name]
-        if function.is_identity:
+        function = self._functions.get(name)
+        if function is None:
             return gradient
         values = _places(scores, place) | {GRADIENT: gradient}
         for load in function.loads:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import sympy
 from sympy import Expr
 
-from ..spec import EXPRESSIONS, Spec
 from .language import SCORE, Load, Where, read
 from .parameters import read_parameters
+
+if TYPE_CHECKING:
+    from ..spec import Spec
 
 GRADIENT = sympy.Symbol("gradient", real=True)
 
@@ -26,12 +29,7 @@ class ScoreExpression:
         expr: the value.
     """
 
-    expr: Expr = SCORE
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the value is the score."""
-        return bool(self.expr == SCORE)
+    expr: Expr
 
     @cached_property
     def backward(self) -> Expr:
@@ -51,10 +49,9 @@ class ScoreExpression:
 
 @cache
 def functions_of(spec: Spec) -> dict[str, ScoreExpression]:
-    """Return the functions of scores of a request, by the names of their options."""
+    """Return the functions of scores of a request that are not the identity, by the names of their options."""
     parameters = read_parameters(spec.parameters)
-    texts = {name: getattr(spec, name) for name in EXPRESSIONS}
-    return {name: ScoreExpression(read(name, text, parameters) if text else SCORE) for name, text in texts.items()}
+    return {name: ScoreExpression(read(name, text, parameters)) for name, text in spec.expressions.items()}
 
 
 def _times_gradient(slope: Expr) -> Expr:
