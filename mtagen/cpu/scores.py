@@ -41,7 +41,10 @@ class Functions:
 
     def __init__(self, spec: Spec, learned: list[Tensor], dtype: torch.dtype) -> None:
         named = {argument.name: x for argument, x in zip(spec.learned_arguments, learned, strict=True)}
-        self._functions, self._dtypes = functions_of(spec), {name: x.dtype for name, x in named.items()}
+        self._functions, self._dtypes = (
+            functions_of(spec.expressions, spec.parameters),
+            {name: x.dtype for name, x in named.items()},
+        )
         self._parameters = {name: x.to(dtype) for name, x in named.items()}
         self.sink = self._parameters.pop("sink") if spec.sink else None
         self.gradients = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in named.items()}

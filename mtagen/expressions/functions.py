@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
 
 import sympy
 from sympy import Expr
 
 from .language import SCORE, Load, Where, read
 from .parameters import read_parameters
-
-if TYPE_CHECKING:
-    from ..spec import Spec
 
 GRADIENT = sympy.Symbol("gradient", real=True)
 
@@ -48,10 +44,17 @@ class ScoreExpression:
 
 
 @cache
-def functions_of(spec: Spec) -> dict[str, ScoreExpression]:
-    """Return the functions of scores of a request that are not the identity, by the names of their options."""
-    parameters = read_parameters(spec.parameters)
-    return {name: ScoreExpression(read(name, text, parameters)) for name, text in spec.expressions.items()}
+def functions_of(
+    expressions: tuple[tuple[str, str], ...], parameters: tuple[tuple[str, str], ...]
+) -> dict[str, ScoreExpression]:
+    """Return functions of scores by the names of their options.
+
+    Args:
+        expressions: the names and texts, ``Spec.expressions``.
+        parameters: the parameters that they read, as in ``Spec``.
+    """
+    known = read_parameters(parameters)
+    return {name: ScoreExpression(read(name, text, known)) for name, text in expressions}
 
 
 def _times_gradient(slope: Expr) -> Expr:

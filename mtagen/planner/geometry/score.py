@@ -348,7 +348,7 @@ class _Parts:
 def _stage(spec: Spec) -> ScoreStage:
     if spec.logits is None:
         return ScoreStage(Mask.of(spec))
-    expr = functions_of(spec)["logits"].expr
+    expr = functions_of(spec.expressions, spec.parameters)["logits"].expr
     views = {view.parameter.name: view for view in map(View, read_parameters(spec.parameters))}
     entries = {}
     for load in expr.atoms(language.Load):
