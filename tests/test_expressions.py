@@ -21,7 +21,7 @@ import mtagen
 from mtagen import SpecError
 from mtagen.codegen import render
 from mtagen.codegen.expressions import c_expression, triton_expression
-from mtagen.evaluate import evaluate, logits_of
+from mtagen.evaluate import evaluate
 from mtagen.expressions import alibi, softcap
 from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, canonical, is_of_distance, names_in, read, write
 from mtagen.planner.cuda.score import score_function
@@ -128,12 +128,16 @@ def test_what_an_expression_reads(text: str, names: str, of_distance: bool) -> N
     assert is_of_distance(text) == of_distance
 
 
+def value_of(text: str, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
+    return evaluate(read("logits", text), {SCORE: scores, POSITION: positions, KEY: keys, HEAD: heads})
+
+
 def test_named_expressions() -> None:
     scores, places = torch.linspace(-90, 90, 7, dtype=torch.float64), torch.zeros(7, dtype=torch.int64)
-    capped = logits_of(softcap(30.0), scores, places, places, places)
+    capped = value_of(softcap(30.0), scores, places, places, places)
     torch.testing.assert_close(capped, 30 * torch.tanh(scores / 30))
     heads = torch.arange(7)
-    biased = logits_of(alibi(8), scores, places + 5, places + 2, heads)
+    biased = value_of(alibi(8), scores, places + 5, places + 2, heads)
     torch.testing.assert_close(biased, scores - 3 * 2.0 ** -(heads + 1.0).double())
     for wrong in (0, -1.0, math.inf, math.nan, True, "50"):
         with pytest.raises(SpecError, match="cap: got"):
