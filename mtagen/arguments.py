@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .dtypes import TORCH_DTYPES
 from .errors import InputError, explain
 from .spec import BATCH, PACKED, SINK, Argument
 
@@ -214,7 +213,7 @@ def check_learned(
         check_dense(((name, x),))
         if tuple(x.shape) != shape:
             raise InputError(explain(f"{name}.shape", tuple(x.shape), f"must be {argument.shape}", shape))
-        dtypes = {q.dtype if dtype == "q" else TORCH_DTYPES["fp32"] for dtype in argument.dtypes}
+        dtypes = {q.dtype if dtype == "q" else torch.float32 for dtype in argument.dtypes}
         if x.dtype not in dtypes:
             raise InputError(explain(f"{name}.dtype", x.dtype, "must be fp32 or the dtype of q", (*dtypes,)))
         if x.device != q.device:

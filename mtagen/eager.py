@@ -118,7 +118,7 @@ def reference(
     after = keys - positions
     left, right = window[0], 0 if causal else window[1]
     forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
-    functions = {name: function for name, function in functions_of(spec).items() if not function.is_identity}
+    functions = functions_of(spec.expressions, spec.parameters)
 
     def applied(name: str, x: Tensor, hidden: Tensor) -> Tensor:
         """Apply a function to the scores that are not hidden: a slope of 0 times NaN would be NaN."""

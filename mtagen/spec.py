@@ -201,7 +201,15 @@ class Spec:
         """Replace expressions by canonical texts, each at the first place that computes the same."""
         from .expressions.places import normalised  # imported here, because sympy takes longer to load than this module
 
-        for name, value in normalised(self).items():
+        distances = self.left, self.right, self.cq - 1 if self.mask == "output" else 0
+        fields = normalised(
+            {name: getattr(self, name) for name in EXPRESSIONS},
+            self.parameters,
+            distances,
+            convolves=self.kernel is not None,
+            mixes=self.mixed_heads is not None,
+        )
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -289,9 +297,9 @@ class Spec:
         return replace(self, packed=True).learned_arguments
 
     @cached_property
-    def expressions(self) -> dict[str, str]:
-        """The texts of the functions of scores by name, in the order in which they are applied."""
-        return {name: text for name in EXPRESSIONS if (text := getattr(self, name)) is not None}
+    def expressions(self) -> tuple[tuple[str, str], ...]:
+        """The names and texts of the functions of scores, in the order in which they are applied."""
+        return tuple((name, text) for name in EXPRESSIONS if (text := getattr(self, name)) is not None)
 
     @cached_property
     def _weight_extents(self) -> dict[str, tuple[int, tuple[int, int]]]:

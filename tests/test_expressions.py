@@ -352,7 +352,7 @@ def test_printed_triton(text: str) -> None:
             return torch.fmod(self, other)
 
     def extremum(function: Any) -> Any:
-        return lambda x, y, propagate_nan: function(*torch.broadcast_tensors(*map(torch.as_tensor, (x, y))))
+        return lambda x, y, propagate_nan=None: function(*torch.broadcast_tensors(*map(torch.as_tensor, (x, y))))
 
     tl = SimpleNamespace(
         exp=torch.exp,

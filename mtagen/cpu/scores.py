@@ -41,7 +41,10 @@ class Functions:
 
     def __init__(self, spec: Spec, learned: list[Tensor], dtype: torch.dtype) -> None:
         named = {argument.name: x for argument, x in zip(spec.learned_arguments, learned, strict=True)}
-        self._functions, self._dtypes = functions_of(spec), {name: x.dtype for name, x in named.items()}
+        self._functions, self._dtypes = (
+            functions_of(spec.expressions, spec.parameters),
+            {name: x.dtype for name, x in named.items()},
+        )
         self._parameters = {name: x.to(dtype) for name, x in named.items()}
         self.sink = self._parameters.pop("sink") if spec.sink else None
         self.gradients = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in named.items()}
@@ -54,15 +57,15 @@ class Functions:
             scores: ``[G, R, J]``.
             place: where they lie.
         """
-        function = self._functions[name]
-        if function.is_identity:
+        function = self._functions.get(name)
+        if function is None:
             return scores
         return evaluate(function.expr, _places(scores, place), self._parameters).expand_as(scores)
 
     def backward(self, name: str, gradient: Tensor, scores: Tensor, place: Place) -> Tensor:
         """Return the gradient of scores from that of their values; add those of parameters to ``gradients``."""
-        function = self._functions[name]
-        if function.is_identity:
+        function = self._functions.get(name)
+        if function is None:
             return gradient
         values = _places(scores, place) | {GRADIENT: gradient}
         for load in function.loads:

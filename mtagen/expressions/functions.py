@@ -8,7 +8,6 @@ from functools import cache, cached_property
 import sympy
 from sympy import Expr
 
-from ..spec import EXPRESSIONS, Spec
 from .language import SCORE, Load, Where, read
 from .parameters import read_parameters
 
@@ -16,7 +15,7 @@ GRADIENT = sympy.Symbol("gradient", real=True)
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
+class ScoreExpression:
     """A function of scores, an expression of :mod:`.language`, and what its backward pass computes.
 
     Gradients are linear in :data:`GRADIENT`, the gradient of the function's value. Where that is 0
@@ -26,12 +25,7 @@ class ScoreFunction:
         expr: the value.
     """
 
-    expr: Expr = SCORE
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the value is the score."""
-        return bool(self.expr == SCORE)
+    expr: Expr
 
     @cached_property
     def backward(self) -> Expr:
@@ -50,11 +44,17 @@ class ScoreFunction:
 
 
 @cache
-def functions_of(spec: Spec) -> dict[str, ScoreFunction]:
-    """Return the functions of scores of a request, by the names of their options."""
-    parameters = read_parameters(spec.parameters)
-    texts = {name: getattr(spec, name) for name in EXPRESSIONS}
-    return {name: ScoreFunction(read(name, text, parameters) if text else SCORE) for name, text in texts.items()}
+def functions_of(
+    expressions: tuple[tuple[str, str], ...], parameters: tuple[tuple[str, str], ...]
+) -> dict[str, ScoreExpression]:
+    """Return functions of scores by the names of their options.
+
+    Args:
+        expressions: the names and texts, ``Spec.expressions``.
+        parameters: the parameters that they read, as in ``Spec``.
+    """
+    known = read_parameters(parameters)
+    return {name: ScoreExpression(read(name, text, known)) for name, text in expressions}
 
 
 def _times_gradient(slope: Expr) -> Expr:

@@ -5,43 +5,50 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import SpecError, explain
 from .language import canonical, composed, names_in, text_of
 from .parameters import Parameter, read_parameters
 
-if TYPE_CHECKING:
-    from ..spec import Spec
 
-
-def normalised(spec: Spec) -> dict[str, Any]:
+def normalised(
+    expressions: Mapping[str, Any],
+    parameters: Any,
+    distances: tuple[int | None, int | None, int],
+    *,
+    convolves: bool,
+    mixes: bool,
+) -> dict[str, Any]:
     """Return the expressions and parameters of a request in canonical form, by field.
 
     Without a convolution ``scores`` is a function of what ``convolved`` takes, and without a
     mixture ``convolved`` is one of what ``logits`` takes: they are joined.
 
+    Args:
+        expressions: ``scores``, ``convolved`` and ``logits``, as they were given.
+        parameters: as they were given.
+        distances: how many keys before and after its own position a query sees, None for all; and how
+            many later rows count a score that its own row does not see.
+        convolves: whether there is a convolution before the softmax.
+        mixes: whether there is a mixture before the softmax.
+
     Raises:
         SpecError: an expression is not in the language, an index may leave a parameter, or a
             parameter is not read.
     """
-    parameters = read_parameters(spec.parameters)
-    least = -math.inf if spec.right is None else -spec.right
-    most = math.inf if spec.left is None else spec.left
-    # With the mask of outputs, scores count that up to cq - 1 later rows see.
-    of_scores = least - (spec.cq - 1 if spec.mask == "output" else 0), most
-    ranges = {"scores": of_scores, "convolved": (least, most), "logits": (least, most)}
-    scores, convolved, logits = (
-        canonical(name, getattr(spec, name), parameters, distances) for name, distances in ranges.items()
-    )
-    read = {name for text in (scores, convolved, logits) if text for name in names_in(text, parameters)}
-    if unread := [parameter.name for parameter in parameters if parameter.name not in read]:
+    known, (left, right, later) = read_parameters(parameters), distances
+    least, most = -math.inf if right is None else -right, math.inf if left is None else left
+    ranges = {"scores": (least - later, most), "convolved": (least, most), "logits": (least, most)}
+    scores, convolved, logits = (canonical(name, expressions[name], known, of) for name, of in ranges.items())
+    read = {name for text in (scores, convolved, logits) if text for name in names_in(text, known)}
+    if unread := [parameter.name for parameter in known if parameter.name not in read]:
         raise SpecError(explain("parameters", unread, "are read by no expression", "parameters of the expressions"))
-    if spec.kernel is None:
-        scores, convolved = None, composed(convolved, scores, parameters)
-    if spec.mixed_heads is None:
-        convolved, logits = None, composed(logits, convolved, parameters)
-    pairs = tuple((parameter.name, parameter.text) for parameter in parameters)
+    if not convolves:
+        scores, convolved = None, composed(convolved, scores, known)
+    if not mixes:
+        convolved, logits = None, composed(logits, convolved, known)
+    pairs = tuple((parameter.name, parameter.text) for parameter in known)
     return {"scores": scores, "convolved": convolved, "logits": logits, "parameters": pairs}
 
 

@@ -102,7 +102,7 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
             legal = f"a divisor of {mine}, or context_parallel=..., which spreads tokens and mixes all heads"
             raise SpecError(explain(name, group, rule, legal))
     parameters = read_parameters(spec.parameters)
-    for name, text in spec.expressions.items():
+    for name, text in spec.expressions:
         if ranks > 1 and "h" in names_in(text, parameters):
             rule = "reads h, which each rank counts from its own first head"
             raise SpecError(explain(name, text, rule, "an expression without h, or all heads on each rank"))
