@@ -38,7 +38,8 @@ def test_build() -> None:
 
 
 def test_reference() -> None:
-    assert set(defaults(mtagen.reference)) == set(RULES)
+    """It takes the parameters and the sink themselves."""
+    assert set(defaults(mtagen.reference, parameters=None, sink=None)) == {*RULES, "parameters", "sink"}
 
 
 def test_command_line() -> None:

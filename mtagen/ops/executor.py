@@ -62,7 +62,7 @@ class Executor:
             return cpu.forward(self.spec, call)
         if _sees_nothing(q, k, documents):
             rows = q.shape[:3] if documents is None else (q.shape[1], q.shape[0])
-            return _empty_result(q, q.shape[:-1], rows, v)
+            return _with_sink(call, *_empty_result(q, q.shape[:-1], rows, v))
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             weights = self._as_kernels_take(q, call)
@@ -76,7 +76,10 @@ class Executor:
             return [grad.contiguous() for grad in cpu.backward(self.spec, call, grad_out, grad_lse, out, lse)]
         learned = [*call.weights, *call.learned]
         if _sees_nothing(q, k, documents):
-            return [x.new_zeros(x.shape) for x in (q, k, v, *learned)]
+            grads = [x.new_zeros(x.shape) for x in (q, k, v, *learned)]
+            if call.sink is not None and documents is None:  # each row's log-sum-exp is the sink
+                grads[3 + len(call.weights)] = grad_lse.sum((0, 2)).to(call.sink.dtype)
+            return grads
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
@@ -107,7 +110,7 @@ class Executor:
             return cpu.decode(self.spec, step)
         if q_tail.numel() == 0 or k_cache.numel() == 0:
             shape = (*q_tail.shape[:2], q_tail.shape[2] - self.spec.context)
-            return _empty_result(q_tail, shape, shape, v_cache)
+            return _with_sink(step, *_empty_result(q_tail, shape, shape, v_cache))
         with _on(q_tail):
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
@@ -172,6 +175,16 @@ def _sees_nothing(q: Tensor, k: Tensor, documents: Documents | None) -> bool:
 def _empty_result(q: Tensor, rows: Sequence[int], lse: Sequence[int], v: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs of 0, of shape (*rows, DV), and log-sum-exps of -inf, of shape ``lse``."""
     return q.new_zeros(*rows, v.shape[-1]), q.new_full(lse, -torch.inf, dtype=torch.float32)
+
+
+def _with_sink(call: Call | Step, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return results of rows that see no key, whose log-sum-exps are the sink if the op has one.
+
+    Packed rows after the last document have none, and the boundaries are not read here: such a call has no keys.
+    """
+    if call.sink is not None and lse.ndim == 3:
+        lse = call.sink.to(lse.dtype)[:, None].expand(lse.shape).contiguous()
+    return out, lse
 
 
 def _as_passed(values: tuple[Any, ...] | None) -> tuple[Any, ...]:

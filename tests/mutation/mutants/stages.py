@@ -32,8 +32,8 @@ MUTANTS = (
     Mutant(
         "pipeline-lse-not-differentiated",
         PIPELINE,
-        "+ dlse.unsqueeze(-1))",
-        ")",
+        "dlse.unsqueeze(-1) - (p * dp)",
+        "-(p * dp)",
         "The gradient of the log-sum-exp is dropped.",
         ("tests/test_pipeline.py::test_equals_reference",),
     ),
@@ -112,8 +112,8 @@ MUTANTS = (
     Mutant(
         "decode-one-key-late",
         PIPELINE,
-        "device=q_tail.device), first, keys.start",
-        "device=q_tail.device), first + 1, keys.start",
+        "all_heads, first, keys.start",
+        "all_heads, first + 1, keys.start",
         "A new token sees the next one's key.",
         ("tests/test_pipeline.py::test_decode_equals_reference",),
     ),
