@@ -176,7 +176,7 @@ class ProductKernel(StripSource):
             *writes("Result", "plane"),
             *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
             *strides("x", "y"),
-            *self.strip_arguments("n_heads", "group", "b0"),
+            *self.sequence.arguments("n_heads", "group", "b0"),
             *numbers("float", "factor"),
             *self.dropout,
         )

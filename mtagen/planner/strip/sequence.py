@@ -1,0 +1,81 @@
+"""The sequence that a CUDA kernel of the lowering "strip" works on: where its rows lie, and which
+keys they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Argument, numbers, reads
+from .documents import TILE, begin_multiple
+
+NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
+# The kernel's arguments from which each struct is made; a kernel may lack some.
+_ARGUMENTS = {
+    "Batch": ("count", "keys", "off", "first", "key0"),
+    "Packed": ("documents", "place0", "count", "skip"),
+    "Step": ("seqlens", "n_k", "count", "keys", "first"),
+}
+
+
+@dataclass(frozen=True)
+class StripSequence:
+    """The sequence of some rows of a strip.
+
+    Attributes:
+        spec: the request.
+        decodes: whether the kernel is one of a decode step, whose sequences have different lengths.
+    """
+
+    spec: Spec
+    decodes: bool
+
+    @property
+    def struct(self) -> str:
+        """The C++ struct that knows where the rows of a sequence lie."""
+        return "Step" if self.decodes else "Packed" if self.spec.packed else "Batch"
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        """The constants that the struct needs."""
+        if self.struct != "Packed":
+            return {}
+        return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
+
+    @property
+    def seen_behind(self) -> int:
+        """Number of keys before its own position that a query sees; NO_LIMIT is no limit."""
+        left = Mask.of(self.spec).left
+        return NO_LIMIT if left is None else left
+
+    @property
+    def seen_ahead(self) -> int:
+        """Number of keys after its own position that a query sees; NO_LIMIT is no limit."""
+        right = Mask.of(self.spec).right
+        return NO_LIMIT if right is None else right
+
+    def made_from(self, names: Container[str]) -> tuple[str, ...]:
+        """Return the names of the arguments from which the struct is made.
+
+        Args:
+            names: the names of all arguments of the kernel.
+        """
+        needed = _ARGUMENTS[self.struct]
+        if self.struct == "Step" and "n_k" not in names:
+            needed = tuple("keys" if name == "n_k" else name for name in needed)  # the longest sequence
+        return tuple(name for name in needed if name in names)
+
+    def arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
+        """Return the arguments that describe a strip of forward or backward, and other numbers.
+
+        Args:
+            more: names of the other numbers.
+            skips: whether rows before ``skip`` differ from others. With documents they always do.
+        """
+        if self.spec.packed:
+            return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
+        skip = ("skip",) if skips else ()
+        return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
