@@ -315,7 +315,8 @@ constexpr int ROWS = 192, HALO = 5, OWNED = 187;
 constexpr int KEYS = 64, LAG = 11, LEAD = 0;
 
 // Factor of the scores q.k that shared memory holds. They are fp16, which has 3 more significant bits than bf16. The
-// factor extends their range to 65504 / SCORE_SCALE; as a power of two it costs no precision.
+// factor extends their range to 65504 / SCORE_SCALE; as a power of two it costs no precision. Scores below
+// 2^-25 / SCORE_SCALE become 0, which no softmax notices.
 constexpr float SCORE_SCALE = 0.00390625f;
 
 // Byte offsets of the CTA's arrays in shared memory.
@@ -347,8 +348,8 @@ constexpr float NO_PEAK = -1e30f;
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
 
-// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
-// fp16, 65504.
+// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14. P is rounded to Element, which is fp16 in
+// some kernels, and the largest fp16 is 65504. The higher the limit, the fewer tiles restart.
 constexpr float LIMIT = 16384.f;
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
@@ -802,7 +803,7 @@ DEVICE void modify_columns(float* c, float factor, int position, int key, int he
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
 // The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on. They check each score only
-// if one of the warp's scores is hidden.
+// if one of the warp's scores is hidden. Under some masks no query sees past the keys: then n_k is not read.
 
 // Sets hidden scores to zeros, because the convolution counts them as zeros.
 DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, int lane) {

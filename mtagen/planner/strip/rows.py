@@ -203,7 +203,12 @@ class RowKernel(StripSource):
             yield f"Rows before row {self.first_row} are not computed. Query r sits at position r + off. A sequence has"
             yield "its own length, and its last row is at its end."
         else:
-            yield "Query first + r sits at position first + r + off; rows before `valid` see no key."
+            yield "Query first + r sits at position first + r + off."
+            names = {argument.name for argument in self.kernel.arguments}
+            if "skip" in names:
+                yield "Rows before `skip` are context: rows below read them, and another strip has their outputs."
+            if "valid" in names:
+                yield "Rows before `valid` are context of scores alone: they see no key, and have no probabilities."
 
     @property
     def summary(self) -> str:

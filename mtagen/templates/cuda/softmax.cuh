@@ -16,8 +16,8 @@
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
 
-// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
-// fp16, 65504.
+// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14. P is rounded to Element, which is fp16 in
+// some kernels, and the largest fp16 is 65504. The higher the limit, the fewer tiles restart.
 constexpr float LIMIT = 16384.f;
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
