@@ -1,4 +1,4 @@
-"""The sequence that a CUDA kernel of the lowering "strip" works on: where its rows lie, and which
+"""The sequences that the kernels of the lowering "strip" work on: where their rows lie, and which
 keys they see.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Argument, numbers, reads
+from ..targets import get_target
 from .documents import TILE, begin_multiple
 
 NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
@@ -23,7 +24,7 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class StripSequence:
-    """The sequence of some rows of a strip.
+    """The sequence of some rows of a strip, as CUDA kernels take it.
 
     Attributes:
         spec: the request.
@@ -79,3 +80,18 @@ class StripSequence:
             return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
         skip = ("skip",) if skips else ()
         return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
+
+
+def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
+    """Return the argument for the keys of a cache, which decode kernels need if planes hold a
+    window's keys only.
+    """
+    return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
+
+
+def by_descriptor(spec: Spec, target: str) -> bool:
+    """Return whether tensor descriptors load and store tiles.
+
+    They cannot stop at the end of a document.
+    """
+    return get_target(target).tensor_descriptors and not spec.packed
