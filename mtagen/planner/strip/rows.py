@@ -192,7 +192,7 @@ class RowKernel(StripSource):
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
             (pointer,) = writes("float", name)
         else:
-            types = {"x": "Score", "g": "Element", "seqlens": "int", "documents": "int", "seed": "long long"}
+            types = {"x": "Score", "g": "Element", "seed": "long long"} | dict.fromkeys(self.sequence.names, "int")
             (pointer,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return pointer
 

@@ -58,13 +58,18 @@ class StripSequence:
         right = Mask.of(self.spec).right
         return NO_LIMIT if right is None else right
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of arguments from which the struct is made. Pointers among them lead to ints."""
+        return _ARGUMENTS[self.struct]
+
     def made_from(self, names: Container[str]) -> tuple[str, ...]:
         """Return the names of the arguments from which the struct is made.
 
         Args:
             names: the names of all arguments of the kernel.
         """
-        needed = _ARGUMENTS[self.struct]
+        needed = self.names
         if self.struct == "Step" and "n_k" not in names:
             needed = tuple("keys" if name == "n_k" else name for name in needed)  # the longest sequence
         return tuple(name for name in needed if name in names)
