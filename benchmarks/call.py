@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtagen import Spec, plan
+from mtagen.call import NO_LEARNED
 from mtagen.codegen import render
 from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp
@@ -72,7 +73,7 @@ def main(bursts: Annotated[int, typer.Option(min=1, help=f"Number of bursts of {
     q_tail, weight = q[:, :, : SPEC.cq], torch.zeros(HEADS, *SPEC.kernel)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, weight)]
     out, lse = op(q, k, v, weight, return_lse=True)
-    absent = (None,) * (len(WEIGHTS) - 1)
+    absent = (*(None,) * (len(WEIGHTS) - 1), *NO_LEARNED)
     arguments = (out, torch.zeros_like(lse), q, k, v, weight, *absent, out, lse, 1.0, "without kernels")
     table = Table("call", "us", title=f"{SPEC.kernel}, d = {SPEC.head_dim}, torch {torch.__version__}")
     for name, call in (

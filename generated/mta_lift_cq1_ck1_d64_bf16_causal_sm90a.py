@@ -57,13 +57,19 @@ def _visible(position, key):
 
 
 @triton.jit
-def _modify(score, position, key, head):
+def _score_parts(head):
+    """What the function of scores needs of a head: the head itself, and values that are computed once."""
+    return (head,)
+
+
+@triton.jit
+def _modify(score, parts, position, key):
     """The value of a visible score that the softmax takes, in the unit of the score: the option `logits`."""
     return score
 
 
 @triton.jit
-def _modify_backward(gradient, score, position, key, head):
+def _modify_backward(gradient, score, parts, position, key):
     """The gradient of a visible score from the gradient of its `_modify`."""
     return gradient
 
@@ -218,6 +224,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
     off = n_k - n_q
     rows = i0 + tl.arange(0, BLOCK_M)
 
+    parts = _score_parts(h)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row without keys has no NaN
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -232,7 +239,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         key_term = k_desc.load([slot * 1 + 0, j0, 0]).reshape(BLOCK_N, D)
         c = tl.dot(q_0, key_term.trans())
         positions = (rows + off)[:, None]
-        c = _modify(c, positions, cols[None, :], h)
+        c = _modify(c, parts, positions, cols[None, :])
 
         # Online softmax, in units of log2.
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -250,7 +257,7 @@ def mta_lift_fwd_cq1_ck1_d64_bf16_causal_sm90a(
         c = tl.dot(q_0, key_term.trans())
         positions = (rows + off)[:, None]
         allowed = _visible_of(n_k, positions, cols[None, :])
-        c = _modify(c, positions, cols[None, :], h)
+        c = _modify(c, parts, positions, cols[None, :])
         c = tl.where(allowed, c, -float("inf"))
 
         # Online softmax, in units of log2.
@@ -329,6 +336,7 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
     head = (head0 + slot).to(tl.int64)
     b = (head0 + slot) // n_heads
     h = (head0 + slot) % n_heads
+    parts = _score_parts(h)
     off = n_k - n_q
     cols = j0 + tl.arange(0, BLOCK_N)
 
@@ -358,12 +366,12 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(_modify(c, positions, cols[None, :], h) - lse[:, None])
+        p = tl.exp2(_modify(c, parts, positions, cols[None, :]) - lse[:, None])
         p = tl.where(allowed, p, 0.0)
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
         dv = tl.dot(p.to(grad.dtype).trans(), grad, dv)
-        g = _modify_backward(p * (dp - row_dot[:, None]), c, positions, cols[None, :], h).to(g_desc.dtype)
+        g = _modify_backward(p * (dp - row_dot[:, None]), c, parts, positions, cols[None, :]).to(g_desc.dtype)
         g_desc.store([slot, i0 - strip_begin, j0], g.reshape(1, BLOCK_M, BLOCK_N))
 
     # Interior tiles: no score is hidden.
@@ -376,11 +384,11 @@ def mta_lift_bwd_scores_cq1_ck1_d64_bf16_causal_sm90a(
         row0 = head * n_q + first_q
         lse = tl.load(row_lse_ptr + row0 + rows, mask=rows < n_q, other=float("inf"))
         row_dot = tl.load(row_dot_ptr + row0 + rows, mask=rows < n_q, other=0.0)
-        p = tl.exp2(_modify(c, positions, cols[None, :], h) - lse[:, None])
+        p = tl.exp2(_modify(c, parts, positions, cols[None, :]) - lse[:, None])
         grad = grad_desc.load([b, h, i0, 0]).reshape(BLOCK_M, DV)
         dp = tl.dot(grad, v.trans())
         dv = tl.dot(p.to(grad.dtype).trans(), grad, dv)
-        g = _modify_backward(p * (dp - row_dot[:, None]), c, positions, cols[None, :], h).to(g_desc.dtype)
+        g = _modify_backward(p * (dp - row_dot[:, None]), c, parts, positions, cols[None, :]).to(g_desc.dtype)
         g_desc.store([slot, i0 - strip_begin, j0], g.reshape(1, BLOCK_M, BLOCK_N))
 
     tl.store(dv_tile, dv, mask=inside)
@@ -876,6 +884,7 @@ def mta_lift_decode_cq1_ck1_d64_bf16_causal_sm90a(
 
     pair = pair0 + tl.arange(0, PAIRS)
     last = length - n_new + pair % n_new  # the pair's own position
+    parts = _score_parts(kv_head * group + (pair // n_new)[:, None])
     cols = tl.arange(0, BLOCK_N)
     e = tl.arange(0, DV)[None, :]
     keys = k_ptr + b * k_b + kv_head * k_h
@@ -895,7 +904,7 @@ def mta_lift_decode_cq1_ck1_d64_bf16_causal_sm90a(
 
         out_j0 = j0
         j = out_j0 + cols
-        c = _modify(c, last[:, None], j[None, :], kv_head * group + (pair // n_new)[:, None])
+        c = _modify(c, parts, last[:, None], j[None, :])
         exists = (j >= begin)[None, :]
         c = tl.where(exists & _visible(last[:, None], j[None, :]), c, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(c, 1))
@@ -974,6 +983,7 @@ def mta_lift_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
 
     pair = pair0 + tl.arange(0, PAIRS)
     last = length - n_new + pair % n_new  # the pair's own position
+    parts = _score_parts(kv_head * group + (pair // n_new)[:, None])
     cols = tl.arange(0, BLOCK_N)
     e = tl.arange(0, DV)[None, :]
     keys = k_ptr + b * k_b + kv_head * k_h
@@ -993,7 +1003,7 @@ def mta_lift_decode_wide_cq1_ck1_d64_bf16_causal_sm90a(
 
         out_j0 = j0
         j = out_j0 + cols
-        c = _modify(c, last[:, None], j[None, :], kv_head * group + (pair // n_new)[:, None])
+        c = _modify(c, parts, last[:, None], j[None, :])
         exists = (j >= begin)[None, :]
         c = tl.where(exists & _visible(last[:, None], j[None, :]), c, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(c, 1))

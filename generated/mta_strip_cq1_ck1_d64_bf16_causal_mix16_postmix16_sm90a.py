@@ -21,13 +21,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
-def _modify(score, position, key, head):
+def _score_parts(head):
+    """What the function of scores needs of a head: the head itself, and values that are computed once."""
+    return (head,)
+
+
+@triton.jit
+def _modify(score, parts, position, key):
     """The value of a visible score that the softmax takes, in the unit of the score: the option `logits`."""
     return score
 
 
 @triton.jit
-def _modify_backward(gradient, score, position, key, head):
+def _modify_backward(gradient, score, parts, position, key):
     """The gradient of a visible score from the gradient of its `_modify`."""
     return gradient
 
@@ -172,13 +178,14 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    parts = _score_parts(h[:, None])
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         s = tl.dot(mix, x)
-        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
+        c = _modify(s, parts, first + r + off, j) * 92.33248261689366
         c = tl.where(_between(j, start, end), c, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
@@ -192,7 +199,7 @@ def mta_strip_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         s = tl.dot(mix, x)
-        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
+        c = _modify(s, parts, first + r + off, j) * 92.33248261689366
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
@@ -252,13 +259,14 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         mask=(hh[:, None] // 16 == hh[None, :] // 16) & exists[:, None] & exists[None, :],
         other=0.0,
     ).to(tl.float16)
+    parts = _score_parts(h[:, None])
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for j0 in tl.range(start // BLOCK_N * BLOCK_N, end, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         s = tl.dot(mix, x)
-        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
+        c = _modify(s, parts, first + r + off, j) * 92.33248261689366
         c = tl.where(_between(j, start, end), c, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(c, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(c - new_peak[:, None]), 1)
@@ -272,7 +280,7 @@ def mta_strip_decode_softmax_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         x = tl.load(x_ptr + row + j, mask=exists[:, None], other=0.0)
         s = tl.dot(mix, x)
-        c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
+        c = _modify(s, parts, first + r + off, j) * 92.33248261689366
         p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
         scaled = (p * 256.0).to(tl.float16)
         p = tl.dot(post_mix, scaled) * 0.00390625
@@ -347,6 +355,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
         other=0.0,
     ).to(tl.bfloat16)
     post_sums = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
+    parts = _score_parts(h[:, None])
     for r in tl.range(program, count, PROGRAMS):
         there = exists
         end = tl.minimum((first + r + off) + 1, keys)
@@ -362,7 +371,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             s = tl.dot(mix, x)
-            c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
+            c = _modify(s, parts, first + r + off, j) * 92.33248261689366
             p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
             dot += tl.sum(p * tl.dot(post_mix_t, g), 1)
         minus_d = tl.where(r >= skip, tl.load(grad_lse_ptr + stats, mask=there, other=0.0), 0.0) - dot
@@ -372,7 +381,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             x = tl.load(x_ptr + row + j, mask=inside, other=0.0)
             g = tl.load(g_ptr + row + j, mask=inside, other=0.0)
             s = tl.dot(mix, x)
-            c = _modify(s, first + r + off, j, h[:, None]) * 92.33248261689366
+            c = _modify(s, parts, first + r + off, j) * 92.33248261689366
             p = tl.where(_between(j, start, end), tl.exp2(c - log_sum[:, None]), 0.0)
             scaled = (p * 256.0).to(tl.float16)
             shares = tl.dot(post_mix, scaled) * 0.00390625
@@ -381,7 +390,7 @@ def mta_strip_softmax_backward_cq1_ck1_d64_bf16_causal_mix16_postmix16_sm90a(
             dp = tl.dot(post_mix_t, g) + minus_d[:, None]
             # Hidden keys need tl.where although their p is 0: D is NaN if a score of the row overflowed; so is 0 * D.
             dc = p * tl.where(p != 0.0, dp, 0.0)
-            dc = _modify_backward(dc, s, first + r + off, j, h[:, None]).to(tl.bfloat16)
+            dc = _modify_backward(dc, s, parts, first + r + off, j).to(tl.bfloat16)
             sums = tl.dot(dc, x.to(dc.dtype).trans(), sums)
             dc = tl.dot(mix_t, dc).to(dc.dtype)
             tl.store(dx_ptr + row + j, dc, mask=exists[:, None])

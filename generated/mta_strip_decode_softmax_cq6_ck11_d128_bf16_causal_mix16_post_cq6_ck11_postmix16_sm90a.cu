@@ -465,12 +465,32 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
+// The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
+// `exponent`.
+struct ScoreFunction {
+  int head;
+
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
+
+  // A value of modify() times this is an exponent of 2.
+  DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
+
+  // The value of a score that the softmax takes. `distance` is position - key.
+  DEVICE float modify(float score, int position, int key, float distance) const {
+    return score;
+  }
+};
+
+// A score that planes hold times EXPONENT is in units of log2; a value that the softmax takes times VALUE_EXPONENT is an
+// exponent of 2.
+constexpr float EXPONENT = LOG2_E / SCORE_SCALE;
+constexpr float VALUE_EXPONENT = ScoreFunction::exponent_of(EXPONENT);
+
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// The largest x of each head and the sum of 2^(FACTOR (x - largest)), over the keys that a lane has seen. FACTOR is
-// positive.
+// The largest x of each head and the sum of 2^(VALUE_EXPONENT (x - largest)), over the keys that a lane has seen.
+// VALUE_EXPONENT is positive.
 struct Statistics {
-  static constexpr float FACTOR = LOG2_E / SCORE_SCALE;
   float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, total[4] = {};
 
   // Adds a block's tiles.
@@ -482,24 +502,26 @@ struct Statistics {
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i) top = fmaxf(top, fmaxf(x[i][first], x[i][first + 2]));
       const float shift = shift_of(top);
-      float sum = total[n] * exp2_fast(FACTOR * largest[n] - shift);
+      float sum = total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift);
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i)
-        sum += exp2_fast(FACTOR * x[i][first] - shift) + exp2_fast(FACTOR * x[i][first + 2] - shift);
+        sum += exp2_fast(VALUE_EXPONENT * x[i][first] - shift) + exp2_fast(VALUE_EXPONENT * x[i][first + 2] - shift);
       largest[n] = top, total[n] = sum;
     }
   }
 
   // The number to subtract from exponents so that the largest becomes 0; or 0 if the lane has seen no key.
-  DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : FACTOR * top; }
+  DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : VALUE_EXPONENT * top; }
 
   DEVICE void merge(int n, float other, float sum) {
     const float top = fmaxf(largest[n], other), shift = shift_of(top);
-    total[n] = total[n] * exp2_fast(FACTOR * largest[n] - shift) + sum * exp2_fast(FACTOR * other - shift);
+    total[n] =
+        total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) + sum * exp2_fast(VALUE_EXPONENT * other - shift);
     largest[n] = top;
   }
 
-  // log2 of the sum of 2^(FACTOR x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per warp.
+  // log2 of the sum of 2^(VALUE_EXPONENT x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per
+  // warp.
   template <int WARPS>
   DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
 #pragma unroll
@@ -520,30 +542,40 @@ struct Statistics {
         const float* from = shared + (w * MAX_HEADS + head_of(n, lane)) * 2;
         merge(n, from[0], from[1]);
       }
-      result[n] = FACTOR * largest[n] + log2f(total[n]);
+      result[n] = VALUE_EXPONENT * largest[n] + log2f(total[n]);
     }
   }
 };
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
+// The functions of scores of a lane's heads.
+template <class Function>
+struct LaneFunctions {
+  Function of_head[4];
+
+  DEVICE LaneFunctions(int first_head, int lane)
+      : of_head{Function(EXPONENT, first_head + head_of(0, lane)), Function(EXPONENT, first_head + head_of(1, lane)),
+                Function(EXPONENT, first_head + head_of(2, lane)), Function(EXPONENT, first_head + head_of(3, lane))} {}
+
+  // That of an element of a tile.
+  DEVICE const Function& of(int e) const { return of_head[head_of_element(e)]; }
+};
 
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
-DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
+template <class Function>
+DEVICE void modify_tile(Tile& c, const LaneFunctions<Function>& score_functions, int position, int key, int i,
+                        int lane) {
 #pragma unroll
-  for (int e = 0; e < 8; ++e)
-    c[e] = modify(c[e], 1.f / SCORE_SCALE, position, key + key_of(e, i, lane),
-                  first_head + head_of(head_of_element(e), lane));
+  for (int e = 0; e < 8; ++e) {
+    const int j = key + key_of(e, i, lane);
+    c[e] = score_functions.of(e).modify(c[e], position, j, static_cast<float>(position - j));
+  }
 }
 
 // Scores become probabilities, at an edge zeros of hidden keys.
 DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    const float x = exp2_fast(LOG2_E / SCORE_SCALE * p[e] - log_sums[head_of_element(e)]);
+    const float x = exp2_fast(VALUE_EXPONENT * p[e] - log_sums[head_of_element(e)]);
     p[e] = !edge || seen.has(key_of(e, i, lane)) ? x : 0.f;
   }
 }
@@ -573,6 +605,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   auto copy = [&](int key, u32 slot) { copy_block_async(slot, row, key, place.heads, lane); };
+  const LaneFunctions<ScoreFunction> score_functions(place.first_head, lane);
   float log_sums[4];
   Statistics seen_so_far;
   for_blocks<false>(seen, ring, warp, copy, [&](int key, u32 slot) {
@@ -583,7 +616,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
         Operand x;
         load_operand(x, slot, i, lane);
         mix(c[i], x);
-        modify_tile(c[i], sequence.position(r), key, i, place.first_head, lane);
+        modify_tile(c[i], score_functions, sequence.position(r), key, i, lane);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
           if (edge && seen.lacks(key + key_of(e, i, lane))) c[i][e] = -INFINITY;
@@ -607,7 +640,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softma
         Tile p;
         load_operand(x, slot, i, lane);
         mix(p, x);
-        modify_tile(p, sequence.position(r), key, i, place.first_head, lane);
+        modify_tile(p, score_functions, sequence.position(r), key, i, lane);
         probabilities(p, i, log_sums, edge, seen.from(key), lane);
         store_tile<Score>(slot, i, p, lane);
       }

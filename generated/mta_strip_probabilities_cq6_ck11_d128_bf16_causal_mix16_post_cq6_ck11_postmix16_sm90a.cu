@@ -455,25 +455,56 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
+// The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
+// `exponent`.
+struct ScoreFunction {
+  int head;
+
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
+
+  // A value of modify() times this is an exponent of 2.
+  DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
+
+  // The value of a score that the softmax takes. `distance` is position - key.
+  DEVICE float modify(float score, int position, int key, float distance) const {
+    return score;
+  }
+};
+
+// A score that planes hold times EXPONENT is in units of log2; a value that the softmax takes times VALUE_EXPONENT is an
+// exponent of 2.
+constexpr float EXPONENT = LOG2_E / SCORE_SCALE;
+constexpr float VALUE_EXPONENT = ScoreFunction::exponent_of(EXPONENT);
+
+// The functions of scores of a lane's heads.
+template <class Function>
+struct LaneFunctions {
+  Function of_head[4];
+
+  DEVICE LaneFunctions(int first_head, int lane)
+      : of_head{Function(EXPONENT, first_head + head_of(0, lane)), Function(EXPONENT, first_head + head_of(1, lane)),
+                Function(EXPONENT, first_head + head_of(2, lane)), Function(EXPONENT, first_head + head_of(3, lane))} {}
+
+  // That of an element of a tile.
+  DEVICE const Function& of(int e) const { return of_head[head_of_element(e)]; }
+};
 
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
-DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
+template <class Function>
+DEVICE void modify_tile(Tile& c, const LaneFunctions<Function>& score_functions, int position, int key, int i,
+                        int lane) {
 #pragma unroll
-  for (int e = 0; e < 8; ++e)
-    c[e] = modify(c[e], 1.f / SCORE_SCALE, position, key + key_of(e, i, lane),
-                  first_head + head_of(head_of_element(e), lane));
+  for (int e = 0; e < 8; ++e) {
+    const int j = key + key_of(e, i, lane);
+    c[e] = score_functions.of(e).modify(c[e], position, j, static_cast<float>(position - j));
+  }
 }
 
 // Scores become probabilities, at an edge zeros of hidden keys.
 DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    const float x = exp2_fast(LOG2_E / SCORE_SCALE * p[e] - log_sums[head_of_element(e)]);
+    const float x = exp2_fast(VALUE_EXPONENT * p[e] - log_sums[head_of_element(e)]);
     p[e] = !edge || seen.has(key_of(e, i, lane)) ? x : 0.f;
   }
 }
@@ -503,6 +534,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_probabilities
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   auto copy = [&](int key, u32 slot) { copy_block_async(slot, row, key, place.heads, lane); };
+  const LaneFunctions<ScoreFunction> score_functions(place.first_head, lane);
   float log_sums[4];
 #pragma unroll
   for (int n = 0; n < 4; ++n)
@@ -518,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_probabilities
         Tile p;
         load_operand(x, slot, i, lane);
         mix(p, x);
-        modify_tile(p, sequence.position(r), key, i, place.first_head, lane);
+        modify_tile(p, score_functions, sequence.position(r), key, i, lane);
         probabilities(p, i, log_sums, edge, seen.from(key), lane);
         store_tile<Score>(slot, i, p, lane);
       }

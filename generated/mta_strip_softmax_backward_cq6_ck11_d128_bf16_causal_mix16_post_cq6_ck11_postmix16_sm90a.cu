@@ -560,25 +560,56 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
+// The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
+// `exponent`.
+struct ScoreFunction {
+  int head;
+
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
+
+  // A value of modify() times this is an exponent of 2.
+  DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
+
+  // The value of a score that the softmax takes. `distance` is position - key.
+  DEVICE float modify(float score, int position, int key, float distance) const {
+    return score;
+  }
+};
+
+// A score that planes hold times EXPONENT is in units of log2; a value that the softmax takes times VALUE_EXPONENT is an
+// exponent of 2.
+constexpr float EXPONENT = LOG2_E / SCORE_SCALE;
+constexpr float VALUE_EXPONENT = ScoreFunction::exponent_of(EXPONENT);
+
+// The functions of scores of a lane's heads.
+template <class Function>
+struct LaneFunctions {
+  Function of_head[4];
+
+  DEVICE LaneFunctions(int first_head, int lane)
+      : of_head{Function(EXPONENT, first_head + head_of(0, lane)), Function(EXPONENT, first_head + head_of(1, lane)),
+                Function(EXPONENT, first_head + head_of(2, lane)), Function(EXPONENT, first_head + head_of(3, lane))} {}
+
+  // That of an element of a tile.
+  DEVICE const Function& of(int e) const { return of_head[head_of_element(e)]; }
+};
 
 // Scores of tile i of the block from key `key` on, in the row at a position, as the softmax takes them.
-DEVICE void modify_tile(Tile& c, int position, int key, int i, int first_head, int lane) {
+template <class Function>
+DEVICE void modify_tile(Tile& c, const LaneFunctions<Function>& score_functions, int position, int key, int i,
+                        int lane) {
 #pragma unroll
-  for (int e = 0; e < 8; ++e)
-    c[e] = modify(c[e], 1.f / SCORE_SCALE, position, key + key_of(e, i, lane),
-                  first_head + head_of(head_of_element(e), lane));
+  for (int e = 0; e < 8; ++e) {
+    const int j = key + key_of(e, i, lane);
+    c[e] = score_functions.of(e).modify(c[e], position, j, static_cast<float>(position - j));
+  }
 }
 
 // Scores become probabilities, at an edge zeros of hidden keys.
 DEVICE void probabilities(Tile& p, int i, const float (&log_sums)[4], bool edge, VisibleKeys seen, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    const float x = exp2_fast(LOG2_E / SCORE_SCALE * p[e] - log_sums[head_of_element(e)]);
+    const float x = exp2_fast(VALUE_EXPONENT * p[e] - log_sums[head_of_element(e)]);
     p[e] = !edge || seen.has(key_of(e, i, lane)) ? x : 0.f;
   }
 }
@@ -592,10 +623,15 @@ DEVICE void with_edge(bool edge, Work work) {
     work(false);
 }
 
-// The gradient of a visible score from the gradient of its value. It is linear in `gradient`.
-DEVICE float modify_backward(float gradient, float score, float factor, int position, int key, int head) {
-  return gradient;
-}
+// The function of visible scores of a head, and its gradient.
+struct ScoreGradient : ScoreFunction {
+  DEVICE ScoreGradient(float exponent, int head) : ScoreFunction(exponent, head) {}
+
+  // The gradient of a score from the gradient of its value. It is linear in `gradient`.
+  DEVICE float modify_backward(float gradient, float score, int position, int key, float distance) const {
+    return gradient;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const Element* g, const float* __restrict__ lse, const float* __restrict__ grad_lse, Element* dx,
@@ -609,6 +645,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
   HeadProducts<Element> products;
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
+  const LaneFunctions<ScoreGradient> score_functions(place.first_head, lane);
   for (int r = place.number; r < count; r += PROGRAMS) {
     const Sequence sequence(place.b, r, 1, count, keys, off, first);
     if (!sequence.has_row(r)) continue;
@@ -637,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
       mix(c, x);
 #pragma unroll
       for (int e = 0; e < 8; ++e) p[e] = c[e];
-      modify_tile(p, sequence.position(r), key, i, place.first_head, lane);
+      modify_tile(p, score_functions, sequence.position(r), key, i, lane);
       probabilities(p, i, log_sums, edge, seen.from(key), lane);
       unpack_tile<Element>(dp, dy);
     };
@@ -674,9 +711,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             dp[e] = p[e] * (dp[e] * (1.f / PROBABILITY_SCALE) - dots[head_of_element(e)]);
-            dp[e] = modify_backward(dp[e], c[e], 1.f / SCORE_SCALE, sequence.position(r), key + key_of(e, i, lane),
-                                    place.first_head + head_of(head_of_element(e), lane));
-            if (edge && seen.lacks(key + key_of(e, i, lane))) dp[e] = 0.f;  // even if the row's dot is not finite
+            const int position = sequence.position(r), j = key + key_of(e, i, lane);
+            dp[e] = score_functions.of(e).modify_backward(dp[e], c[e], position, j, static_cast<float>(position - j));
+            if (edge && seen.lacks(j)) dp[e] = 0.f;  // even if the row's dot is not finite
           }
           operand_of<Element>(dy, dp);
 #pragma unroll

@@ -254,8 +254,6 @@ DEVICE void pin(float (&x)[N]) {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-constexpr float LN_2 = 0.6931471805599453f;
-
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
 // A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
@@ -1112,16 +1110,31 @@ struct Cta : Sequence {
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
+// The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
+// `exponent`.
+struct ScoreFunction {
+  int head;
 
-// The gradient of a visible score from the gradient of its value. It is linear in `gradient`.
-DEVICE float modify_backward(float gradient, float score, float factor, int position, int key, int head) {
-  return gradient;
-}
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
+
+  // A value of modify() times this is an exponent of 2.
+  DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
+
+  // The value of a score that the softmax takes. `distance` is position - key.
+  DEVICE float modify(float score, int position, int key, float distance) const {
+    return score;
+  }
+};
+
+// The function of visible scores of a head, and its gradient.
+struct ScoreGradient : ScoreFunction {
+  DEVICE ScoreGradient(float exponent, int head) : ScoreFunction(exponent, head) {}
+
+  // The gradient of a score from the gradient of its value. It is linear in `gradient`.
+  DEVICE float modify_backward(float gradient, float score, int position, int key, float distance) const {
+    return gradient;
+  }
+};
 
 // Whether the key that is `ahead` keys after a row's position is hidden from the row.
 DEVICE bool is_hidden(int ahead) { return !visible(0, ahead); }
@@ -1202,7 +1215,7 @@ DEVICE bool is_spare(int n, int column) { return CHUNK * (n + 1) > OWNED - PART 
 // thread's two rows.
 DEVICE void make_probabilities(float (&p)[PART / 2],
                                const float (&lse)[2], const Cta& cta, const Place& at, int row_tile, int step,
-                               int head) {
+                               const ScoreGradient& score_function) {
   const int key = cta.c0 + PAD_LEFT + at.column;  // of the thread's first column
   const int ahead = cta.ahead + PAD_LEFT + at.column - (step * ROWS + at.row);  // of its first row
   const int keys = cta.n_k - key;  // from there on
@@ -1214,8 +1227,9 @@ DEVICE void make_probabilities(float (&p)[PART / 2],
       float& x = p[4 * n + e];
       const float score = x * cta.exponent;  // in units of log2
       const int position = key - ahead + row;
-      x = exp2_fast(modify(score, LN_2, position, key + column, head) - lse[row]);
-      float slope = modify_backward(1.f, score, LN_2, position, key + column, head);
+      const float distance = static_cast<float>(-ahead) + static_cast<float>(row - column);
+      x = exp2_fast(score_function.modify(score, position, key + column, distance) - lse[row]);
+      float slope = score_function.modify_backward(1.f, score, position, key + column, distance);
       const bool exists = key + column >= 0 && (BOUNDS_KEYS || column < keys);
       if (edge && (!exists || is_hidden(ahead + column - row))) x = 0.f, slope = 1.f;  // the score may be NaN
       if (is_spare(n, at.column + column)) x = 0.f, slope = 1.f;
@@ -1562,6 +1576,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
   for (int h = cta.h * group; h < (cta.h + 1) * group; ++h) {
     begin_head(h);
     const long long head = cta.head_of_statistics(h, heads);
+    const ScoreGradient score_function(1.f, h);  // of scores in units of log2
 
     auto in_score_ring = [](unsigned step, const Place& at) { return (ROW_TILES * step + at.row_tile) % SCORE_RING; };
     float s[PART / 2];
@@ -1585,7 +1600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_bwd_cq6_ck11_d
         const Place at(warpgroup);
         const float2 lse = load_pair(statistics + at.row * 4);
         make_probabilities(p, {lse.x, lse.y}, cta, at,
-                           in_score_ring(step, at), step, h);
+                           in_score_ring(step, at), step, score_function);
       }
       issue_scores(dp, do_tile, base + SHARED_V + part_keys);
       {

@@ -310,11 +310,21 @@ struct Problem {  // the arguments of a kernel, in their order
 // Whether the query at a position sees a key.
 DEVICE bool visible(int position, int key) { return key <= position; }
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
+// The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
+// `exponent`.
+struct ScoreFunction {
+  int head;
+
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
+
+  // A value of modify() times this is an exponent of 2.
+  DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
+
+  // The value of a score that the softmax takes. `distance` is position - key.
+  DEVICE float modify(float score, int position, int key, float distance) const {
+    return score;
+  }
+};
 
 // Whether some key from `key` to `last_key` is hidden from a query at a position from `position` to `last_position`.
 DEVICE bool hides(int position, int last_position, int key, int last_key) {
@@ -624,6 +634,7 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
                     column < work.begin || column + Tile::KEYS > work.end || (!BOUNDS_KEYS && first_position < 0);
   for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
     const int h = index / work.token_tiles, token = index % work.token_tiles * Tile::TOKENS;
+    const ScoreFunction score_function(1.f, work.head + h);  // of scores in units of log2
     float c[4];
     convolve(c, shared, work, h, token, work.first_key(tile) - (CK - 1), lane);
     int pair[2];
@@ -634,10 +645,13 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
       pair[r] = h * work.n_new + n;
       peak[r] = peaks[pair[r]];
       const int key = column + m % CHUNKS * CHUNK + 2 * lane_pair;  // of the first of two
-      score[r][0] = modify(c[2 * r] * exponent, LN_2, first_position + n, key, work.head + h);
-      score[r][1] = modify(c[2 * r + 1] * exponent, LN_2, first_position + n, key + 1, work.head + h);
+      const int position = first_position + n;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float distance = static_cast<float>(position - (key + e));
+        score[r][e] = score_function.modify(c[2 * r + e] * exponent, position, key + e, distance);
+      }
       if (edge) {
-        const int position = first_position + n;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = key + e;

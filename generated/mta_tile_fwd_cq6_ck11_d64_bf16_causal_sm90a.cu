@@ -323,6 +323,12 @@ constexpr int SHARED_GATHER = 114368;
 constexpr int SHARED_TAPS = 127168;
 constexpr int SHARED_BARRIERS = 127960;
 
+// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14, so that each is less than the largest
+// bf16.
+constexpr float LIMIT = 16384.0f;
+// A new reference of a row is this much above the row's maximum, in units of log2.
+constexpr float HEADROOM = 0.f;
+
 constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr float LN_2 = 0.6931471805599453f;
@@ -330,19 +336,15 @@ constexpr float LN_2 = 0.6931471805599453f;
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
 // FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
-// maximum of some earlier tiles, which is at most log2(LIMIT) below the running maximum. So a probability needs neither
-// the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at a time, and
-// the convolved scores need not stay in registers.
+// maximum of some earlier tiles plus HEADROOM. It is at most log2(LIMIT) below the running maximum. So a probability
+// needs neither the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at
+// a time, and the convolved scores need not stay in registers.
 //
 // If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
 // again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
 // tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
-
-// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14. P is rounded to Element, which is fp16 in
-// some kernels, and the largest fp16 is 65504. The higher the limit, the fewer tiles restart.
-constexpr float LIMIT = 16384.f;
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
 // finite, so that exp2(-inf + NO_REFERENCE) is 0.
@@ -358,23 +360,21 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
 // the maximum of these.
 template <class Element>
 struct Softmax {
-  float exponent;                                 // a convolved score times this is the exponent of 2
+  float exponent;                                 // a score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
   float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
   float added[2];                                 // sum of the probabilities of the current tile
 
-  // A convolved score times this is the score itself.
-  DEVICE float factor() const { return LN_2 * exponent; }
-
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Computes the probabilities of 8 columns of both rows, one half of an A operand.
+  // Computes the probabilities of 8 columns of both rows, one half of an A operand. There is no fmaf(), because the
+  // compiler fuses the sum with a product that computes the score if `exponent` is 1.
   DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float x = exp2_fast(fmaf(c[2 * r], exponent, shift[r]));
-      const float y = exp2_fast(fmaf(c[2 * r + 1], exponent, shift[r]));
+      const float x = exp2_fast(c[2 * r] * exponent + shift[r]);
+      const float y = exp2_fast(c[2 * r + 1] * exponent + shift[r]);
       p[2 * high + r] = pack<Element>(x, y);
       add(r, make_float2(x, y));
     }
@@ -414,7 +414,7 @@ struct Softmax {
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
       exceeds[r] = signbit(sum[r]);
-      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r];
+      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
       sum[r] = fabsf(sum[r]) * rescale[r];
@@ -796,20 +796,36 @@ DEVICE void scale_queries(u32 tile, int p, float factor, int thread) {
   }
 }
 
-// The value of a visible score that the softmax takes. `factor` times the argument is the score, and `factor` times the
-// result is its value.
-DEVICE float modify(float score, float factor, int position, int key, int head) {
-  return score;
-}
+// The function of visible scores of a head. A score that the kernel holds is in units of log2 after it is multiplied by
+// `exponent`.
+struct ScoreFunction {
+  int head;
+
+  DEVICE ScoreFunction(float exponent, int head) : head(head) {}
+
+  // A value of modify() times this is an exponent of 2.
+  DEVICE static constexpr float exponent_of(float exponent) { return exponent; }
+
+  // The value of a score that the softmax takes. `distance` is position - key.
+  DEVICE float modify(float score, int position, int key, float distance) const {
+    return score;
+  }
+};
 
 // ---- Scores that the softmax takes ----------------------------------------------------------------------------------
 
-// Applies modify() to convolved scores c of 8 columns, whose first is key `key`, of a warp's 16 rows, whose first is at
-// `position`.
-DEVICE void modify_columns(float* c, float factor, int position, int key, int head, int lane) {
+// Applies modify() to the n-th 8 columns of a tile of convolved scores c. The tile has a warp's 16 rows, whose first is
+// at `position`, and keys from `key` on.
+DEVICE void modify_columns(float (&c)[KEYS / 2], int n, const ScoreFunction& score_function, int position, int key,
+                           int lane) {
+  position += 2 * (lane >> 2), key += 2 * (lane & 3);
+  const float distance = static_cast<float>(position - key);  // converted once, because each conversion takes a register
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    c[i] = modify(c[i], factor, position + 2 * (lane >> 2) + (i >> 1), key + 2 * (lane & 3) + (i & 1), head);
+  for (int i = 0; i < 4; ++i) {
+    const int row = i >> 1, column = CHUNK * n + (i & 1);
+    float& x = c[4 * n + i];
+    x = score_function.modify(x, position + row, key + column, distance + static_cast<float>(row - column));
+  }
 }
 
 // ---- Masks ----------------------------------------------------------------------------------------------------------
@@ -1095,7 +1111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
   const int top = work.first + 16 * warp, position = top + work.offset;  // of the warp's first row
   WarpSlab scores;
   scores.locate(base, 16 * warp, 0, lane);
-  Softmax<Element> softmax{softmax_exponent(scale, SCORE_SCALE)};
+  const float exponent = softmax_exponent(scale, SCORE_SCALE);
+  const ScoreFunction score_function(exponent, work.h);
+  Softmax<Element> softmax{ScoreFunction::exponent_of(exponent)};
   float s[KEYS / 2], c[KEYS / 2], o[DV / 2];
 #pragma unroll
   for (int i = 0; i < DV / 2; ++i) o[i] = 0.f;
@@ -1145,10 +1163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_tile_fwd_cq6_ck11_d
     // P: probabilities of the outputs' keys, as A operands of P V.
     if (takes_rows) barrier_wait(taken + ROWS_WRITTEN + BARRIER * slab, t / 2 & 1);
     u32 p[KEYS / 16][4];
-    const int key = work.unseen + t * KEYS - LAG;  // of the first output
-    auto finish_scores = [&](int n) {
-      modify_columns(c + 4 * n, softmax.factor(), work.unseen + position, key + CHUNK * n, work.h, lane);
-    };
+    int first_position = work.unseen + position, key = work.unseen + t * KEYS - LAG;  // of the first output
+    auto finish_scores = [&](int n) { modify_columns(c, n, score_function, first_position, key, lane); };
     // Computes P while the tile is convolved. Returns whether the probabilities fit the current references; if not, the
     // tile is convolved again, for its maximum.
     auto fits = [&] {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from .errors import InputError, explain
-from .spec import BATCH, PACKED, Argument
+from .spec import BATCH, PACKED, SINK, Argument
 
 _LARGEST = sys.float_info.max
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
@@ -173,3 +173,50 @@ def shaped_weight(
     )
     others = f" or {shape[1:]}" if mixed == heads else "" if mixed else f" or {(heads, 1, *shape[1:])}"
     raise InputError(explain(f"{name}.shape", tuple(weight.shape), rule, f"{shape}{others}"))
+
+
+def check_learned(
+    arguments: Sequence[Argument],
+    sizes: Mapping[str, int],
+    q: Tensor,
+    sink: Tensor | None,
+    parameters: Mapping[str, Tensor] | None,
+) -> list[Tensor]:
+    """Check the sink and the parameters of expressions, and return them in order.
+
+    Args:
+        arguments: ``Spec.learned_arguments``, or those with packed documents.
+        sizes: the value of each symbol in their shapes.
+        q: the queries, for their device and dtype.
+        sink: as it was passed.
+        parameters: as they were passed.
+
+    Raises:
+        InputError: a tensor is missing, was not asked for, or has another shape, dtype or device.
+    """
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InputError(explain("parameters", type(parameters).__name__, "must be a mapping", "{name: tensor}"))
+    given = {f"parameters[{name!r}]": x for name, x in (parameters or {}).items()}
+    given |= {} if sink is None else {SINK.name: sink}
+    described = {x.name if x.role == "sinks" else f"parameters[{x.name!r}]": x for x in arguments}
+    for name in given:
+        if name not in described:
+            rule = "this op was built without it"
+            legal = ", ".join(described) or "None, or mtagen.build(..., sink=True) or (..., parameters={...})"
+            raise InputError(explain(name, type(given[name]).__name__, rule, legal))
+    checked = []
+    for name, argument in described.items():
+        shape = argument.extents(sizes)
+        if name not in given:
+            raise InputError(explain(name, None, "this op reads it, so each call needs it", f"shape {shape}"))
+        x = given[name]
+        check_dense(((name, x),))
+        if tuple(x.shape) != shape:
+            raise InputError(explain(f"{name}.shape", tuple(x.shape), f"must be {argument.shape}", shape))
+        dtypes = {q.dtype if dtype == "q" else torch.float32 for dtype in argument.dtypes}
+        if x.dtype not in dtypes:
+            raise InputError(explain(f"{name}.dtype", x.dtype, "must be fp32 or the dtype of q", (*dtypes,)))
+        if x.device != q.device:
+            raise InputError(explain(f"{name}.device", x.device, "must be on q's device", q.device))
+        checked.append(x)
+    return checked

@@ -13,9 +13,11 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 from torch import Tensor
 
 from .dropout import Dropout
-from .spec import WEIGHTS
+from .spec import PARAMETER_SLOTS, WEIGHTS
 
-INPUTS = 3 + len(WEIGHTS)  # the differentiable fields, which come first: q, k, v and the weights
+# The differentiable fields, which come first: q, k, v, the weights, the sink and the parameters of expressions.
+INPUTS = 3 + len(WEIGHTS) + 1 + len(PARAMETER_SLOTS)
+NO_LEARNED = (None,) * (1 + len(PARAMETER_SLOTS))  # the sink and the parameters of an op without them
 Length: TypeAlias = Annotated[int, "SymInt"]  # an int that may be a symbol of torch.compile
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -37,6 +39,9 @@ def schema_of(record: Any) -> list[str]:
     """Return a record's fields as arguments of a schema."""
     defaults = {name: f"={value}" for name, value in record._field_defaults.items()}
     return [f"{kind} {name}{defaults.get(name, '')}" for name, kind in fields_of(record).items()]
+
+
+_LEARNED = slice(3 + len(WEIGHTS), INPUTS)  # of the fields of calls and steps
 
 
 def _given(*weights: Tensor | None) -> list[Tensor]:
@@ -68,6 +73,8 @@ class Call(NamedTuple):
             describes the other tensors.
         weight, head_weight, post_weight, post_head_weight: the weights of the op's stages; None
             for stages that the op lacks.
+        sink, parameter0, ..., parameter7: the sink, and the parameters of expressions in the order
+            of ``Spec.parameters``; None for those that the op lacks.
         scale: factor of q k^T.
         key: names the built op.
         cu_seq_q, cu_seq_k, max_q, max_k: where packed documents begin and end, see
@@ -82,6 +89,15 @@ class Call(NamedTuple):
     head_weight: Tensor | None
     post_weight: Tensor | None
     post_head_weight: Tensor | None
+    sink: Tensor | None
+    parameter0: Tensor | None
+    parameter1: Tensor | None
+    parameter2: Tensor | None
+    parameter3: Tensor | None
+    parameter4: Tensor | None
+    parameter5: Tensor | None
+    parameter6: Tensor | None
+    parameter7: Tensor | None
     scale: float
     key: str
     cu_seq_q: Tensor | None = None
@@ -95,6 +111,12 @@ class Call(NamedTuple):
     def weights(self) -> list[Tensor]:
         """The weights of the op's stages, in the order of ``spec.WEIGHTS``."""
         return _given(self.weight, self.head_weight, self.post_weight, self.post_head_weight)
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """The sink and the parameters of expressions, in the order of ``Spec.learned_arguments``."""
+        fields: tuple[Any, ...] = self
+        return _given(*fields[_LEARNED])
 
     @property
     def documents(self) -> Documents | None:
@@ -126,7 +148,8 @@ class Step(NamedTuple):
             the new ones.
         k_cache: (B, Hkv, N, D).
         v_cache: (B, Hkv, N, DV).
-        weight, head_weight, post_weight, post_head_weight: as in :class:`Call`.
+        weight, head_weight, post_weight, post_head_weight, sink, parameter0, ..., parameter7: as in
+            :class:`Call`.
         cache_seqlens: (B,) int32, the number of keys in use of each entry; None means all N.
         scale: factor of q k^T.
         num_splits: number of parts into which kernels split the keys; 0 means as planned.
@@ -140,6 +163,15 @@ class Step(NamedTuple):
     head_weight: Tensor | None
     post_weight: Tensor | None
     post_head_weight: Tensor | None
+    sink: Tensor | None
+    parameter0: Tensor | None
+    parameter1: Tensor | None
+    parameter2: Tensor | None
+    parameter3: Tensor | None
+    parameter4: Tensor | None
+    parameter5: Tensor | None
+    parameter6: Tensor | None
+    parameter7: Tensor | None
     cache_seqlens: Tensor | None
     scale: float
     num_splits: int
@@ -149,6 +181,12 @@ class Step(NamedTuple):
     def weights(self) -> list[Tensor]:
         """The weights of the op's stages, in the order of ``spec.WEIGHTS``."""
         return _given(self.weight, self.head_weight, self.post_weight, self.post_head_weight)
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """The sink and the parameters of expressions, in the order of ``Spec.learned_arguments``."""
+        fields: tuple[Any, ...] = self
+        return _given(*fields[_LEARNED])
 
 
 _TENSORS, _OTHERS = (

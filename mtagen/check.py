@@ -97,7 +97,16 @@ def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[
     def packed(x: Tensor, lengths: list[int]) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1).repeat(2, 1, 1)[: sum(lengths)]
 
-    documents = replace(inputs, q=packed(inputs.q, all_q), k=packed(inputs.k, all_k), v=packed(inputs.v, all_k))
+    sizes = {"documents": len(all_q), "H": heads, "total_k": sum(all_k)}
+    shapes = {x.name: x.extents(sizes) for x in spec.learned_arguments if x.name in inputs.parameters}
+    # The same numbers as those of the batch, repeated.
+    parameters = {
+        name: inputs.parameters[name].flatten().repeat(math.prod(shape))[: math.prod(shape)].view(shape)
+        for name, shape in shapes.items()
+    }
+    documents = replace(
+        inputs, q=packed(inputs.q, all_q), k=packed(inputs.k, all_k), v=packed(inputs.v, all_k), parameters=parameters
+    )
     device = inputs.q.device
     cu_seq_q, cu_seq_k = (torch.tensor([0, *n], device=device).cumsum(0).to(torch.int32) for n in (all_q, all_k))
     options, eager_options = _dropout(spec, device, Sizes(len(all_q), heads, heads, nq, nk))
@@ -110,7 +119,7 @@ def _judge_packed(op: Op, spec: Spec, inputs: Inputs, grad_out: Tensor) -> dict[
         return eager_op(spec, return_lse=True)(*tensors, **weights, **options_of_document)
 
     varlen = partial(op.varlen, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=nq, max_k=nk, **options, return_lse=True)
-    return judge(varlen, documents_op(eager, all_q, all_k), documents, packed(grad_out, all_q))
+    return judge(varlen, documents_op(eager, all_q, all_k, inputs.axes), documents, packed(grad_out, all_q))
 
 
 def _dropout(spec: Spec, device: torch.device, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -115,14 +115,39 @@ def _spec(
         tuple[int, int],
         typer.Option(help="Number of keys that a query sees before and after its own position; -1: all."),
     ] = (-1, -1),
-    logits: Annotated[
+    scores: Annotated[
         str | None,
         typer.Option(
-            help="What the softmax takes, an expression in the score s, such as '50 * tanh(s / 50)'.",
+            help="What the first convolution takes, an expression in the score s, such as '50 * tanh(s / 50)'.",
             metavar="EXPRESSION",
             show_default="s",
         ),
     ] = None,
+    convolved: Annotated[
+        str | None,
+        typer.Option(
+            help="What is mixed over heads before the softmax, an expression in the score s.",
+            metavar="EXPRESSION",
+            show_default="s",
+        ),
+    ] = None,
+    logits: Annotated[
+        str | None,
+        typer.Option(
+            help="What the softmax takes, an expression in the score s.", metavar="EXPRESSION", show_default="s"
+        ),
+    ] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A tensor that expressions read, and its axes, such as slopes=h or table=h,65; may be repeated.",
+            metavar="NAME=AXES",
+            show_default="none",
+        ),
+    ] = None,
+    sink: Annotated[
+        bool, typer.Option("--sink/--no-sink", help="Add a logit without a value to each row's softmax.")
+    ] = False,
     packed: Annotated[
         bool,
         typer.Option("--packed/--batched", help="Plan for packed documents, or for batches of equal lengths."),
@@ -132,7 +157,9 @@ def _spec(
     ] = False,
 ) -> Spec:
     options: dict[str, Any] = {**locals()}  # only the options are local so far
-    return Spec(**options | {name: _extents(name, options[name]) for name in ("kernel", "post_kernel")})
+    named = [given.partition("=")[::2] for given in options.pop("parameter") or ()]
+    extents = {name: _extents(name, options[name]) for name in ("kernel", "post_kernel")}
+    return Spec(**options | extents | {"parameters": tuple(named)})
 
 
 def _extents(name: str, kernel: str) -> tuple[int, int] | None:

@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import check_batch, check_dense, resolve_scale, shaped_weight
+from .arguments import check_batch, check_dense, check_learned, resolve_scale, shaped_weight
 from .dropout import check_dropout_p
 from .dtypes import TORCH_DTYPES
 from .errors import InputError, explain
-from .evaluate import logits_of
-from .spec import HEAD_DIMS, Expression, KeyPadding, Mask, Spec
+from .evaluate import evaluate
+from .expressions.functions import functions_of
+from .expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
+from .expressions.places import axes_in
+from .spec import EXPRESSIONS, HEAD_DIMS, Expression, KeyPadding, Mask, Spec
 
 
 def reference(
@@ -33,13 +36,17 @@ def reference(
     window: tuple[int, int] = (-1, -1),
     key_padding: KeyPadding = "both",
     mask: Mask = "source",
+    scores: Expression | None = None,
+    convolved: Expression | None = None,
     logits: Expression | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
+    sink: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute dropout(mix(conv(softmax(f(mix(conv(scale * q k^T))))))) v with O(Nq * Nk) memory.
+    """Compute dropout(mix(conv(softmax(f3(mix(f2(conv(f1(scale * q k^T))))))))) v with O(Nq * Nk) memory.
 
     Multi-Token Attention (Golovneva et al., 2025). A convolution reads the current query and the
     cq-1 queries before it, and ck keys around the current key; a mixture sums over the heads of a
@@ -71,9 +78,14 @@ def reference(
             meets tap (ck-1)//2; ``left``: they end at key j; ``right``: they begin at key j.
         mask: ``source`` or ``output``, for both convolutions; without effect where every query sees
             every key.
-        logits: f, an expression in s, the score after convolution and mixture: a text such as ``50 *
-            tanh(s / 50)`` or a function, see :mod:`mtagen.expressions`. It is computed in fp32, or
-            in fp64 for fp64 inputs.
+        scores, convolved, logits: f1, f2 and f3, expressions in s, the score before the first
+            convolution, before the first mixture and before the softmax: texts such as ``50 *
+            tanh(s / 50)`` or functions, see :mod:`mtagen.expressions`. They are computed in fp32,
+            or in fp64 for fp64 inputs.
+        parameters: the tensors that the expressions read, by name. Their axes follow from how the
+            expressions index them: ``b``, ``h``, ``i`` and ``j`` count batch entries, heads and
+            tokens, other indices entries of a table.
+        sink: ``[H]``, one more logit of each row's softmax, which has no value; default none.
         scale: factor of q k^T; ``None`` means ``D ** -0.5``.
         dropout_p: factors of v that dropout keeps are divided by 1 - dropout_p. More than 0 needs
             ``dropout_mask``.
@@ -87,40 +99,77 @@ def reference(
         key has attention probabilities of 0 and a log-sum-exp of -inf.
 
     Raises:
-        SpecError: ``causal``, ``window``, ``key_padding``, ``mask`` or ``logits`` is not legal; a kernel or a group is
-            too large.
+        SpecError: ``causal``, ``window``, ``key_padding``, ``mask`` or an expression is not legal; a kernel or a group
+            is too large.
         InputError: a tensor does not fit the others, or the scale or the dropout is not legal.
     """
     given = {"weight": weight, "head_weight": head_weight, "post_weight": post_weight}
     given |= {"post_head_weight": post_head_weight}
-    spec = _check(q, k, v, given, causal=causal, window=window, key_padding=key_padding, mask=mask, logits=logits)
+    learned = {**(parameters or {})}
+    expressions = {"scores": scores, "convolved": convolved, "logits": logits}
+    rules = {"causal": causal, "window": window, "key_padding": key_padding, "mask": mask}
+    spec = _check(q, k, v, given, learned, sink, **expressions, **rules)
     _check_dropout(dropout_p, dropout_mask, (*q.shape[:3], k.shape[2]), q.device)
     scale = resolve_scale(scale, q.shape[-1])
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * scale
-    nq, nk = scores.shape[-2:]
+    s = q @ k.mT * scale
+    nq, nk = s.shape[-2:]
     keys, positions = torch.arange(nk, device=q.device), torch.arange(nk - nq, nk, device=q.device).unsqueeze(1)
     after = keys - positions
     left, right = window[0], 0 if causal else window[1]
     forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
-    scores = _mix(_convolve(scores, weight, forbidden, key_padding, mask), head_weight)
-    scores = scores.masked_fill(forbidden, -torch.inf)
-    if spec.logits is not None:  # of visible scores only, because a slope of 0 times NaN would be NaN
-        rows, columns = (~forbidden).nonzero(as_tuple=True)
-        heads = torch.arange(q.shape[1], device=q.device).unsqueeze(1)
-        visible = logits_of(spec.logits, scores[:, :, rows, columns], positions[rows, 0], keys[columns], heads)
-        scores = scores.masked_scatter(~forbidden, visible)
-    probabilities = scores.softmax(-1).masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
+    functions = functions_of(spec.expressions, spec.parameters)
+
+    def applied(name: str, x: Tensor, hidden: Tensor) -> Tensor:
+        """Apply a function to the scores that are not hidden: a slope of 0 times NaN would be NaN."""
+        if name not in functions or not x.numel():
+            return x
+        rows, columns = (~hidden).nonzero(as_tuple=True)
+        entries, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])
+        taken = x[:, :, rows, columns]
+        values = {SCORE: taken.to(torch.promote_types(x.dtype, torch.float32)), POSITION: positions[rows, 0]}
+        values |= {KEY: keys[columns], HEAD: heads[:, None], ENTRY: entries[:, None, None]}
+        value = evaluate(functions[name].expr, values, learned).to(x.dtype).expand_as(taken)
+        return x.masked_scatter(~hidden, value)
+
+    s = _convolve(
+        applied("scores", s, forbidden if mask == "source" else _unused(forbidden, weight)),
+        weight,
+        forbidden,
+        key_padding,
+        mask,
+    )
+    s = _mix(applied("convolved", s, forbidden), head_weight).masked_fill(forbidden, -torch.inf)
+    s = applied("logits", s, forbidden)
+    if sink is not None:
+        s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+    p = s.softmax(-1)[..., :nk].masked_fill(forbidden, 0)  # the fill clears the NaN of rows that see no key
     if post_weight is not None:
-        probabilities = _convolve(probabilities, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
-    probabilities = _mix(probabilities, post_head_weight)
+        p = _convolve(p, post_weight, forbidden, key_padding, mask).masked_fill(forbidden, 0)
+    p = _mix(p, post_head_weight)
     if dropout_mask is not None:
-        probabilities = probabilities * dropout_mask / (1 - dropout_p)
-    out = probabilities @ v
-    return (out, scores.logsumexp(-1)) if return_lse else out
+        p = p * dropout_mask / (1 - dropout_p)
+    out = p @ v
+    return (out, s.logsumexp(-1)) if return_lse else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None], **rules: Any) -> Spec:
+def _unused(forbidden: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the scores that enter no visible score of a convolution with ``mask="output"``."""
+    if not len(forbidden):
+        return forbidden
+    reach = 0 if weight is None else weight.shape[-2] - 1  # a score enters this many later rows, at keys that they see
+    return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Mapping[str, Tensor | None],
+    learned: Mapping[str, Tensor],
+    sink: Tensor | None,
+    **rules: Any,
+) -> Spec:
     """Check the tensors and the options, as a built op of the same stages does, and return its spec.
 
     Raises:
@@ -129,7 +178,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
     """
     tensors = (("q", q), ("k", k), ("v", v))
     given = {name: weight for name, weight in weights.items() if weight is not None}
-    check_dense((*tensors, *given.items()))
+    check_dense((*tensors, *given.items(), *learned.items()))
     for name, weight in given.items():
         if weight.ndim < 2:
             rule, legal = "must have at least two dimensions", "filters (H, cq, ck), or matrices (H/m, m, m)"
@@ -142,6 +191,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
         mixed_heads=groups.get("head_weight"),
         post_kernel=kernels.get("post_weight"),
         post_mixed_heads=groups.get("post_head_weight"),
+        sink=sink is not None,
+        parameters=_axes(learned, {name: rules[name] for name in EXPRESSIONS}),
         **rules,
     )
     if q.dtype not in TORCH_DTYPES.values():
@@ -151,7 +202,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Mapping[str, Tensor | None]
     for name, weight in given.items():
         m = groups.get(name)
         shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))
+    check_learned(spec.learned_arguments, {"B": q.shape[0], "H": heads, "Nk": k.shape[2]}, q, sink, learned)
     return spec
+
+
+def _axes(parameters: Mapping[str, Tensor], expressions: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the axes of parameters, from how expressions index them."""
+    return tuple(axes_in(expressions, {name: x.shape for name, x in parameters.items()}).items())
 
 
 def _check_dropout(p: float, mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, reduce
+from functools import reduce
 
 import sympy
 import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from .expressions.language import HEAD, KEY, POSITION, SCORE, Maximum, Minimum, Where, read, split_sum
+from .expressions.language import Floor, Load, Maximum, Minimum, Where, split_sum
 
 _FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
     sympy.tanh: torch.tanh,
@@ -28,43 +28,31 @@ _FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
 _LOGIC: dict[type[sympy.Basic], Callable[..., Tensor]] = {sympy.And: torch.logical_and, sympy.Or: torch.logical_or}
 
 
-def logits_of(text: str, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
-    """Return what the softmax takes, by an expression of :class:`mtagen.Spec`.
-
-    Args:
-        text: the expression. It is computed in fp32, or in fp64 for fp64 scores.
-        scores: scores after convolution and mixture.
-        positions, keys, heads: places of the scores, int64, which broadcast to their shape.
-
-    Returns:
-        The logits, in the dtype and shape of the scores.
-    """
-    values = {SCORE: scores.to(torch.promote_types(scores.dtype, torch.float32))}
-    values |= {POSITION: positions, KEY: keys, HEAD: heads}
-    return evaluate(_read(text), values).to(scores.dtype).expand_as(scores)
-
-
-@cache
-def _read(text: str) -> Expr:
-    return read("logits", text)
-
-
-def evaluate(expr: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
+def evaluate(expr: Expr, values: Mapping[Symbol, Tensor], parameters: Mapping[str, Tensor] = {}) -> Tensor:
     """Return the value of an expression.
 
     Args:
         expr: an expression of :mod:`.expressions.language`, or the derivative of one.
         values: the value of each symbol, which broadcast; integers in int64, the score in fp32 or fp64. All
             else is computed in the dtype of the score.
+        parameters: the tensors that the expression reads. An index that leaves an axis, as those of
+            hidden scores may, reads the entry at the axis's end.
     """
-    return _Evaluation(values).real(expr)
+    return _Evaluation(values, parameters).real(expr)
+
+
+def indices_of(load: Load, values: Mapping[Symbol, Tensor], parameter: Tensor) -> tuple[Tensor, ...]:
+    """Return the indices of an entry of a parameter, int64, which broadcast to the shape of the scores."""
+    evaluation = _Evaluation(values, {})
+    extents = zip(load.indices, parameter.shape, strict=True)
+    return tuple(evaluation.of(index).clamp(0, extent - 1) for index, extent in extents)
 
 
 class _Evaluation:
     """The values of an expression and of its parts."""
 
-    def __init__(self, values: Mapping[Symbol, Tensor]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[Symbol, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        self.values, self.parameters = values, parameters
         (self.dtype,) = {value.dtype for value in values.values() if value.is_floating_point()}
         (self.device,) = {value.device for value in values.values()}
         self.known: dict[sympy.Basic, Tensor] = {}
@@ -84,7 +72,10 @@ class _Evaluation:
             return self.values[expr]
         if expr.is_number or expr in (sympy.true, sympy.false):
             return self._constant(expr)
-        if isinstance(expr, sympy.floor):
+        if isinstance(expr, Load):
+            parameter = self.parameters[expr.parameter]
+            return parameter[indices_of(expr, self.values, parameter)]
+        if isinstance(expr, Floor):
             return self._floor(expr.args[0])
         if isinstance(expr, (sympy.And, sympy.Or)):
             return reduce(_LOGIC[type(expr)], map(self.of, expr.args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from .config import Config
@@ -27,7 +28,11 @@ def build(
     post_kernel: tuple[int, int] | None = None,
     post_mixed_heads: int | None = None,
     window: tuple[int, int] = (-1, -1),
+    scores: Expression | None = None,
+    convolved: Expression | None = None,
     logits: Expression | None = None,
+    parameters: Mapping[str, str] | None = None,
+    sink: bool = False,
     value_head_dim: int | None = None,
     causal: bool = True,
     key_padding: KeyPadding = "both",
@@ -56,9 +61,17 @@ def build(
         post_kernel: extent of the convolution after the softmax; default no convolution.
         post_mixed_heads: as ``mixed_heads``, after the softmax.
         window: ``(left, right)``: query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right; -1 is no limit.
+        scores: what the first convolution takes, an expression in s, the scaled score: a text such
+            as ``50 * tanh(s / 50)``, or a function such as ``lambda s, i, j: s - 0.1 * (i - j)``;
+            see :mod:`mtagen.expressions`. Default s.
+        convolved: what is mixed over heads, an expression in s, the score after the convolution.
         logits: what the softmax takes, an expression in s, the score after the convolution and the
-            mixture: a text such as ``50 * tanh(s / 50)``, or a function such as ``lambda s, i, j: s
-            - 0.1 * (i - j)``; see :mod:`mtagen.expressions`. Default s.
+            mixture.
+        parameters: the tensors that expressions read, which each call passes: the name and the axes
+            of each. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
+            (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``.
+        sink: whether each row's softmax has one more logit, without a value, which each call
+            passes for each head.
         value_head_dim: DV, default D.
         causal: query i sees only keys j <= i + Nk - Nq; the same as a window whose ``right`` is 0.
         key_padding: ``both``, ``left`` or ``right``.
@@ -105,7 +118,8 @@ def build(
         target = _INTERPRETER_TARGET if interpreted and backend == "triton" else local_target()
     named = None if dtype is None else dtype_name("dtype", dtype)
     default: DType = "fp32" if interpreted or target == "cpu" else "bf16"
-    spec = Spec(**{name: arguments[name] for name in OPTIONS} | {"dtype": named or default})
+    fields = {name: arguments[name] for name in OPTIONS} | {"dtype": named or default, "parameters": parameters or ()}
+    spec = Spec(**fields)
     if tune and backend == "torch":
         legal = f"False, or one of the backends {GENERATED}"
         raise BackendError(explain("tune", tune, "the torch backend has no kernels to tune", legal))

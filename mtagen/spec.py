@@ -6,7 +6,7 @@ Knows nothing of torch, planning or devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -33,7 +33,12 @@ STAGES = {
     "post_head_weight": "post_mixed_heads",
 }
 WEIGHTS = tuple(STAGES)
-Role: TypeAlias = Literal["queries", "keys", "values", "filters", "mixtures", "boundaries", "lengths", "seed"]
+EXPRESSIONS = ("scores", "convolved", "logits")  # the functions of scores, in the order in which they are applied
+# Arguments of registered ops for the parameters of expressions, in the order of the option ``parameters``.
+PARAMETER_SLOTS = tuple(f"parameter{n}" for n in range(8))
+Role: TypeAlias = Literal[
+    "queries", "keys", "values", "filters", "mixtures", "sinks", "parameters", "boundaries", "lengths", "seed"
+]
 
 
 class Argument(NamedTuple):
@@ -41,8 +46,9 @@ class Argument(NamedTuple):
 
     Attributes:
         name: its name in calls.
-        role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``boundaries``
-            say where packed documents begin, ``lengths`` how many keys of a cache are in use.
+        role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``sinks`` are
+            logits without values, ``parameters`` are read by expressions, ``boundaries`` say where
+            packed documents begin, ``lengths`` how many keys of a cache are in use.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
             tensors of a call. ``H/4`` is a quarter of ``H``.
         dtypes: the dtypes that it may have; ``q`` is that of the queries.
@@ -84,6 +90,7 @@ STEP = tuple(
 BOUNDARIES = tuple(
     Argument(name, "boundaries", ("documents + 1",), ("int32",), False) for name in ("cu_seq_q", "cu_seq_k")
 )
+SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
 LENGTHS = Argument("cache_seqlens", "lengths", ("B",), ("int32",), False)
 
@@ -119,9 +126,18 @@ class Spec:
             Fields are normalised so that equal masks are equal fields: where ``right`` is 0,
             ``causal`` is True and the window's second number is -1. :attr:`left` and :attr:`right`
             give the limits in force.
+        scores: what the first convolution takes, an expression in s, the scaled score. Hidden
+            scores are 0 to the convolution, whatever the expression is there.
+        convolved: what is mixed over heads, an expression in s, the score after the convolution.
         logits: what the softmax takes, an expression in s, the score after convolution and mixture:
-            ``50 * tanh(s / 50)``. A text, or a function of symbols; :mod:`mtagen.expressions`
-            describes the language. The field is a text in canonical form; None for s itself.
+            ``50 * tanh(s / 50)``. Expressions are texts, or functions of symbols;
+            :mod:`mtagen.expressions` describes the language. The fields are texts in canonical
+            form; None for s itself. Without a convolution ``scores`` joins ``convolved``, and
+            without a mixture ``convolved`` joins ``logits``, so that equal operators are equal.
+        parameters: the tensors that expressions read, and the axes of each: ``{"table": "h,65"}``.
+            The field is pairs of name and axes.
+        sink: whether each row's softmax has one more logit, which has no value: a number of each
+            head that a call passes.
         packed: whether q, k and v hold packed documents, each a sequence of its own, instead of a
             batch.
         dropout: whether the factors of v are dropped, with a probability that each call gives.
@@ -141,7 +157,11 @@ class Spec:
     post_kernel: tuple[int, int] | None = None
     post_mixed_heads: int | None = None
     window: tuple[int, int] = (-1, -1)
+    scores: str | None = None
+    convolved: str | None = None
     logits: str | None = None
+    parameters: tuple[tuple[str, str], ...] = ()
+    sink: bool = False
     packed: bool = False
     dropout: bool = False
 
@@ -162,7 +182,7 @@ class Spec:
                 rule = "is not supported"
                 raise SpecError(explain(name, getattr(self, name), rule, "multiples of 8 from 16 to 256"))
             object.__setattr__(self, name, value)
-        for name in ("causal", "packed", "dropout"):
+        for name in ("causal", "sink", "packed", "dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(explain(name, getattr(self, name), "must be a bool", (True, False)))
         for name, legal in (("key_padding", KEY_PADDINGS), ("mask", MASKS), ("dtype", tuple(DTYPES))):
@@ -172,7 +192,25 @@ class Spec:
             object.__setattr__(self, "causal", True)
             right = -1
         object.__setattr__(self, "window", (left, right))
-        object.__setattr__(self, "logits", _canonical("logits", self.logits))
+        if self.parameters or any(getattr(self, name) is not None for name in EXPRESSIONS):
+            self._normalise_expressions()
+        else:
+            object.__setattr__(self, "parameters", ())
+
+    def _normalise_expressions(self) -> None:
+        """Replace expressions by canonical texts, each at the first place that computes the same."""
+        from .expressions.places import normalised  # imported here, because sympy takes longer to load than this module
+
+        distances = self.left, self.right, self.cq - 1 if self.mask == "output" else 0
+        fields = normalised(
+            {name: getattr(self, name) for name in EXPRESSIONS},
+            self.parameters,
+            distances,
+            convolves=self.kernel is not None,
+            mixes=self.mixed_heads is not None,
+        )
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @property
     def cq(self) -> int:
@@ -224,14 +262,15 @@ class Spec:
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The tensors that a call takes, in its order."""
-        given = (*(PACKED if self.packed else BATCH), *self.weight_arguments.values())
+        given = (*(PACKED if self.packed else BATCH), *self.weight_arguments.values(), *self.learned_arguments)
         others = (*BOUNDARIES,) * self.packed + (SEED,) * self.dropout
         return self._with_head_dims(given + others)
 
     @cached_property
     def decode_arguments(self) -> tuple[Argument, ...]:
         """The tensors that a step of decoding takes, in its order."""
-        return self._with_head_dims((*STEP, *self.weight_arguments.values(), LENGTHS))
+        learned = (argument._replace(differentiable=False) for argument in self.learned_arguments)
+        return self._with_head_dims((*STEP, *self.weight_arguments.values(), *learned, LENGTHS))
 
     @cached_property
     def weight_arguments(self) -> dict[str, Argument]:
@@ -242,6 +281,25 @@ class Spec:
             shape = "H" if group == 1 else f"H/{group}", *extents
             described[name] = Argument(name, role, shape, ("fp32", "q"))
         return described
+
+    @cached_property
+    def learned_arguments(self) -> tuple[Argument, ...]:
+        """The sink and the parameters of expressions that the op takes."""
+        return (SINK,) * self.sink + tuple(_parameter_argument(*pair, self.packed) for pair in self.parameters)
+
+    @cached_property
+    def packed_learned_arguments(self) -> tuple[Argument, ...]:
+        """The sink and the parameters of expressions that the op takes with packed documents.
+
+        Raises:
+            SpecError: packed documents cannot have a parameter.
+        """
+        return replace(self, packed=True).learned_arguments
+
+    @cached_property
+    def expressions(self) -> tuple[tuple[str, str], ...]:
+        """The names and texts of the functions of scores, in the order in which they are applied."""
+        return tuple((name, text) for name in EXPRESSIONS if (text := getattr(self, name)) is not None)
 
     @cached_property
     def _weight_extents(self) -> dict[str, tuple[int, tuple[int, int]]]:
@@ -287,7 +345,7 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON-ready dict; ``Spec.from_dict`` inverts it."""
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+        return {name: _listed(x) for name, x in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Spec:
@@ -298,7 +356,8 @@ class Spec:
 # Fields that mtagen.build takes as options: a built op serves batches and packed documents, with dropout and without.
 OPTIONS = tuple(name for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout"))
 # Options that mtagen.reference takes: it sees the stages and sizes in its tensors.
-RULES = tuple(name for name in OPTIONS if name not in (*STAGES.values(), "head_dim", "value_head_dim", "dtype"))
+_IN_TENSORS = (*STAGES.values(), "parameters", "sink", "head_dim", "value_head_dim", "dtype")
+RULES = tuple(name for name in OPTIONS if name not in _IN_TENSORS)
 
 
 def _extents(name: str, kernel: Any) -> tuple[int, int] | None:
@@ -323,13 +382,21 @@ def _window(window: Any) -> tuple[int, int]:
     return keys
 
 
-def _canonical(name: str, given: Any) -> str | None:
-    """Return the canonical text of an expression after checking it."""
-    if given is None:
-        return None
-    from .expressions.language import canonical  # imported here, because sympy takes longer to load than this module
+def _parameter_argument(name: str, axes: str, packed: bool) -> Argument:
+    """Return the description of a parameter. Tokens of packed documents come first, as those of keys do."""
+    symbols = {"b": "documents" if packed else "B", "h": "H", "i": "Nk", "j": "Nk"}
+    shape: list[int | str] = [symbols.get(axis) or int(axis) for axis in axes.split(",") if axes]
+    if packed and "Nk" in shape:
+        if shape.count("Nk") > 1 or "documents" not in shape:
+            rule = "cannot be a parameter of packed documents, whose tokens have one axis"
+            raise SpecError(explain(f"parameters[{name!r}]", axes, rule, "axes b and j, or without i and j"))
+        shape = ["total_k", *(extent for extent in shape if extent not in ("Nk", "documents"))]
+    return Argument(name, "parameters", tuple(shape), ("fp32", "q"))
 
-    return canonical(name, given)
+
+def _listed(value: Any) -> Any:
+    """Return a value of a field as JSON holds it."""
+    return [_listed(x) for x in value] if isinstance(value, tuple) else value
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

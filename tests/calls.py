@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mtagen.call import Call, Documents, Step
+from mtagen.call import NO_LEARNED, Call, Documents, Step
 from mtagen.dropout import Dropout
 from mtagen.spec import WEIGHTS, Spec
 
@@ -43,4 +43,4 @@ def step_of(
 
 def _slots(spec: Spec, weights: Sequence[Tensor]) -> list[Tensor | None]:
     given = dict(zip(spec.weight_names, weights, strict=True))
-    return [given.get(name) for name in WEIGHTS]
+    return [*(given.get(name) for name in WEIGHTS), *NO_LEARNED]

@@ -14,10 +14,13 @@ from mtagen.call import INPUTS, Call, Step, fields_of, schema_of
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Sampler
 from mtagen.ops import library
-from mtagen.spec import WEIGHTS, Spec
+from mtagen.spec import PARAMETER_SLOTS, WEIGHTS, Spec
 
 STAGES: dict[str, Any] = {"kernel": (2, 3), "mixed_heads": 2, "post_kernel": (3, 1), "post_mixed_heads": 4}
-EVERYTHING = Spec(**STAGES, head_dim=16, value_head_dim=24, dtype="fp32", packed=True, dropout=True)
+PARAMETERS = dict.fromkeys(PARAMETER_SLOTS, "h")
+READS = {"logits": " + ".join(["s", *(f"{name}[h]" for name in PARAMETER_SLOTS)]), "parameters": PARAMETERS}
+OTHERS: dict[str, Any] = {**READS, "sink": True, "packed": True, "dropout": True}
+EVERYTHING = Spec(**STAGES, head_dim=16, value_head_dim=24, dtype="fp32", **OTHERS)
 
 
 def tensors_of(record: type[tuple[Any, ...]]) -> list[str]:
@@ -33,13 +36,14 @@ def test_records_have_the_tensors_of_a_spec() -> None:
 def test_differentiable_arguments_come_first() -> None:
     """Autograd and the registered ops cut the arguments there."""
     assert [argument.differentiable for argument in EVERYTHING.arguments] == [True] * INPUTS + [False] * 3
-    assert Call._fields[:INPUTS] == ("q", "k", "v", *WEIGHTS)
+    assert Call._fields[:INPUTS] == ("q", "k", "v", *WEIGHTS, "sink", *PARAMETER_SLOTS)
     assert {name for name, kind in fields_of(Call).items() if kind == "Tensor"} == {"q", "k", "v"}
 
 
 ABSENT = dict(zip(STAGES, ({name} for name in WEIGHTS), strict=True)) | {
     "packed": {"cu_seq_q", "cu_seq_k"},
     "dropout": {"dropout_seed"},
+    "sink": {"sink"},
 }
 
 
@@ -71,7 +75,7 @@ def test_samples_have_the_described_shapes() -> None:
 
 def test_schemas() -> None:
     """They may change only with the graphs that hold calls of the ops."""
-    weights = ", ".join(f"Tensor? {name}" for name in WEIGHTS)
+    weights = ", ".join(f"Tensor? {name}" for name in (*WEIGHTS, "sink", *PARAMETER_SLOTS))
     inputs = f"Tensor q, Tensor k, Tensor v, {weights}"
     options = (
         "float scale, str key, Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt max_k=0, "

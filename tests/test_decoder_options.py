@@ -31,7 +31,11 @@ OVERRIDES: dict[str, tuple[Any, Any]] = {
     "frequency_scaling": ({"factor": 2.0}, FrequencyScaling(2.0)),
     "dropout": (0.25, 0.25),
     "window": ([4, -1], (4, -1)),
+    "scores": ("3*tanh(s/3)", "3*tanh(s/3)"),
+    "convolved": ("2*tanh(s/2)", "2*tanh(s/2)"),
     "logits": ("50*tanh(s/50)", "50*tanh(s/50)"),
+    "parameters": ({"slopes": "h"}, {"slopes": "h"}),
+    "sink": (True, True),
     "mask": ("output", "output"),
 }
 

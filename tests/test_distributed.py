@@ -30,6 +30,7 @@ from torchrun import torchrun
 
 import mtagen
 from mtagen import BackendError, InputError, SpecError
+from mtagen.call import NO_LEARNED
 from mtagen.distributed import ContextParallel, context_parallel, exchange
 from mtagen.distributed.sharding import ChunkCall, Rows, Sharding, fresh, regions
 from mtagen.measure.cases import Sizes
@@ -261,7 +262,9 @@ def test_shapes_follow_from_arguments(rank: int) -> None:
     q, v = (torch.empty(1, HEADS, 12, width, dtype=torch.float64, device="meta") for width in (WIDTH, 24))
     weights = op.plan.spec.weights(HEADS)
     given = (torch.empty(weights[name], device="meta") for name in WEIGHTS)
-    out, *kept = torch.ops.mtagen.context_parallel_forward(q, q, v, *given, 0.25, op._key, "none", rank, 2, True, 24)
+    out, *kept = torch.ops.mtagen.context_parallel_forward(
+        q, q, v, *given, *NO_LEARNED, 0.25, op._key, "none", rank, 2, True, 24
+    )
     context = op.plan.spec.context
     chunks = [[(0, 6), (context, 6)], [(context, 12), (0, 0)]][rank]  # the last rank's lie side by side
     assert out.shape == v.shape
@@ -272,11 +275,11 @@ def test_shapes_follow_from_arguments(rank: int) -> None:
 def opcheck(group: ProcessGroup, packed: bool) -> None:
     cp = ContextParallel(built(EVERYTHING), group)
     inputs, grad_out = mine(cp, *random(cp.op.plan.spec, 1, 2, 37), packed)
-    tensors = [inputs.q, inputs.k, inputs.v, *(inputs.weights[name] for name in WEIGHTS)]
+    tensors = [inputs.q, inputs.k, inputs.v, *(inputs.weights[name] for name in WEIGHTS), *NO_LEARNED]
     plan = [0.25, cp.op._key, group.group_name, cp.rank, cp.ranks, True, 37]
     if packed:
         plan += [torch.tensor([0, 5, 20, 37], dtype=torch.int32), 17]
-    leaves = [x.clone().requires_grad_() for x in tensors]
+    leaves = [None if x is None else x.clone().requires_grad_() for x in tensors]
     torch.library.opcheck(torch.ops.mtagen.context_parallel_forward.default, (*leaves, *plan))
     kept = torch.ops.mtagen.context_parallel_forward(*tensors, *plan)
     torch.library.opcheck(torch.ops.mtagen.context_parallel_backward.default, (grad_out, *tensors, kept, *plan))

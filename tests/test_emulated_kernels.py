@@ -75,6 +75,8 @@ WITH_LOGITS = [
     (target, replace(spec, logits=problems.LOGITS))
     for target, spec in (SM90, SM90_ONE_TAP, ("sm_90a", Spec((6, 11), 64, window=(40, -1))), SM80, SM80_FULL)
 ]
+# They grow by a factor of 2^180 and more in a tile of keys.
+GROWING_LOGITS = [(target, replace(spec, logits="s - (i - j) / (1 + h)")) for target, spec in (SM90, SM80)]
 DECODED_TERMS = [  # of tiles of 64 and of 32 keys
     ("sm_90a", Spec((6, 11), 256, mask="output", window=(3, -1))),
     ("sm_89", Spec((6, 11), 64, mask="output", window=(3, -1))),
@@ -186,6 +188,13 @@ def test_logits(target: str, spec: Spec, folder: Path) -> None:
     problem = problems.growing(spec, Sizes(1, 2, 1, 66, 203))
     assert not problems.failures(op, spec, problem)
     assert not problems.decode_failures(op, spec, problem, num_splits=2)
+
+
+@pytest.mark.parametrize(("target", "spec"), GROWING_LOGITS, ids=case_id)
+def test_logits_that_grow_along_the_keys(target: str, spec: Spec, folder: Path) -> None:
+    """Every tile gives rows of the first head new references, and in bf16 some tiles give none to the last head's."""
+    op = op_of(spec, target, folder, 0)
+    assert not failures(op, spec, torch.device("cpu"), (Sizes(1, 4, 2, 33, 300), Sizes(1, 1, 1, 150, 150)))
 
 
 @pytest.mark.parametrize(("target", "spec"), WINDOWED, ids=case_id)

@@ -19,10 +19,14 @@ from torch import Tensor
 
 import mtagen
 from mtagen import SpecError
+from mtagen.codegen import render
 from mtagen.codegen.expressions import c_expression, triton_expression
-from mtagen.evaluate import evaluate, logits_of
+from mtagen.evaluate import evaluate
 from mtagen.expressions import alibi, softcap
 from mtagen.expressions.language import HEAD, KEY, POSITION, SCORE, canonical, is_of_distance, names_in, read, write
+from mtagen.planner.cuda.score import score_function
+from mtagen.planner.geometry import score as stage
+from mtagen.planner.geometry.mask import Mask
 
 WRONG = [
     ("s + t", "t is not a name", "    ^"),
@@ -124,12 +128,16 @@ def test_what_an_expression_reads(text: str, names: str, of_distance: bool) -> N
     assert is_of_distance(text) == of_distance
 
 
+def value_of(text: str, scores: Tensor, positions: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
+    return evaluate(read("logits", text), {SCORE: scores, POSITION: positions, KEY: keys, HEAD: heads})
+
+
 def test_named_expressions() -> None:
     scores, places = torch.linspace(-90, 90, 7, dtype=torch.float64), torch.zeros(7, dtype=torch.int64)
-    capped = logits_of(softcap(30.0), scores, places, places, places)
+    capped = value_of(softcap(30.0), scores, places, places, places)
     torch.testing.assert_close(capped, 30 * torch.tanh(scores / 30))
     heads = torch.arange(7)
-    biased = logits_of(alibi(8), scores, places + 5, places + 2, heads)
+    biased = value_of(alibi(8), scores, places + 5, places + 2, heads)
     torch.testing.assert_close(biased, scores - 3 * 2.0 ** -(heads + 1.0).double())
     for wrong in (0, -1.0, math.inf, math.nan, True, "50"):
         with pytest.raises(SpecError, match="cap: got"):
@@ -344,7 +352,7 @@ def test_printed_triton(text: str) -> None:
             return torch.fmod(self, other)
 
     def extremum(function: Any) -> Any:
-        return lambda x, y, propagate_nan: function(*torch.broadcast_tensors(*map(torch.as_tensor, (x, y))))
+        return lambda x, y, propagate_nan=None: function(*torch.broadcast_tensors(*map(torch.as_tensor, (x, y))))
 
     tl = SimpleNamespace(
         exp=torch.exp,
@@ -396,3 +404,61 @@ def test_printed_c(tmp_path: Path) -> None:
         out = torch.empty(200)
         compiled[f"f{n}"](*(ctypes.c_void_p(x.data_ptr()) for x in (*arguments, out)))
         torch.testing.assert_close(out.double(), expected_of(expr), rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_parts_of_the_head(text: str) -> None:
+    """Functions that name parts are the expression and its derivative, in a kernel that holds four times the score."""
+    scores, *places = points()
+    symbols = (stage.SCORE, stage.POSITION, stage.KEY, stage.HEAD)
+    expr = read("text", text).xreplace(dict(zip((SCORE, POSITION, KEY, HEAD), symbols, strict=True)))
+    function = stage.ScoreStage(Mask.of(mtagen.Spec(None, 16)), expr).function_of_any_unit
+    values = dict(zip(symbols[1:], places, strict=True))
+    values |= {stage.SCORE: 4 * scores.double(), stage.DISTANCE: (places[0] - places[1]).double()}
+    for symbol, number in (
+        (stage.GRADIENT, 3.0),
+        (stage.EXPONENT, 0.25 / math.log(2)),
+    ):
+        values[symbol] = torch.tensor(number, dtype=torch.float64)
+    for symbol, part in function.parts:
+        assert part.free_symbols <= {stage.HEAD, stage.EXPONENT}
+        values[symbol] = evaluate(part, values)
+    value = evaluate(function.modify * function.exponent, values) * math.log(2)
+    torch.testing.assert_close(value.expand(200), expected_of(read("text", text)), rtol=1e-9, atol=1e-9)
+    gradient = evaluate(function.modify_backward, values).expand(200)
+    expected = 3 * expected_of(sympy.diff(read("text", text), SCORE))
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_no_part_stays_in_a_function() -> None:
+    """What is left of ALiBi is a product and a difference, and of a soft-cap two products and a tanh."""
+    score, first = stage.SCORE, sympy.Symbol("part0", real=True)
+    function = score_function(mtagen.Spec(None, 16, logits=alibi(8)))
+    assert (function.modify, function.exponent) == (score - first * stage.DISTANCE, stage.EXPONENT)
+    function = score_function(mtagen.Spec(None, 16, logits=softcap(50)))
+    assert (function.modify, function.exponent) == (50 / sympy.log(2) * stage.FastTanh(first * score), 1)
+    assert function.parts == ((first, stage.EXPONENT * sympy.log(2) / 50),)
+
+
+def test_tanh_is_fast_in_bf16_only() -> None:
+    """The GPU's instruction errs by 2^-11, which is less than the rounding of bf16, and more than that of fp16."""
+    for dtype, fast in (("bf16", True), ("fp16", False)):
+        function = score_function(mtagen.Spec(None, 16, logits=softcap(50), dtype=dtype))
+        for expr in (function.modify, function.modify_backward):
+            assert expr.has(stage.FastTanh) == fast
+            assert expr.has(sympy.tanh) != fast
+
+
+@pytest.mark.parametrize("stages", [{"kernel": (3, 4)}, {"kernel": None, "mixed_heads": 4}], ids=str)
+@pytest.mark.parametrize(("backend", "exponential"), [("cuda", "exp_of("), ("triton", "tl.exp(")])
+def test_kernels_compute_parts_once(backend: str, exponential: str, stages: dict[str, Any]) -> None:
+    """A file names the slope's exponential in one place, which is not the function of a score."""
+    made = mtagen.plan(mtagen.Spec(head_dim=64, logits=alibi(8), **stages), "sm_90a", backend)
+    found = 0
+    for file, text in render(made).files.items():
+        if (exponential in text) and (file.endswith(".py") == (backend == "triton")):
+            line = next(line for line in text.splitlines() if exponential in line and "DEVICE" not in line)
+            assert text.count(line) == 1
+            assert line.lstrip().startswith("part0(" if backend == "cuda" else "return (head, ")
+            found += 1
+    assert found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mtagen
+from mtagen.call import NO_LEARNED
 from mtagen.check import failures
 from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
@@ -261,9 +262,9 @@ def test_compile_fullgraph(op: AttentionOp) -> None:
 
 def test_opcheck(op: AttentionOp) -> None:
     leaves = [x.requires_grad_() for x in inputs(70)]
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (*leaves, None, None, None, 0.125, op._key))
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*leaves, None, None, None, *NO_LEARNED, 0.125, op._key))
     q_tail, k, v, weight = (x.detach() for x in inputs(70))
-    given = (q_tail[:, :, -7:], k, v, weight, None, None, None, None, 0.125, 0, op._key)
+    given = (q_tail[:, :, -7:], k, v, weight, None, None, None, *NO_LEARNED, None, 0.125, 0, op._key)
     torch.library.opcheck(torch.ops.mtagen.decode.default, given)
 
 

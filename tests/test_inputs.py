@@ -17,6 +17,7 @@ from torch import Tensor
 
 import mtagen
 from mtagen import BackendError, InputError, MtagenError, PlanError, Spec, SpecError
+from mtagen.call import NO_LEARNED
 from mtagen.ops import library
 from mtagen.ops.attention import AttentionOp
 from mtagen.planner.tables import Table
@@ -629,6 +630,7 @@ NO_KERNEL = (
     MATRIX,
 )
 NO_GROUP = (*NOT_A_SIZE, 0, 65, (2, 2))
+NO_EXPRESSION = (3, b"s", ["s"], "", "s +", lambda x: x)
 WRONG_VALUES = {
     "kernel": NO_KERNEL,
     "mixed_heads": NO_GROUP,
@@ -641,7 +643,11 @@ WRONG_VALUES = {
     "key_padding": (*NOT_TEXT, None, "", "Both"),
     "mask": (*NOT_TEXT, None, "none"),
     "dtype": (*NOT_TEXT, "", "float", torch.int8, np.float32, float),
-    "logits": (3, b"s", ["s"], "", "s +", lambda x: x),
+    "scores": NO_EXPRESSION,
+    "convolved": NO_EXPRESSION,
+    "logits": NO_EXPRESSION,
+    "parameters": (3, "slopes", [3], {"slopes": "h"}, {3: "h"}, {"s": "h"}, {"for": ""}, {"tanh": "h"}),
+    "sink": (*NOT_A_BOOL, None),
     "backend": (*NOT_TEXT, None, "", "gpu"),
     "target": (*NOT_TEXT, "", "h100", (9, 0), mtagen.TARGETS["sm_90a"]),
     "deterministic": NOT_A_BOOL,
@@ -753,7 +759,9 @@ def test_kernels_for_gpus_refuse_cpu_tensors() -> None:
     for call in (
         lambda: op(q, k, v, weight),
         lambda: op.decode(q, k, v, weight),
-        lambda: torch.ops.mtagen.backward(q, q[..., 0], q, k, v, weight, None, None, None, q, q[..., 0], 1.0, op._key),
+        lambda: torch.ops.mtagen.backward(
+            q, q[..., 0], q, k, v, weight, None, None, None, *NO_LEARNED, q, q[..., 0], 1.0, op._key
+        ),
     ):
         with pytest.raises(BackendError) as caught:
             call()

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import mtagen
 from mtagen import BackendError, SpecError, reference
+from mtagen.call import NO_LEARNED
 from mtagen.ops import bypass, library
 from mtagen.ops.attention import AttentionOp
 from mtagen.ops.executor import Executor
@@ -314,12 +315,12 @@ def test_compile_checks_arguments(op: AttentionOp) -> None:
 )
 def test_opcheck(op: AttentionOp, nq: int, nk: int, dtype: torch.dtype) -> None:
     tensors = leaves(nq, nk, dtype=dtype)
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors, None, None, None, 0.25, op._key))
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (*tensors, None, None, None, *NO_LEARNED, 0.25, op._key))
     q, k, v, weight = (x.detach() for x in tensors)
     out, lse = op(q, k, v, weight, scale=0.25, return_lse=True)
     torch.library.opcheck(
         torch.ops.mtagen.backward.default,
-        (out, torch.ones_like(lse), q, k, v, weight, None, None, None, out, lse, 0.25, op._key),
+        (out, torch.ones_like(lse), q, k, v, weight, None, None, None, *NO_LEARNED, out, lse, 0.25, op._key),
     )
 
 
@@ -327,7 +328,7 @@ def test_opcheck(op: AttentionOp, nq: int, nk: int, dtype: torch.dtype) -> None:
 def test_opcheck_of_decode(op: AttentionOp, lengths: list[int] | None) -> None:
     q, k, v, weight = (x.detach() for x in leaves(KERNEL[0] + 1, 9))
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    given = (q, k, v, weight, None, None, None, seqlens, 0.25, 0, op._key)
+    given = (q, k, v, weight, None, None, None, *NO_LEARNED, seqlens, 0.25, 0, op._key)
     torch.library.opcheck(torch.ops.mtagen.decode.default, given)
 
 
@@ -535,7 +536,7 @@ def test_same_arguments_same_key() -> None:
 def test_a_key_that_was_not_built() -> None:
     *tensors, weight = leaves()
     with pytest.raises(BackendError, match=r"key: got 'stranger'; no op of this key .*; legal: call mtagen\.build"):
-        torch.ops.mtagen.forward(*tensors, weight, None, None, None, 0.25, "stranger")
+        torch.ops.mtagen.forward(*tensors, weight, None, None, None, *NO_LEARNED, 0.25, "stranger")
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ def defaults(function: Callable[..., Any], **others: Any) -> dict[str, Any]:
 
 def test_constants() -> None:
     assert set(DEFAULTS) - set(OPTIONS) == {"packed", "dropout"}
-    assert set(RULES) == {"causal", "window", "key_padding", "mask", "logits"}
+    assert set(RULES) == {"causal", "window", "key_padding", "mask", "scores", "convolved", "logits"}
     assert set(STAGES.values()) <= set(OPTIONS)
 
 
 def test_build() -> None:
     """Its dtype may be left to the device."""
-    assert set(defaults(mtagen.build, dtype=None)) == set(DEFAULTS)
+    assert set(defaults(mtagen.build, dtype=None, parameters=None)) == set(DEFAULTS)
 
 
 def test_reference() -> None:
@@ -42,14 +42,14 @@ def test_reference() -> None:
 
 
 def test_command_line() -> None:
-    """Options of the command line that are no numbers are text."""
-    assert set(defaults(cli._spec, post_kernel="none")) == set(DEFAULTS)
+    """Options of the command line that are no numbers are text, and each parameter is an option of its own."""
+    assert set(defaults(cli._spec, post_kernel="none")) == set(DEFAULTS) - {"parameters"}
     assert set(defaults(cli.tune, post_kernel="none")) <= set(DEFAULTS)
 
 
 def test_layer() -> None:
     """Its values have the head dim of its keys. Its dtype is that of parameters, and its dropout a probability."""
-    others = {"kernel": (6, 11), "head_dim": None, "dtype": None, "dropout": 0.0}
+    others = {"kernel": (6, 11), "head_dim": None, "dtype": None, "dropout": 0.0, "parameters": None}
     assert set(defaults(MultiTokenAttention, **others)) == {*OPTIONS, "dropout"} - {"value_head_dim"}
 
 
@@ -60,9 +60,8 @@ def test_decoders() -> None:
     from mtagen.transformers.configuration import LAYER_OPTIONS
 
     of_layer = set(inspect.signature(MultiTokenAttention).parameters)
-    assert set(defaults(MtaConfig, kernel=(6, 11), head_dim=None, dropout=0.0)) == (of_layer & set(DEFAULTS)) - {
-        "dtype"
-    }
+    options = defaults(MtaConfig, kernel=(6, 11), head_dim=None, dropout=0.0, parameters=None)
+    assert set(options) == (of_layer & set(DEFAULTS)) - {"dtype"}
     fixed = {"dim", "n_heads", "n_kv_heads", "head_dim", "causal", "backend", "compute_dtype"}
     assert set(LAYER_OPTIONS) == of_layer - fixed - {"context_parallel", "device", "dtype"}
     config = MtaConfig(num_hidden_layers=1)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import mtagen
 from mtagen import reference
+from mtagen.call import NO_LEARNED
 from mtagen.check import failures
 from mtagen.cpu import pipeline
 from mtagen.measure.cases import Case, Sizes
@@ -283,7 +284,7 @@ def test_few_shapes_are_convolved(mask: str, monkeypatch: pytest.MonkeyPatch) ->
 
 MEMORY = """
 import sys, torch
-from mtagen.call import Call
+from mtagen.call import NO_LEARNED, Call
 from mtagen.cpu import pipeline
 from mtagen.spec import Spec
 
@@ -295,7 +296,7 @@ pipeline.STRIP_SCORES = 2**17
 spec = Spec((2, 3), 16, post_kernel=(2, 3), dtype="fp32")
 def run(n):
     q = torch.randn(1, 1, n, 16)
-    call = Call(q, q, q, torch.randn(1, 2, 3), None, torch.randn(1, 2, 3), None, 0.25, "")
+    call = Call(q, q, q, torch.randn(1, 2, 3), None, torch.randn(1, 2, 3), None, *NO_LEARNED, 0.25, "")
     out, lse = pipeline.forward(spec, call)
     pipeline.backward(spec, call, out, lse)
 run(512)
@@ -551,13 +552,13 @@ def test_opcheck(name: str) -> None:
     op = build(PIPELINES[name])
     q, k, v, *given = leaves(op.plan.spec)
     weights = [named(op.plan.spec, given).get(name) for name in WEIGHTS]
-    torch.library.opcheck(torch.ops.mtagen.forward.default, (q, k, v, *weights, SCALE, op._key))
+    torch.library.opcheck(torch.ops.mtagen.forward.default, (q, k, v, *weights, *NO_LEARNED, SCALE, op._key))
     q, k, v, *weights = (x if x is None else x.detach() for x in (q, k, v, *weights))
     out, lse = op(q, k, v, **dict(zip(WEIGHTS, weights, strict=True)), scale=SCALE, return_lse=True)
-    arguments = (out, torch.ones_like(lse), q, k, v, *weights, out, lse, SCALE, op._key)
+    arguments = (out, torch.ones_like(lse), q, k, v, *weights, *NO_LEARNED, out, lse, SCALE, op._key)
     torch.library.opcheck(torch.ops.mtagen.backward.default, arguments)
     lengths = torch.tensor([7], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, *weights, lengths, SCALE, 0, op._key))
+    torch.library.opcheck(torch.ops.mtagen.decode.default, (q, k, v, *weights, *NO_LEARNED, lengths, SCALE, 0, op._key))
 
 
 # Plans.

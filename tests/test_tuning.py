@@ -258,14 +258,19 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "post_kernel": (2, 3),
         "post_mixed_heads": 2,
         "window": (8, 0),
-        "logits": "tanh(s)",
+        "scores": "tanh(s)",
+        "convolved": "2 * tanh(s)",
+        "logits": "3 * tanh(s)",
+        "parameters": (("slopes", "h"),),
+        "sink": True,
         "packed": True,
         "dropout": True,
     }
     assert set(others) == {field.name for field in fields(Spec)}
     for name, value in others.items():
         assert tuned.remembered(SPEC, TARGET) == Table(TUNED)
-        assert tuned.remembered(replace(SPEC, **{name: value}), TARGET) is None, name
+        read = {"logits": "s + slopes[h]"} if name == "parameters" else {}
+        assert tuned.remembered(replace(SPEC, **{name: value}, **read), TARGET) is None, name
 
 
 @pytest.mark.usefixtures("gpu")

@@ -13,9 +13,10 @@ from typing import Any
 
 import jinja2
 
+from ..planner.cuda.score import score_function
 from ..planner.geometry.affine import N_K, Size
 from ..planner.geometry.mask import Comparison, Mask
-from ..planner.geometry.score import FACTOR, ScoreStage
+from ..planner.geometry.score import ScoreStage
 from ..planner.geometry.sequence import SEQUENCE
 from ..planner.kernel import Argument
 from ..planner.plan import Plan
@@ -37,8 +38,7 @@ def render(plan: Any) -> str:
     Args:
         plan: the plan of a fused pass or of a strip's kernel; ``plan.template`` names its template.
     """
-    score = ScoreStage.of(plan.spec).scaled(1 / FACTOR)
-    mask = score.visible
+    mask = ScoreStage.of(plan.spec).visible
     text = (
         _environment()
         .get_template(plan.template)
@@ -46,7 +46,7 @@ def render(plan: Any) -> str:
             plan=plan,
             spec=plan.spec,
             mask=mask,
-            score=score,
+            score=score_function(plan.spec),
             hidden=partial(_hidden, mask),
             visible=partial(_visible, mask),
             sequence=SEQUENCE,

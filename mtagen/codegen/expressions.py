@@ -11,6 +11,7 @@ from sympy import Expr, Integer, Rational
 from sympy.logic.boolalg import Boolean
 
 from ..expressions.language import Maximum, Minimum, Where, split_sum
+from ..planner.geometry.score import Entry, FastTanh, View
 
 _SUM, _PRODUCT, _ATOM = range(3)  # how tightly a piece of text binds
 _SMALL = 2**20  # a number that a difference of places may be moved by in an int32
@@ -38,6 +39,20 @@ def triton_expression(expr: Expr) -> str:
     return _TritonPrinter().real(expr)
 
 
+def triton_view(view: View, packed: bool) -> str:
+    """Print the address of what a head of a sequence reads of a parameter, as Triton."""
+    of_tokens = packed and view.token_axes > 0
+    terms = ["own"] if view.has_heads else []
+    if view.has_entries and not of_tokens:
+        terms = ["entry * n_heads + own" if view.has_heads else "entry"]
+    place = terms[0] if terms else ""
+    size = [str(view.table)] * (view.table > 1) + ["tokens"] * view.token_axes
+    if not place:
+        return f"{view.argument}_ptr" + (" + first_key" if of_tokens else "")
+    place = f"({place}).to(tl.int64)"
+    return " + ".join([f"{view.argument}_ptr", " * ".join([place, *size]), *(["first_key"] * of_tokens)])
+
+
 class _Printer(ABC):
     """Prints an expression in a language, whose words a subclass knows."""
 
@@ -45,6 +60,7 @@ class _Printer(ABC):
     logic: ClassVar[Mapping[type[Boolean], str]]
     no: ClassVar[str]
     divides: ClassVar[str]  # of integers
+    integer_extremum: ClassVar[Mapping[str, str]] = {}  # functions of two integers of equal types
 
     @abstractmethod
     def number(self, value: float) -> str:
@@ -57,6 +73,10 @@ class _Printer(ABC):
     @abstractmethod
     def choice(self, condition: str, value: str, other: str) -> str:
         """Print a number that depends on a condition, as an atom."""
+
+    @abstractmethod
+    def entry(self, view: str, offset: str) -> str:
+        """Print a number in memory, so many numbers after an address."""
 
     @abstractmethod
     def wide(self, place: str) -> str:
@@ -82,6 +102,9 @@ class _Printer(ABC):
             return self.as_real(self.integer(expr)), _ATOM
         if expr.is_Symbol:
             return str(expr.name), _ATOM
+        if isinstance(expr, Entry):
+            view, offset = expr.args
+            return self.entry(view.name, self.integer(offset, _ATOM)), _ATOM
         if isinstance(expr, (Minimum, Maximum)):
             return self.extremum(_extremum_name(expr), *map(self.real, expr.args)), _ATOM
         if type(expr) in self.functions:
@@ -150,6 +173,9 @@ class _Printer(ABC):
             return self.choice(self.condition(condition), part(value, _PRODUCT), part(other, _PRODUCT)), _ATOM
         if isinstance(expr, (Minimum, Maximum)):
             first, second = expr.args
+            if self.integer_extremum:
+                name = self.integer_extremum[_extremum_name(expr)]
+                return f"{name}({part(first)}, {part(second)})", _ATOM
             beats = f"{part(first, _PRODUCT)} {'<' if isinstance(expr, Minimum) else '>'} {part(second, _PRODUCT)}"
             return self.choice(beats, part(first, _PRODUCT), part(second, _PRODUCT)), _ATOM
         if isinstance(expr, sympy.floor):
@@ -187,6 +213,7 @@ class _Printer(ABC):
 class _CPrinter(_Printer):
     functions: ClassVar[Mapping[type[Expr], str]] = {
         sympy.tanh: "tanh_of",
+        FastTanh: "tanh_fast",
         sympy.exp: "exp_of",
         sympy.log: "logf",
         sympy.sqrt: "sqrtf",
@@ -205,6 +232,9 @@ class _CPrinter(_Printer):
     def choice(self, condition: str, value: str, other: str) -> str:
         return f"({condition} ? {value} : {other})"
 
+    def entry(self, view: str, offset: str) -> str:
+        return f"__ldg({view} + {offset})"
+
     def wide(self, place: str) -> str:
         return f"static_cast<long long>({place})"
 
@@ -222,6 +252,7 @@ class _TritonPrinter(_Printer):
     logic: ClassVar[Mapping[type[Boolean], str]] = {sympy.And: "&", sympy.Or: "|"}
     no: ClassVar[str] = "~"
     divides: ClassVar[str] = "//"
+    integer_extremum: ClassVar[Mapping[str, str]] = {"min": "tl.minimum", "max": "tl.maximum"}
 
     def number(self, value: float) -> str:
         return repr(value)
@@ -231,6 +262,9 @@ class _TritonPrinter(_Printer):
 
     def choice(self, condition: str, value: str, other: str) -> str:
         return f"tl.where({condition}, {value}, {other})"
+
+    def entry(self, view: str, offset: str) -> str:
+        return f"tl.load({view} + {offset})"
 
     def wide(self, place: str) -> str:
         return f"{place}.to(tl.int64)"

@@ -70,7 +70,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             "torch_score": "torch.float32" if wide else "torch.float16",
         },
         "to_log2": repr(math.log2(math.e) / SCORE_SCALE),
-        "score": ScoreStage.of(spec).scaled(SCORE_SCALE),
+        "score": ScoreStage.of(spec).scaled(SCORE_SCALE).function,
         "visible": partial(visible, mask),
         "seen": Seen(mask),
         # The argument of a decode step's kernels for the number of keys of the cache

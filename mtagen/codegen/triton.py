@@ -216,7 +216,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "within": lambda condition: f"({condition}){d_mask}" if d_mask else condition,
         "dot_options": dot_options(module),
         "fp32_dot_options": dot_options(module, "fp32"),
-        "score": ScoreStage.of(spec).scaled(math.log2(math.e)),  # kernels hold scores in units of log2
+        "score": ScoreStage.of(spec).scaled(math.log2(math.e)).function,  # kernels hold scores in units of log2
         "legend": _legend(module),
         "visible": partial(visible, lift.mask),
         "visible_of": partial(visible_of, lift.mask),

@@ -38,7 +38,7 @@ def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
 
 
 def _forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tensor]:
-    if _by_blocks(spec) and call.dropout is None:
+    if _by_blocks(spec, call):
         return attention.forward(spec, _with_filters(call))
     return pipeline.forward(spec, call, first_entry)
 
@@ -46,14 +46,16 @@ def _forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tens
 def _backward(
     spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, first_entry: int = 0
 ) -> tuple[Tensor, ...]:
-    if _by_blocks(spec) and call.dropout is None:
-        grads = attention.backward(spec, _with_filters(call), grad_out, grad_lse, out, lse)
-        return grads[: 3 + len(call.weights)]
+    if _by_blocks(spec, call):
+        dq, dk, dv, dweight, *learned = attention.backward(spec, _with_filters(call), grad_out, grad_lse, out, lse)
+        return dq, dk, dv, *((dweight,) if call.weights else ()), *learned
     return pipeline.backward(spec, call, grad_out, grad_lse, first_entry)
 
 
-def _by_blocks(spec: Spec) -> bool:
-    return spec.convolves_only and spec.left is None and spec.right in (None, 0)
+def _by_blocks(spec: Spec, call: Call) -> bool:
+    if call.dropout is not None or not call.k.shape[2]:
+        return False
+    return spec.convolves_only and spec.scores is None and spec.left is None and spec.right in (None, 0)
 
 
 def _with_filters(call: Call) -> Call:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..call import Call
 from ..spec import Spec
 from . import lifting
-from .scores import Place, modify, modify_backward
+from .scores import Functions, Place
 
 TILE = 256  # rows and columns of a block of scores: a quarter of a MiB in fp32, within a core's private cache
 
@@ -41,17 +41,21 @@ def forward(spec: Spec, call: Call, *, tile: int = TILE) -> tuple[Tensor, Tensor
     off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    functions = Functions(spec, call.learned, dtype)
     for group in _groups(call):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
+        sink = functions.sink_of(Place(group.batch, group.head, 0, 0))
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             # The maximum starts at a finite number, not -inf, so that exp(peak - peak) is 1 before a row sees a key.
             peak = torch.full_like(group.q[:, rows, :1], torch.finfo(dtype).min)
             total = torch.zeros_like(peak)
             acc = peak.new_zeros(*peak.shape[:2], v.shape[3])
+            if sink is not None:
+                peak, total = peak.copy_(sink), total.fill_(1)
             for cols in columns:
-                place = Place(group.head, rows.start + off, cols.start)
+                place = Place(group.batch, group.head, rows.start + off, cols.start)
                 scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], place)
-                p = _masked(spec, modify(spec, scores, place), place)
+                p = _masked(spec, functions.value("logits", scores, place), place)
                 new_peak = torch.maximum(peak, p.amax(-1, keepdim=True))
                 decay, peak = (peak - new_peak).exp_(), new_peak
                 p.sub_(peak).exp_()
@@ -65,7 +69,7 @@ def forward(spec: Spec, call: Call, *, tile: int = TILE) -> tuple[Tensor, Tensor
 
 def backward(
     spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *, tile: int = TILE
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Compute the gradients of :func:`forward`, by G = P * (dP - D + dLSE) at every score.
 
     Args:
@@ -74,11 +78,12 @@ def backward(
         out, lse: the results of :func:`forward`; the other arguments are those of :func:`forward`.
 
     Returns:
-        ``(dq, dk, dv, dweight)`` in the shapes and dtypes of q, k, v and weight.
+        The gradients of q, k, v, weight, the sink and the parameters, in their shapes and dtypes.
     """
     q, k, v, (weight,) = call.q, call.k, call.v, call.weights
     off, dtype = k.shape[2] - q.shape[2], _compute_dtype(q)
     dq = torch.zeros_like(q)
+    functions = Functions(spec, call.learned, dtype)
     dk, dv, dweight = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v, weight))
     for group in _groups(call):
         left, right, band = lifting.lift(spec, group.q, group.k, group.kernel)
@@ -90,17 +95,18 @@ def backward(
         dots = (douts * out[query_side]).sum(-1, keepdim=True)
         dots -= grad_lse[query_side].unsqueeze(-1)
         norms = lse[query_side].unsqueeze(-1)
+        functions.sink_backward(norms, -dots, Place(group.batch, group.head, 0, 0))
         # A row that sees no key gets P = exp(-inf - inf) = 0, because all its scores are masked.
         norms.masked_fill_(norms == -torch.inf, torch.inf)
         for rows, columns in _row_tiles(spec, q.shape[2], k.shape[2], tile):
             left_tile, douts_tile = left[:, rows].flatten(2), douts[:, rows]
             for cols in columns:
-                place = Place(group.head, rows.start + off, cols.start)
+                place = Place(group.batch, group.head, rows.start + off, cols.start)
                 scores = _score_tile(left[:, rows], right[:, cols], band[:, rows], place)
-                p = _masked(spec, modify(spec, scores, place), place).sub_(norms[:, rows]).exp_()
+                p = _masked(spec, functions.value("logits", scores, place), place).sub_(norms[:, rows]).exp_()
                 dvalues[:, cols].baddbmm_(p.mT, douts_tile)
                 g = (douts_tile @ group.v[:, cols].mT).sub_(dots[:, rows]).mul_(p)
-                g = modify_backward(spec, g, scores, place)
+                g = functions.backward("logits", g, scores, place)
                 for diagonal, entry in _diagonals(g, dband[:, rows], place):
                     entry.copy_(diagonal)
                     diagonal.zero_()  # these scores came from the band, not from the operands' product
@@ -116,7 +122,7 @@ def backward(
         dk.flatten(0, 1).index_add_(0, key_side, dkeys)
         dv.flatten(0, 1).index_add_(0, key_side, dvalues)
         dweight.index_add_(0, group.head, call.scale * dkernel)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype), *functions.results()
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

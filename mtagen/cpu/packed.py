@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Documents
-from ..spec import Spec
+from ..spec import PARAMETER_SLOTS, SINK, Argument, Spec
 
 _Results: TypeAlias = tuple[Tensor, ...]
 
@@ -31,7 +31,7 @@ def forward(run: Callable[..., _Results], spec: Spec, call: Call) -> tuple[Tenso
     out = q.new_zeros(*q.shape[:2], call.v.shape[2])
     lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for number, queries, keys in _each(call.documents):
-        part, log_sums = run(spec, _document(call, queries, keys), number)
+        part, log_sums = run(spec, _document(spec, call, number, queries, keys), number)
         out[queries], lse[:, queries] = part[0].transpose(0, 1), log_sums[0]
     return out, lse
 
@@ -45,8 +45,8 @@ def backward(
     out: Tensor,
     lse: Tensor,
 ) -> _Results:
-    """Compute the gradients of :func:`forward`, in the shapes and dtypes of q, k, v and the
-    weights.
+    """Compute the gradients of :func:`forward`, in the shapes and dtypes of q, k, v, the weights, the sink and the
+    parameters.
 
     Args:
         run: computes the backward pass of a batch.
@@ -54,36 +54,53 @@ def backward(
         grad_lse: ``[H, total_q]``, the gradient of lse.
         out, lse: the results of :func:`forward`; the other arguments are those of :func:`forward`.
     """
-    weights = call.weights
+    summed = [*call.weights, *call.learned]
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    sums = [torch.zeros(weight.shape, dtype=dtype, device=weight.device) for weight in weights]
+    sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in summed]
     for number, queries, keys in _each(call.documents):
         part_grad_out, part_out = _batch(queries, grad_out, out)
         part_grad_lse, part_lse = (x[None, :, queries] for x in (grad_lse, lse))
         rows = part_grad_out, part_grad_lse, part_out, part_lse
-        grads = run(spec, _document(call, queries, keys), *rows, number)
+        grads = run(spec, _document(spec, call, number, queries, keys), *rows, number)
         for total, part_rows, part in zip((dq, dk, dv), (queries, keys, keys), grads, strict=False):
             total[part_rows] = part[0].transpose(0, 1)
-        for total, part in zip(sums, grads[3:], strict=True):
+        weights = len(call.weights)
+        for total, part in zip(sums[:weights], grads[3:], strict=False):
             total += part
-    return dq, dk, dv, *(total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+        described = zip(spec.packed_learned_arguments, sums[weights:], grads[3 + weights :], strict=True)
+        for argument, total, part in described:
+            of_document = _learned(argument, total, number, keys)
+            of_document += part
+    return dq, dk, dv, *(total.to(x.dtype) for total, x in zip(sums, summed, strict=True))
 
 
 def _each(documents: Documents | None) -> Iterator[tuple[int, slice, slice]]:
-    """Yield the number, queries and keys of each document that has queries and keys."""
+    """Yield the number, queries and keys of each document that has queries."""
     assert documents is not None, "the call is one of packed documents"
     ends = (cu_seq.tolist() for cu_seq in documents[:2])
     parts: Any = ([slice(*pair) for pair in pairwise(cu_seq)] for cu_seq in ends)
     for number, (queries, keys) in enumerate(zip(*parts, strict=True)):
-        if queries.start < queries.stop and keys.start < keys.stop:
+        if queries.start < queries.stop:
             yield number, queries, keys
 
 
-def _document(call: Call, queries: slice, keys: slice) -> Call:
+def _document(spec: Spec, call: Call, number: int, queries: slice, keys: slice) -> Call:
     """Return the call on one document, as a batch of one sequence."""
     (q,), (k, v) = _batch(queries, call.q), _batch(keys, call.k, call.v)
-    return call._replace(q=q, k=k, v=v, cu_seq_q=None, cu_seq_k=None)
+    given = zip(spec.packed_learned_arguments, call.learned, strict=True)
+    learned = {argument.name: _learned(argument, x, number, keys) for argument, x in given}
+    sink = learned.pop(SINK.name, None)
+    slots: dict[str, Any] = dict(zip(PARAMETER_SLOTS, learned.values(), strict=False))
+    return call._replace(q=q, k=k, v=v, sink=sink, **slots, cu_seq_q=None, cu_seq_k=None)
+
+
+def _learned(argument: Argument, x: Tensor, number: int, keys: slice) -> Tensor:
+    """Return the part of a sink or parameter that a document reads, in the shape for a batch of one, as a view."""
+    first = argument.shape[0] if argument.shape else None
+    if first == "total_k":
+        return x[keys].movedim(0, -1).unsqueeze(0)
+    return x[number : number + 1] if first == "documents" else x
 
 
 def _batch(rows: slice, *tensors: Tensor) -> _Results:

@@ -11,7 +11,7 @@ here, because the registered ops check them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import grad
 from ..call import Call, Step
 from ..dropout import Dropout
 from ..spec import Spec
-from .scores import Place, modify, modify_backward
+from .scores import Functions, Place
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
 _TERMS = 2**12  # terms of a partial sum in a matrix's gradient: in fp32, longer sums lose digits
@@ -41,8 +41,8 @@ def forward(spec: Spec, call: Call, first_entry: int = 0) -> tuple[Tensor, Tenso
         ``out [B, H, Nq, DV]`` in ``q.dtype`` and ``lse [B, H, Nq]`` in fp32 (fp64 for fp64 inputs).
     """
     q, k, v = call.q, call.k, call.v
-    out, lse = _results_without_keys(q, q.shape[2], v)
-    stages = _Stages.of(spec, q, call.weights, call.scale)
+    stages = _Stages.of(spec, q, call)
+    out, lse = stages.results_without_keys(q, q.shape[2], v)
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
         factors = _dropout_factors(call.dropout, first_entry + b, q.shape[1], strip, stages.dtype)
@@ -60,14 +60,16 @@ def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_e
             :func:`forward`.
 
     Returns:
-        The gradients of q, k, v and each weight, in their shapes and dtypes.
+        The gradients of q, k, v, each weight, the sink and the parameters, in their shapes and dtypes.
     """
     q, k, v, weights = call.q, call.k, call.v, call.weights
-    stages = _Stages.of(spec, q, weights, call.scale)
+    stages = _Stages.of(spec, q, call)
+    unseeing = torch.ones(len(q), q.shape[2], device=q.device)  # rows that see no key
     dtype = stages.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for b, strip in _strips(spec, q, k):
         rows = slice(strip.begin, strip.end)
+        unseeing[b, rows] = 0
         douts = F.pad(grad_out[b, :, rows].to(dtype), (0, 0, strip.context, 0))
         dlses = F.pad(grad_lse[b, :, rows].to(dtype), (strip.context, 0))
         queries, keys, values = _operands(strip, q[b], k[b], v[b])
@@ -77,7 +79,10 @@ def backward(spec: Spec, call: Call, grad_out: Tensor, grad_lse: Tensor, first_e
         dk[b, :, strip.keys] += dkeys
         dv[b, :, strip.keys] += dvalues
     dweights = (stages.gradients[name] for name in spec.weights(q.shape[1]))
-    return tuple(dx.to(x.dtype) for dx, x in zip((dq, dk, dv, *dweights), (q, k, v, *weights), strict=True))
+    if "sink" in stages.functions.gradients:  # the log-sum-exp of such a row is the sink
+        stages.functions.gradients["sink"] += (grad_lse * unseeing[:, None]).sum((0, 2))
+    grads = (dx.to(x.dtype) for dx, x in zip((dq, dk, dv, *dweights), (q, k, v, *weights), strict=True))
+    return *grads, *stages.functions.results()
 
 
 def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
@@ -96,17 +101,18 @@ def decode(spec: Spec, step: Step) -> tuple[Tensor, Tensor]:
     q_tail, k_cache, v_cache, cache_seqlens = step.q_tail, step.k_cache, step.v_cache, step.cache_seqlens
     tail, capacity = q_tail.shape[2], k_cache.shape[2]
     n_new = tail - spec.context
-    out, lse = _results_without_keys(q_tail, n_new, v_cache)
+    stages = _Stages.of(spec, q_tail, step)
+    out, lse = stages.results_without_keys(q_tail, n_new, v_cache)
     if not out.numel():
         return out, lse
-    stages = _Stages.of(spec, q_tail, step.weights, step.scale)
+    all_heads = torch.arange(q_tail.shape[1], device=q_tail.device)
     lengths = [capacity] * len(out) if cache_seqlens is None else cache_seqlens.clamp(0, capacity).tolist()
     for b, length in enumerate(lengths):
         rows = min(tail, length)  # rows at positions from 0 on
         if new := min(n_new, rows):
             first = length - rows
             keys = _keys(spec, first, length - 1, length)
-            place = Place(torch.arange(q_tail.shape[1], device=q_tail.device), first, keys.start)
+            place = Place(torch.full_like(all_heads, b), all_heads, first, keys.start)
             out[b, :, -new:], lse[b, :, -new:] = stages.forward(
                 q_tail[b, :, tail - rows :], k_cache[b, :, keys], v_cache[b, :, keys], place, rows - new
             )
@@ -145,7 +151,8 @@ def _strips(spec: Spec, q: Tensor, k: Tensor) -> Iterator[tuple[int, _Strip]]:
             first = max(0, begin - spec.context)
             keys = _keys(spec, first + nk - nq, end - 1 + nk - nq, nk)
             if keys.start < keys.stop:
-                yield b, _Strip(first, begin, end, keys, Place(all_heads, first + nk - nq, keys.start))
+                place = Place(torch.full_like(all_heads, b), all_heads, first + nk - nq, keys.start)
+                yield b, _Strip(first, begin, end, keys, place)
 
 
 def _rows(spec: Spec, scores: int, nk: int) -> int:
@@ -178,10 +185,17 @@ def _dropout_factors(
     return dropout.keep(slots, rows, range(strip.keys.start, strip.keys.stop)).to(dtype) / (1 - dropout.p)
 
 
-def _results_without_keys(q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of rows that see no key."""
-    out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
-    return out, q.new_full(out.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+class _Scores(NamedTuple):
+    """Scores in the order of the pipeline: of q and k, as the convolution takes them, convolved, as the mixture
+    takes them, mixed, and as the softmax takes them.
+    """
+
+    scores: Tensor
+    taken: Tensor
+    convolved: Tensor
+    passed_on: Tensor
+    mixed: Tensor
+    logits: Tensor
 
 
 class _Stages:
@@ -191,16 +205,27 @@ class _Stages:
     Planes of scores or probabilities are ``[H, rows, keys]``.
     """
 
-    def __init__(self, spec: Spec, weights: dict[str, Tensor], scale: float, dtype: torch.dtype) -> None:
-        self.spec, self.weights, self.scale, self.dtype = spec, weights, scale, dtype
+    def __init__(
+        self, spec: Spec, weights: dict[str, Tensor], functions: Functions, scale: float, dtype: torch.dtype
+    ) -> None:
+        self.spec, self.weights, self.functions, self.scale, self.dtype = spec, weights, functions, scale, dtype
         self.gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     @classmethod
-    def of(cls, spec: Spec, q: Tensor, weights: Sequence[Tensor], scale: float) -> _Stages:
-        """Make the stages of a spec from its weights, which are cast to the dtype of computation."""
+    def of(cls, spec: Spec, q: Tensor, call: Call | Step) -> _Stages:
+        """Make the stages of a spec from a call's weights, which are cast to the dtype of computation."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        names = spec.weights(q.shape[1])
-        return cls(spec, {name: w.to(dtype) for name, w in zip(names, weights, strict=True)}, scale, dtype)
+        named = zip(spec.weights(q.shape[1]), call.weights, strict=True)
+        functions = Functions(spec, call.learned, dtype)
+        return cls(spec, {name: w.to(dtype) for name, w in named}, functions, call.scale, dtype)
+
+    def results_without_keys(self, q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the results of rows that see no key."""
+        out = q.new_zeros(*q.shape[:2], rows, v.shape[3])
+        lse = q.new_full(out.shape[:3], -torch.inf, dtype=self.dtype)
+        if self.functions.sink is not None:
+            lse.copy_(self.functions.sink[:, None])
+        return out, lse
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, place: Place, context: int, factors: Tensor | None = None
@@ -211,28 +236,32 @@ class _Stages:
         ``place`` is that of all scores of q and k; ``factors`` are dropout's.
         """
         forbidden = self._forbidden(q, k, place)
-        *_, logits = self._logits(q, k, place, forbidden)
-        probabilities = _dropped(self._mix("post_head_weight", self._post(_softmax(logits), forbidden)), factors)
+        logits = self._logits(q, k, place, forbidden).logits
+        p, lse = self._softmax(logits, place)
+        probabilities = _dropped(self._mix("post_head_weight", self._post(p, forbidden)), factors)
         out = _product(probabilities[:, context:], v.to(self.dtype), forbidden[context:])
-        return out, logits[:, context:].logsumexp(-1)
+        return out, lse[:, context:, 0]
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, place: Place, dout: Tensor, dlse: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, given those of out and lse for all rows of q."""
         forbidden = self._forbidden(q, k, place)
-        scores, convolved, mixed, logits = self._logits(q, k, place, forbidden)
-        p = _softmax(logits)
+        scores, taken, convolved, passed_on, mixed, logits = self._logits(q, k, place, forbidden)
+        p, lse = self._softmax(logits, place)
         unmixed = self._post(p, forbidden)
         douts = _by_kv_head(dout, v)
         dv = _by_kv_head(_dropped(self._mix("post_head_weight", unmixed), factors), v).mT @ douts
         dpost = _dropped((douts @ v.to(self.dtype).mT).view_as(p).masked_fill(forbidden, 0), factors)
         dunmixed = self._mix_backward("post_head_weight", unmixed, dpost)
         dp = self._convolve_backward("post_weight", p, dunmixed, forbidden)
-        dlogits = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse.unsqueeze(-1))
-        dmixed = modify_backward(self.spec, dlogits, mixed, place)
-        dconvolved = self._mix_backward("head_weight", convolved.masked_fill(forbidden, 0), dmixed)
-        dscores = self._convolve_backward("weight", scores, dconvolved, forbidden).mul(self.scale)
+        minus_dots = dlse.unsqueeze(-1) - (p * dp).sum(-1, keepdim=True)
+        self.functions.sink_backward(lse, minus_dots, place)
+        dmixed = self.functions.backward("logits", p * (dp + minus_dots), mixed, place)
+        dpassed_on = self._mix_backward("head_weight", passed_on.masked_fill(forbidden, 0), dmixed)
+        dconvolved = self.functions.backward("convolved", dpassed_on, convolved, place)
+        dtaken = self._convolve_backward("weight", taken, dconvolved, forbidden)
+        dscores = self.functions.backward("scores", dtaken, scores, place).mul(self.scale)
         dq = _product(dscores, k.to(self.dtype), self._unused(forbidden))
         return dq, _by_kv_head(dscores, k).mT @ _by_kv_head(q.to(self.dtype), k), dv
 
@@ -251,15 +280,23 @@ class _Stages:
             forbidden |= torch.ones_like(forbidden).tril(place.corner - self.spec.left - 1)
         return forbidden
 
-    def _logits(self, q: Tensor, k: Tensor, place: Place, forbidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the scores that the convolution takes, those that the mixture takes, those that the
-        function of scores takes, and the softmax's.
-        """
+    def _logits(self, q: Tensor, k: Tensor, place: Place, forbidden: Tensor) -> _Scores:
         scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)
         scores = scores.view(*q.shape[:2], -1)
-        convolved = self._convolve("weight", scores, forbidden)
-        mixed = self._mix("head_weight", convolved)
-        return scores, convolved, mixed, modify(self.spec, mixed, place).masked_fill(forbidden, -torch.inf)
+        taken = self.functions.value("scores", scores, place)
+        convolved = self._convolve("weight", taken, forbidden)
+        passed_on = self.functions.value("convolved", convolved, place)
+        mixed = self._mix("head_weight", passed_on)
+        logits = self.functions.value("logits", mixed, place).masked_fill(forbidden, -torch.inf)
+        return _Scores(scores, taken, convolved, passed_on, mixed, logits)
+
+    def _softmax(self, logits: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """Return the softmax of rows and their log-sum-exps; probabilities of a row that sees no key are 0."""
+        lse, sink = logits.logsumexp(-1, keepdim=True), self.functions.sink_of(place)
+        if sink is None:
+            return logits.softmax(-1).masked_fill(logits == -torch.inf, 0), lse
+        lse = torch.logaddexp(lse, sink.expand_as(lse))
+        return (logits - lse).exp(), lse
 
     def _post(self, p: Tensor, forbidden: Tensor) -> Tensor:
         """Apply the convolution after the softmax."""
@@ -393,11 +430,6 @@ def _product(plane: Tensor, values: Tensor, unused: Tensor) -> Tensor:
         term = plane[:, :, j, None] * values[:, None, j].repeat_interleave(group, 0)
         result += term.masked_fill(unused[:, j, None], 0)
     return result
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    """Return the softmax of rows; probabilities of a row that sees no key are 0."""
-    return logits.softmax(-1).masked_fill(logits == -torch.inf, 0)
 
 
 def _dropped(x: Tensor, factors: Tensor | None) -> Tensor:

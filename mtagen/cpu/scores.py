@@ -1,21 +1,27 @@
-"""The function of scores before the softmax, in PyTorch ops: the planner's ``ScoreStage`` as kernels print it."""
+"""The functions of scores in PyTorch ops, and the parameters and sinks that they take."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from sympy import Expr
 from torch import Tensor
 
-from ..evaluate import evaluate
-from ..planner.geometry.score import GRADIENT, HEAD, KEY, POSITION, SCORE, ScoreStage
+from ..evaluate import evaluate, indices_of
+from ..expressions.functions import GRADIENT, functions_of
+from ..expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
 from ..spec import Spec
 
 
 class Place(NamedTuple):
-    """Where a block of scores ``[G, R, J]`` lies: its heads of queries ``[G]``, first position and first key."""
+    """Where a block of scores ``[G, R, J]`` lies.
 
+    Attributes:
+        entries, heads: batch entry and head of queries of each plane, ``[G]``.
+        position, key: the first position and the first key.
+    """
+
+    entries: Tensor
     heads: Tensor
     position: int
     key: int
@@ -26,20 +32,78 @@ class Place(NamedTuple):
         return self.position - self.key
 
 
-def modify(spec: Spec, scores: Tensor, place: Place) -> Tensor:
-    """Return the values of scores that the softmax takes, in a new tensor unless they are the scores."""
-    stage = ScoreStage.of(spec)
-    return scores if stage.is_identity else _value(stage.modify, scores, scores, place)
+class Functions:
+    """The functions of scores of a call, applied to blocks; they accumulate the gradients of parameters.
+
+    Attributes:
+        gradients: of the sink and each parameter, by name.
+    """
+
+    def __init__(self, spec: Spec, learned: list[Tensor], dtype: torch.dtype) -> None:
+        named = {argument.name: x for argument, x in zip(spec.learned_arguments, learned, strict=True)}
+        self._functions, self._dtypes = (
+            functions_of(spec.expressions, spec.parameters),
+            {name: x.dtype for name, x in named.items()},
+        )
+        self._parameters = {name: x.to(dtype) for name, x in named.items()}
+        self.sink = self._parameters.pop("sink") if spec.sink else None
+        self.gradients = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in named.items()}
+
+    def value(self, name: str, scores: Tensor, place: Place) -> Tensor:
+        """Return the values of scores, in a new tensor unless they are the scores.
+
+        Args:
+            name: the option that holds the function.
+            scores: ``[G, R, J]``.
+            place: where they lie.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            return scores
+        return evaluate(function.expr, _places(scores, place), self._parameters).expand_as(scores)
+
+    def backward(self, name: str, gradient: Tensor, scores: Tensor, place: Place) -> Tensor:
+        """Return the gradient of scores from that of their values; add those of parameters to ``gradients``."""
+        function = self._functions.get(name)
+        if function is None:
+            return gradient
+        values = _places(scores, place) | {GRADIENT: gradient}
+        for load in function.loads:
+            terms = evaluate(function.load_backward(load), values, self._parameters).expand_as(scores)
+            total = self.gradients[load.parameter]
+            indices = indices_of(load, values, total)
+            shape = sum(indices, terms.new_zeros(1, 1, 1)).shape
+            shared = [axis for axis, extent in enumerate(shape) if extent == 1]  # scores along these read one entry
+            terms = terms.sum(shared, keepdim=True) if shared else terms
+            if indices:
+                total.index_put_(indices, terms.view(shape), accumulate=True)
+            else:
+                total += terms.view(())
+        return evaluate(function.backward, values, self._parameters).expand_as(scores)
+
+    def results(self) -> list[Tensor]:
+        """Return the gradients of the sink and the parameters, in their order and dtypes."""
+        return [x.to(self._dtypes[name]) for name, x in self.gradients.items()]
+
+    def sink_of(self, place: Place) -> Tensor | None:
+        """Return the sink's logit of each plane, ``[G, 1, 1]``, or None."""
+        return None if self.sink is None else self.sink[place.heads, None, None]
+
+    def sink_backward(self, lse: Tensor, minus_dots: Tensor, place: Place) -> None:
+        """Add the gradient of the sink, ``exp(sink - lse) (dlse - D)`` of each row, to ``gradients``.
+
+        Args:
+            lse: log-sum-exps of rows, ``[G, R, 1]``.
+            minus_dots: dlse - D, alike.
+            place: of the rows.
+        """
+        sink = self.sink_of(place)
+        if sink is not None:
+            terms = ((sink - lse).exp() * minus_dots).sum((1, 2))
+            self.gradients["sink"].index_add_(0, place.heads, terms)
 
 
-def modify_backward(spec: Spec, gradient: Tensor, scores: Tensor, place: Place) -> Tensor:
-    """Return the gradient of scores from that of their values."""
-    stage = ScoreStage.of(spec)
-    return gradient if stage.is_identity else _value(stage.modify_backward, scores, gradient, place)
-
-
-def _value(expr: Expr, scores: Tensor, gradient: Tensor, place: Place) -> Tensor:
+def _places(scores: Tensor, place: Place) -> dict[object, Tensor]:
     rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[1:])
-    values = {SCORE: scores, GRADIENT: gradient, HEAD: place.heads[:, None, None]}
-    values |= {POSITION: rows[:, None] + place.position, KEY: keys + place.key}
-    return evaluate(expr, values).expand_as(scores)
+    values = {SCORE: scores, HEAD: place.heads[:, None, None], ENTRY: place.entries[:, None, None]}
+    return values | {POSITION: rows[:, None] + place.position, KEY: keys + place.key}

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_rank, get_worl
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import resolve_scale
-from ..call import INPUTS, Call, Length, schema_of
+from ..call import INPUTS, NO_LEARNED, Call, Length, schema_of
 from ..errors import BackendError, InputError, explain
 from ..expressions.language import is_of_distance, names_in
 from ..ops import flops, library
@@ -255,7 +255,7 @@ class ContextParallel:
     ) -> Tensor:
         scale, ranks = resolve_scale(scale, self.op.plan.spec.head_dim), (self.group.group_name, self.rank, self.ranks)
         plan = _Plan(scale, self.op._key, *ranks, self.balanced, sharding.length, *documents)
-        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *plan)[0]
+        out: Tensor = library.run("context_parallel_forward", q, k, v, *weights, *NO_LEARNED, *plan)[0]
         return out
 
     def _sharding_of(self, q: Tensor, k: Tensor, dim: int, length: int | None) -> Sharding:
@@ -740,6 +740,10 @@ def _check_logits(spec: Spec) -> None:
     Raises:
         InputError: they are not.
     """
+    for name in ("scores", "convolved", "parameters", "sink"):
+        if asked := getattr(spec, name):
+            rule = "is not supported where ranks share a sequence"
+            raise InputError(explain(name, asked, rule, "an op without it"))
     if spec.logits is None or not names_in(spec.logits) & {"i", "j"}:
         return
     masked = spec.left is not None or spec.right is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from types import FunctionType
@@ -21,9 +21,11 @@ from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
 from ..errors import SpecError, explain
+from .parameters import Parameter
 
 SCORE = sympy.Symbol("s", real=True)
 POSITION, KEY, HEAD = sympy.symbols("i j h", integer=True)
+ENTRY = sympy.Symbol("b", integer=True)  # the batch entry or document, which only indices name
 NAMES = {str(symbol): symbol for symbol in (SCORE, POSITION, KEY, HEAD)}
 LONGEST = 1000  # characters of a text
 LARGEST = 2**127  # numbers are those of fp32
@@ -50,6 +52,39 @@ class Where(Expr):  # type: ignore[misc]
     def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
         condition, value, other = self.args
         return Where(condition, value.diff(symbol), other.diff(symbol))
+
+
+class Load(Expr):  # type: ignore[misc]
+    """An entry of a parameter: its name as a symbol, and an index for each axis."""
+
+    is_real = True
+    is_commutative = True
+
+    def __new__(cls, parameter: sympy.Symbol, *indices: Any) -> Expr:
+        return super().__new__(cls, parameter, *map(sympy.sympify, indices))
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter."""
+        return str(self.args[0])
+
+    @property
+    def indices(self) -> tuple[Expr, ...]:
+        """The index of each axis."""
+        return tuple(self.args[1:])
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> Expr:
+        return Integer(0)
+
+
+class Floor(sympy.floor):  # type: ignore[misc]
+    """The largest integer that is not larger. Sympy does not know that such numbers as log(i) are real."""
+
+    def _eval_is_integer(self) -> bool:
+        return True
+
+    def _eval_is_real(self) -> bool:
+        return True
 
 
 class _Extremum(sympy.Function):  # type: ignore[misc]
@@ -115,7 +150,7 @@ def absolute(value: Any) -> Expr:
 
 def floor(value: Any) -> Expr:
     """Return the largest integer that is not larger."""
-    return sympy.floor(value)
+    return Floor(value)
 
 
 # Each function, and the numbers of arguments that it takes.
@@ -135,8 +170,8 @@ _OPERATORS: dict[type[ast.AST], Function] = {
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
     ast.Div: lambda a, b: a / b,
-    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
-    ast.Mod: lambda a, b: a - b * sympy.floor(a / b),
+    ast.FloorDiv: lambda a, b: Floor(a / b),
+    ast.Mod: lambda a, b: a - b * Floor(a / b),
 }
 _COMPARISONS: dict[type[ast.AST], Function] = {
     ast.Lt: sympy.StrictLessThan,
@@ -149,30 +184,64 @@ _COMPARISONS: dict[type[ast.AST], Function] = {
 _LOGIC: dict[type[ast.AST], Function] = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or}
 
 
-def canonical(name: str, given: str | Function | None) -> str | None:
+def canonical(
+    name: str,
+    given: str | Function | None,
+    parameters: Sequence[Parameter] = (),
+    distances: tuple[float, float] | None = None,
+) -> str | None:
     """Return the text of an expression in a form that equal expressions share; None for ``s`` itself.
 
     Args:
         name: the option that holds the expression, for errors.
-        given: a text; or a function of places, named as in a text, which is called once with
-            symbols; or None.
+        given: a text; or a function of places and parameters, named as in a text, which is called
+            once with symbols; or None.
+        parameters: the tensors that the expression may read.
+        distances: the range of i - j over the scores that the expression is taken of; None checks no
+            indices.
 
     Raises:
-        SpecError: the text is not in the language, or the function returns nothing in it.
+        SpecError: the text is not in the language, or the function returns nothing in it; or an
+            index may leave a parameter.
     """
     if given is None:
         return None
-    expr = read(name, given if isinstance(given, str) else _called(name, given))
+    expr = read(name, text_of(name, given, parameters), parameters, distances)
     return None if expr == SCORE else write(expr)
 
 
-def read(name: str, text: str) -> Expr:
+def text_of(name: str, given: str | Function, parameters: Sequence[Parameter]) -> str:
+    """Return the text of an expression: of a function, what it returns for symbols.
+
+    Raises:
+        SpecError: ``given`` is no text and no function, or the function cannot be called so.
+    """
+    return given if isinstance(given, str) else _called(name, given, parameters)
+
+
+def composed(outer: str | None, inner: str | None, parameters: Sequence[Parameter]) -> str | None:
+    """Return the canonical text of an expression whose score is another expression's value; None is s."""
+    if outer is None or inner is None:
+        return inner if outer is None else outer
+    expr = read("outer", outer, parameters).xreplace({SCORE: read("inner", inner, parameters)})
+    return None if expr == SCORE else write(expr)
+
+
+def read(
+    name: str,
+    text: str,
+    parameters: Sequence[Parameter] = (),
+    distances: tuple[float, float] | None = None,
+) -> Expr:
     """Return the expression of a text.
 
     Args:
         name: the option that holds the text, for errors.
         text: Python arithmetic in the names s (the score), i (the query's position), j (the key) and h
-            (the head of the queries), with the functions :data:`FUNCTIONS`.
+            (the head of the queries), entries of parameters such as ``table[h, i - j]``, with the
+            functions :data:`FUNCTIONS`.
+        parameters: the tensors that the text may read.
+        distances: the range of i - j, by which indices are checked; None checks no ranges.
 
     Raises:
         SpecError: the text is not in the language. The message marks the place.
@@ -180,7 +249,8 @@ def read(name: str, text: str) -> Expr:
     if len(text) > LONGEST:
         raise SpecError(explain(name, text, f"has {len(text):,} characters", f"at most {LONGEST:,}"))
     try:
-        expr = _Reader(name, text.strip()).number(ast.parse(text.strip(), mode="eval").body)
+        reader = _Reader(name, text.strip(), parameters, distances)
+        expr = reader.number(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:
         raise SpecError(explain(name, text, f"is no expression: {error.msg}", "such as 50 * tanh(s / 50)")) from None
     except (RecursionError, MemoryError, ValueError) as error:
@@ -197,14 +267,14 @@ def write(expr: Expr) -> str:
     return str(_Writer().doprint(expr))
 
 
-def names_in(text: str) -> set[str]:
-    """Return the names that a canonical text reads: s, i, j and h."""
-    return {str(symbol) for symbol in read("text", text).free_symbols}
+def names_in(text: str, parameters: Sequence[Parameter] = ()) -> set[str]:
+    """Return the names that a canonical text reads: s, i, j, h, b and parameters."""
+    return {str(symbol) for symbol in read("text", text, parameters).free_symbols}
 
 
-def is_of_distance(text: str) -> bool:
+def is_of_distance(text: str, parameters: Sequence[Parameter] = ()) -> bool:
     """Return whether a canonical text reads positions and keys as differences i - j only."""
-    expr, shift = read("text", text), sympy.Dummy(integer=True)
+    expr, shift = read("text", text, parameters), sympy.Dummy(integer=True)
     moved = expr.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
     return bool(sympy.expand(moved - expr) == 0)
 
@@ -228,16 +298,32 @@ def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
     return number, integer, others
 
 
-def _called(name: str, function: Function) -> str:
+class _Table:
+    """A parameter as functions see it: indexing it gives an entry."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+
+    def __getitem__(self, indices: Any) -> Expr:
+        return _load(self.parameter, indices if isinstance(indices, tuple) else (indices,))
+
+
+def _load(parameter: Parameter, indices: Sequence[Any]) -> Expr:
+    return Load(sympy.Symbol(parameter.name, real=True), *indices)
+
+
+def _called(name: str, function: Function, parameters: Sequence[Parameter]) -> str:
     """Call a function with symbols, and return the text of what it returns.
 
     Names such as ``min`` and ``max`` in the function mean the functions of the language.
     """
-    legal = f"a text, or a function of {', '.join(NAMES)}"
+    known: dict[str, Any] = {**NAMES, str(ENTRY): ENTRY}
+    known |= {x.name: _Table(x) if x.axes else _load(x, ()) for x in parameters}
+    legal = f"a text, or a function of {', '.join(known)}"
     if not callable(function):
         raise SpecError(explain(name, function, "is no text and no function", legal))
-    parameters = inspect.signature(function).parameters
-    if unknown := [parameter for parameter in parameters if parameter not in NAMES]:
+    arguments = inspect.signature(function).parameters
+    if unknown := [argument for argument in arguments if argument not in known]:
         raise SpecError(explain(name, unknown, "are not names of an expression", legal))
     if isinstance(function, FunctionType):
         names = function.__globals__ | {name: translated for name, (translated, _) in FUNCTIONS.items()}
@@ -245,7 +331,7 @@ def _called(name: str, function: Function) -> str:
             function.__code__, names, function.__name__, function.__defaults__, function.__closure__
         )
     try:
-        value = function(**{parameter: NAMES[parameter] for parameter in parameters})
+        value = function(**{argument: known[argument] for argument in arguments})
         if isinstance(value, str):
             return value
         return write(_exact(sympy.sympify(value, strict=True)))
@@ -275,8 +361,11 @@ def _compared(comparison: Function, first: Expr, second: Expr) -> Boolean:
 class _Reader:
     """Translates the nodes of a parsed text."""
 
-    def __init__(self, name: str, text: str) -> None:
-        self.name, self.text = name, text
+    def __init__(
+        self, name: str, text: str, parameters: Sequence[Parameter], distances: tuple[float, float] | None
+    ) -> None:
+        self.name, self.text, self.distances = name, text, distances
+        self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def number(self, node: ast.expr) -> Expr:
         """Return the expression of a node that is a number."""
@@ -285,6 +374,11 @@ class _Reader:
                 return self._checked(node, _rational(value) if math.isfinite(value) else sympy.oo)
             case ast.Name(id=name) if name in NAMES:
                 return NAMES[name]
+            case ast.Name(id=name) if name in self.parameters:
+                return self._entry(node, self.parameters[name], [])
+            case ast.Subscript(value=ast.Name(id=name), slice=index) if name in self.parameters:
+                indices = index.elts if isinstance(index, ast.Tuple) else [index]
+                return self._entry(node, self.parameters[name], indices)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self.number(operand)
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -322,6 +416,34 @@ class _Reader:
             return self._checked(node, Where(self.condition(condition), *map(self.number, rest)))
         return self._checked(node, function(*map(self.number, arguments)))
 
+    def _entry(self, node: ast.expr, parameter: Parameter, indices: list[ast.expr]) -> Expr:
+        """Return an entry of a parameter after checking its indices."""
+        if len(indices) != len(parameter.axes):
+            rule = f"{parameter.name} has {len(parameter.axes)} axes and {len(indices)} indices"
+            raise self._error(node, rule, f"an index for each of the axes {parameter.text or 'none'}")
+        return _load(parameter, [self._index(*each) for each in zip(indices, parameter.axes, strict=True)])
+
+    def _index(self, node: ast.expr, axis: str | int) -> Expr:
+        """Return the index of an axis after checking that it cannot leave the axis."""
+        if isinstance(axis, str):
+            legal = " or ".join("ij" if axis in "ij" else axis)
+            if not (isinstance(node, ast.Name) and node.id in legal.split(" or ")):
+                raise self._error(node, f"the axis {axis} of a parameter has its own index", legal)
+            return {**NAMES, str(ENTRY): ENTRY}[node.id]
+        index = self.number(node)
+        if not index.is_integer or index.has(SCORE):
+            raise self._error(node, "is no index", "integers of places, such as min(64, i - j)")
+        if index.has(Load):
+            raise self._error(node, "an index reads a parameter", "integers of places, such as min(64, i - j)")
+        if self.distances is not None:
+            from .ranges import range_of  # imported here, because it reads this module
+
+            low, high = range_of(index, self.distances)
+            if low < 0 or high >= axis:
+                rule = f"the index may be from {low:g} to {high:g}, and the axis has {axis} entries"
+                raise self._error(node, rule, f"indices from 0 to {axis - 1}, such as max(0, min({axis - 1}, i - j))")
+        return index
+
     def _power(self, node: ast.expr, base: Expr, exponent: Expr) -> Expr:
         if not (exponent.is_Integer and abs(exponent) <= LARGEST_POWER):
             legal = f"whole numbers from -{LARGEST_POWER} to {LARGEST_POWER}; exp(x * log(y)) is y to the power of x"
@@ -341,7 +463,8 @@ class _Reader:
 
     def _unknown(self, node: ast.expr) -> SpecError:
         """Return an error for a node that is no number of the language."""
-        legal = f"numbers, {', '.join(NAMES)}, + - * / // % **, {', '.join(FUNCTIONS)}"
+        names = [*NAMES, *(f"{x.name}[{x.text}]" if x.axes else x.name for x in self.parameters.values())]
+        legal = f"numbers, {', '.join(names)}, + - * / // % **, {', '.join(FUNCTIONS)}"
         match node:
             case ast.Name(id=name):
                 return self._error(node, f"{name} is not a name of the language", legal)
@@ -365,6 +488,12 @@ class _Writer(StrPrinter):  # type: ignore[misc]
 
     def _print_Exp1(self, expr: Expr) -> str:
         return "exp(1)"
+
+    def _print_Load(self, expr: Load) -> str:
+        return f"{expr.parameter}[{', '.join(map(self._print, expr.indices))}]" if expr.indices else expr.parameter
+
+    def _print_Floor(self, expr: Floor) -> str:
+        return f"floor({self._print(expr.args[0])})"
 
     def _print_Where(self, expr: Where) -> str:
         return f"where({', '.join(map(self._print, expr.args))})"

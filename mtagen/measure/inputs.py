@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dtypes import TORCH_DTYPES
-from ..spec import BATCH, Argument, Spec
+from ..spec import BATCH, SINK, Argument, Spec
 from .cases import Sizes
 
 
@@ -22,23 +23,40 @@ class Inputs:
         q: ``(B, H, Nq, D)``; for decode the earlier rows that the new rows need, then the new rows.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, DV)``.
-        weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`; plain attention has none.
+        weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`, and the sink; plain attention has none.
+        parameters: the tensors that expressions read, fp32, by name.
+        axes: the axes of each parameter, as :class:`mtagen.Spec` names them.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     weights: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    axes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def named(self) -> dict[str, Tensor]:
         """All arguments by name, in the order of a call."""
-        return {"q": self.q, "k": self.k, "v": self.v, **self.weights}
+        return {"q": self.q, "k": self.k, "v": self.v, **self.weights, **self.parameters}
 
     @property
     def arguments(self) -> list[Tensor]:
         """All arguments in the order of a call."""
         return list(self.named.values())
+
+    def options(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of a call besides q, k and v, given all tensors by name."""
+        options: dict[str, Any] = {name: named[name] for name in self.weights}
+        return options | ({"parameters": {name: named[name] for name in self.parameters}} if self.parameters else {})
+
+    def part(self, name: str, x: Tensor, entry: int, tokens: slice) -> Tensor:
+        """Return the part of a weight or parameter that one sequence of a batch reads, as a batch of one."""
+        axes = self.axes.get(name, "").split(",")
+        for axis, places in (("b", slice(entry, entry + 1)), ("i", tokens), ("j", tokens)):
+            if axis in axes:
+                x = x[(slice(None),) * axes.index(axis) + (places,)]
+        return x
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,10 @@ class Sampler:
         sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "Nq": rows, "Nk": nk}
         sizes |= {"D": spec.head_dim, "DV": spec.value_head_dim}
         q, k, v = (self._rows(*argument.extents(sizes)) for argument in BATCH)
-        return Inputs(q, k, v, {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()})
+        weights = {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()}
+        learned = {x.name: self._learned(x.extents(sizes)) for x in replace(spec, packed=False).learned_arguments}
+        weights |= {SINK.name: learned.pop(SINK.name)} if spec.sink else {}
+        return Inputs(q, k, v, weights, learned, dict(spec.parameters))
 
     def queries(self, n: int, *, decode: bool = False) -> Tensor:
         """Draw q of ``n`` rows, or of ``n`` new tokens and the earlier rows that decode needs."""
@@ -101,6 +122,9 @@ class Sampler:
         # Some versions of PyTorch draw the same numbers in 16 bits as in fp32, and others do not.
         wide = torch.promote_types(dtype, torch.float32)
         return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(self.device, dtype)
+
+    def _learned(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.generator.device).to(self.device)
 
     def _weight(self, weight: Argument, heads: int) -> Tensor:
         """Draw a weight; the squares of the entries in one sum add up to about 1, so that mixing

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,9 @@ def eager_op(spec: Spec, *, return_lse: bool = False) -> Callable[..., Any]:
     return partial(reference, **rules, return_lse=return_lse)
 
 
-def documents_op(eager: Callable[..., Any], nq: list[int], nk: list[int]) -> Callable[..., Any]:
+def documents_op(
+    eager: Callable[..., Any], nq: list[int], nk: list[int], axes: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
     """Return an operator on packed documents in plain PyTorch, which calls ``eager`` for each
     document.
 
@@ -34,19 +36,27 @@ def documents_op(eager: Callable[..., Any], nq: list[int], nk: list[int]) -> Cal
             the number of the document.
         nq: queries of each document.
         nk: keys of each document.
+        axes: the axes of each parameter of expressions.
 
     Returns:
         (q, k, v, weights by name) -> (out (total_q, H, DV), lse (H, total_q)), for q (total_q, H,
         D) and k, v likewise.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [
-            eager(*(x.transpose(0, 1).unsqueeze(0) for x in rows), document=document, **weights)
-            for document, rows in enumerate(
-                zip(*(torch.split(x, n) for x, n in ((q, nq), (k, nk), (v, nk))), strict=True)
-            )
-        ]
+    def parameter(name: str, x: Tensor, document: int) -> Tensor:
+        """Return what a document reads of a parameter, in the shape for a batch of one."""
+        letters = (axes or {})[name].split(",")
+        if "i" in letters or "j" in letters:
+            return torch.split(x, nk)[document].movedim(0, -1).unsqueeze(0)
+        return x[document : document + 1] if "b" in letters else x
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **weights: Any) -> tuple[Tensor, Tensor]:
+        parts, parameters = [], weights.pop("parameters", None)
+        for document, rows in enumerate(zip(*(torch.split(x, n) for x, n in ((q, nq), (k, nk), (v, nk))), strict=True)):
+            tensors = (x.transpose(0, 1).unsqueeze(0) for x in rows)
+            if parameters:
+                weights["parameters"] = {name: parameter(name, x, document) for name, x in parameters.items()}
+            parts.append(eager(*tensors, document=document, **weights))
         return torch.cat([out[0].transpose(0, 1) for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], -1)
 
     return run
@@ -96,7 +106,7 @@ def results(
         name: x.to(dtype or x.dtype).detach().requires_grad_(grad_out is not None) for name, x in inputs.named.items()
     }
     q, k, v, *_ = leaves.values()
-    returned = function(q, k, v, **{name: leaves[name] for name in inputs.weights})
+    returned = function(q, k, v, **inputs.options(leaves))
     out, lse = returned if isinstance(returned, tuple) else (returned, None)
     named = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     if grad_out is not None:
@@ -120,7 +130,7 @@ def _rules(inputs: Inputs, size: float) -> dict[str, Callable[..., Comparison]]:
         "dq": partial(gradient, terms=product),
         "dk": partial(gradient, terms=product),
         "dv": gradient,
-        **{f"d{name}": partial(gradient, terms=score * product) for name in inputs.weights},
+        **{f"d{name}": partial(gradient, terms=score * product) for name in (*inputs.weights, *inputs.parameters)},
     }
 
 
@@ -139,7 +149,7 @@ def judge_decode(
         inputs: arguments of a decode step.
         new_tokens: number of the last rows of q, at most the number of keys.
     """
-    q_tail, k, v, weights = inputs.q, inputs.k, inputs.v, inputs.weights
+    q_tail, k, v = inputs.q, inputs.k, inputs.v
     batch, nk = k.shape[0], k.shape[2]
     lengths = torch.tensor([max(new_tokens, nk // (i + 1)) for i in range(batch)], dtype=torch.int32)
 
@@ -147,17 +157,19 @@ def judge_decode(
         """Run ``eager`` on each sequence, without the queries before its first key, which do not
         exist.
         """
-        parts = [
-            eager(*(x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n])), **weights)
-            for tail, keys, values, n in zip(q_tail, k, v, lengths.tolist(), strict=True)
-        ]
+        parts = []
+        for entry, (tail, keys, values, n) in enumerate(zip(q_tail, k, v, lengths.tolist(), strict=True)):
+            tensors = (x.to(dtype).unsqueeze(0) for x in (tail[:, -n:], keys[:, :n], values[:, :n]))
+            named = {name: inputs.part(name, x, entry, slice(0, n)) for name, x in inputs.named.items()}
+            parts.append(eager(*tensors, **inputs.options(named)))
         out, lse = (torch.cat([x[:, :, -new_tokens:] for x in part]) for part in zip(*parts, strict=True))
         return out, lse
 
     # The content of a cache past its length must have no effect.
     stale = (torch.arange(nk) >= lengths[:, None])[:, None, :, None].to(k.device)
     k_cache, v_cache = (x.masked_fill(stale, torch.nan) for x in (k, v))
-    ours = decode(q_tail, k_cache, v_cache, **weights, cache_seqlens=lengths.to(k.device), return_lse=True)
+    options = inputs.options(inputs.named) | {"cache_seqlens": lengths.to(k.device), "return_lse": True}
+    ours = decode(q_tail, k_cache, v_cache, **options)
     out, lse = zip(ours, run(q_tail.dtype), run(torch.float64), strict=True)
     return {
         "decode out": compare(*out, terms=v.abs().max().item()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from ..op import build
 from ..ops.attention import AttentionOp, autocast_dtype
 from ..ops.checks import check_boundaries
 from ..planner import Backend
-from ..spec import MAX_NEW_TOKENS, OPTIONS, Expression, KeyPadding, Mask
+from ..spec import MAX_NEW_TOKENS, OPTIONS, Argument, Expression, KeyPadding, Mask
 from .cache import Cache
 from .checks import GateKind, as_count, check_count, check_divisor, check_input, check_options
 from .parts import Gate, HeadMixer, HeadNorm, local, set_parameter
@@ -88,8 +89,14 @@ class MultiTokenAttention(nn.Module):
         dropout: probability that a factor of the values is dropped in training.
         window: ``(left, right)``: number of keys before and after its own position that a query
             sees; -1 is no limit.
-        logits: what the softmax takes, an expression in the score s such as ``50 * tanh(s / 50)``
-            (:mod:`mtagen.expressions`); default s.
+        scores, convolved, logits: what the first convolution, the mixture and the softmax take,
+            expressions in the score s such as ``50 * tanh(s / 50)`` (:mod:`mtagen.expressions`);
+            default s.
+        parameters: the tensors that expressions read and their axes, as in :func:`mtagen.build`,
+            of heads and tables only: ``{"slopes": "h", "table": "h,65"}``. The layer holds them as
+            ``score_parameters``, zeros at first.
+        sink: whether each row's softmax has one more logit, without a value. The layer holds one of
+            each head as ``sink``, 0 at first.
         causal: whether later keys are hidden from a query.
         mask: ``source`` (as in the authors' code) or ``output``, for both convolutions; see
             :class:`mtagen.Spec`.
@@ -136,7 +143,11 @@ class MultiTokenAttention(nn.Module):
         frequency_scaling: FrequencyScaling | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] = (-1, -1),
+        scores: Expression | None = None,
+        convolved: Expression | None = None,
         logits: Expression | None = None,
+        parameters: Mapping[str, str] | None = None,
+        sink: bool = False,
         causal: bool = True,
         mask: Mask = "source",
         context_parallel: ProcessGroup | DeviceMesh | None = None,
@@ -198,6 +209,10 @@ class MultiTokenAttention(nn.Module):
             self.head_kernel = nn.Parameter(torch.empty(shape, **made))
         self.subln = HeadNorm(self.head_dim, depth_rescale, **made) if group_norm else None
         self.gate = None if gate is None else Gate(self.head_dim, 1 if gate == "scalar" else self.head_dim, **made)
+        self.sink = nn.Parameter(torch.empty(n_heads, **made)) if sink else None
+        self.score_parameters = nn.ParameterDict(
+            {x.name: torch.empty(x.extents({"H": n_heads}), **made) for x in self._score_parameters()}
+        )
         self.reset_stages()
         self.register_load_state_dict_pre_hook(_accept_head_kernel)  # type: ignore[no-untyped-call]
 
@@ -212,13 +227,28 @@ class MultiTokenAttention(nn.Module):
                 return op
         return build(**self._build_options)
 
+    def _score_parameters(self) -> list[Argument]:
+        """Return the parameters of expressions that the layer holds.
+
+        Raises:
+            SpecError: one counts batch entries or tokens.
+        """
+        held = [x for x in self.op.plan.spec.learned_arguments if x.role == "parameters"]
+        for argument in held:
+            if {"B", "Nk"} & {*argument.shape}:
+                rule = "counts batch entries or tokens, which a layer does not hold"
+                legal = "axes h and numbers, or the op itself"
+                raise SpecError(explain(f"parameters[{argument.name!r}]", argument.shape, rule, legal))
+        return held
+
     def _kernel(self, extents: tuple[int, int] | None, made: dict[str, Any]) -> nn.Parameter | None:
         return None if extents is None else nn.Parameter(torch.empty(self.n_heads, 1, *extents, **made))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, sharded ones too, e.g. after ``to_empty`` of a meta layer."""
         for part in self.children():
-            part.reset_parameters()  # type: ignore[operator]
+            if part is not self.score_parameters:
+                part.reset_parameters()  # type: ignore[operator]
         self.reset_stages()
 
     def reset_stages(self) -> None:
@@ -232,6 +262,9 @@ class MultiTokenAttention(nn.Module):
             if parameter is not None:
                 weights = self.op.identity_weights(self.n_heads, device=parameter.device, dtype=parameter.dtype)
                 set_parameter(parameter, weights[name].view(parameter.shape))
+        for parameter in (self.sink, *self.score_parameters.values()):
+            if parameter is not None:
+                set_parameter(parameter, torch.zeros(parameter.shape, device=parameter.device, dtype=parameter.dtype))
 
     def forward(
         self,
@@ -337,6 +370,10 @@ class MultiTokenAttention(nn.Module):
         held: dict[str, Any] = {name: None if weight is None else local(weight) for name, weight in weights.items()}
         if self.head_kernel is not None:
             held["post_head_weight"] = held["post_head_weight"].mT
+        if self.sink is not None:
+            held["sink"] = local(self.sink)
+        if len(self.score_parameters):
+            held["parameters"] = {name: local(x) for name, x in self.score_parameters.items()}
         return held
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from ..errors import SpecError, explain
 from ..expressions.language import names_in
+from ..expressions.parameters import read_parameters
 from .layer import MultiTokenAttention
 
 
@@ -100,9 +101,15 @@ def _checked(module: nn.Module, mesh: DeviceMesh) -> MultiTokenAttention:
             rule = f"a rank has {mine} heads, and cannot mix them with others"
             legal = f"a divisor of {mine}, or context_parallel=..., which spreads tokens and mixes all heads"
             raise SpecError(explain(name, group, rule, legal))
-    if spec.logits is not None and "h" in names_in(spec.logits) and ranks > 1:
-        rule = "reads h, which each rank counts from its own first head"
-        raise SpecError(explain("logits", spec.logits, rule, "an expression without h, or all heads on each rank"))
+    parameters = read_parameters(spec.parameters)
+    for name, text in spec.expressions:
+        if ranks > 1 and "h" in names_in(text, parameters):
+            rule = "reads h, which each rank counts from its own first head"
+            raise SpecError(explain(name, text, rule, "an expression without h, or all heads on each rank"))
+    if ranks > 1 and (spec.sink or spec.parameters):
+        got = "sink" if spec.sink else "parameters"
+        rule = "are not supported where ranks share the heads"
+        raise SpecError(explain(got, getattr(spec, got), rule, "none, or all heads on each rank"))
     if module.dropout and ranks > 1:
         rule = "dropout is not supported where ranks share the heads"
         raise SpecError(explain("dropout", module.dropout, rule, "0, or all heads on each rank"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,7 +23,7 @@ from ..planner import BACKENDS, Plan, plan
 from ..runtime.load import Passes, compile_kernels, load, plan_key
 from ..spec import DType, Spec
 from . import library
-from .checks import check_call, check_decode, check_heads, check_varlen
+from .checks import check_call, check_decode, check_heads, check_slots, check_varlen
 from .executor import Executor
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class _Options(TypedDict, total=False):
     head_weight: Tensor | None
     post_weight: Tensor | None
     post_head_weight: Tensor | None
+    sink: Tensor | None
+    parameters: Mapping[str, Tensor] | None
     scale: float | None
 
 
@@ -82,7 +84,7 @@ class AttentionOp:
         self._drops = drops
         self._build_again = build_again
         # Fill cached properties now, because torch.compile cannot trace their first use.
-        _ = plan.spec.weight_names, plan.spec.context
+        _ = plan.spec.weight_names, plan.spec.context, plan.spec.learned_arguments
 
     def __repr__(self) -> str:
         return f"<mtagen op {self.plan.name}, backend {self.plan.backend}>"
@@ -147,6 +149,8 @@ class AttentionOp:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        sink: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
         dropout_p: float = 0,  # torch.compile would make a symbol of a float, and compile twice
         dropout_seed: Tensor | None = None,
@@ -154,9 +158,9 @@ class AttentionOp:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v.
 
-        The result is differentiable once in q, k, v and the weights; :func:`mtagen.reference`
-        defines it. Each stage that the op was built with needs its weight, in fp32 or in q's dtype.
-        Weights of other stages must be left out.
+        The result is differentiable once in q, k, v, the weights, the sink and the parameters;
+        :func:`mtagen.reference` defines it. Each stage that the op was built with needs its weight,
+        in fp32 or in q's dtype. Weights of other stages must be left out.
 
         Args:
             q: ``(B, H, Nq, D)``; query i sits at position i + Nk - Nq. Any strides, the last one 1.
@@ -168,6 +172,10 @@ class AttentionOp:
                 [group, out head, in head], or ``(m, m)`` if m = H. A group is m consecutive heads.
             post_weight: filters of the convolution after the softmax, like ``weight``.
             post_head_weight: matrices that mix heads after the softmax, like ``head_weight``.
+            sink: ``(H,)``, one more logit of each row's softmax, which has no value; of an op that
+                was built with ``sink=True``. Like parameters it is in fp32 or q's dtype.
+            parameters: the tensors that expressions read, by name. An axis ``b``, ``h``, ``i`` or
+                ``j`` of the option ``parameters`` has B, H or Nk entries.
             scale: factor of q k^T, default ``D ** -0.5``.
             dropout_p: probability that a factor of v is dropped, 0 <= p < 1, rounded to a multiple
                 of 2**-15; the others are divided by 1 - p. A value above 0 needs an op built with
@@ -189,6 +197,7 @@ class AttentionOp:
         q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_call(self._spec, self.dtypes, q, k, v, given)
+        weights += check_slots(self._spec, q, k, sink, parameters)
         scale = resolve_scale(scale, self._spec.head_dim)
         if dropout_p == 0 and dropout_seed is None:
             out, lse = library.run("forward", q, k, v, *weights, scale, self._key)
@@ -244,6 +253,8 @@ class AttentionOp:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        sink: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         scale: float | None = None,
         dropout_p: float = 0,  # torch.compile would make a symbol of a float, and compile twice
         dropout_seed: Tensor | None = None,
@@ -259,7 +270,10 @@ class AttentionOp:
                 strides, the last 1.
             k: ``(total_k, Hkv, D)``.
             v: ``(total_k, Hkv, DV)``.
-            weight, head_weight, post_weight, post_head_weight, scale: as in a call of the op.
+            weight, head_weight, post_weight, post_head_weight, sink, scale: as in a call of the op.
+            parameters: as in a call of the op. A document counts as a batch entry. Parameters of
+                tokens are ``(total_k, ...)``: their tokens come first, and the axis ``b`` is left
+                out.
             cu_seq_q: ``(documents + 1,)`` int32 on q's device: where each document's queries begin,
                 the first at 0, and where the last document ends. Rows after that end are padding
                 and may hold anything. Documents may be empty, and may have more or fewer queries
@@ -285,6 +299,7 @@ class AttentionOp:
         q, k, v = autocast(q, k, v)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_varlen(self._spec, self.dtypes, q, k, v, given, Documents(cu_seq_q, cu_seq_k, max_q, max_k))
+        weights += check_slots(self._spec, q, k, sink, parameters, len(cu_seq_q) - 1)
         seed = None if dropout_p == 0 and dropout_seed is None else self._seed(q, dropout_p, dropout_seed)
         scale = resolve_scale(scale, self._spec.head_dim)
         documents = cu_seq_q, cu_seq_k, max_q, max_k
@@ -378,6 +393,8 @@ class AttentionOp:
         head_weight: Tensor | None = None,
         post_weight: Tensor | None = None,
         post_head_weight: Tensor | None = None,
+        sink: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         cache_seqlens: Tensor | None = None,
         scale: float | None = None,
         num_splits: int | None = None,
@@ -391,7 +408,8 @@ class AttentionOp:
                 sequence's start count as zero, whatever they hold.
             k_cache: ``(B, Hkv, N, D)``, the new tokens' keys included.
             v_cache: ``(B, Hkv, N, DV)``.
-            weight, head_weight, post_weight, post_head_weight: as in the op.
+            weight, head_weight, post_weight, post_head_weight, sink: as in the op.
+            parameters: as in the op; those of tokens have N entries, as the cache has.
             cache_seqlens: ``(B,)`` int32, keys in use per batch entry (0..N; a larger number counts
                 as N), default N. Later keys are ignored, whatever they hold.
             scale: as in the op.
@@ -409,6 +427,7 @@ class AttentionOp:
         q_tail, k_cache, v_cache = autocast(q_tail, k_cache, v_cache)
         given = (weight, head_weight, post_weight, post_head_weight)
         weights = check_decode(self._spec, self.dtypes, q_tail, k_cache, v_cache, given, cache_seqlens, num_splits)
+        weights += check_slots(self._spec, q_tail, k_cache, sink, parameters)
         out, lse = library.run(
             "decode",
             q_tail,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..arguments import Named, check_batch, check_dense, check_groups, shaped_weight
-from ..call import Documents
+from ..arguments import Named, check_batch, check_dense, check_groups, check_learned, shaped_weight
+from ..call import NO_LEARNED, Documents
 from ..errors import InputError, explain
 from ..planner.targets import GRID_X
 from ..spec import MAX_NEW_TOKENS, STAGES, WEIGHTS, Spec, as_int
@@ -212,6 +212,33 @@ def _checked(
         None if weight is None and name not in needed else _checked_weight(spec, tensors[0], name, weight)
         for name, weight in zip(WEIGHTS, weights, strict=True)
     ]
+
+
+def check_slots(
+    spec: Spec, q: Tensor, k: Tensor, sink: Tensor | None, parameters: Mapping[str, Tensor] | None, documents: int = 0
+) -> list[Tensor | None]:
+    """Check the sink and the parameters of a call, and return them as registered ops take them.
+
+    Args:
+        spec: the operator of batches.
+        q, k: the queries and keys, which have been checked.
+        sink, parameters: as they were passed.
+        documents: number of packed documents, if q has three dimensions.
+
+    Raises:
+        InputError: a tensor does not fit, was not asked for, or is missing.
+        SpecError: packed documents cannot have a parameter.
+    """
+    if not (spec.sink or spec.parameters or sink is not None or parameters):
+        return [*NO_LEARNED]
+    if q.ndim == 3:
+        arguments = spec.packed_learned_arguments
+        sizes = {"documents": documents, "H": q.shape[1], "total_k": len(k)}
+    else:
+        arguments, sizes = spec.learned_arguments, {"B": q.shape[0], "H": q.shape[1], "Nk": k.shape[2]}
+    given: list[Tensor | None] = [*check_learned(arguments, sizes, q, sink, parameters)]
+    slots = given if spec.sink else [None, *given]
+    return slots + [None] * (len(NO_LEARNED) - len(slots))
 
 
 def _checked_weight(spec: Spec, queries: tuple[str, Tensor], name: str, weight: Tensor | None) -> Tensor:

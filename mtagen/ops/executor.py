@@ -65,7 +65,7 @@ class Executor:
             return _empty_result(q, q.shape[:-1], rows, v)
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            weights = self._as_kernels_take(q, call.weights)
+            weights = self._as_kernels_take(q, call)
             return kernels.forward(q, k, v, *weights, call.scale, *_as_passed(documents), *_as_passed(dropout))
 
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
@@ -74,9 +74,9 @@ class Executor:
         kernels = self._kernels_for(q, documents, dropout)
         if kernels is None:
             return [grad.contiguous() for grad in cpu.backward(self.spec, call, grad_out, grad_lse, out, lse)]
-        weights = call.weights
+        learned = [*call.weights, *call.learned]
         if _sees_nothing(q, k, documents):
-            return [x.new_zeros(x.shape) for x in (q, k, v, *weights)]
+            return [x.new_zeros(x.shape) for x in (q, k, v, *learned)]
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
             grad_out = grad_out if _is_aligned(grad_out) else grad_out.clone(memory_format=torch.contiguous_format)
@@ -86,7 +86,7 @@ class Executor:
                 q,
                 k,
                 v,
-                *self._as_kernels_take(q, weights),
+                *self._as_kernels_take(q, call),
                 out,
                 lse,
                 call.scale,
@@ -94,7 +94,10 @@ class Executor:
                 *_as_passed(dropout),
                 deterministic=self._is_deterministic(),
             )
-            return [dq, dk, dv, *(dx.to(x.dtype) for dx, x in zip(dweights, weights, strict=False))]
+            if not call.weights:
+                del dweights[0]  # of the single tap
+            grads = self._as_callers_take(call, dweights)
+            return [dq, dk, dv, *(dx.to(x.dtype) for dx, x in zip(grads, learned, strict=True))]
 
     def decode(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return out (B, H, n_new, DV) and lse (B, H, n_new)."""
@@ -109,13 +112,33 @@ class Executor:
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
-            fp32_weights = self._as_kernels_take(q_tail, step.weights)
+            fp32_weights = self._as_kernels_take(q_tail, step)
             assert kernels.decode is not None, "batches without dropout decode"
             return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, step.num_splits or None)
 
-    def _as_kernels_take(self, q: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights in fp32. Kernels of plain attention take a single-tap weight."""
-        return [_as_fp32(weight) for weight in weights] or [single_tap(q)]
+    def _as_kernels_take(self, q: Tensor, call: Call | Step) -> list[Tensor]:
+        """Return the weights, the sink and the parameters in fp32.
+
+        Kernels of plain attention take a single-tap weight. Tokens of packed documents are the last axis of
+        parameters there.
+        """
+        weights = [_as_fp32(weight) for weight in call.weights] or [single_tap(q)]
+        if not call.learned:
+            return weights
+        return weights + [_as_fp32(x.movedim(0, -1) if moved else x) for x, moved in self._learned(call)]
+
+    def _as_callers_take(self, call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of what :meth:`_as_kernels_take` returns, in the shapes of a call."""
+        weights = len(call.weights)
+        moved = [moved for _, moved in self._learned(call)]
+        last_first = (x.movedim(-1, 0).contiguous() if m else x for x, m in zip(grads[weights:], moved, strict=True))
+        return [*grads[:weights], *last_first]
+
+    def _learned(self, call: Call | Step) -> list[tuple[Tensor, bool]]:
+        """Return the sink and the parameters of a call, each with whether tokens are its first axis."""
+        packed = isinstance(call, Call) and call.cu_seq_q is not None
+        arguments = self.spec.packed_learned_arguments if packed else self.spec.learned_arguments
+        return [(x, argument.shape[:1] == ("total_k",)) for argument, x in zip(arguments, call.learned, strict=True)]
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic

@@ -81,7 +81,7 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 def fake_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> list[Tensor]:
-    """Return empty gradients of q, k, v and the given weights, for tracing."""
+    """Return empty gradients of q, k, v, the given weights, sink and parameters, for tracing."""
     return [x.new_empty(x.shape) for x in rest[:INPUTS] if x is not None]
 
 
@@ -264,7 +264,7 @@ def run(name: str, *arguments: Any) -> Any:
 
 
 def backward(call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-    """Call ``mtagen::backward``, which returns the gradients of q, k, v and the given weights."""
+    """Call ``mtagen::backward``, which returns the gradients of the tensors that are given."""
     grads: list[Tensor] = run("backward", grad_out, grad_lse, *call[:INPUTS], out, lse, *call[INPUTS:])
     return grads
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import PlanError, explain
@@ -121,6 +121,23 @@ def check_convolves_only(spec: Spec, backend: str) -> None:
         if (stage := getattr(spec, name)) is not None:
             rule = f"{backend} has no kernels for this stage"
             raise PlanError(explain(name, stage, rule, "None, or backend='triton'"))
+
+
+def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) -> None:
+    """Check that a lowering has what a spec asks of scores besides ``logits``.
+
+    Args:
+        spec: the request.
+        lowering: its name, for the message.
+        supported: what the lowering has of ``scores``, ``convolved``, ``parameters`` and ``sink``.
+
+    Raises:
+        PlanError: the lowering lacks something.
+    """
+    for name in ("scores", "convolved", "parameters", "sink"):
+        if (asked := getattr(spec, name)) and name not in supported:
+            rule = f"the lowering {lowering} has no kernels for it"
+            raise PlanError(explain(name, asked, rule, "another backend, or backend='torch'"))
 
 
 def describe(fields: Fields) -> str:

@@ -107,15 +107,18 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     """
     spec = plan.spec
     heads = 2 * math.lcm(*spec.mixed.values())
-    sizes = {"B": 1, "H": heads, "Hkv": heads, **dict.fromkeys(("Nq", "Nk", "total_q", "total_k"), spec.cq)}
+    sizes = {"B": 1, "documents": 1, "H": heads, "Hkv": heads}
+    sizes |= dict.fromkeys(("Nq", "Nk", "total_q", "total_k"), spec.cq)
     dtypes = {"q": TORCH_DTYPES[spec.dtype], "fp32": torch.float32}
 
     def zeros(argument: Argument, **others: int) -> Tensor:
         shape = argument.extents(sizes | others)
         return torch.zeros(shape, dtype=dtypes[argument.dtypes[0]], device=device)
 
-    q, k, v, *weights = (zeros(argument) for argument in spec.arguments if argument.differentiable)
+    q, k, v = (zeros(argument) for argument in spec.arguments[:3])
+    weights = [zeros(argument) for argument in spec.weight_arguments.values()]
     weights = weights or [torch.zeros(heads, 1, 1, device=device)]  # plain attention is a convolution by a single tap
+    weights += [zeros(argument) for argument in spec.learned_arguments]
     others: list[Any] = []  # arguments after the scale
     if spec.packed:
         cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)

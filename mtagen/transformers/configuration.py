@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
 from ..expressions import canonical
+from ..expressions.parameters import read_parameters
 from ..nn import FrequencyScaling
 from ..nn.checks import GateKind
 from ..planner import Backend
@@ -37,7 +38,11 @@ LAYER_OPTIONS = (
     "dropout",
     "window",
     "mask",
+    "scores",
+    "convolved",
     "logits",
+    "parameters",
+    "sink",
 )
 
 # Options of other models' configurations, with what to pass here instead. transformers stores unknown options without
@@ -104,7 +109,8 @@ class MtaConfig(PreTrainedConfig):
         frequency_scaling: the fields of a :class:`mtagen.nn.FrequencyScaling` by their names, e.g. ``{"factor": 2.0}``.
         dropout: as in the layer.
         window: as in the layer.
-        logits: as in the layer; the configuration keeps the text.
+        scores, convolved, logits: as in the layer; the configuration keeps the texts.
+        parameters, sink: as in the layer.
         causal: as in the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's
             own position.
         mask: as in the layer.
@@ -157,7 +163,11 @@ class MtaConfig(PreTrainedConfig):
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
         mask: Mask = "source",
+        scores: Expression | None = None,
+        convolved: Expression | None = None,
         logits: Expression | None = None,
+        parameters: Mapping[str, str] | None = None,
+        sink: bool = False,
         backend: Backend = "auto",
         compute_dtype: DTypeLike | None = None,
         layer_overrides: Mapping[int, Mapping[str, Any]] | None = None,
@@ -202,7 +212,13 @@ class MtaConfig(PreTrainedConfig):
         self.frequency_scaling = frequency_scaling
         self.dropout = dropout
         self.window = window
-        self.logits = None if logits is None else canonical("logits", logits)  # JSON has no functions
+        self.parameters = dict(parameters or {})
+        read = read_parameters(self.parameters)
+        self.scores, self.convolved, self.logits = (  # as texts, because JSON has no functions
+            None if given is None else canonical(name, given, read)
+            for name, given in (("scores", scores), ("convolved", convolved), ("logits", logits))
+        )
+        self.sink = sink
         self.causal = causal
         self.mask = mask
         self.backend = backend

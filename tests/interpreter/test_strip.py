@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mtagen
 from mtagen import Spec, plan
+from mtagen.call import NO_LEARNED
 from mtagen.codegen import render
 from mtagen.dropout import Dropout
 from mtagen.measure.cases import Sizes
@@ -299,7 +300,7 @@ def test_results_are_laid_out_as_traced_code_expects() -> None:
     q, k, v, *_ = inputs.arguments
     weights = [inputs.named.get(name) for name in WEIGHTS]
     out, lse = op(**inputs.named, return_lse=True)
-    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *weights, out, lse, 0.25, op._key)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *weights, *NO_LEARNED, out, lse, 0.25, op._key)
     torch.library.opcheck(torch.ops.mtagen.backward.default, arguments, test_utils="test_faketensor")
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import inf, prod
 
 import sympy
-from sympy import Add, Expr, Rational
+from sympy import Add, Expr, Integer, Mul, Rational, Symbol
+from sympy.logic.boolalg import Boolean
 
 from ...expressions import language
+from ...expressions.functions import functions_of
+from ...expressions.parameters import Parameter, read_parameters
+from ...expressions.ranges import range_of
 from ...spec import Spec
 from .mask import Mask
 
@@ -17,27 +22,173 @@ from .mask import Mask
 # the position of its query, its key, and its head of queries.
 SCORE, GRADIENT = sympy.symbols("score gradient", real=True)
 POSITION, KEY, HEAD = sympy.symbols("position key head", integer=True)
-# A kernel holds a score divided by this number, which may be known only at run time.
-FACTOR = sympy.Symbol("factor", real=True, nonzero=True)
+# Entries along an axis of tokens of parameters.
+TOKENS = Symbol("tokens", integer=True, positive=True)
+# position - key as a real number
+DISTANCE = Symbol("distance", real=True)
+# A score that a kernel holds is in units of log2 after it is multiplied by this number, which may be known only at run
+# time.
+EXPONENT = Symbol("exponent", positive=True)
+
+
+class Entry(Expr):  # type: ignore[misc]
+    """A number in memory: a symbol for an address, and how many numbers after it."""
+
+    is_real = True
+
+    def __new__(cls, view: Symbol, offset: Expr) -> Expr:
+        return super().__new__(cls, view, sympy.sympify(offset))
+
+    def _eval_derivative(self, symbol: Symbol) -> Expr:
+        return Integer(0)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a head of a sequence reads of a parameter: consecutive numbers in memory.
+
+    Parameters lie as ``[batch entry][head][table][token]``, in C order. Tokens of packed documents follow one
+    another, and the axis of batch entries is left out there.
+
+    Attributes:
+        parameter: the parameter.
+    """
+
+    parameter: Parameter
+
+    @property
+    def symbol(self) -> Symbol:
+        """The address of the numbers."""
+        return Symbol(f"{self.parameter.name}_view")
+
+    @property
+    def argument(self) -> str:
+        """The name of the parameter in host functions and kernels."""
+        return f"parameter_{self.parameter.name}"
+
+    @property
+    def table(self) -> int:
+        """Numbers of a table; 1 without one."""
+        return prod(axis for axis in self.parameter.axes if isinstance(axis, int))
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether batch entries have numbers of their own."""
+        return "b" in self.parameter.axes
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether heads have numbers of their own."""
+        return "h" in self.parameter.axes
+
+    @property
+    def token_axes(self) -> int:
+        """Number of axes of tokens."""
+        return len(self.parameter.tokens)
+
+    def offset(self, indices: tuple[Expr, ...]) -> Expr:
+        """Return where an entry lies, counted from the view. Hidden scores may have indices outside: they are cut."""
+        row, places = Integer(0), zip(self.parameter.axes, indices, strict=True)
+        for axis, index in places:
+            if isinstance(axis, int):
+                row = row * axis + _cut(index, axis)
+            elif axis in ("i", "j"):
+                row = row * TOKENS + language.Minimum(language.Maximum(index, 0), TOKENS - 1)
+        return row
+
+
+def _cut(index: Expr, extent: int) -> Expr:
+    """Return an index that stays in an axis for all places, not only those of visible scores."""
+    low, high = range_of(index, (-inf, inf))
+    bounded = index if low >= 0 else language.Maximum(index, 0)
+    return bounded if high < extent else language.Minimum(bounded, extent - 1)
+
+
+class FastTanh(sympy.Function):  # type: ignore[misc]
+    """The hyperbolic tangent with an error of 2^-11 of its value, which GPUs have as an instruction."""
+
+    nargs = 1
+    is_real = True
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """The function of a score and its gradient, as kernels compute them.
+
+    Attributes:
+        parts: values that depend on the head only, each with the symbol that the functions have for it.
+            A kernel computes the parts once for each of its heads.
+        modify: what the softmax takes for ``SCORE``.
+        modify_backward: the gradient of the score from the ``GRADIENT`` of its value.
+        exponent: what turns a value of ``modify`` into an exponent of 2.
+        views: what the function reads of parameters, in their order.
+        sums: the gradients of what it reads.
+    """
+
+    parts: tuple[tuple[Symbol, Expr], ...]
+    modify: Expr
+    modify_backward: Expr
+    exponent: Expr = EXPONENT
+    views: tuple[View, ...] = ()
+    sums: tuple[ParameterSum, ...] = ()
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether the value of a score depends on its position or key."""
+        return bool(self.modify.free_symbols & {POSITION, KEY, DISTANCE})
+
+    def symbols(self, expr: Expr) -> list[tuple[int, Symbol]]:
+        """Return the head, the views and the parts that one of the functions names, with their numbers.
+
+        The head is number 0, and ``TOKENS`` number 1 if there are views.
+        """
+        views = [TOKENS, *(view.symbol for view in self.views)] if self.views else []
+        known = enumerate([HEAD, *views, *(symbol for symbol, _ in self.parts)])
+        return [(number, symbol) for number, symbol in known if expr.has(symbol)]
+
+    def with_fast_tanh(self) -> ScoreFunction:
+        """Return the function with the tanh of each score from the GPU's instruction."""
+        modify, modify_backward = (expr.replace(sympy.tanh, FastTanh) for expr in (self.modify, self.modify_backward))
+        return replace(self, modify=modify, modify_backward=modify_backward)
+
+
+@dataclass(frozen=True)
+class ParameterSum:
+    """The gradient of the entries of a parameter that one load reads.
+
+    Attributes:
+        view: the parameter.
+        kind: which scores add to an entry: ``head``: all of a head; ``key`` and ``row``: those of a key or a
+            row; ``pair``: one; ``table``: those with its number in a table.
+        offset: where the entry of a score lies, counted from the view; for ``table`` only.
+        term: what a score adds, an expression in ``GRADIENT``.
+    """
+
+    view: View
+    kind: str
+    offset: Expr
+    term: Expr
 
 
 @dataclass(frozen=True)
 class ScoreStage:
     """The mask and the function that apply to scores before the softmax.
 
-    It is printed as functions, which templates call without asking what they are:
-    ``visible(position, key)``, ``modify(score, position, key, head)`` and
-    ``modify_backward(gradient, score, position, key, head)``. In CUDA the last two take
-    ``factor`` after ``score``, because some kernels know their units only at run time.
+    It is printed as functions, which templates call without asking what they are: ``visible``, and
+    ``modify`` and ``modify_backward`` of its :class:`ScoreFunction`.
 
     Attributes:
         visible: the keys that each query sees. Bounds of loops and edge tiles follow from it, too.
         modify: the function, an expression in ``SCORE``, ``POSITION``, ``KEY`` and ``HEAD``; the
             identity by default.
+        views: the parameters that the function reads, in their order.
+        sums: the gradients of what the function reads.
     """
 
     visible: Mask
     modify: Expr = SCORE
+    views: tuple[View, ...] = ()
+    sums: tuple[ParameterSum, ...] = ()
 
     @classmethod
     def of(cls, spec: Spec) -> ScoreStage:
@@ -52,7 +203,8 @@ class ScoreStage:
     @property
     def name(self) -> str:
         """The part of kernel names that tells stages apart."""
-        digest = hashlib.sha256(str(self.modify).encode()).hexdigest()[:8]
+        read = "".join(f"{view.parameter.name}[{view.parameter.text}]" for view in self.views)
+        digest = hashlib.sha256(f"{self.modify}{read}".encode()).hexdigest()[:8]
         return "_".join(filter(None, [self.visible.name, "" if self.is_identity else f"logits{digest}"]))
 
     @cached_property
@@ -73,12 +225,155 @@ class ScoreStage:
         terms = Add.make_args(self.modify.xreplace({SCORE: SCORE / exact}))
         of_score = [exact * term for term in terms if term.has(SCORE)]
         # The other terms stay together: differences of places must be taken before they are rounded.
-        return replace(self, modify=Add(*of_score, exact * Add(*(term for term in terms if not term.has(SCORE)))))
+        modify = Add(*of_score, exact * Add(*(term for term in terms if not term.has(SCORE))))
+        sums = tuple(replace(x, term=x.term.xreplace({SCORE: SCORE / exact})) for x in self.sums)
+        return replace(self, modify=modify, sums=sums)
+
+    @cached_property
+    def counts_keys(self) -> bool:
+        """Whether the function depends on where keys lie in the sequence, not only on their distance from queries."""
+        shift = sympy.Dummy(integer=True)
+        moved = self.modify.subs({POSITION: POSITION + shift, KEY: KEY + shift}, simultaneous=True)
+        return bool(sympy.expand(moved - self.modify) != 0)
+
+    @cached_property
+    def function(self) -> ScoreFunction:
+        """The function of scores in kernels that know the unit of scores when they are printed."""
+        parts = _Parts(frozenset({HEAD, *self._addresses}))
+        modify, modify_backward = map(parts.split, (self.modify, self.modify_backward))
+        sums = tuple(replace(x, term=parts.split(x.term)) for x in self.sums)
+        return ScoreFunction(parts.all, modify, modify_backward, views=self.views, sums=sums)
+
+    @property
+    def _addresses(self) -> tuple[Symbol, ...]:
+        """The symbols that entries of parameters have besides places."""
+        return (TOKENS, *(view.symbol for view in self.views)) if self.views else ()
+
+    @cached_property
+    def function_of_any_unit(self) -> ScoreFunction:
+        """The function of scores in kernels that learn their ``EXPONENT`` when they run.
+
+        A sum of the score and others keeps its unit, because the softmax multiplies the sum anyway.
+        Other values are in units of log2, so that one multiplication scales them.
+        """
+        held = self.scaled(1 / (EXPONENT * sympy.log(2)))
+        keeps_unit = SCORE in Add.make_args(self.modify)
+        modify = held.modify if keeps_unit else Add(*(EXPONENT * term for term in Add.make_args(held.modify)))
+        parts = _Parts(frozenset({HEAD, EXPONENT, *self._addresses}), DISTANCE)
+        modify, modify_backward = map(parts.split, (modify, held.modify_backward))
+        exponent = EXPONENT if keeps_unit else Integer(1)
+        return ScoreFunction(parts.all, modify, modify_backward, exponent, views=self.views)
+
+
+class _Parts:
+    """Splits expressions into parts that depend on some symbols only, and expressions that name the parts.
+
+    Integers stay whole, because sums of places must be exact before they are rounded.
+
+    Args:
+        symbols: what parts depend on.
+        distance: the symbol of the real number ``POSITION - KEY``, if kernels have this number.
+    """
+
+    def __init__(self, symbols: frozenset[Symbol], distance: Symbol | None = None) -> None:
+        self._symbols = symbols
+        self._distance = distance
+        self._known: dict[Expr, Symbol] = {}
+
+    @property
+    def all(self) -> tuple[tuple[Symbol, Expr], ...]:
+        """The parts of all expressions that were split."""
+        return tuple((symbol, expr) for expr, symbol in self._known.items())
+
+    def split(self, expr: Expr) -> Expr:
+        """Return a real number with symbols for its parts."""
+        if self._is_part(expr):
+            return self._part(expr)
+        if isinstance(expr, Entry):
+            return expr
+        if expr.is_integer:
+            return self._integer(expr)
+        if expr.is_Add:
+            return self._sum(expr)
+        if expr.is_Mul:
+            return self._product(expr)
+        if expr.is_Pow:
+            base, exponent = expr.args
+            return self.split(base) ** exponent
+        if isinstance(expr, language.Where):
+            condition, value, other = expr.args
+            return language.Where(self._condition(condition), self.split(value), self.split(other))
+        return expr.func(*map(self.split, expr.args)) if expr.args else expr
+
+    def _is_part(self, expr: Expr) -> bool:
+        return bool(expr.free_symbols <= self._symbols)
+
+    def _part(self, expr: Expr) -> Expr:
+        """Return the symbol of a part. A number or the head itself needs none."""
+        if expr.is_number or expr == HEAD:
+            return expr
+        return self._known.setdefault(expr, Symbol(f"part{len(self._known)}", real=True))
+
+    def _integer(self, expr: Expr) -> Expr:
+        if self._distance is not None:
+            for sign in (1, -1):
+                rest = expr - sign * (POSITION - KEY)
+                if rest.is_number:
+                    return sign * self._distance + rest
+        return expr
+
+    def _sum(self, expr: Expr) -> Expr:
+        number, integer, others = language.split_sum(expr)
+        terms = [*others, number * integer] if self._is_part(integer) else others
+        whole = 0 if self._is_part(integer) else number * self._integer(integer)
+        fixed = self._part(Add(*filter(self._is_part, terms)))
+        return Add(whole, fixed, *(self.split(term) for term in terms if not self._is_part(term)))
+
+    def _product(self, expr: Expr) -> Expr:
+        number, factors = expr.as_coeff_mul()
+        contents = [factor.primitive() if factor.is_Add else (Integer(1), factor) for factor in factors]
+        number = Mul(number, *(content for content, _ in contents))
+        fixed = Mul(*(factor for _, factor in contents if self._is_part(factor)))
+        if not fixed.is_number:
+            number, fixed = sympy.sign(number), self._part(abs(number) * fixed)
+        return Mul(number, fixed, *(self.split(factor) for _, factor in contents if not self._is_part(factor)))
+
+    def _condition(self, expr: Boolean) -> Boolean:
+        if expr.is_Relational:
+            return expr if all(side.is_integer for side in expr.args) else expr.func(*map(self.split, expr.args))
+        return expr.func(*map(self._condition, expr.args))
 
 
 @cache
 def _stage(spec: Spec) -> ScoreStage:
     if spec.logits is None:
         return ScoreStage(Mask.of(spec))
+    expr = functions_of(spec.expressions, spec.parameters)["logits"].expr
+    views = {view.parameter.name: view for view in map(View, read_parameters(spec.parameters))}
+    entries = {}
+    for load in expr.atoms(language.Load):
+        view = views[load.parameter]
+        entries[load] = Entry(view.symbol, view.offset(load.indices))
     names = {language.SCORE: SCORE, language.POSITION: POSITION, language.KEY: KEY, language.HEAD: HEAD}
-    return ScoreStage(Mask.of(spec), language.read("logits", spec.logits).xreplace(names))
+    read = tuple(view for name, view in views.items() if any(load.parameter == name for load in entries))
+    modify = expr.xreplace(entries).xreplace(names)
+    sums = (_sum_of(modify, entry.xreplace(names), read) for entry in entries.values())
+    return ScoreStage(Mask.of(spec), modify, read, tuple(sorted(sums, key=lambda x: str((x.view.symbol, x.offset)))))
+
+
+def _sum_of(modify: Expr, entry: Entry, views: tuple[View, ...]) -> ParameterSum:
+    """Return the gradient of an entry that a function reads."""
+    (view,) = (view for view in views if view.symbol == entry.args[0])
+    symbol = sympy.Dummy(real=True)
+    slope = modify.xreplace({entry: symbol}).diff(symbol).xreplace({symbol: entry})
+    term = GRADIENT * slope
+    if not slope.is_number:
+        term = language.Where(sympy.Ne(GRADIENT, 0), term, 0)
+    offset = entry.args[1]
+    if view.token_axes == 2:
+        kind = "pair"
+    elif view.token_axes:
+        kind = "row" if offset.has(POSITION) else "key"
+    else:
+        kind = "table" if view.table > 1 else "head"
+    return ParameterSum(view, kind, offset, term)

@@ -39,6 +39,7 @@ from .forward_slab import ForwardSlab
 from .grids import ForwardGrid, SplitGrid
 from .loops import KeyLoop
 from .passes import TilePass
+from .references import References
 from .supported import check_supported
 
 # Names in the templates for a CTA's split of the keys, and for the tiles of a split.
@@ -140,6 +141,11 @@ class TileForward(TilePass):
     def loop(self) -> KeyLoop:
         """The keys that a CTA needs."""
         return KeyLoop(self.spec)
+
+    @property
+    def references(self) -> References:
+        """How far the references of rows may be from the rows' maxima."""
+        return References.of(self.spec)
 
     @cached_property
     def grid(self) -> ForwardGrid:

@@ -31,6 +31,7 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
                     column < work.begin || column + Tile::KEYS > work.end || (!BOUNDS_KEYS && first_position < 0);
   for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
     const int h = index / work.token_tiles, token = index % work.token_tiles * Tile::TOKENS;
+    const ScoreFunction score_function(1.f, work.head + h);  // of scores in units of log2
     float c[4];
     convolve(c, shared, work, h, token, work.first_key(tile) - (CK - 1), lane);
     int pair[2];
@@ -41,10 +42,13 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
       pair[r] = h * work.n_new + n;
       peak[r] = peaks[pair[r]];
       const int key = column + m % CHUNKS * CHUNK + 2 * lane_pair;  // of the first of two
-      score[r][0] = modify(c[2 * r] * exponent, LN_2, first_position + n, key, work.head + h);
-      score[r][1] = modify(c[2 * r + 1] * exponent, LN_2, first_position + n, key + 1, work.head + h);
+      const int position = first_position + n;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float distance = static_cast<float>(position - (key + e));
+        score[r][e] = score_function.modify(c[2 * r + e] * exponent, position, key + e, distance);
+      }
       if (edge) {
-        const int position = first_position + n;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = key + e;

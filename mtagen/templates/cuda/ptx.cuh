@@ -271,6 +271,12 @@ DEVICE const T* anew(const T* from) {
   return from;
 }
 
+// x, whose relation to the argument the compiler does not see.
+DEVICE int unrelated(int x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
 // Keeps the compiler from moving loads across this point, where, as far as it knows, the thread may exit. x is not
 // negative.
 DEVICE void schedule_fence(int x) {

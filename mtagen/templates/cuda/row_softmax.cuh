@@ -5,10 +5,9 @@
 
 // ---- Softmax -------------------------------------------------------------------------------------------------------
 
-// The largest x of each head and the sum of 2^(FACTOR (x - largest)), over the keys that a lane has seen. FACTOR is
-// positive.
+// The largest x of each head and the sum of 2^(VALUE_EXPONENT (x - largest)), over the keys that a lane has seen.
+// VALUE_EXPONENT is positive.
 struct Statistics {
-  static constexpr float FACTOR = LOG2_E / SCORE_SCALE;
   float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, total[4] = {};
 
   // Adds a block's tiles.
@@ -20,24 +19,26 @@ struct Statistics {
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i) top = fmaxf(top, fmaxf(x[i][first], x[i][first + 2]));
       const float shift = shift_of(top);
-      float sum = total[n] * exp2_fast(FACTOR * largest[n] - shift);
+      float sum = total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift);
 #pragma unroll
       for (int i = 0; i < TILES_OF_BLOCK; ++i)
-        sum += exp2_fast(FACTOR * x[i][first] - shift) + exp2_fast(FACTOR * x[i][first + 2] - shift);
+        sum += exp2_fast(VALUE_EXPONENT * x[i][first] - shift) + exp2_fast(VALUE_EXPONENT * x[i][first + 2] - shift);
       largest[n] = top, total[n] = sum;
     }
   }
 
   // The number to subtract from exponents so that the largest becomes 0; or 0 if the lane has seen no key.
-  DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : FACTOR * top; }
+  DEVICE static float shift_of(float top) { return top == -INFINITY ? 0.f : VALUE_EXPONENT * top; }
 
   DEVICE void merge(int n, float other, float sum) {
     const float top = fmaxf(largest[n], other), shift = shift_of(top);
-    total[n] = total[n] * exp2_fast(FACTOR * largest[n] - shift) + sum * exp2_fast(FACTOR * other - shift);
+    total[n] =
+        total[n] * exp2_fast(VALUE_EXPONENT * largest[n] - shift) + sum * exp2_fast(VALUE_EXPONENT * other - shift);
     largest[n] = top;
   }
 
-  // log2 of the sum of 2^(FACTOR x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per warp.
+  // log2 of the sum of 2^(VALUE_EXPONENT x) over all keys, for the lane's 4 heads. `shared` has room for 32 floats per
+  // warp.
   template <int WARPS>
   DEVICE void log_sums(float (&result)[4], float* shared, int warp, int lane) {
 #pragma unroll
@@ -58,7 +59,7 @@ struct Statistics {
         const float* from = shared + (w * MAX_HEADS + head_of(n, lane)) * 2;
         merge(n, from[0], from[1]);
       }
-      result[n] = FACTOR * largest[n] + log2f(total[n]);
+      result[n] = VALUE_EXPONENT * largest[n] + log2f(total[n]);
     }
   }
 };

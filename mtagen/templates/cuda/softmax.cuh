@@ -6,19 +6,15 @@
 // ---- Softmax of two rows per thread ---------------------------------------------------------------------------------
 //
 // FlashAttention subtracts a row's running maximum from its exponents of 2. This kernel subtracts a reference: the
-// maximum of some earlier tiles, which is at most log2(LIMIT) below the running maximum. So a probability needs neither
-// the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at a time, and
-// the convolved scores need not stay in registers.
+// maximum of some earlier tiles plus HEADROOM. It is at most log2(LIMIT) below the running maximum. So a probability
+// needs neither the maximum of the whole tile nor the other threads of the row: it follows the convolution 8 columns at
+// a time, and the convolved scores need not stay in registers.
 //
 // If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
 // again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
 // tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
 // changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
 // it.
-
-// Upper limit of the sum of a thread's probabilities of a row and tile: 2^14. P is rounded to Element, which is fp16 in
-// some kernels, and the largest fp16 is 65504. The higher the limit, the fewer tiles restart.
-constexpr float LIMIT = 16384.f;
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
 // finite, so that exp2(-inf + NO_REFERENCE) is 0.
@@ -34,23 +30,21 @@ DEVICE float softmax_exponent(float scale, float score_scale) {
 // the maximum of these.
 template <class Element>
 struct Softmax {
-  float exponent;                                 // a convolved score times this is the exponent of 2
+  float exponent;                                 // a score times this is the exponent of 2
   float shift[2] = {NO_REFERENCE, NO_REFERENCE};  // minus the reference of each row
   float sum[2] = {-0.f, -0.f};                    // sum of each row's probabilities in this thread's columns
   float added[2];                                 // sum of the probabilities of the current tile
 
-  // A convolved score times this is the score itself.
-  DEVICE float factor() const { return LN_2 * exponent; }
-
   // Begins a tile.
   DEVICE void begin() { added[0] = added[1] = 0.f; }
 
-  // Computes the probabilities of 8 columns of both rows, one half of an A operand.
+  // Computes the probabilities of 8 columns of both rows, one half of an A operand. There is no fmaf(), because the
+  // compiler fuses the sum with a product that computes the score if `exponent` is 1.
   DEVICE void add_columns(u32 (&p)[4], bool high, const float* c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float x = exp2_fast(fmaf(c[2 * r], exponent, shift[r]));
-      const float y = exp2_fast(fmaf(c[2 * r + 1], exponent, shift[r]));
+      const float x = exp2_fast(c[2 * r] * exponent + shift[r]);
+      const float y = exp2_fast(c[2 * r + 1] * exponent + shift[r]);
       p[2 * high + r] = pack<Element>(x, y);
       add(r, make_float2(x, y));
     }
@@ -90,7 +84,7 @@ struct Softmax {
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
       exceeds[r] = signbit(sum[r]);
-      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r];
+      const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
       sum[r] = fabsf(sum[r]) * rescale[r];

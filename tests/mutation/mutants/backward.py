@@ -6,6 +6,14 @@ from ..mutant import CUDA, EMULATED, INTERPRETED, SM80, SM90, TRITON, Mutant
 
 MUTANTS = (
     Mutant(
+        "backward-parts-of-the-first-head",
+        f"{CUDA}/backward_sm90.cu.j2",
+        "const ScoreGradient score_function(1.f, h);",
+        "const ScoreGradient score_function(1.f, cta.h * group);",
+        "All heads of a group take the function of scores of their first head.",
+        (f"{EMULATED}::test_logits",),
+    ),
+    Mutant(
         "backward-slope-of-scores-dropped",
         f"{CUDA}/backward_scores.j2",
         "x *= slope;",

@@ -34,8 +34,8 @@ MUTANTS = (
     ),
     Mutant(
         "softmax-limit-beyond-fp16",
-        f"{CUDA}/softmax.cuh",
-        "LIMIT = 16384.f",
+        f"{CUDA}/forward_geometry.j2",
+        "LIMIT = {{ 2.0 ** plan.references.below }}f",
         "LIMIT = 1e10f",
         "Probabilities relative to an early maximum overflow fp16.",
         (f"{EMULATED}::test_scores_that_grow_along_the_keys",),
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         "row-softmax-backward-hidden-gradients",
         f"{CUDA}/row_softmax_backward.cu.j2",
-        "if (edge && seen.lacks(key + key_of(e, i, lane))) dp[e] = 0.f;",
+        "if (edge && seen.lacks(j)) dp[e] = 0.f;",
         "",
         "A row whose numbers overflow makes NaN of the gradients of keys that it does not see.",
         (f"{STRIPS}::test_training[pairs in a window on both sides]",),

@@ -6,6 +6,22 @@ from ..mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "sign-of-a-part-of-the-head",
+        "mtagen/planner/geometry/score.py",
+        "number, fixed = sympy.sign(number), self._part(abs(number) * fixed)",
+        "number, fixed = Integer(1), self._part(abs(number) * fixed)",
+        "A product whose factors depend on the head loses its sign.",
+        ("tests/test_expressions.py::test_parts_of_the_head",),
+    ),
+    Mutant(
+        "part-that-depends-on-the-score",
+        "mtagen/planner/geometry/score.py",
+        "bool(expr.free_symbols <= self._symbols)",
+        "bool(expr.free_symbols & self._symbols)",
+        "A kernel would compute an exponential of the score once for all scores.",
+        ("tests/test_expressions.py::test_parts_of_the_head",),
+    ),
+    Mutant(
         "window-starts-a-tile-early",
         "mtagen/planner/geometry/loops.py",
         "Min(end, _align_down(last_skipped + block_n, block_n))",

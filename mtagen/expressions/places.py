@@ -1,0 +1,78 @@
+"""The places of expressions in the pipeline: canonical texts of a request's expressions."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import SpecError, explain
+from .language import canonical, composed, names_in, text_of
+from .parameters import Parameter, read_parameters
+
+
+def normalised(
+    expressions: Mapping[str, Any],
+    parameters: Any,
+    distances: tuple[int | None, int | None, int],
+    *,
+    convolves: bool,
+    mixes: bool,
+) -> dict[str, Any]:
+    """Return the expressions and parameters of a request in canonical form, by field.
+
+    Without a convolution ``scores`` is a function of what ``convolved`` takes, and without a
+    mixture ``convolved`` is one of what ``logits`` takes: they are joined.
+
+    Args:
+        expressions: ``scores``, ``convolved`` and ``logits``, as they were given.
+        parameters: as they were given.
+        distances: how many keys before and after its own position a query sees, None for all; and how
+            many later rows count a score that its own row does not see.
+        convolves: whether there is a convolution before the softmax.
+        mixes: whether there is a mixture before the softmax.
+
+    Raises:
+        SpecError: an expression is not in the language, an index may leave a parameter, or a
+            parameter is not read.
+    """
+    known, (left, right, later) = read_parameters(parameters), distances
+    least, most = -math.inf if right is None else -right, math.inf if left is None else left
+    ranges = {"scores": (least - later, most), "convolved": (least, most), "logits": (least, most)}
+    scores, convolved, logits = (canonical(name, expressions[name], known, of) for name, of in ranges.items())
+    read = {name for text in (scores, convolved, logits) if text for name in names_in(text, known)}
+    if unread := [parameter.name for parameter in known if parameter.name not in read]:
+        raise SpecError(explain("parameters", unread, "are read by no expression", "parameters of the expressions"))
+    if not convolves:
+        scores, convolved = None, composed(convolved, scores, known)
+    if not mixes:
+        convolved, logits = None, composed(logits, convolved, known)
+    pairs = tuple((parameter.name, parameter.text) for parameter in known)
+    return {"scores": scores, "convolved": convolved, "logits": logits, "parameters": pairs}
+
+
+def axes_in(expressions: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the axes of parameters, as the option ``parameters`` takes them, from how expressions index them.
+
+    An axis that is indexed by b, h, i or j counts these. Another axis is one of a table.
+
+    Args:
+        expressions: texts, functions or None, by the name of the option.
+        shapes: the shape of each parameter.
+
+    Raises:
+        SpecError: an expression is no text and no function, or is not in the language.
+    """
+    tables = [Parameter(name, (*shape,)) for name, shape in shapes.items()]
+    axes = {name: [*map(str, shape)] for name, shape in shapes.items()}
+    for option, given in expressions.items():
+        if given is None:
+            continue
+        for node in ast.walk(ast.parse(text_of(option, given, tables).strip(), mode="eval")):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in axes:
+                indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+                for number, index in enumerate(indices[: len(axes[node.value.id])]):
+                    if isinstance(index, ast.Name) and index.id in ("b", "h", "i", "j"):
+                        axes[node.value.id][number] = index.id
+    return {name: ",".join(each) for name, each in axes.items()}

@@ -1,0 +1,84 @@
+"""Ranges of integer expressions, from the ranges of the places that they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import TypeAlias
+
+import sympy
+from sympy import Expr
+
+from .language import ENTRY, HEAD, KEY, POSITION, Floor, Maximum, Minimum, Where
+
+Range: TypeAlias = tuple[float, float]  # the least and the greatest value
+_ALL: Range = (-math.inf, math.inf)
+_DISTANCE = sympy.Symbol("distance", integer=True)
+_MONOTONE: dict[type[Expr], Callable[[float], float]] = {
+    Floor: lambda x: math.floor(x) if math.isfinite(x) else x,
+    sympy.exp: lambda x: math.exp(min(x, 700.0)),
+    sympy.log: lambda x: math.log(x) if x > 0 else -math.inf,
+    sympy.tanh: math.tanh,
+}
+
+
+def range_of(index: Expr, distances: Range) -> Range:
+    """Return limits of an index, for all pairs of a query and a key that it sees.
+
+    The limits hold, but may be wider than the range. Positions, keys, heads and batch entries are
+    at least 0.
+
+    Args:
+        index: an integer expression in places.
+        distances: the range of the query's position minus the key.
+    """
+    expr = index.xreplace({POSITION: KEY + _DISTANCE}).expand()
+    if not expr.has(KEY):  # of the distance alone
+        return _range(expr, distances)
+    by_places, by_distance = _range(index, distances), _range(expr, distances)
+    return max(by_places[0], by_distance[0]), min(by_places[1], by_distance[1])
+
+
+def _range(expr: Expr, distances: Range) -> Range:
+    if expr.is_number:
+        return float(expr), float(expr)
+    if expr in (POSITION, KEY, HEAD, ENTRY):
+        return 0.0, math.inf
+    if expr == _DISTANCE:
+        return distances
+    parts = [_range(part, distances) for part in expr.args if isinstance(part, Expr)]
+    if isinstance(expr, Minimum):
+        return min(low for low, _ in parts), min(high for _, high in parts)
+    if isinstance(expr, Maximum):
+        return max(low for low, _ in parts), max(high for _, high in parts)
+    if isinstance(expr, Where):
+        return min(low for low, _ in parts), max(high for _, high in parts)
+    if type(expr) in _MONOTONE:
+        function = _MONOTONE[type(expr)]
+        return function(parts[0][0]), function(parts[0][1])
+    if expr.is_Add:
+        return sum(low for low, _ in parts), sum(high for _, high in parts)
+    if expr.is_Mul:
+        result = parts[0]
+        for part in parts[1:]:
+            ends = [_times(x, y) for x, y in product(result, part)]
+            result = min(ends), max(ends)
+        return result
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        low, high = parts[0]
+        ends = [_power(low, int(expr.exp)), _power(high, int(expr.exp))]
+        least = 0.0 if int(expr.exp) % 2 == 0 and low < 0 < high else min(ends)
+        return least, max(ends)
+    return _ALL
+
+
+def _times(x: float, y: float) -> float:
+    return 0.0 if x == 0 or y == 0 else x * y
+
+
+def _power(x: float, exponent: int) -> float:
+    try:
+        return float(x**exponent)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,33 @@
+"""The references that the fused forward pass subtracts from exponents of a row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...spec import Spec
+from ..cuda.score import score_function
+
+
+class References(NamedTuple):
+    """How far a row's reference may be from the row's running maximum, in units of log2.
+
+    Attributes:
+        below: how far the reference may be below the sum of a thread's probabilities in a tile. If
+            it is further below, the tile is convolved again, and the row gets a new reference.
+        above: how far a new reference is above the maximum.
+    """
+
+    below: int
+    above: int
+
+    @classmethod
+    def of(cls, spec: Spec) -> References:
+        """Return the distances for a request.
+
+        A bias of places, such as ALiBi, may grow along the keys by more than 2^14 in every tile. A
+        larger distance then saves most of the second convolutions. Probabilities in bf16 have the
+        range of fp32, so they can be from 2^-60 to 2^60. The largest fp16 is 65504.
+        """
+        if spec.dtype == "bf16" and score_function(spec).reads_places:
+            return cls(60, 60)
+        return cls(14, 0)
