@@ -30,7 +30,8 @@ Symbols
     D, DV               head dims, 128 and 128, padded to powers of two
     c                   the scores C of a tile
     units of log2       C and lse are kept multiplied by log2(e), so that exp is exp2
-    head, slot          h numbered through the batch; its index among the heads of a launch, which begin with head0
+    head, slot          h numbered through the batch; its index among the heads of a launch: head = head0 + slot
+    head0               first head of a launch: 0 in forward, whose launches have all heads
     sequence            number of a program's sequence in its batch entry: 0; it begins there at first_q and first_k: 0
     i0, j0              first row and first key of a tile of BLOCK_M x BLOCK_N scores
     x                   a vector of the lifted operand, or of any gradient; there are n_x vectors
@@ -310,13 +311,13 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
     A row that sees no key gets 0 and -inf.
     k holds the lifted keys of the launch's heads, which include scale * log2(e).
     """
-    # Programs run HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
-    # In each wave of heads the last rows start first: they see the most keys, and short programs finish evenly.
+    # Programs run a section of HEADS heads at a time, so that the keys and values of these heads stay in the L2 cache.
+    # In each section of heads the last rows start first: they see the most keys, and short programs finish evenly.
     n_blocks = _blocks(n_q, BLOCK_M)
-    wave = tl.program_id(0) // (HEADS * n_blocks)
-    heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - wave * HEADS)
+    section = tl.program_id(0) // (HEADS * n_blocks)
+    heads = tl.minimum(HEADS, tl.num_programs(0) // n_blocks - section * HEADS)
     index = tl.program_id(0) % (HEADS * n_blocks)
-    slot = wave * HEADS + index % heads
+    slot = section * HEADS + index % heads
     index = _longest_first(index // heads, n_blocks)
     sequence, i0, first_q, n_q, first_k, n_k = _block(n_q, n_k, index, BLOCK_M)
     if _is_past(sequence, i0, n_q):
@@ -356,7 +357,7 @@ def mta_lift_fwd_cq6_ck11_d128_bf16_causal_sm90a(
         v = v_desc.load([b, h // group, j0, 0]).reshape(BLOCK_N, DV)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    # Edge tiles: each score is checked.
+    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
     for j0 in tl.range(interior_end, end, BLOCK_N, num_stages=1):
         cols = j0 + tl.arange(0, BLOCK_N)
         # Loads of the next terms overlap products, as in the inner loop of a GEMM.
@@ -471,7 +472,7 @@ def mta_lift_bwd_scores_cq6_ck11_d128_bf16_causal_sm90a(
     begin = tl.maximum(begin, row_begin)
     interior_begin = tl.minimum(tl.maximum(interior_begin, begin), row_end)
 
-    # Edge tiles: each score is checked.
+    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
     for i0 in tl.range(begin, interior_begin, BLOCK_M, num_stages=1):
         rows = i0 + tl.arange(0, BLOCK_M)
         # Loads of the next terms overlap products, as in the inner loop of a GEMM.
@@ -567,7 +568,7 @@ def mta_lift_bwd_dk_lifted_cq6_ck11_d128_bf16_causal_sm90a(
     b = (head0 + slot) // n_heads
     h = (head0 + slot) % n_heads
 
-    # Edge tiles: each score is checked.
+    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
     first_step, end_step = tl.cdiv(begin, BLOCK_M) * LOOP_TERMS, tl.cdiv(interior_begin, BLOCK_M) * LOOP_TERMS
     for step in tl.range(first_step, end_step, num_stages=1):
         i0 = step // LOOP_TERMS * BLOCK_M
@@ -645,7 +646,7 @@ def mta_lift_bwd_dq_shifted_cq6_ck11_d128_bf16_causal_sm90a(
         key_term = k_desc.load([slot * 6 + t, j0, 0]).reshape(BLOCK_N, D)
         acc = tl.dot(g, key_term, acc)
 
-    # Edge tiles: each score is checked.
+    # Edge tiles: each score is checked. They are too few for pipelined loads to pay.
     first_step, end_step = tl.cdiv(interior_end, BLOCK_N) * LOOP_TERMS, tl.cdiv(end, BLOCK_N) * LOOP_TERMS
     for step in tl.range(first_step, end_step, num_stages=1):
         j0 = step // LOOP_TERMS * BLOCK_N
@@ -1034,7 +1035,7 @@ def backward(grad_out, grad_lse, q, k, v, weight, out, lse, scale, *, determinis
     blocks = triton.cdiv(n_k, 8)
     partial = torch.empty((blocks, all_heads, 6 * 11), **f32)
 
-    # Heads are computed in groups of `slots` heads, and rows of g, the gradient of the scores, in chunks of `strip`.
+    # `slots` heads are computed at a time, and rows of g, the gradient of the scores, in chunks of `strip`.
     places = n_q
     kv_slots, strip, pitch = _workspace(
         places, n_k, n_k, all_heads // group, group, itemsize=2,

@@ -187,6 +187,20 @@ struct VisibleKeys {
   DEVICE bool lacks_some(int key, int count) const { return HIDES_EARLIER && key < start || key + count > end; }
 };
 
+// Rows of a tensor that lie one after the other: the place of a loop over them.
+template <class Element>
+struct TensorRows {
+  const Element* row;  // the current row, from its first column that is read
+  long long stride;    // elements from a row to the next
+
+  // The rows from row j on, without their first columns.
+  DEVICE TensorRows from(int j, int column) const { return {row + (j * stride + column), stride}; }
+
+  DEVICE const Element* address() const { return row; }
+
+  DEVICE void skip(int rows) { row += rows * stride; }
+};
+
 // ---- Where rows lie ------------------------------------------------------------------------------------------------
 
 // The sequence of some rows of a strip. One of the structs that derive from it computes its numbers, and kernels call
@@ -211,6 +225,15 @@ struct SequenceRows {
     return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
   }
 };
+
+// The rows of keys or values that head h reads, from key 0 of planes on; `group` heads read the same head of x, which
+// has strides (b, h, n). Numbers are references: as values, they change the order of a kernel's first instructions.
+template <class Sequence, class Element>
+DEVICE auto rows_of_keys(const Sequence& sequence, const Element* x, const long long& stride_b,
+                         const long long& stride_h, const long long& stride_n, const int& b, const int& h,
+                         const int& group = 1) {
+  return TensorRows<Element>{x + (b * stride_b + h / group * stride_h + sequence.key0 * stride_n), stride_n};
+}
 
 // A sequence of a decode step. Each has its own length, and the last row of the strip is its last query. With a limit
 // on earlier keys, planes begin with the first key that the first row sees.
@@ -280,23 +303,29 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
-// exist are zeros: `first` may be negative.
-template <int ROWS, int COLUMNS, int COPIERS, class Element>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+// COPIERS threads copy ROWS vectors, from row `first` of n_rows rows on, into a tile. Rows that do not exist are zeros:
+// `first` may be negative.
+template <int ROWS, int COLUMNS, int COPIERS, class Rows>
+DEVICE void load_tile(u32 tile, Rows rows, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
   constexpr int SWEEP = COPIERS / LANES;
   static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
   const int r = thread / LANES, column = thread % LANES;
   if (column >= COLUMNS / CHUNK) return;
   const u32 to = tile_address<ROWS>(tile, r, column);
-  from += (first + r) * stride + column * CHUNK;
+  rows = rows.from(first + r, column * CHUNK);
 #pragma unroll
-  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
+  for (int x = 0; x < ROWS; x += SWEEP, rows.skip(SWEEP))
     if (ROWS % SWEEP == 0 || r + x < ROWS) {
       const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
-      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
+      copy_async(tile_address_from<ROWS>(to, x, 0), rows.address(), exists);
     }
+}
+
+// The same from a tensor whose rows lie one after the other.
+template <int ROWS, int COLUMNS, int COPIERS, class Element>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+  load_tile<ROWS, COLUMNS, COPIERS>(tile, TensorRows<Element>{from, stride}, first, n_rows, thread);
 }
 
 // ---- Constants ------------------------------------------------------------------------------------------------------
@@ -370,10 +399,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_decode_scores
   const int position = sequence.position(r0), end = min(part.walk + WALK, sequence.keys);
   const VisibleKeys seen = VisibleKeys::of_rows<KEYS>(position, ROWS, part.walk, min(end, sequence.limit));
   x += b * x_stride_b + h * x_stride_h;
-  y += b * y_stride_b + h / group * y_stride_h + sequence.key0 * y_stride_n;
+  const auto y_rows = rows_of_keys(sequence, y, y_stride_b, y_stride_h, y_stride_n, b, h, group);
   plane += (static_cast<long long>(part.slot) * count + r0) * pitch;
   auto load = [&](int key, int buffer) {
-    load_tile<KEYS, D, THREADS>(base + SHARED_Y + buffer * Y_TILE, y, y_stride_n, key, sequence.keys, threadIdx.x);
+    load_tile<KEYS, D, THREADS>(base + SHARED_Y + buffer * Y_TILE, y_rows, key, sequence.keys, threadIdx.x);
     copy_commit();
   };
   if (seen.exist()) {

@@ -407,6 +407,7 @@ using Score = fp16;
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 7, SLOT = 1 * BLOCK_BYTES, SUMS = 2048;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -587,8 +588,6 @@ DEVICE void with_edge(bool edge, Work work) {
   else
     work(false);
 }
-
-constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_decode_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, float* __restrict__ lse, Score* out, const float* __restrict__ head_weight, int count, int keys,

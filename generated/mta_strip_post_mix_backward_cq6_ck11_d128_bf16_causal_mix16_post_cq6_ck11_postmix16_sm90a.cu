@@ -4,7 +4,8 @@
 // out = N x, dy becomes N^T dy, both zeros in rows before `skip`; and the gradient of N.
 // Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` see no key.
+// Query first + r sits at position first + r + off.
+// Rows before `skip` are context: rows below read them, and another strip has their outputs.
 //
 // mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(512, count)), 256, 106496>>>
 
@@ -462,6 +463,10 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
+// CTAs of a bundle at most: CTA n owns the rows n, n + PROGRAMS, and so on. With more CTAs there would be more partial
+// sums of matrices' gradients to write and to add up.
+constexpr int PROGRAMS = 512;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 3, SLOT = 2 * BLOCK_BYTES, SUMS = 8192;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -519,7 +524,6 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 constexpr int WALK = 2048;  // keys of a CTA if several CTAs share a row, in a decode step
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
@@ -578,9 +582,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_post_mix_back
     clear_hidden_blocks<WARPS>(to, seen, keys, place.heads, warp, lane);
     clear_hidden_blocks<WARPS>(gradient, seen, keys, place.heads, warp, lane);
   };
-  for (int r = place.number; r < count; r += 512) mix_row(r);
+  for (int r = place.number; r < count; r += PROGRAMS) mix_row(r);
 
   const int bundles = (n_heads + HEADS - 1) / HEADS;
-  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * 512 + place.number;
+  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * PROGRAMS + place.number;
   products.add_to<WARPS>(partial + sums * 256, 1.f / PROBABILITY_SCALE, shared, threadIdx.x);
 }

@@ -3,7 +3,8 @@
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = N x; zeros in rows before `skip`.
 // Planes of fp16 hold probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` see no key.
+// Query first + r sits at position first + r + off.
+// Rows before `skip` are context: rows below read them, and another strip has their outputs.
 //
 // mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * count), 256, 66560>>>
 
@@ -395,6 +396,7 @@ using Element = bf16;
 using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -452,7 +454,6 @@ DEVICE void for_blocks(VisibleKeys seen, u32 ring, int warp, Copy copy, Work wor
   }
 }
 
-constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
 constexpr int WALK = 2048;  // keys of a CTA if several CTAs share a row, in a decode step
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) mta_strip_post_mix_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(

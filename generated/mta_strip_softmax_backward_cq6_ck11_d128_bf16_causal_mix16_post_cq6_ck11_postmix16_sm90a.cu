@@ -4,7 +4,9 @@
 // dx, the gradient of x, from g, that of softmax(M x); and gradients of matrices.
 // Each CTA has its own partial sums of a matrix's gradient.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` see no key.
+// Query first + r sits at position first + r + off.
+// Rows before `skip` are context: rows below read them, and another strip has their outputs.
+// Rows before `valid` are context of scores alone: they see no key, and have no probabilities.
 //
 // mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * min(512, count)), 384, 208896>>>
 
@@ -496,6 +498,11 @@ using Score = fp16;
 constexpr int WARPS = 12, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
+constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
+// CTAs of a bundle at most: CTA n owns the rows n, n + PROGRAMS, and so on. With more CTAs there would be more partial
+// sums of matrices' gradients to write and to add up.
+constexpr int PROGRAMS = 512;
 // A warp has a ring of DEPTH blocks of each of two planes in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 4, SLOT = 2 * BLOCK_BYTES, SUMS = 12288;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -626,9 +633,6 @@ struct ScoreGradient : ScoreFunction {
   }
 };
 
-constexpr float PROBABILITY_SCALE = 256.0f;  // planes hold probabilities times this
-constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backward_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, const Element* g, const float* __restrict__ lse, const float* __restrict__ grad_lse, Element* dx,
     const float* __restrict__ head_weight, float* __restrict__ mix_partial, int count, int keys, int off, int first,
@@ -642,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
 
   const u32 ring = shared_address(shared) + SUMS + warp * DEPTH * SLOT;
   const LaneFunctions<ScoreGradient> score_functions(place.first_head, lane);
-  for (int r = place.number; r < count; r += 512) {
+  for (int r = place.number; r < count; r += PROGRAMS) {
     const Sequence sequence(place.b, r, 1, count, keys, off, first);
     if (!sequence.has_row(r)) continue;
     const Row<const Score> row(x, place.first_slot, count, r, pitch, lane);
@@ -726,6 +730,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mta_strip_softmax_backw
   }
 
   const int bundles = (n_heads + HEADS - 1) / HEADS;
-  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * 512 + place.number;
+  const long long sums = (static_cast<long long>(b0) * bundles + place.bundle) * PROGRAMS + place.number;
   products.add_to<WARPS>(mix_partial + sums * 256, 1.f / SCORE_SCALE, shared, threadIdx.x);
 }

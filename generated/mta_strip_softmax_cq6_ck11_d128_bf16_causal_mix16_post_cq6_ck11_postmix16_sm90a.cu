@@ -3,7 +3,9 @@
 // Rows of planes [slot, r, j] of a strip, a slot for each head. In each row of heads that mix:
 // out = softmax(M x), over keys; and lse of rows from `skip` on.
 // Planes of fp16 hold scores times 0.015625, and probabilities times 256.0.
-// Query first + r sits at position first + r + off; rows before `valid` see no key.
+// Query first + r sits at position first + r + off.
+// Rows before `skip` are context: rows below read them, and another strip has their outputs.
+// Rows before `valid` are context of scores alone: they see no key, and have no probabilities.
 //
 // mta_strip_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a<<<(-(-n_heads // 16) * (b1 - b0) * count), 256, 115712>>>
 
@@ -397,6 +399,7 @@ using Score = fp16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // of a CTA, which owns a row
 constexpr int HEADS = 16;  // heads that mix with each other, at most MAX_HEADS
 constexpr float SCORE_SCALE = 0.015625f;  // planes hold scores times this
+constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 // A warp has a ring of DEPTH blocks of a plane in shared memory, after SUMS bytes for sums of the CTA.
 constexpr int DEPTH = 7, SLOT = 1 * BLOCK_BYTES, SUMS = 1024;
 static_assert(BLOCK_BYTES == 2048, "what shared memory was planned for");
@@ -577,8 +580,6 @@ DEVICE void with_edge(bool edge, Work work) {
   else
     work(false);
 }
-
-constexpr float LOG2_PROBABILITY_SCALE = 8.0f;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mta_strip_softmax_cq6_ck11_d128_bf16_causal_mix16_post_cq6_ck11_postmix16_sm90a(
     const Score* x, float* __restrict__ lse, Score* out, const float* __restrict__ head_weight, int count, int keys,

@@ -192,6 +192,20 @@ constexpr float LN_2 = 0.6931471805599453f;
 // A finite number below every score, so that exp2_fast(-inf - NO_PEAK) is 0.
 constexpr float NO_PEAK = -1e30f;
 
+// Rows of a tensor that lie one after the other: the place of a loop over them.
+template <class Element>
+struct TensorRows {
+  const Element* row;  // the current row, from its first column that is read
+  long long stride;    // elements from a row to the next
+
+  // The rows from row j on, without their first columns.
+  DEVICE TensorRows from(int j, int column) const { return {row + (j * stride + column), stride}; }
+
+  DEVICE const Element* address() const { return row; }
+
+  DEVICE void skip(int rows) { row += rows * stride; }
+};
+
 // ---- Decode ---------------------------------------------------------------------------------------------------------
 //
 // A CTA takes one split of the keys and some query heads that share them. It streams tiles t of KEYS keys and values:
@@ -282,7 +296,7 @@ struct Heads8 {  // the kernel for up to this many heads of a group
   static constexpr int POSITION = 103808;
 };
 
-struct Problem {
+struct Problem {  // the arguments of a kernel, in their order
   const Element *__restrict__ q, *__restrict__ k, *__restrict__ v;
   const float* __restrict__ weight;
   const int* __restrict__ seqlens;
@@ -325,6 +339,8 @@ DEVICE T* region(int offset) {
   return reinterpret_cast<T*>(dynamic + offset);
 }
 
+using KeyRows = TensorRows<Element>;  // the rows of a head's keys or values
+
 // The work of a CTA: a split of the keys and some query heads. CTAs with the same keys are neighbours in the grid.
 template <class Tile>
 struct Work {
@@ -351,6 +367,14 @@ struct Work {
     tiles = begin < end ? ceil_div(end - begin + CK - 1, Tile::KEYS) : 0;
   }
 
+  // The rows of the keys and values of the CTA's sequence.
+  DEVICE KeyRows keys(const Problem& x) const {
+    return {x.k + b * x.k_stride_b + kv_head * x.k_stride_h, x.k_stride_n};
+  }
+  DEVICE KeyRows values(const Problem& x) const {
+    return {x.v + b * x.v_stride_b + kv_head * x.v_stride_h, x.v_stride_n};
+  }
+
   // The key of a tile's first score, and that of its first output.
   DEVICE int first_key(int tile) const { return begin - PAD_LEFT + tile * Tile::KEYS; }
   DEVICE int first_output(int tile) const { return first_key(tile) - PAD_RIGHT; }
@@ -360,19 +384,20 @@ struct Work {
 
 // A CTA copies rows key, key + 1, ... of K or V; rows outside [first, last) are zeros.
 template <int COLUMNS, int KEYS, int THREADS>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, int first, int last) {
+DEVICE void load_tile(u32 tile, KeyRows rows, int key, int first, int last) {
   constexpr int ROW = 2 * COLUMNS + 16, CHUNKS = COLUMNS / 8, POWER = CHUNKS & -CHUNKS;
   constexpr int LANES = POWER < 32 ? POWER : 32, ROWS = THREADS / LANES;  // LANES take a row, ROWS rows at a time
   const int row = threadIdx.x / LANES, column = threadIdx.x % LANES;
   if (ROWS > KEYS && row >= KEYS) return;
   tile += row * ROW + column * 16;
-  from += (key + row) * stride + column * 8;
+  rows = rows.from(key + row, column * 8);
   auto copy = [&](bool whole) {
 #pragma unroll
-    for (int r = 0; r < KEYS; r += ROWS, from += ROWS * stride) {
+    for (int r = 0; r < KEYS; r += ROWS, rows.skip(ROWS)) {
       const bool inside = whole || (first <= key + row + r && key + row + r < last);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c += LANES) copy_async_stream(tile + r * ROW + c * 16, from + c * 8, inside);
+      for (int c = 0; c < CHUNKS; c += LANES)
+        copy_async_stream(tile + r * ROW + c * 16, rows.address() + c * 8, inside);
     }
   };
   if (first <= key && key + KEYS <= last)
@@ -385,14 +410,11 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, 
 template <class Tile>
 struct Ring {
   static constexpr int LAST = (Tile::STAGES - 1) * Tile::RING_TILE;
-  const Problem& x;
   const Work<Tile>& work;
-  const Element *k, *v;
+  const KeyRows k, v;
   u32 first, slot;  // the first slot, and the slot that was filled last or is filled next
 
-  DEVICE Ring(const Problem& x, const Work<Tile>& work) : x(x), work(work) {
-    k = x.k + work.b * x.k_stride_b + work.kv_head * x.k_stride_h;
-    v = x.v + work.b * x.v_stride_b + work.kv_head * x.v_stride_h;
+  DEVICE Ring(const Problem& x, const Work<Tile>& work) : work(work), k(work.keys(x)), v(work.values(x)) {
     first = shared_address(dynamic) + Tile::RING, slot = first + LAST;
 #pragma unroll
     for (int item = 0; item < Tile::STAGES - 1; ++item) load(item, first + item * Tile::RING_TILE);
@@ -401,10 +423,9 @@ struct Ring {
   DEVICE void load(int item, u32 to) {
     if (item / 2 < work.tiles) {
       if (item % 2 == 0)
-        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, x.k_stride_n, work.first_key(item / 2), 0, work.length);
+        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, work.first_key(item / 2), 0, work.length);
       else
-        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, x.v_stride_n, work.first_output(item / 2), work.begin,
-                                                 work.end);
+        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, work.first_output(item / 2), work.begin, work.end);
     }
     copy_commit();
   }
@@ -814,10 +835,11 @@ mta_tile_decode_1_cq6_ck11_d64_bf16_causal_sm90a(
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
     long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
-  decode<Heads1>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
-                  q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-                  v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
+  decode<Heads1>({
+      q, k, v, weight, seqlens, out, lse, partial, partial_lse, q_stride_b, q_stride_h, q_stride_n, k_stride_b,
+      k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, n_max, kv_heads, group, n_new, cta_heads,
+      num_splits, scale
+  });
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -826,10 +848,11 @@ mta_tile_decode_4_cq6_ck11_d64_bf16_causal_sm90a(
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
     long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
-  decode<Heads4>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
-                  q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-                  v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
+  decode<Heads4>({
+      q, k, v, weight, seqlens, out, lse, partial, partial_lse, q_stride_b, q_stride_h, q_stride_n, k_stride_b,
+      k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, n_max, kv_heads, group, n_new, cta_heads,
+      num_splits, scale
+  });
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
@@ -838,10 +861,11 @@ mta_tile_decode_8_cq6_ck11_d64_bf16_causal_sm90a(
     float* lse, float* partial, float* partial_lse, long long q_stride_b, long long q_stride_h, long long q_stride_n,
     long long k_stride_b, long long k_stride_h, long long k_stride_n, long long v_stride_b, long long v_stride_h,
     long long v_stride_n, int n_max, int kv_heads, int group, int n_new, int cta_heads, int num_splits, float scale) {
-  decode<Heads8>({q, k, v, weight, seqlens, out, lse, partial, partial_lse,
-                  q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-                  v_stride_b, v_stride_h, v_stride_n,
-                  n_max, kv_heads, group, n_new, cta_heads, num_splits, scale});
+  decode<Heads8>({
+      q, k, v, weight, seqlens, out, lse, partial, partial_lse, q_stride_b, q_stride_h, q_stride_n, k_stride_b,
+      k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, n_max, kv_heads, group, n_new, cta_heads,
+      num_splits, scale
+  });
 }
 
 // out and lse of one row: the mean of its splits, weighted with exp2 of their lse. Results of a split that saw no key

@@ -315,7 +315,8 @@ constexpr int ROWS = 192, HALO = 5, OWNED = 187;
 constexpr int KEYS = 64, LAG = 11, LEAD = 0;
 
 // Factor of the scores q.k that shared memory holds. They are fp16, which has 3 more significant bits than bf16. The
-// factor extends their range to 65504 / SCORE_SCALE; as a power of two it costs no precision.
+// factor extends their range to 65504 / SCORE_SCALE; as a power of two it costs no precision. Scores below
+// 2^-25 / SCORE_SCALE become 0, which no softmax notices.
 constexpr float SCORE_SCALE = 0.00390625f;
 
 // Byte offsets of the CTA's arrays in shared memory.
@@ -708,6 +709,20 @@ struct WarpSlab {
   }
 };
 
+// Rows of a tensor that lie one after the other: the place of a loop over them.
+template <class Element>
+struct TensorRows {
+  const Element* row;  // the current row, from its first column that is read
+  long long stride;    // elements from a row to the next
+
+  // The rows from row j on, without their first columns.
+  DEVICE TensorRows from(int j, int column) const { return {row + (j * stride + column), stride}; }
+
+  DEVICE const Element* address() const { return row; }
+
+  DEVICE void skip(int rows) { row += rows * stride; }
+};
+
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
 // A tile of 16-bit elements is stored in panels of 64 columns, 128 bytes per row. The eight 16-byte columns of a
@@ -730,23 +745,29 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
-// exist are zeros: `first` may be negative.
-template <int ROWS, int COLUMNS, int COPIERS, class Element>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+// COPIERS threads copy ROWS vectors, from row `first` of n_rows rows on, into a tile. Rows that do not exist are zeros:
+// `first` may be negative.
+template <int ROWS, int COLUMNS, int COPIERS, class Rows>
+DEVICE void load_tile(u32 tile, Rows rows, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
   constexpr int SWEEP = COPIERS / LANES;
   static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
   const int r = thread / LANES, column = thread % LANES;
   if (column >= COLUMNS / CHUNK) return;
   const u32 to = tile_address<ROWS>(tile, r, column);
-  from += (first + r) * stride + column * CHUNK;
+  rows = rows.from(first + r, column * CHUNK);
 #pragma unroll
-  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
+  for (int x = 0; x < ROWS; x += SWEEP, rows.skip(SWEEP))
     if (ROWS % SWEEP == 0 || r + x < ROWS) {
       const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
-      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
+      copy_async(tile_address_from<ROWS>(to, x, 0), rows.address(), exists);
     }
+}
+
+// The same from a tensor whose rows lie one after the other.
+template <int ROWS, int COLUMNS, int COPIERS, class Element>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+  load_tile<ROWS, COLUMNS, COPIERS>(tile, TensorRows<Element>{from, stride}, first, n_rows, thread);
 }
 
 // ---- Rows of queries into shared memory, and results out of registers ----------------------------------------------
@@ -818,7 +839,7 @@ DEVICE void modify_columns(float (&c)[KEYS / 2], int n, const ScoreFunction& sco
 // ---- Masks ----------------------------------------------------------------------------------------------------------
 //
 // The functions mask a warp's 16 rows, the first at `position`, and KEYS keys from `key` on. They check each score only
-// if one of the warp's scores is hidden.
+// if one of the warp's scores is hidden. Under some masks no query sees past the keys: then n_k is not read.
 
 // Sets hidden scores to zeros, because the convolution counts them as zeros.
 DEVICE void mask_scores(float (&s)[KEYS / 2], int position, int key, int n_k, int lane) {

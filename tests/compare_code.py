@@ -50,7 +50,12 @@ _CONVOLVED = {
     "packed": replace(_PAPER, packed=True),
     "packed-window": replace(_PAPER, packed=True, window=(127, -1)),
     "dropout": replace(_PAPER, dropout=True),
+    "logits": replace(_PAPER, logits="50 * tanh(s / 50)"),
+    "left-keys": Spec((3, 3), 96, key_padding="left"),
+    "narrow-values": Spec((4, 10), 80, value_head_dim=48),
+    "large": Spec((16, 17), 128, dtype="fp16"),
 }
+_IN_TRITON = {"fp32": replace(_PAPER, dtype="fp32")}
 _IN_STRIPS = {
     "mixed": _MIXED,
     "mixed-packed-dropout": replace(_MIXED, packed=True, dropout=True),
@@ -58,8 +63,10 @@ _IN_STRIPS = {
     "all-window": replace(_ALL, window=(127, -1)),
     "all-packed": replace(_ALL, packed=True),
     "all-dropout": replace(_ALL, dropout=True),
+    "all-logits": replace(_ALL, logits="50 * tanh(s / 50)"),
     "pairs": _PAIRS,
 }
+_ADA = ("paper", "window", "packed", "dropout", "mixed", "all-packed")  # cases of sm_89, whose tiles are smaller
 
 
 @dataclass(frozen=True)
@@ -76,12 +83,19 @@ class Case:
         return plan(self.spec, self.target, self.backend)
 
 
+def _only_ada(specs: dict[str, Spec]) -> dict[str, Spec]:
+    return {name: spec for name, spec in specs.items() if name in _ADA}
+
+
 def _cases() -> Iterator[tuple[str, Case]]:
     tables = (
         ("tile", _CONVOLVED, "cuda", ("sm_90a", "sm_80", "sm_89")),
-        ("lift", _CONVOLVED, "triton", ("sm_90a", "sm_80")),
+        ("lift", _CONVOLVED | _IN_TRITON, "triton", ("sm_90a", "sm_80")),
+        ("lift", _only_ada(_CONVOLVED), "triton", ("sm_89",)),
         ("strips", _IN_STRIPS, "triton", ("sm_90a", "sm_80")),
-        ("strips", _IN_STRIPS, "cuda", ("sm_90a",)),
+        ("strips", _IN_STRIPS, "cuda", ("sm_90a", "sm_80")),
+        ("strips", _only_ada(_IN_STRIPS), "cuda", ("sm_89",)),
+        ("strips", _only_ada(_IN_STRIPS), "triton", ("sm_89",)),
     )
     for lowering, specs, backend, targets in tables:
         for target in targets:

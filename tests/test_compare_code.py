@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compare_code import CASES, differing, instructions, report, sources, uncommented
+from tests.compare_code import CASES, compiled, differing, instructions, report, sources, uncommented
 
 
 def test_comments_are_no_difference() -> None:
@@ -45,3 +45,12 @@ def test_every_lowering_has_cases(part: str, tmp_path: Path) -> None:
     assert len(names) >= 12
     sources(names[:1], tmp_path)
     assert {path.suffix for path in tmp_path.rglob("*.*")} & {".py", ".cu"}
+
+
+def test_cuda_strips_are_compiled_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of CUDA and Triton kernels, whose host functions load CUDA kernels before they launch Triton's."""
+    monkeypatch.setenv("MTAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    name = "strips-mixed-cuda-sm_90a"
+    compiled([name], tmp_path)
+    kernels = {kernel.name for made in CASES[name].plan.strip.values() for kernel in made.kernels}
+    assert {path.stem for path in (tmp_path / name).glob("*.sass")} == kernels

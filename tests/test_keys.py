@@ -56,10 +56,10 @@ def test_another_version_of_a_package_makes_another_key(package: object, monkeyp
         lambda made: plan(made.spec, made.target, "auto"),
         lambda made: plan(replace(made.spec, value_head_dim=128), made.target, "triton"),
         lambda made: made.replaced(replace(made["backward"], workspace_bytes=2**20)),
-        lambda made: made.replaced(replace(made["forward"], heads_per_wave=2)),
+        lambda made: made.replaced(replace(made["forward"], heads_per_section=2)),
         lambda made: made.replaced(made["forward"].alternatives(next(iter(made["forward"].decisions())))[-1]),
     ],
-    ids=["target", "backend", "value head dim", "workspace", "heads of a wave", "tile"],
+    ids=["target", "backend", "value head dim", "workspace", "heads of a section", "tile"],
 )
 def test_another_decision_makes_another_key(change: Callable[[Plan], Plan]) -> None:
     made = plan(SPEC, "sm_90a", "triton")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from compilers import OLD_COMPILER_STACK
@@ -11,6 +13,7 @@ from compilers import OLD_COMPILER_STACK
 from mtagen.planner import Plan, get_target, plan
 from mtagen.planner.kernel import Kernel
 from mtagen.planner.lift.tiling import TENSOR_ROLES
+from mtagen.runtime.loaded import without_launches
 from mtagen.runtime.offline import Usage, compile_offline
 from mtagen.spec import Spec
 
@@ -114,3 +117,13 @@ def test_decode_keeps_to_its_registers(head_dim: int, target: str) -> None:
     for name, use in usage.items():
         # The wide kernel's measured tile, the fastest, keeps a few values on the stack.
         assert use.stack <= (64 if "wide" in name else 0), f"{name} keeps {use.stack} bytes on the stack"
+
+
+def test_loaded_kernels_stay() -> None:
+    """Where no kernel is launched for the CPU, tables of a module keep what GPUs have loaded."""
+    loaded = {"scores": {0: {"scores": len}}, "values": {None: {"values": len}}}
+    module: Any = SimpleNamespace(LOADED={name: {**table} for name, table in loaded.items()})
+    module.KERNELS = {name: {name: ()} for name in loaded}
+    with without_launches(module):
+        assert all(module.LOADED[name][None][name]((1,), 2.0) is None for name in loaded)
+    assert [*module.LOADED.values()] == [*loaded.values()]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 
 @contextmanager
@@ -28,3 +29,26 @@ def intercepted(module: ModuleType, role: str, launch: Callable[..., None]) -> I
         yield
     finally:
         kernels[role] = kernel
+
+
+@contextmanager
+def without_launches(module: ModuleType) -> Iterator[None]:
+    """Launch no CUDA kernel in calls with tensors on the CPU, until the context ends.
+
+    Args:
+        module: an emitted module, with CUDA kernels or without.
+    """
+    tables: dict[str, dict[int | None, Any]] = getattr(module, "LOADED", {})
+    loaded = {name: dict(table) for name, table in tables.items()}
+    for name, table in tables.items():
+        table[None] = dict.fromkeys(module.KERNELS[name], _no_launch)  # None is the index of the CPU
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            table.pop(None)
+            table.update(loaded[name])
+
+
+def _no_launch(grid: tuple[int, ...], *arguments: float) -> None:
+    """Stand in for a kernel."""

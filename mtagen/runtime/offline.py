@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..dtypes import TORCH_DTYPES
 from ..planner import Plan, get_target
 from .launches import Launch, dry_run
 from .load import load_host
+from .loaded import without_launches
 
 # Triton's names of the dtypes.
 _TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
@@ -70,7 +72,10 @@ def launches(plan: Plan) -> list[Launch]:
     """
     sources = render(plan)
     hosts = {pass_name: load_host(plan, sources, pass_name) for pass_name in plan.triton}
-    return [*{launch.kernel.__name__: launch for launch in dry_run(plan, hosts, torch.device("cpu"))}.values()]
+    with ExitStack() as stack:
+        for module in dict.fromkeys(hosts.values()):  # passes of one lowering share a module
+            stack.enter_context(without_launches(module))
+        return [*{launch.kernel.__name__: launch for launch in dry_run(plan, hosts, torch.device("cpu"))}.values()]
 
 
 def compile_offline(plan: Plan, part: str = "") -> dict[str, Usage]:

@@ -139,7 +139,7 @@ def test_keys_that_do_not_fill_a_vector(window: tuple[int, int]) -> None:
     ids=str,
 )
 def test_chunks_of_heads(kernel: tuple[int, int], sizes: Sizes, chunk: int) -> None:
-    """The workspace holds ``chunk`` heads of keys; 9 heads end on a wave of one in the forward pass."""
+    """The workspace holds ``chunk`` heads of keys; 9 heads end on a section of one in the forward pass."""
     op = mtagen.build(kernel, 16, dtype="fp32", backend="triton")
     spec, (cq, ck) = op.plan.spec, kernel
     gradients = 128 * 20 * 4  # of one head's scores: a strip of 128 rows at least, padded to 16 bytes

@@ -69,7 +69,7 @@ def strided(*names: str, axes: Sequence[str] = AXES[4]) -> tuple[Argument, ...]:
 
 
 def pass_kernels(
-    pass_name: str, spec: Spec, target: str, geometry: Lift, tiles: Mapping[str, Tile], heads_per_wave: int
+    pass_name: str, spec: Spec, target: str, geometry: Lift, tiles: Mapping[str, Tile], heads_per_section: int
 ) -> tuple[Kernel, ...]:
     """Return the kernels of one pass, in the order of their first launch."""
     make = _Maker(spec, target, geometry, tiles)
@@ -79,7 +79,7 @@ def pass_kernels(
     band_kernels = (make_kernel(band) for make_kernel in (make.band_terms, make.band_scores) for band in bands)
     operands = (make.lifting(), *band_kernels)
     if pass_name == "forward":
-        return (*operands, make.forward(heads_per_wave))
+        return (*operands, make.forward(heads_per_section))
     return (
         make.rows(),
         *operands,
@@ -145,7 +145,7 @@ class _Maker:
         grid = self._row_blocks("band") * HEADS
         return self._make(f"band_scores{band.suffix}", "band", arguments, grid, constants)
 
-    def forward(self, heads_per_wave: int) -> Kernel:
+    def forward(self, heads_per_section: int) -> Kernel:
         tile = self._tiles["forward"]
         arguments = (
             *self._operands(),
@@ -159,7 +159,7 @@ class _Maker:
             *self._lengths("rows"),
         )
         arguments += self._dropout
-        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_wave, **self._bands}
+        constants = {**_blocks(tile), **self._d, **self._dv, "HEADS": heads_per_section, **self._bands}
         grid = self._row_blocks("forward") * ALL_HEADS
         return self._make("fwd", "forward", arguments, grid, constants)
 

@@ -29,9 +29,9 @@ from .tiling import (
 
 MAX_TERMS = 16  # upper limit, because the kernel that lifts holds one vector per term
 # Upper limit of the workspace for gradients of scores: eight heads of N = 8192, or two of N = 16384. All kernels are
-# launched once per group of heads that fits.
+# launched once for as many heads as fit.
 WORKSPACE_BYTES = 5 * 2**28
-HEADS_PER_WAVE = 8
+HEADS_PER_SECTION = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LiftPass(PassPlan):
         workspace_bytes: upper limit of the backward pass's workspace for the gradient of the scores
             and the lifted operand. One chunk of rows of one key head is allocated even if it needs
             more.
-        heads_per_wave: heads whose blocks the forward kernel interleaves, the longest first.
+        heads_per_section: heads whose blocks the forward kernel interleaves, the longest first.
     """
 
     spec: Spec
@@ -54,7 +54,7 @@ class LiftPass(PassPlan):
     pass_name: str
     tiles: tuple[tuple[str, Tile], ...]
     workspace_bytes: int = WORKSPACE_BYTES
-    heads_per_wave: int = HEADS_PER_WAVE
+    heads_per_section: int = HEADS_PER_SECTION
 
     lowering = "lift"
     backend = "triton"
@@ -79,7 +79,7 @@ class LiftPass(PassPlan):
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        return pass_kernels(self.pass_name, self.spec, self.target, self.lift, dict(self.tiles), self.heads_per_wave)
+        return pass_kernels(self.pass_name, self.spec, self.target, self.lift, dict(self.tiles), self.heads_per_section)
 
     # ---- Decisions: a tile for each kernel that multiplies matrices. Tiles of other kernels follow a rule.
 

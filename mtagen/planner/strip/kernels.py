@@ -20,6 +20,7 @@ from ..names import kernel_name
 from ..sizes import B0, B1, BATCH, COUNT, GROUP, HEADS, KEYS, KV_HEADS, N_HEADS, N_NEW, SLOTS, SPLITS
 from ..targets import get_target
 from .documents import PART, TILE
+from .sequence import by_descriptor, step_keys
 from .stages import Convolution, Stages, block_of
 
 PROGRAMS = 512  # programs per bundle in the backward pass, each with partial sums of gradients of matrices
@@ -56,14 +57,6 @@ ROW_CONTRACTION_TILES = ((64, 64, 4, 4), *CONTRACTION_TILES[3:])
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 _PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
 _KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
-
-
-def by_descriptor(spec: Spec, target: str) -> bool:
-    """Return whether tensor descriptors load and store tiles.
-
-    They cannot stop at the end of a document.
-    """
-    return get_target(target).tensor_descriptors and not spec.packed
 
 
 def strip_kernels(pass_name: str, spec: Spec, target: str) -> tuple[Kernel, ...]:
@@ -382,13 +375,6 @@ def bundles(heads: int) -> Size:
     strip.
     """
     return (B1 - B0) * ceiling(N_HEADS / heads)
-
-
-def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
-    """Return the argument for the keys of a cache, which decode kernels need if planes hold a
-    window's keys only.
-    """
-    return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
 
 
 def dropout_numbers(spec: Spec) -> tuple[str, ...]:

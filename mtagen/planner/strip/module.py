@@ -12,10 +12,11 @@ from ..kernel import Kernel
 from ..lift.tiling import block_dim
 from ..names import suffix
 from ..tile.forward import TileForward
-from .kernels import GRADIENT_CHUNK, by_descriptor
+from .kernels import GRADIENT_CHUNK
 from .limits import Limits
 from .passes import StripPass
 from .planes import PlaneGradient
+from .sequence import by_descriptor
 from .source import StripSource
 from .stages import Stages
 

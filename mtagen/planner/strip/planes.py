@@ -268,7 +268,7 @@ class PlaneConvolution(PlaneKernel):
             *reads("Source", self.reads),
             *reads("float", self.stage.weight),
             *writes("Result", self.writes),
-            *self.strip_arguments("n_heads"),
+            *self.sequence.arguments("n_heads"),
             *self.dropout,
             *(sequence + numbers("float", "keep_scale") if self.drops else ()),
         )
@@ -347,7 +347,7 @@ class PlaneGradient(PlaneKernel):
             *reads("Source", "x"),
             *reads("Element", "dy"),
             *writes("float", "partial"),
-            *self.strip_arguments("n_heads", *(() if packed else ("b0",)), "all_chunks", skips=False),
+            *self.sequence.arguments("n_heads", *(() if packed else ("b0",)), "all_chunks", skips=False),
         )
         grid = (ceiling(KEYS / self.tile_keys) * SLOTS * (ceiling(COUNT / PART) if packed else 1),)
         registers = self.gpu.registers_of(RESIDENT_WARPS)

@@ -23,7 +23,8 @@ from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import COUNT, KEYS, SLOTS
 from ..targets import get_target
 from .cost import DRAIN, START, Work
-from .kernels import decode_rows, step_keys
+from .kernels import decode_rows
+from .sequence import step_keys
 from .source import DECODE, Form, StripSource
 
 WARPS = 8  # multiplying warps
@@ -176,7 +177,7 @@ class ProductKernel(StripSource):
             *writes("Result", "plane"),
             *((*reads("int", "seqlens"), *step_keys(self.spec, "int")) if self.decodes else ()),
             *strides("x", "y"),
-            *self.strip_arguments("n_heads", "group", "b0"),
+            *self.sequence.arguments("n_heads", "group", "b0"),
             *numbers("float", "factor"),
             *self.dropout,
         )

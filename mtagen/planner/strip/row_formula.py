@@ -61,6 +61,16 @@ class RowFormula:
         return self.stages.post_is_separate or self.mixes_results
 
     @property
+    def scales_probabilities(self) -> bool:
+        """Whether the kernel computes probabilities times their scale, from exponents."""
+        return self.reads_scores and (self.backward or self.scales_results)
+
+    @property
+    def divides_probabilities(self) -> bool:
+        """Whether the kernel divides by the scale of probabilities."""
+        return self.backward or self.mixes_results or not self.reads_scores
+
+    @property
     def stores_probabilities(self) -> bool:
         """Whether a backward kernel stores the probabilities that multiply the values."""
         return not self.stages.post_is_separate

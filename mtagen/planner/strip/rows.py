@@ -192,7 +192,7 @@ class RowKernel(StripSource):
         elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
             (pointer,) = writes("float", name)
         else:
-            types = {"x": "Score", "g": "Element", "seqlens": "int", "documents": "int", "seed": "long long"}
+            types = {"x": "Score", "g": "Element", "seed": "long long"} | dict.fromkeys(self.sequence.names, "int")
             (pointer,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return pointer
 
@@ -203,7 +203,12 @@ class RowKernel(StripSource):
             yield f"Rows before row {self.first_row} are not computed. Query r sits at position r + off. A sequence has"
             yield "its own length, and its last row is at its end."
         else:
-            yield "Query first + r sits at position first + r + off; rows before `valid` see no key."
+            yield "Query first + r sits at position first + r + off."
+            names = {argument.name for argument in self.kernel.arguments}
+            if "skip" in names:
+                yield "Rows before `skip` are context: rows below read them, and another strip has their outputs."
+            if "valid" in names:
+                yield "Rows before `valid` are context of scores alone: they see no key, and have no probabilities."
 
     @property
     def summary(self) -> str:

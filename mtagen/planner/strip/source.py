@@ -5,7 +5,7 @@ file.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
@@ -16,12 +16,11 @@ from ..names import kernel_name
 from ..passes import Fields
 from ..targets import Target, get_target
 from .cost import streamed
-from .documents import TILE, begin_multiple
 from .kernels import dropout_numbers
+from .sequence import StripSequence
 from .stages import Stages
 
 DECODE = "decode_"  # prefix of the roles of a decode step
-NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,10 @@ class Form:
 @dataclass(frozen=True)
 class StripSource(ABC):
     """The plan of one kernel and its source file. Implementations are frozen dataclasses.
+
+    The base class holds names, the decision and the text, which :class:`StripPass` asks of every
+    kernel alike. ``sequence``, and the ``slab``, ``shared`` or ``formula`` of an implementation, are
+    values of their own.
 
     Attributes:
         spec: the request.
@@ -165,47 +168,11 @@ class StripSource(ABC):
     # ---- Sequences
 
     @property
-    def seen_behind(self) -> int:
-        """Number of keys before its own position that a query sees; NO_LIMIT is no limit."""
-        return NO_LIMIT if self.mask.left is None else self.mask.left
-
-    @property
-    def seen_ahead(self) -> int:
-        """Number of keys after its own position that a query sees; NO_LIMIT is no limit."""
-        return NO_LIMIT if self.mask.right is None else self.mask.right
-
-    @property
-    def sequence(self) -> str:
-        """The C++ struct that knows where the rows of a sequence lie."""
-        return "Step" if self.decodes else "Packed" if self.spec.packed else "Batch"
-
-    @property
-    def sequence_constants(self) -> Mapping[str, int]:
-        """The constants that the struct needs."""
-        if self.sequence != "Packed":
-            return {}
-        return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
+    def sequence(self) -> StripSequence:
+        """Where the rows of a sequence lie, and which keys they see."""
+        return StripSequence(self.spec, self.decodes)
 
     @property
     def sequence_arguments(self) -> tuple[str, ...]:
-        """Names of the kernel's arguments from which the struct is made."""
-        own = {argument.name for argument in self.kernel.arguments}
-        longest = "n_k" if "n_k" in own else "keys"
-        names = {
-            "Batch": ("count", "keys", "off", "first", "key0"),
-            "Packed": ("documents", "place0", "count", "skip"),
-            "Step": ("seqlens", longest, "count", "keys", "first"),
-        }
-        return tuple(name for name in names[self.sequence] if name in own)
-
-    def strip_arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
-        """Return the arguments that describe the strip, and other numbers.
-
-        Args:
-            more: names of the other numbers.
-            skips: whether rows before ``skip`` differ from others. With documents they always do.
-        """
-        if self.spec.packed:
-            return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
-        skip = ("skip",) if skips else ()
-        return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
+        """Names of the kernel's arguments from which the sequence's struct is made."""
+        return self.sequence.made_from({argument.name for argument in self.kernel.arguments})

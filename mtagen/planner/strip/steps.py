@@ -19,7 +19,7 @@ from ...spec import Spec
 from ..cuda.toeplitz import CHUNK
 from ..kernel import Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS, SLOTS
-from .kernels import step_keys
+from .sequence import step_keys
 from .slab import Slab
 from .source import DECODE, StripSource
 from .stages import Convolution

@@ -16,7 +16,8 @@ from ...spec import Spec
 from ..cuda.memory import swizzled_bytes
 from ..kernel import Kernel, numbers, reads, strides, writes
 from ..sizes import B0, B1, GROUP, KV_HEADS, N_NEW, SPLITS
-from .kernels import VALUE_ROWS, step_keys
+from .kernels import VALUE_ROWS
+from .sequence import step_keys
 from .source import DECODE, StripSource
 
 WARPS = 4

@@ -1,24 +1,26 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "tensor_rows.cuh"
 
 // ---- Loads ----------------------------------------------------------------------------------------------------------
 
 // A CTA copies rows key, key + 1, ... of K or V; rows outside [first, last) are zeros.
 template <int COLUMNS, int KEYS, int THREADS>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, int first, int last) {
+DEVICE void load_tile(u32 tile, KeyRows rows, int key, int first, int last) {
   constexpr int ROW = 2 * COLUMNS + 16, CHUNKS = COLUMNS / 8, POWER = CHUNKS & -CHUNKS;
   constexpr int LANES = POWER < 32 ? POWER : 32, ROWS = THREADS / LANES;  // LANES take a row, ROWS rows at a time
   const int row = threadIdx.x / LANES, column = threadIdx.x % LANES;
   if (ROWS > KEYS && row >= KEYS) return;
   tile += row * ROW + column * 16;
-  from += (key + row) * stride + column * 8;
+  rows = rows.from(key + row, column * 8);
   auto copy = [&](bool whole) {
 #pragma unroll
-    for (int r = 0; r < KEYS; r += ROWS, from += ROWS * stride) {
+    for (int r = 0; r < KEYS; r += ROWS, rows.skip(ROWS)) {
       const bool inside = whole || (first <= key + row + r && key + row + r < last);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c += LANES) copy_async_stream(tile + r * ROW + c * 16, from + c * 8, inside);
+      for (int c = 0; c < CHUNKS; c += LANES)
+        copy_async_stream(tile + r * ROW + c * 16, rows.address() + c * 8, inside);
     }
   };
   if (first <= key && key + KEYS <= last)
@@ -31,14 +33,11 @@ DEVICE void load_tile(u32 tile, const Element* from, long long stride, int key, 
 template <class Tile>
 struct Ring {
   static constexpr int LAST = (Tile::STAGES - 1) * Tile::RING_TILE;
-  const Problem& x;
   const Work<Tile>& work;
-  const Element *k, *v;
+  const KeyRows k, v;
   u32 first, slot;  // the first slot, and the slot that was filled last or is filled next
 
-  DEVICE Ring(const Problem& x, const Work<Tile>& work) : x(x), work(work) {
-    k = x.k + work.b * x.k_stride_b + work.kv_head * x.k_stride_h;
-    v = x.v + work.b * x.v_stride_b + work.kv_head * x.v_stride_h;
+  DEVICE Ring(const Problem& x, const Work<Tile>& work) : work(work), k(work.keys(x)), v(work.values(x)) {
     first = shared_address(dynamic) + Tile::RING, slot = first + LAST;
 #pragma unroll
     for (int item = 0; item < Tile::STAGES - 1; ++item) load(item, first + item * Tile::RING_TILE);
@@ -47,10 +46,9 @@ struct Ring {
   DEVICE void load(int item, u32 to) {
     if (item / 2 < work.tiles) {
       if (item % 2 == 0)
-        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, x.k_stride_n, work.first_key(item / 2), 0, work.length);
+        load_tile<D, Tile::KEYS, Tile::THREADS>(to, k, work.first_key(item / 2), 0, work.length);
       else
-        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, x.v_stride_n, work.first_output(item / 2), work.begin,
-                                                 work.end);
+        load_tile<DV, Tile::KEYS, Tile::THREADS>(to, v, work.first_output(item / 2), work.begin, work.end);
     }
     copy_commit();
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "strip_visible.cuh"
+#include "tensor_rows.cuh"
 
 // ---- Where rows lie ------------------------------------------------------------------------------------------------
 
@@ -26,3 +27,12 @@ struct SequenceRows {
     return VisibleKeys::of_row(position(r), r < from ? 0 : VisibleKeys::end_of_row(position(r), limit));
   }
 };
+
+// The rows of keys or values that head h reads, from key 0 of planes on; `group` heads read the same head of x, which
+// has strides (b, h, n). Numbers are references: as values, they change the order of a kernel's first instructions.
+template <class Sequence, class Element>
+DEVICE auto rows_of_keys(const Sequence& sequence, const Element* x, const long long& stride_b,
+                         const long long& stride_h, const long long& stride_n, const int& b, const int& h,
+                         const int& group = 1) {
+  return TensorRows<Element>{x + (b * stride_b + h / group * stride_h + sequence.key0 * stride_n), stride_n};
+}

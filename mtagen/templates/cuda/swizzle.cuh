@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "tensor_rows.cuh"
 
 // ---- Swizzled tiles in shared memory --------------------------------------------------------------------------------
 //
@@ -26,21 +27,27 @@ DEVICE u32 tile_address_from(u32 at, int rows, int columns) {
   return (at ^ ((rows ^ columns) & 7) << 4) + rows * PANEL_ROW + (columns >> 3) * (ROWS * PANEL_ROW);
 }
 
-// COPIERS threads copy ROWS vectors, from row `first` of a tensor of n_rows rows on, into a tile. Rows that do not
-// exist are zeros: `first` may be negative.
-template <int ROWS, int COLUMNS, int COPIERS, class Element>
-DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+// COPIERS threads copy ROWS vectors, from row `first` of n_rows rows on, into a tile. Rows that do not exist are zeros:
+// `first` may be negative.
+template <int ROWS, int COLUMNS, int COPIERS, class Rows>
+DEVICE void load_tile(u32 tile, Rows rows, int first, int n_rows, int thread) {
   constexpr int LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : COLUMNS > 32 ? 8 : 4;  // threads that share a row
   constexpr int SWEEP = COPIERS / LANES;
   static_assert((SWEEP & (SWEEP - 1)) == 0, "tile_address_from takes rows below a power of two that divides the step");
   const int r = thread / LANES, column = thread % LANES;
   if (column >= COLUMNS / CHUNK) return;
   const u32 to = tile_address<ROWS>(tile, r, column);
-  from += (first + r) * stride + column * CHUNK;
+  rows = rows.from(first + r, column * CHUNK);
 #pragma unroll
-  for (int x = 0; x < ROWS; x += SWEEP, from += SWEEP * stride)
+  for (int x = 0; x < ROWS; x += SWEEP, rows.skip(SWEEP))
     if (ROWS % SWEEP == 0 || r + x < ROWS) {
       const bool exists = static_cast<unsigned>(first + r + x) < static_cast<unsigned>(n_rows);
-      copy_async(tile_address_from<ROWS>(to, x, 0), from, exists);
+      copy_async(tile_address_from<ROWS>(to, x, 0), rows.address(), exists);
     }
+}
+
+// The same from a tensor whose rows lie one after the other.
+template <int ROWS, int COLUMNS, int COPIERS, class Element>
+DEVICE void load_tile(u32 tile, const Element* from, long long stride, int first, int n_rows, int thread) {
+  load_tile<ROWS, COLUMNS, COPIERS>(tile, TensorRows<Element>{from, stride}, first, n_rows, thread);
 }

@@ -134,11 +134,11 @@ MUTANTS = (
         (f"{EMULATED}::test_products_as_large_as_is_supported",),
     ),
     Mutant(
-        "triton-forward-last-wave-of-heads",
+        "triton-forward-last-section-of-heads",
         f"{TRITON}/forward.j2",
-        "slot = wave * HEADS + index % heads",
-        "slot = wave * heads + index % heads",
-        "Where the last wave has fewer heads than the others, it computes the first ones again, and its own never.",
+        "slot = section * HEADS + index % heads",
+        "slot = section * heads + index % heads",
+        "Where the last section has fewer heads than the others, it computes the first ones again, and its own never.",
         (f"{INTERPRETED}::test_chunks_of_heads",),
     ),
     Mutant(

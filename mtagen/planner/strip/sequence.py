@@ -1,0 +1,102 @@
+"""The sequences that the kernels of the lowering "strip" work on: where their rows lie, and which
+keys they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from ...spec import Spec
+from ..geometry.mask import Mask
+from ..kernel import Argument, numbers, reads
+from ..targets import get_target
+from .documents import TILE, begin_multiple
+
+NO_LIMIT = -1  # keys that a query sees on a side that nothing hides, in kernels
+# The kernel's arguments from which each struct is made; a kernel may lack some.
+_ARGUMENTS = {
+    "Batch": ("count", "keys", "off", "first", "key0"),
+    "Packed": ("documents", "place0", "count", "skip"),
+    "Step": ("seqlens", "n_k", "count", "keys", "first"),
+}
+
+
+@dataclass(frozen=True)
+class StripSequence:
+    """The sequence of some rows of a strip, as CUDA kernels take it.
+
+    Attributes:
+        spec: the request.
+        decodes: whether the kernel is one of a decode step, whose sequences have different lengths.
+    """
+
+    spec: Spec
+    decodes: bool
+
+    @property
+    def struct(self) -> str:
+        """The C++ struct that knows where the rows of a sequence lie."""
+        return "Step" if self.decodes else "Packed" if self.spec.packed else "Batch"
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        """The constants that the struct needs."""
+        if self.struct != "Packed":
+            return {}
+        return {"TILE": TILE, "CONTEXT": self.spec.context, "KEY_MULTIPLE": begin_multiple(self.spec)}
+
+    @property
+    def seen_behind(self) -> int:
+        """Number of keys before its own position that a query sees; NO_LIMIT is no limit."""
+        left = Mask.of(self.spec).left
+        return NO_LIMIT if left is None else left
+
+    @property
+    def seen_ahead(self) -> int:
+        """Number of keys after its own position that a query sees; NO_LIMIT is no limit."""
+        right = Mask.of(self.spec).right
+        return NO_LIMIT if right is None else right
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of arguments from which the struct is made. Pointers among them lead to ints."""
+        return _ARGUMENTS[self.struct]
+
+    def made_from(self, names: Container[str]) -> tuple[str, ...]:
+        """Return the names of the arguments from which the struct is made.
+
+        Args:
+            names: the names of all arguments of the kernel.
+        """
+        needed = self.names
+        if self.struct == "Step" and "n_k" not in names:
+            needed = tuple("keys" if name == "n_k" else name for name in needed)  # the longest sequence
+        return tuple(name for name in needed if name in names)
+
+    def arguments(self, *more: str, skips: bool = True) -> tuple[Argument, ...]:
+        """Return the arguments that describe a strip of forward or backward, and other numbers.
+
+        Args:
+            more: names of the other numbers.
+            skips: whether rows before ``skip`` differ from others. With documents they always do.
+        """
+        if self.spec.packed:
+            return (*reads("int", "documents"), *numbers("int", "count", "keys", "place0", "skip", "pitch", *more))
+        skip = ("skip",) if skips else ()
+        return numbers("int", "count", "keys", "off", "first", *skip, "pitch", *more)
+
+
+def step_keys(spec: Spec, type: str = "int32") -> tuple[Argument, ...]:
+    """Return the argument for the keys of a cache, which decode kernels need if planes hold a
+    window's keys only.
+    """
+    return numbers(type, "n_k") if Mask.of(spec).hides_earlier else ()
+
+
+def by_descriptor(spec: Spec, target: str) -> bool:
+    """Return whether tensor descriptors load and store tiles.
+
+    They cannot stop at the end of a document.
+    """
+    return get_target(target).tensor_descriptors and not spec.packed
