@@ -624,13 +624,11 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
       pair[r] = h * work.n_new + n;
       peak[r] = peaks[pair[r]];
       const int key = column + m % CHUNKS * CHUNK + 2 * lane_pair;  // of the first of two
-      const int position = first_position + n;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float distance = static_cast<float>(position - (key + e));
-        score[r][e] = score_function.modify(c[2 * r + e] * exponent, position, key + e, distance);
-      }
+      const float distance = static_cast<float>(first_position + n - key);
+      score[r][0] = score_function.modify(c[2 * r] * exponent, first_position + n, key, distance);
+      score[r][1] = score_function.modify(c[2 * r + 1] * exponent, first_position + n, key + 1, distance - 1.f);
       if (edge) {
+        const int position = first_position + n;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = key + e;

@@ -39,6 +39,11 @@ def triton_expression(expr: Expr) -> str:
     return _TritonPrinter().real(expr)
 
 
+def triton_place(expr: Expr) -> str:
+    """Print an integer of places as Triton."""
+    return _TritonPrinter().integer(expr)
+
+
 def triton_view(view: View, packed: bool) -> str:
     """Print the address of what a head of a sequence reads of a parameter, as Triton."""
     of_tokens = packed and view.token_axes > 0

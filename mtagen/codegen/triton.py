@@ -20,10 +20,11 @@ from ..planner.splits import split_keys
 from ..planner.targets import get_target
 from ..version import __version__
 from .backward import finish, product
-from .expressions import triton_expression
+from .expressions import triton_expression, triton_place, triton_view
 from .host import WIDTH, codes, filled, grouped, options
-from .layout import layout_of
+from .layout import Batch, layout_of
 from .library import linked_python
+from .parameters import Sums, learned, parts_call
 from .pieces import (
     aligned,
     all_of,
@@ -171,7 +172,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
     row_tensor, key_tensor = operands(lift)
     d_mask = width_mask("d", spec.head_dim, module.block_d)
     layout = layout_of(module)
-    queries, keys = layout.queries, layout.keys
+    queries, keys, stage = layout.queries, layout.keys, ScoreStage.of(spec)
     lifting = [name for name in ("forward", "backward") if module.has(name)]
     return {
         "version": __version__,
@@ -216,7 +217,12 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "within": lambda condition: f"({condition}){d_mask}" if d_mask else condition,
         "dot_options": dot_options(module),
         "fp32_dot_options": dot_options(module, "fp32"),
-        "score": ScoreStage.of(spec).scaled(math.log2(math.e)).function,  # kernels hold scores in units of log2
+        "score": stage.scaled(math.log2(math.e)).function,  # kernels hold scores in units of log2
+        "score_parts": partial(_score_parts, stage, layout),
+        "view_address": partial(triton_view, packed=spec.packed),
+        "learned": "".join(f", {name}" for name in learned(spec)),
+        "learned_gradients": "".join(f", d{name}" for name in learned(spec)),
+        "sums": Sums(stage, spec.packed, queries.total, keys.total),
         "legend": _legend(module),
         "visible": partial(visible, lift.mask),
         "visible_of": partial(visible_of, lift.mask),
@@ -238,6 +244,21 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "contractions": [product(module, layout, x) for x in lift.contractions] if module.has("backward") else [],
         "finishes": [finish(module, layout, owner) for owner in ("rows", "keys")] if module.has("backward") else [],
     }
+
+
+def _score_parts(stage: ScoreStage, layout: Batch, head: str, step: bool = False) -> str:
+    """Return a kernel's call that computes what the function of scores needs of a head.
+
+    Args:
+        stage: the function.
+        layout: how tensors hold sequences.
+        head: the head of queries.
+        step: whether the kernel is one of a decode step.
+    """
+    if step:
+        return parts_call(stage, head, "b", "0", "n_max", "kv_heads * group")
+    entry = "b" if layout.has_entries else "sequence"
+    return parts_call(stage, head, entry, layout.keys.first, layout.keys.total, "n_heads")
 
 
 def _legend(module: LiftModule) -> Mapping[str, Any]:
@@ -262,6 +283,7 @@ def _environment() -> jinja2.Environment:
     # A macro of whole lines is called on a line of its own, whose end is the end of the macro's last line.
     templates.finalize = lambda value: value.rstrip("\n") if isinstance(value, str) else value
     templates.filters |= {"triton": triton_code, "expression": triton_expression, "plus": shifted}
+    templates.filters |= {"place": triton_place}
     templates.filters |= {"codes": codes, "host": python_code}
     templates.globals |= {
         "unrolled": unrolled,

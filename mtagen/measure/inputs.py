@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from ..dtypes import TORCH_DTYPES
+from ..evaluate import evaluate
+from ..expressions.functions import GRADIENT, functions_of
+from ..expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
 from ..spec import BATCH, SINK, Argument, Spec
 from .cases import Sizes
+
+_LARGE_SCORE = 4.0  # scores of normal vectors are rarely larger
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Inputs:
         weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`, and the sink; plain attention has none.
         parameters: the tensors that expressions read, fp32, by name.
         axes: the axes of each parameter, as :class:`mtagen.Spec` names them.
+        slopes: the largest slope of an expression in each parameter, over visible scores.
     """
 
     q: Tensor
@@ -34,6 +40,7 @@ class Inputs:
     weights: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     axes: Mapping[str, str] = field(default_factory=dict)
+    slopes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -101,7 +108,28 @@ class Sampler:
         weights = {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()}
         learned = {x.name: self._learned(x.extents(sizes)) for x in replace(spec, packed=False).learned_arguments}
         weights |= {SINK.name: learned.pop(SINK.name)} if spec.sink else {}
-        return Inputs(q, k, v, weights, learned, dict(spec.parameters))
+        return Inputs(q, k, v, weights, learned, dict(spec.parameters), self._slopes(learned))
+
+    def _slopes(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the largest slope of an expression in each parameter, for scores as large as normal vectors have."""
+        spec, (batch, heads, _, nq, nk) = self.spec, self.sizes
+        slopes = dict.fromkeys(parameters, 0.0)
+        if not parameters:
+            return slopes
+        entries, hs, rows, keys = (torch.arange(n, device=self.device) for n in (batch, heads, nq, nk))
+        values = {ENTRY: entries[:, None, None, None], HEAD: hs[:, None, None], KEY: keys}
+        values |= {POSITION: (rows + nk - nq)[:, None], SCORE: torch.tensor(_LARGE_SCORE, device=self.device)}
+        values |= {GRADIENT: torch.tensor(1.0, device=self.device)}
+        ahead = values[KEY] - values[POSITION]
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        seen &= True if spec.right is None else ahead <= spec.right
+        seen &= True if spec.left is None else ahead >= -spec.left
+        for function in functions_of(spec.expressions, spec.parameters).values():
+            for load in function.loads:
+                slope = evaluate(function.load_backward(load), values, parameters).abs()
+                largest = slope.expand(batch, heads, nq, nk)[:, :, seen]
+                slopes[load.parameter] = max(slopes[load.parameter], largest.max().item() if largest.numel() else 0.0)
+        return slopes
 
     def queries(self, n: int, *, decode: bool = False) -> Tensor:
         """Draw q of ``n`` rows, or of ``n`` new tokens and the earlier rows that decode needs."""

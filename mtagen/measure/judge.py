@@ -130,7 +130,8 @@ def _rules(inputs: Inputs, size: float) -> dict[str, Callable[..., Comparison]]:
         "dq": partial(gradient, terms=product),
         "dk": partial(gradient, terms=product),
         "dv": gradient,
-        **{f"d{name}": partial(gradient, terms=score * product) for name in (*inputs.weights, *inputs.parameters)},
+        **{f"d{name}": partial(gradient, terms=score * product) for name in inputs.weights},
+        **{f"d{name}": partial(gradient, terms=inputs.slopes.get(name, score) * product) for name in inputs.parameters},
     }
 
 

@@ -157,6 +157,7 @@ class ParameterSum:
     """The gradient of the entries of a parameter that one load reads.
 
     Attributes:
+        name: of the sum in kernels.
         view: the parameter.
         kind: which scores add to an entry: ``head``: all of a head; ``key`` and ``row``: those of a key or a
             row; ``pair``: one; ``table``: those with its number in a table.
@@ -164,6 +165,7 @@ class ParameterSum:
         term: what a score adds, an expression in ``GRADIENT``.
     """
 
+    name: str
     view: View
     kind: str
     offset: Expr
@@ -357,11 +359,12 @@ def _stage(spec: Spec) -> ScoreStage:
     names = {language.SCORE: SCORE, language.POSITION: POSITION, language.KEY: KEY, language.HEAD: HEAD}
     read = tuple(view for name, view in views.items() if any(load.parameter == name for load in entries))
     modify = expr.xreplace(entries).xreplace(names)
-    sums = (_sum_of(modify, entry.xreplace(names), read) for entry in entries.values())
-    return ScoreStage(Mask.of(spec), modify, read, tuple(sorted(sums, key=lambda x: str((x.view.symbol, x.offset)))))
+    found = sorted({entry.xreplace(names) for entry in entries.values()}, key=str)
+    sums = (_sum_of(modify, f"sum{number}", entry, read) for number, entry in enumerate(found))
+    return ScoreStage(Mask.of(spec), modify, read, tuple(sums))
 
 
-def _sum_of(modify: Expr, entry: Entry, views: tuple[View, ...]) -> ParameterSum:
+def _sum_of(modify: Expr, name: str, entry: Entry, views: tuple[View, ...]) -> ParameterSum:
     """Return the gradient of an entry that a function reads."""
     (view,) = (view for view in views if view.symbol == entry.args[0])
     symbol = sympy.Dummy(real=True)
@@ -376,4 +379,4 @@ def _sum_of(modify: Expr, entry: Entry, views: tuple[View, ...]) -> ParameterSum
         kind = "row" if offset.has(POSITION) else "key"
     else:
         kind = "table" if view.table > 1 else "head"
-    return ParameterSum(view, kind, offset, term)
+    return ParameterSum(name, view, kind, offset, term)

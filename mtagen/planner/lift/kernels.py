@@ -13,6 +13,7 @@ from sympy import ceiling
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
+from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers
 from ..names import kernel_name
 from ..sizes import BATCH, GROUP, HEADS, KV_HEADS, N_HEADS, N_NEW, SPLITS, TOTAL_Q
@@ -104,6 +105,10 @@ class _Maker:
         self._band_scores = pointers(*(f"band_scores{band.suffix}" for band in geometry.bands))
         drawn = (*pointers("seed"), *numbers("int32", "threshold"), *numbers("float", "keep_scale"))
         self._dropout = drawn if spec.dropout else ()
+        score = ScoreStage.of(spec)
+        self._parameters = pointers(*(view.argument for view in score.views))
+        self._sums = pointers(*(sum_of.name for sum_of in score.sums))
+        self._sink = pointers("sink") if spec.sink else ()
 
     def lifting(self) -> Kernel:
         tensors = (*self._strided("src"), *pointers("weight", "lifted"))
@@ -148,6 +153,8 @@ class _Maker:
             *self._band_scores,
             self._tiled("out", ("BLOCK_M", "DV")),
             *pointers("lse"),
+            *self._sink,
+            *self._parameters,
             *numbers("int32", "n_heads", "group"),
             *self._lengths("rows"),
         )
@@ -177,6 +184,8 @@ class _Maker:
             self._g(),
             *self._band_scores,
             *pointers("row_lse", "row_dot", "dv"),
+            *self._parameters,
+            *self._sums,
             *numbers("int32", "head0", "n_heads", "group"),
             *self._lengths("keys"),
             *numbers("int32", "strip_begin", "strip_end"),
@@ -255,6 +264,7 @@ class _Maker:
             *pointers("weight"),
             Argument("seqlens_ptr", "memory", pointer=True, optional=True),
             *pointers("partial", "partial_lse"),
+            *self._parameters,
             *numbers("int32", "has_seqlens", "kv_heads", "group", "n_new", "n_max", "num_splits"),
             *numbers("float", "factor"),
         )
@@ -264,7 +274,8 @@ class _Maker:
         return self._make(role, role, arguments, grid, constants)
 
     def combine(self) -> Kernel:
-        arguments = (*pointers("partial", "partial_lse", "out", "lse"), *numbers("int32", "num_splits"))
+        tensors = (*pointers("partial", "partial_lse", "out", "lse"), *self._sink)
+        arguments = tensors + numbers("int32", "num_splits", *(("n_heads", "n_new") if self._sink else ()))
         constants = {"BLOCK": self._tiles["combine"].block_m, **self._dv}
         return self._make("decode_combine", "combine", arguments, BATCH * N_HEADS * N_NEW, constants)
 

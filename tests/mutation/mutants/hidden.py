@@ -11,8 +11,8 @@ MUTANTS = (
     Mutant(
         "softmax-reference-of-the-whole-warp",
         f"{CUDA}/softmax.cuh",
-        "exceeds[r] ? fminf(shift[r], -maximum * exponent) : shift[r]",
-        "fminf(shift[r], -maximum * exponent)",
+        "exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r]",
+        "fminf(shift[r], -maximum * exponent - HEADROOM)",
         "A row takes another reference because a row below it sees a large score.",
         (f"{TEST}::test_training[{SM90}]",),
     ),
