@@ -25,6 +25,8 @@ NEW_TOKENS = 2
 LOGITS = "(3 + h) * tanh(s / 2) - (i - j) / 16"
 # Where a later key is hidden, they and their slope are NaN.
 DEFINED_WHERE_VISIBLE = "s * log(i - j + 2)"
+# They depend on where keys lie in the sequence, not only on distances.
+OF_PLACES = "s * log(i + 2) / 4 + sqrt(j + 1) / 4"
 
 
 class Problem(NamedTuple):

@@ -36,6 +36,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
     """Return the names that the templates use."""
     spec, stages, mask = module.spec, module.stages, module.mask
     wide = spec.dtype == "fp32"
+    unseen = "unseen" if spec.packed else "key0"
     return {
         "version": __version__,
         "module": module,
@@ -76,7 +77,9 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         # The argument of a decode step's kernels for the number of keys of the cache
         "cached_keys": "n_k" if mask.hides_earlier else "keys",
         # The key of the sequence for dropout's draws: key 0 of the planes need not be key 0 of the sequence.
-        "drawn_key": f"({'unseen' if spec.packed else 'key0'} + j0)" if mask.hides_earlier else "j0",
+        "drawn_key": f"({unseen} + j0)" if mask.hides_earlier else "j0",
+        # What functions of scores add to positions and keys, which count from key 0 of the planes
+        "moved": f" + {unseen}" if stages.places_keys else "",
         "aligned": partial(aligned, 16 // spec.itemsize),
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import documents
 import problems
 import pytest
 from emulator import load_emulated
+from host_functions import retiled
 
-from mtagen import Spec, plan
+from mtagen import Plan, Spec, plan
+from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import assemble
+from mtagen.runtime.load import load_host
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the backend and the stages
     "a convolution": ("triton", {"kernel": (6, 11)}),
@@ -43,6 +48,42 @@ def test_all_passes(backend: str, stages: dict[str, Any], folder: Path) -> None:
         assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, sizes))
     problem = problems.random(made.spec, Sizes(2, 4, 2, 1, 140), new_tokens=3)
     assert not problems.decode_failures(op, made.spec, problem, (140, 30), None)
+
+
+# Loops, planes and workspaces begin with the first key that a window shows.
+IN_A_WINDOW: dict[str, tuple[str, dict[str, Any]]] = {
+    "lift": ("triton", {"kernel": (3, 4)}),
+    "tile": ("cuda", {"kernel": (3, 4)}),
+    "strip, triton": ("triton", {"kernel": None, "post_kernel": (2, 2)}),
+    "strip, cuda": ("cuda", {"kernel": None, "mixed_heads": 2}),
+    "strip with a separate mixture, cuda": ("cuda", {"kernel": None, "post_kernel": (2, 2), "post_mixed_heads": 2}),
+}
+
+
+def in_a_window(backend: str, stages: dict[str, Any], folder: Path, **options: Any) -> Plan:
+    spec = Spec(head_dim=16, dtype="fp16", logits=problems.OF_PLACES, window=(21, -1), **stages, **options)
+    made = retiled(plan(spec, "sm_90a", backend), workspace_bytes=2**10)
+    load_emulated(made, folder)
+    return made
+
+
+@pytest.mark.parametrize(("backend", "stages"), IN_A_WINDOW.values(), ids=IN_A_WINDOW)
+def test_places_in_a_window(backend: str, stages: dict[str, Any], folder: Path) -> None:
+    """Positions and keys count from the sequence's first key, wherever strips and splits begin."""
+    made = in_a_window(backend, stages, folder)
+    op = assemble(made, torch_on_cpu=False)
+    assert not problems.failures_through_lse(op, made.spec, problems.random(made.spec, Sizes(1, 2, 1, 131, 139)))
+    problem = problems.random(made.spec, Sizes(2, 2, 1, 1, 140), new_tokens=2)
+    assert not problems.decode_failures(op, made.spec, problem, (140, 90), 2)
+
+
+@pytest.mark.parametrize(("backend", "stages"), IN_A_WINDOW.values(), ids=IN_A_WINDOW)
+def test_places_in_documents(backend: str, stages: dict[str, Any], folder: Path) -> None:
+    """Positions and keys count from the document's first key."""
+    made = in_a_window(backend, stages, folder, packed=True)
+    sources = render(made)
+    host = {name: getattr(load_host(made, sources, name), name) for name in sources.hosts}
+    assert not documents.failures(host, replace(made.spec, packed=False), ((9, 4), (140, 170), (5, 60)), 2, 1)
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -333,10 +333,19 @@ class _Maker:
             "BLOCK_N": row_keys(heads, BACKWARD_ROW_KEYS if programs else ROW_KEYS),
         }
         dropout = self._dropout(role, *_KEEP_SCALE)
-        arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *dropout)
+        arguments = (*pointers(*tensors), *self._strip("n_heads", "b0"), *more, *self._first_key(role), *dropout)
         return self._make(
             role, arguments, (rows * bundles(heads),), constants | ({"PROGRAMS": PROGRAMS} if programs else {})
         )
+
+    def _first_key(self, role: str) -> tuple[Argument, ...]:
+        """Return the argument for the first key of planes, if the kernel's function of scores needs it.
+
+        Kernels for packed documents and decode steps compute it themselves.
+        """
+        known = self._spec.packed or role.startswith("decode_") or role in self._stages.dropping
+        needs = self._stages.places_keys and "post_mix" not in role
+        return numbers("int32", "key0") if needs and not known else ()
 
     def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:
         """Return the arguments of a kernel that applies dropout: the seed, other numbers for draws,

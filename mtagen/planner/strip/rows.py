@@ -197,6 +197,12 @@ class RowKernel(StripSource):
         return pointer
 
     @property
+    def moved(self) -> str:
+        """What the function of scores adds to positions and keys, which count from key 0 of planes."""
+        unseen = "key0" if self.sequence == "Step" else "unseen"
+        return f" + sequence.{unseen}" if self.stages.places_keys else ""
+
+    @property
     def legend(self) -> Iterator[str]:
         yield from self.formula.legend
         if self.decodes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ...spec import MAX_MIXED_HEADS, Spec
 from ..geometry.mask import Mask
+from ..geometry.score import ScoreStage
 
 SCORE_SCALE = 2.0**-6  # factor of scores in planes, with which fp16 reaches 4 million
 PROBABILITY_SCALE = 2.0**8  # factor of probabilities in planes, with which fp16 keeps 11 bits down to 2e-7
@@ -224,6 +225,13 @@ class Stages:
     def post_heads(self) -> int:
         """Number of heads of a bundle in the kernels of a separate mixture after the softmax."""
         return _bundle(self.spec.post_mixed_heads or 1) if self.separate_post_mix else self.heads
+
+    @property
+    def places_keys(self) -> bool:
+        """Whether the function of scores depends on places in the sequence, where planes begin with a
+        later key.
+        """
+        return Mask.of(self.spec).hides_earlier and ScoreStage.of(self.spec).counts_keys
 
     @property
     def post_context(self) -> int:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ..mutant import CUDA, CUDA_IN_STRIPS, EMULATED_STRIP, HOST, INTERPRETED_STRIP, TRITON, Mutant
+from ..mutant import (
+    CUDA,
+    CUDA_IN_STRIPS,
+    EMULATED_STRIP,
+    HOST,
+    INTERPRETED_LOGITS,
+    INTERPRETED_STRIP,
+    TRITON,
+    Mutant,
+)
 
 MUTANTS = (
     Mutant(
@@ -332,6 +341,22 @@ MUTANTS = (
         "",
         "Of a long row of a decode step, the shares of the first keys are mixed everywhere.",
         (f"{EMULATED_STRIP}::test_post_mix",),
+    ),
+    Mutant(
+        "strip-logits-of-places-in-planes",
+        "mtagen/codegen/strip.py",
+        "if stages.places_keys",
+        "if False",
+        "A function of scores gets positions and keys that count from the strip's first key.",
+        (f"{INTERPRETED_LOGITS}::test_places_in_a_window", f"{INTERPRETED_LOGITS}::test_places_in_documents"),
+    ),
+    Mutant(
+        "cuda-rows-logits-of-places-in-planes",
+        "mtagen/planner/strip/rows.py",
+        "if self.stages.places_keys",
+        "if False",
+        "A function of scores gets positions and keys that count from the strip's first key.",
+        (f"{INTERPRETED_LOGITS}::test_places_in_a_window", f"{INTERPRETED_LOGITS}::test_places_in_documents"),
     ),
     Mutant(
         "cuda-rows-unseen-keys-kept",
