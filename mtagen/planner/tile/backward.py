@@ -183,9 +183,7 @@ class TileBackward(TilePass):
             Buffer("dq_sum", "fp32", like="q"),
             Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=self.spec.packed),  # some CTAs have no tile
             *((Buffer("dk_parts", "fp32", (DK_PIECES, 16)),) if self.geometry.halo else ()),
-            *(
-                Buffer(x.name, "fp32", (heads, KEY_BLOCKS * self.warps), zeroed=self.spec.packed) for x in self._sums
-            ),
+            *(Buffer(x.name, "fp32", (heads, KEY_BLOCKS * self.warps), zeroed=self.spec.packed) for x in self._sums),
             Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, option="deterministic"),
         )
 

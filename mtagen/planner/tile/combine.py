@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import sympy
 
 from ...spec import Spec
-from ..geometry.affine import Size
 from ..cuda.score import sink
+from ..geometry.affine import Size
 from ..kernel import Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..sizes import HEADS, SPLITS
