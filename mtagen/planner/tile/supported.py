@@ -6,7 +6,7 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..cuda.supported import check_backend
 from ..cuda.toeplitz import check_filter
-from ..passes import check_convolves_only
+from ..passes import check_convolves_only, check_learned
 from ..targets import Target
 
 
@@ -17,6 +17,7 @@ def check_supported(spec: Spec, target: Target) -> None:
         PlanError: the dtype, the target, the head dims or the filter is out of range.
     """
     check_convolves_only(spec, "cuda")
+    check_learned(spec, "tile")
     check_backend(spec, target)
     for name in ("head_dim", "value_head_dim"):
         if getattr(spec, name) % 16:
