@@ -196,6 +196,9 @@ def check_learned(
     """
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InputError(explain("parameters", type(parameters).__name__, "must be a mapping", "{name: tensor}"))
+    if q.shape[-2] > sizes.get("Nk", q.shape[-2]) and any(x.shape.count("Nk") > 1 for x in arguments):
+        rule = "a parameter of pairs of tokens has no entries for queries before the first key"
+        raise InputError(explain("q.shape", tuple(q.shape), rule, "no more queries than keys"))
     given = {f"parameters[{name!r}]": x for name, x in (parameters or {}).items()}
     given |= {} if sink is None else {SINK.name: sink}
     described = {x.name if x.role == "sinks" else f"parameters[{x.name!r}]": x for x in arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,35 +34,39 @@ def parts_call(stage: ScoreStage, head: str, entry: str, first_key: str, tokens:
 
 
 @dataclass(frozen=True)
-class Sums:
+class Sums(ABC):
     """Texts about the sums for gradients of parameters.
 
     Attributes:
         stage: the function of scores.
         packed: whether documents are packed.
-        rows: the host's number of rows of a head.
         keys: the host's number of keys of a head.
     """
 
     stage: ScoreStage
     packed: bool
-    rows: str
     keys: str
+
+    @abstractmethod
+    def shape(self, of: ParameterSum) -> str:
+        """Return the host's shape of the memory that kernels add a sum to."""
+
+    @abstractmethod
+    def memory(self, of: ParameterSum) -> str:
+        """Return the host's name of a sum of rows or of pairs."""
+
+    @abstractmethod
+    def of_parts(self, of: ParameterSum) -> str:
+        """Return the host's sums of each head of each batch entry, from those of parts of a head."""
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether there are sums of rows."""
+        return any(of.kind == "row" for of in self.stage.sums)
 
     def block(self, of: ParameterSum) -> int:
         """Return the entries of a table, padded as on chip."""
         return 1 << (of.view.table - 1).bit_length()
-
-    def shape(self, of: ParameterSum) -> str:
-        """Return the host's shape of the memory that kernels of "lift" add a sum to."""
-        axes = {
-            "head": ("all_heads", "n_blocks"),
-            "key": ("all_heads", self.keys),
-            "row": ("slots", "n_blocks", self.rows),
-            "pair": ("all_heads", self.keys, self.keys),
-            "table": ("all_heads", "n_blocks", str(of.view.table)),
-        }
-        return f"({', '.join(axes[of.kind])})"
 
     def gradient(self, view: View) -> str:
         """Return the host's expression for the gradient of a parameter."""
@@ -73,10 +78,69 @@ class Sums:
 
     def _of_heads(self, of: ParameterSum) -> str:
         """Return the sums of each head of each batch entry."""
-        if of.kind in ("head", "table"):
-            return f"{of.name}.sum(1)"
+        if of.kind == "pair":
+            return self.memory(of)
         if of.kind != "row":
-            return of.name
+            return self.of_parts(of)
         if self.packed:
-            return f"_at_tokens({of.name}_of_rows, cu_seq_q, cu_seq_k, total_k)"
-        return f"_at_positions({of.name}_of_rows, n_k)"
+            return f"_at_tokens({self.memory(of)}, cu_seq_q, cu_seq_k, {self.keys})"
+        return f"_at_positions({self.memory(of)}, {self.keys})"
+
+
+@dataclass(frozen=True)
+class LiftSums(Sums):
+    """Sums of "lift", whose programs own blocks of keys.
+
+    Attributes:
+        rows: the host's number of rows of a head.
+    """
+
+    rows: str
+
+    def shape(self, of: ParameterSum) -> str:
+        axes = {
+            "head": ("all_heads", "n_blocks"),
+            "key": ("all_heads", self.keys),
+            "row": ("slots", "n_blocks", self.rows),
+            "pair": ("all_heads", self.keys, self.keys),
+            "table": ("all_heads", "n_blocks", str(of.view.table)),
+        }
+        return f"({', '.join(axes[of.kind])})"
+
+    def memory(self, of: ParameterSum) -> str:
+        return f"{of.name}_of_rows" if of.kind == "row" else of.name
+
+    def of_parts(self, of: ParameterSum) -> str:
+        return of.name if of.kind == "key" else f"{of.name}.sum(1)"
+
+
+@dataclass(frozen=True)
+class StripSums(Sums):
+    """Sums of "strip", whose programs own rows of bundles of heads.
+
+    Attributes:
+        programs: programs of a bundle.
+        heads: heads of a bundle.
+        block_of_heads: the same, padded as on chip.
+    """
+
+    programs: int
+    heads: int
+    block_of_heads: int
+
+    def shape(self, of: ParameterSum) -> str:
+        if of.kind == "row":
+            return "lse.shape"
+        if of.kind == "pair":
+            return f"(batch * n_heads, {self.keys}, {self.keys})"
+        more = {"key": (self.keys,), "table": (str(self.block(of)),)}.get(of.kind, ())
+        bundles = f"batch * triton.cdiv(n_heads, {self.heads})"
+        return f"({', '.join((bundles, str(self.programs), str(self.block_of_heads), *more))})"
+
+    def memory(self, of: ParameterSum) -> str:
+        flat = of.kind == "row" and not self.packed
+        return f"{of.name}_partial.flatten(0, 1)" if flat else f"{of.name}_partial"
+
+    def of_parts(self, of: ParameterSum) -> str:
+        sums = f"_of_bundles({of.name}_partial, batch, n_heads, {self.heads})"
+        return f"{sums}[:, :{of.view.table}]" if of.kind == "table" else sums

@@ -18,6 +18,8 @@ from ..planner.strip.module import StripModule
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, block_of
 from ..version import __version__
 from . import host, triton
+from .expressions import triton_view
+from .parameters import StripSums, learned, parts_call
 from .pieces import aligned, dot_options, visible
 from .seen import Seen
 
@@ -35,6 +37,7 @@ def render(module: StripModule) -> str:
 def _context(module: StripModule) -> Mapping[str, Any]:
     """Return the names that the templates use."""
     spec, stages, mask = module.spec, module.stages, module.mask
+    stage = ScoreStage.of(spec)
     wide = spec.dtype == "fp32"
     unseen = "unseen" if spec.packed else "key0"
     return {
@@ -71,7 +74,15 @@ def _context(module: StripModule) -> Mapping[str, Any]:
             "torch_score": "torch.float32" if wide else "torch.float16",
         },
         "to_log2": repr(math.log2(math.e) / SCORE_SCALE),
-        "score": ScoreStage.of(spec).scaled(SCORE_SCALE).function,
+        "score": stage.scaled(SCORE_SCALE).function,
+        "score_parts": partial(_score_parts, stage, spec.packed),
+        # Whether what the function of scores needs of a head depends on the document of a row
+        "parts_of_rows": bool(stage.views) and spec.packed,
+        # The sequence's first token in parameters of tokens
+        "first_token": _first_token(spec.packed),
+        "view_address": partial(triton_view, packed=spec.packed),
+        "learned": tuple(learned(spec)),
+        "sums": StripSums(stage, spec.packed, "tokens", kernels.PROGRAMS, stages.heads, block_of(stages.heads)),
         "visible": partial(visible, mask),
         "seen": Seen(mask),
         # The argument of a decode step's kernels for the number of keys of the cache
@@ -88,6 +99,24 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         }
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }
+
+
+def _first_token(packed: bool) -> str:
+    """Return the sequence's first token in parameters of tokens."""
+    return "(key0 - unseen)" if packed else "0"
+
+
+def _score_parts(stage: ScoreStage, packed: bool, head: str, prefix: str = "") -> str:
+    """Return a row kernel's call that computes what the function of scores needs of a head.
+
+    Args:
+        stage: the function.
+        packed: whether documents are packed.
+        head: the heads of queries.
+        prefix: ``decode_`` in kernels of a decode step.
+    """
+    packed = packed and not prefix
+    return parts_call(stage, head, "document" if packed else "b", _first_token(packed), "tokens", "n_heads")
 
 
 def _legend(module: StripModule) -> Iterator[str]:

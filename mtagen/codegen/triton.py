@@ -24,7 +24,7 @@ from .expressions import triton_expression, triton_place, triton_view
 from .host import WIDTH, codes, filled, grouped, options
 from .layout import Batch, layout_of
 from .library import linked_python
-from .parameters import Sums, learned, parts_call
+from .parameters import LiftSums, learned, parts_call
 from .pieces import (
     aligned,
     all_of,
@@ -222,7 +222,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "view_address": partial(triton_view, packed=spec.packed),
         "learned": "".join(f", {name}" for name in learned(spec)),
         "learned_gradients": "".join(f", d{name}" for name in learned(spec)),
-        "sums": Sums(stage, spec.packed, queries.total, keys.total),
+        "sums": LiftSums(stage, spec.packed, keys.total, queries.total),
         "legend": _legend(module),
         "visible": partial(visible, lift.mask),
         "visible_of": partial(visible_of, lift.mask),

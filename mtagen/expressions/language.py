@@ -492,11 +492,8 @@ class _Writer(StrPrinter):  # type: ignore[misc]
     def _print_Pow(self, expr: Expr, rational: bool = False) -> str:
         base, exponent = expr.args
         if exponent.is_Rational and exponent.q == 2 and abs(exponent.p) > 1:
-            return (
-                f"sqrt({self._print(base)})**{exponent.p}"
-                if exponent > 0
-                else f"(1/sqrt({self._print(base)})**{-exponent.p})"
-            )
+            power = f"sqrt({self._print(base)})**{abs(exponent.p)}"
+            return power if exponent > 0 else f"(1/{power})"
         return str(super()._print_Pow(expr, rational))
 
     def _print_Load(self, expr: Load) -> str:

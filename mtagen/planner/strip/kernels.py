@@ -13,6 +13,7 @@ from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..geometry.affine import N_Q, Size
 from ..geometry.mask import Mask
+from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers
 from ..lift.kernels import AXES, pointers, strided, tiled
 from ..lift.tiling import block_dim
@@ -76,6 +77,10 @@ class _Maker:
     def __init__(self, spec: Spec, target: str) -> None:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
+        self._score = ScoreStage.of(spec)
+        self._sink = ("sink",) if spec.sink else ()
+        self._parameters = tuple(view.argument for view in self._score.views)
+        self._tokens = ("tokens",) if self._score.views else ()
 
     def forward(self) -> Iterator[Kernel]:
         stages = self._stages
@@ -83,7 +88,11 @@ class _Maker:
         if stages.convolution:
             yield self._convolution(stages.convolution)
         yield self._rows(
-            "softmax", ("x", "lse", "out", *self._weights()), stages.heads, COUNT, numbers("int32", "n_q", "valid")
+            "softmax",
+            ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters),
+            stages.heads,
+            COUNT,
+            numbers("int32", "n_q", "valid", *self._tokens),
         )
         if stages.post_convolution:
             yield self._convolution(stages.post_convolution)
@@ -103,8 +112,9 @@ class _Maker:
         yield self._product("decode_scores", spec.head_dim, rows, lengths)
         for stage in stages.convolutions:
             yield self._convolution(stage, "decode_", rows, (*lengths, *numbers("int32", "b0")))
-        more = (*numbers("int32", "n_q", "valid"), *lengths)
-        yield self._rows("decode_softmax", ("x", "lse", "out", *self._weights()), stages.heads, COUNT, more)
+        more = (*numbers("int32", "n_q", "valid", *self._tokens), *lengths)
+        tensors = ("x", "lse", "out", *self._weights(), *self._sink, *self._parameters)
+        yield self._rows("decode_softmax", tensors, stages.heads, COUNT, more)
         if stages.separate_post_mix:
             tensors = ("x", "out", "post_head_weight")
             yield self._rows("decode_post_mix", tensors, stages.post_heads, COUNT, lengths)
@@ -138,9 +148,10 @@ class _Maker:
             yield self._convolution(stages.convolution)
         if stages.has_gradient_product:
             yield self._product("grad_shares", spec.value_head_dim)
-        valid = numbers("int32", "n_q", "valid")
+        valid = numbers("int32", "n_q", "valid", *self._tokens)
         if stages.post_is_separate:
-            yield self._rows("probabilities", ("x", "lse", "out", *self._mix()), stages.heads, COUNT, valid)
+            tensors = ("x", "lse", "out", *self._mix(), *self._parameters)
+            yield self._rows("probabilities", tensors, stages.heads, COUNT, valid)
         if stages.separate_post_mix:
             names = ("x", "dy", "out", "post_head_weight", "partial")
             yield self._rows("post_mix_backward", names, stages.post_heads, Min(PROGRAMS, COUNT), (), programs=True)
@@ -151,8 +162,11 @@ class _Maker:
         partials = (
             *(("mix_partial",) if stages.mix else ()),
             *(("post_mix_partial",) if stages.fused_post_mix else ()),
+            *(f"{x.name}_partial" for x in self._score.sums),
+            *(("minus_dot",) if spec.sink else ()),
         )
-        names = ("x", "g", "lse", "grad_lse", "dx", *probabilities, *self._weights(), *partials)
+        weights = (*self._weights(), *(self._sink if stages.normalizes_again else ()), *self._parameters)
+        names = ("x", "g", "lse", "grad_lse", "dx", *probabilities, *weights, *partials)
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)

@@ -10,7 +10,7 @@ from ...errors import PlanError, explain
 from ...spec import Spec
 from ..geometry.mask import Mask
 from ..kernel import Kernel
-from ..passes import Fields, PassPlan, describe
+from ..passes import Fields, PassPlan, check_learned, describe
 from ..targets import Target, get_target
 from ..tile.forward import TileForward
 from .concatenation import concatenated, rows_of_table
@@ -239,6 +239,7 @@ class StripLowering:
         if spec.convolves_only and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
+        check_learned(spec, "strip", ("parameters", "sink") if self.backend == "triton" else ())
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()
         return [plan]

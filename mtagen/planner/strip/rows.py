@@ -189,7 +189,7 @@ class RowKernel(StripSource):
         written = {"out": self.formula.result, "dx": "Element", "shares": "Element", "dy": "Element"}
         if name in written:
             (pointer,) = writes(written[name], name, restrict=False)
-        elif name.endswith("partial") or (name == "lse" and self.role.endswith("softmax")):
+        elif name.endswith("partial") or name == "minus_dot" or (name == "lse" and self.role.endswith("softmax")):
             (pointer,) = writes("float", name)
         else:
             types = {"x": "Score", "g": "Element", "seed": "long long"} | dict.fromkeys(self.sequence.names, "int")
@@ -199,7 +199,7 @@ class RowKernel(StripSource):
     @property
     def moved(self) -> str:
         """What the function of scores adds to positions and keys, which count from key 0 of planes."""
-        unseen = "key0" if self.sequence == "Step" else "unseen"
+        unseen = "key0" if self.sequence.struct == "Step" else "unseen"
         return f" + sequence.{unseen}" if self.stages.places_keys else ""
 
     @property

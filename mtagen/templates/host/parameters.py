@@ -39,3 +39,22 @@ def _at_tokens(sums: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tenso
     heads = torch.arange(len(sums), device=sums.device)[:, None]
     # PyTorch sorts the indices to add up equal ones, so the result is bit-reproducible.
     return sums.new_zeros(len(sums), total_k).index_put_((heads, token[None, :]), sums, accumulate=True)
+
+
+def _of_bundles(partial: torch.Tensor, batch: int, n_heads: int, heads: int) -> torch.Tensor:
+    """Sums (B * n_heads, ...) from partial sums (B * bundles, programs, padded heads, ...) of bundles of heads."""
+    sums = partial.sum(1).view(batch, -1, *partial.shape[2:])[:, :, :heads]
+    return sums.flatten(1, 2)[:, :n_heads].flatten(0, 1)
+
+
+def _of_sink(sink: torch.Tensor, lse: torch.Tensor, minus_dot: torch.Tensor) -> torch.Tensor:
+    """The gradient (H,) of sinks: the sum over rows of exp(sink - lse) (dlse - D).
+
+    Args:
+        sink: (H,).
+        lse: (..., H, rows), -inf in rows that no softmax has.
+        minus_dot: dlse - D of each row.
+    """
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink[:, None] - lse))
+    sums = (share * minus_dot).sum(-1)
+    return sums if sums.ndim == 1 else sums.sum(0)
