@@ -20,7 +20,7 @@ from mtagen.planner import get_target
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
 
-SIZES = (Sizes(2, 4, 2, 33, 40), Sizes(1, 4, 1, 133, 150), Sizes(2, 4, 2, 70, 9))
+SIZES = (Sizes(2, 8, 4, 33, 40), Sizes(1, 8, 2, 133, 150), Sizes(2, 8, 8, 70, 9))
 READING = [
     ("sm_90a", Spec((3, 3), 32, dtype="fp16", sink=True, **problems.READ)),
     ("sm_90a", Spec((1, 1), 32, window=(20, 5), causal=False, **problems.READ)),

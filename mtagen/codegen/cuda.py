@@ -26,7 +26,7 @@ from ..version import __version__
 from .expressions import c_expression, c_view
 from .host import allocate, codes, launch, options, together
 from .library import linked_cuda
-from .parameters import Sums, learned
+from .parameters import TileSums, learned
 from .printers import Source, c_code, python_code
 from .templates import environment, spaced
 
@@ -68,7 +68,7 @@ def render_host(plan: Plan) -> str:
     context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
     context |= {
         "score": score_function(plan.spec),
-        "sums": Sums(ScoreStage.of(plan.spec), plan.spec.packed, "n_q", "n_k"),
+        "sums": TileSums(ScoreStage.of(plan.spec), plan.spec.packed, "n_k"),
         "log2e": math.log2(math.e),
         "learned": "".join(f", {name}" for name in learned(plan.spec)),
         "learned_gradients": "".join(f", d{name}" for name in learned(plan.spec)),

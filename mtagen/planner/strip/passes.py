@@ -239,7 +239,7 @@ class StripLowering:
         if spec.convolves_only and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
-        check_learned(spec, "strip", ("parameters", "sink") if self.backend == "triton" else ())
+        check_learned(spec, "strip", ("parameters", "sink"))
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()
         return [plan]

@@ -20,16 +20,6 @@ def _with_rest(
     return torch.cat((cu_seq_q, cu_seq_q[-1:], rest_q)), torch.cat((cu_seq_k, rest_k))
 
 
-def _hide_rest(lse: torch.Tensor, cu_seq_q: torch.Tensor) -> None:
-    """Set the log-sum-exps of rows behind the last document, which have a sink, to -inf.
-
-    Args:
-        lse: (heads, total_q).
-        cu_seq_q: of `_with_rest`.
-    """
-    lse.masked_fill_(torch.arange(lse.shape[1], device=lse.device) >= cu_seq_q[-2], float("-inf"))
-
-
 def _schedule(cu_seq: torch.Tensor, length: int, block: int, order: str, layers: int = 1) -> torch.Tensor:
     """Tiles of packed documents, in the order in which CTAs take them, so that CTAs finish evenly.
 
