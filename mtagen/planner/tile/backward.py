@@ -276,6 +276,9 @@ class TileBackward(TilePass):
             yield f"  dk_parts          dk of the {self.geometry.halo} first and last columns of each CTA, {parts},"
             yield "                    in dk_pieces of 16 elements."
         yield f"progress is null, or int32 zeros ({batch}heads, key_blocks), which make dq reproducible."
+        for x in self._sums:
+            parts = f"({batch}heads, key_blocks * {self.warps})"
+            yield f"{x.name} {parts} has parts of the gradient of parameter {x.view.parameter.name}."
         yield f"row_pitch = {self.grid.symbols['row_pitch']}, key_blocks = {key_blocks},"
         yield f"dw_terms = {batch}key_blocks."
         yield f"The main kernel takes, for 16 x 8 scores, {self._convolutions}."
