@@ -7,14 +7,18 @@ A test compares the files with a new drawing.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-from sympy import Expr
+from sympy import Expr, Integer
 
 from mtagen import Plan, Spec, plan
+from mtagen.expressions import t5
+from mtagen.expressions.language import KEY, POSITION, Load, read
+from mtagen.expressions.parameters import read_parameters
 from mtagen.planner.geometry.affine import N_K, N_Q
 from mtagen.planner.geometry.loops import BLOCK_M, BLOCK_N, I0, J0, OFF, Loop, key_loop, row_loop
 from mtagen.planner.geometry.mask import Mask
@@ -48,6 +52,11 @@ class Drawing:
         """A dashed line."""
         dash = 'stroke-width="1" stroke-dasharray="4 3"'
         self._add(f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{edge}" {dash}/>')
+
+    def curve(self, points: Iterable[tuple[float, float]], edge: str) -> None:
+        """Lines from point to point."""
+        at = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._add(f'<polyline points="{at}" fill="none" stroke="{edge}" stroke-width="1.5"/>')
 
     def text(self, x: float, y: float, text: str, *, size: float = 12, at: str = "start", fill: str = INK) -> None:
         """A line of text on the baseline y, which starts, has its middle or ends at x."""
@@ -280,9 +289,43 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
     drawing.text(left, end + 16, f"Neighbouring CTAs share {tile.geometry.halo} columns of dS.", size=11)
 
 
+def expressions() -> Drawing:
+    """What named expressions make of scores: one panel each."""
+    drawing, distances = Drawing(680, 210), range(161)
+    slopes = {h: [-(2.0 ** -(h + 1)) * d for d in distances] for h in (2, 4, 6)}
+    table = read_parameters({"table": "h,32"})
+    (load,) = read("logits", t5(), table).atoms(Load)
+    buckets = {0: [float(_at(load.indices[1], d)) for d in distances]}
+    panels = (
+        ("softcap(50)", "score, -150 to 150", {0: [50 * math.tanh(x / 50) for x in range(-150, 151)]}, (-60, 60)),
+        ("alibi(8): heads 2, 4, 6", "i - j, 0 to 160", slopes, (-20, 0)),
+        ("t5(): the entry of the table", "i - j, 0 to 160", buckets, (0, 32)),
+        ("clipped(64): the entry", "i - j, 0 to 160", {0: [float(min(64, d)) for d in distances]}, (0, 66)),
+    )
+    for number, (title, axis, curves, (low, high)) in enumerate(panels):
+        left, top, width, height = 20 + 168 * number, 36, 136, 128
+        drawing.text(left, top - 14, title)
+        drawing.box(left, top, width, height, PAPER, INK, 0.5)
+        for values, colour in zip(curves.values(), (OWN, DROPPED, COUNTED), strict=False):
+            ends = [min(max(y, low), high) for y in values]
+            step = width / (len(values) - 1)
+            drawing.curve(
+                ((left + step * x, top + height * (high - y) / (high - low)) for x, y in enumerate(ends)), colour
+            )
+        drawing.text(left, top + height + 18, axis, size=11)
+        drawing.text(left, top + height + 34, f"from {low} to {high}", size=11)
+    return drawing
+
+
+def _at(entry: Expr, distance: int) -> Expr:
+    """An integer of places at a distance between the query and the key."""
+    return entry.xreplace({POSITION: Integer(distance), KEY: Integer(0)})
+
+
 def pictures() -> Iterator[tuple[str, Drawing]]:
     """All pictures by their names."""
     yield from (("window", window()), ("band", band()), ("loops", loops()), ("tiles", tiles()))
+    yield "expressions", expressions()
 
 
 if __name__ == "__main__":

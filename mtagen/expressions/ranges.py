@@ -51,7 +51,8 @@ def _range(expr: Expr, distances: Range) -> Range:
     if isinstance(expr, Minimum):
         return min(low for low, _ in parts), min(high for _, high in parts)
     if isinstance(expr, Maximum):
-        return max(low for low, _ in parts), max(high for _, high in parts)
+        absolute = expr.args[0] == -expr.args[1]
+        return max((0.0,) * absolute + tuple(low for low, _ in parts)), max(high for _, high in parts)
     if isinstance(expr, Where):
         return min(low for low, _ in parts), max(high for _, high in parts)
     if type(expr) in _MONOTONE:
