@@ -247,6 +247,13 @@ class Spec:
         """Whether the operator has no stage except, maybe, a convolution before the softmax."""
         return self.mixed_heads is None and self.post_kernel is None and self.post_mixed_heads is None
 
+    @property
+    def is_fusible(self) -> bool:
+        """Whether one kernel may compute a pass: scores are products of rows until they are convolved, and no stage
+        mixes heads or follows the softmax.
+        """
+        return self.convolves_only and self.scores is None
+
     @cached_property
     def mixed(self) -> dict[str, int]:
         """Heads per mixed group, by the name of the weight that mixes them."""

@@ -104,7 +104,7 @@ class Seen:
         if self.mask.hides_earlier:
             return self.checked_loop()
         if not self.mask.hides_later:
-            return ChunkLoop([], [("begin", "end", False)])
+            return self.unchecked_loop()
         seen_by_all = f"seen_by_all = {self.end('first + r0 + off', 'end')}"
         whole_end = "whole_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N"
         return ChunkLoop([seen_by_all, whole_end], [("begin", "whole_end", False), ("whole_end", "end", True)])
@@ -112,6 +112,10 @@ class Seen:
     def checked_loop(self) -> ChunkLoop:
         """Return the loop over these tiles if all pairs are checked."""
         return ChunkLoop([], [("begin", "end", True)])
+
+    def unchecked_loop(self) -> ChunkLoop:
+        """Return the loop over these tiles if no pair is checked."""
+        return ChunkLoop([], [("begin", "end", False)])
 
     @property
     def hidden_tiles(self) -> list[tuple[str, str]]:

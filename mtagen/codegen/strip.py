@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..planner.geometry.score import ScoreStage
+from ..planner.geometry.score import ScoreFunction, ScoreStage
 from ..planner.kernel import Kernel
 from ..planner.strip import kernels
 from ..planner.strip.documents import PART, RECORD, TILE
 from ..planner.strip.module import StripModule
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE, block_of
+from ..spec import Spec
 from ..version import __version__
 from . import host, triton
 from .expressions import triton_view
@@ -78,6 +79,9 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "score_parts": partial(_score_parts, stage, spec.packed),
         # Whether what the function of scores needs of a head depends on the document of a row
         "parts_of_rows": bool(stage.views) and spec.packed,
+        # The functions before the convolution and before the mixture, which read no parameters
+        "of_scores": _function(spec, "scores"),
+        "of_convolved": _function(spec, "convolved"),
         # The sequence's first token in parameters of tokens
         "first_token": _first_token(spec.packed),
         "view_address": partial(triton_view, packed=spec.packed),
@@ -91,6 +95,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "drawn_key": f"({unseen} + j0)" if mask.hides_earlier else "j0",
         # What functions of scores add to positions and keys, which count from key 0 of the planes
         "moved": f" + {unseen}" if stages.places_keys else "",
+        "moved_products": f" + {unseen}" if stages.products_place_keys else "",
         "aligned": partial(aligned, 16 // spec.itemsize),
         "gradients": {
             name: f"_matrices({'post_' if name.startswith('post') else ''}mix_partial, n_heads, {mixed}, "
@@ -99,6 +104,12 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         }
         | {stage.weight: f"{stage.name}_partial.sum((0, 2))" for stage in stages.convolutions},
     }
+
+
+def _function(spec: Spec, place: str) -> ScoreFunction | None:
+    """Return the function of scores that planes hold scaled, at one place of the pipeline; None for the identity."""
+    stage = ScoreStage.of(spec, place)
+    return None if stage.is_identity else stage.scaled(SCORE_SCALE).function
 
 
 def _first_token(packed: bool) -> str:

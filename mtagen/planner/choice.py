@@ -1,10 +1,11 @@
 """Choose the lowering of each pass, and one of the lowering's candidates.
 
 Users name backends. If the only stage is a convolution before the softmax, ``triton`` uses the
-lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). With other stages
-both use the lowering "strip" (:mod:`.strip`); ``cuda`` has kernels for most roles there, and
-Triton's kernels do the rest. If "tile" cannot fuse a backward pass, because its head dims are too
-wide or differ, ``cuda`` uses strips where it has the kernels. ``torch`` runs tiled PyTorch ops.
+lowering "lift" (:mod:`.lift`) and ``cuda`` the lowering "tile" (:mod:`.tile`). With other stages,
+or with a function of scores before the convolution, both use the lowering "strip" (:mod:`.strip`);
+``cuda`` has kernels for most roles there, and Triton's kernels do the rest. If "tile" cannot fuse a
+backward pass, because its head dims are too wide or differ, ``cuda`` uses strips where it has the
+kernels. ``torch`` runs tiled PyTorch ops.
 
 Where both ``cuda`` and ``triton`` can do a pass, ``auto`` takes the one that is expected to be
 faster, and CUDA where they are close. The expected ratio of times is measured if a table
@@ -67,7 +68,7 @@ def lowerings(backend: str, spec: Spec) -> Mapping[str, Lowering]:
     if backend not in GENERATED:
         return {"tiled ops": torch_ops}
     strips = {"strip": strip.LOWERINGS[backend]}
-    if not spec.convolves_only:
+    if not spec.is_fusible:
         return strips
     return {"tile": tile, **strips} if backend == "cuda" else {"lift": lift}
 
@@ -268,6 +269,8 @@ def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) 
     convolution before the softmax, shapes that were not measured get the largest measured ratio.
     """
     pass_name, spec = cuda.pass_name, cuda.spec
+    if spec.convolves_only and not spec.is_fusible:  # fused kernels were measured, and these are strips
+        return cuda.cost / triton.cost, "by the cost models"
     here = Shape.of(spec)
     measured: dict[Shape, float] = {}
     for table in tables:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..spec import Spec
+from ..spec import EXPRESSIONS, Spec
+from .geometry.mask import Mask
 from .geometry.score import ScoreStage
 
 
@@ -13,7 +14,7 @@ def suffix(spec: Spec, target: str) -> str:
     """
     parts = [f"cq{spec.cq}", f"ck{spec.ck}", f"d{spec.head_dim}"]
     parts += [f"dv{spec.value_head_dim}"] * (spec.value_head_dim != spec.head_dim)
-    parts += [spec.dtype, ScoreStage.of(spec).name]
+    parts += [spec.dtype, Mask.of(spec).name, *(ScoreStage.of(spec, place).name for place in EXPRESSIONS)]
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
     parts += ["sink"] * spec.sink + ["packed"] * spec.packed + ["dropout"] * spec.dropout

@@ -1,4 +1,4 @@
-"""The stage between scores and the softmax: which pairs of query and key are visible, and a function of scores."""
+"""The functions of scores before the softmax, and which pairs of query and key are visible."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class ParameterSum:
 
 @dataclass(frozen=True)
 class ScoreStage:
-    """The mask and the function that apply to scores before the softmax.
+    """The mask, and the function that applies to scores at one place of the pipeline.
 
     It is printed as functions, which templates call without asking what they are: ``visible``, and
     ``modify`` and ``modify_backward`` of its :class:`ScoreFunction`.
@@ -185,29 +185,31 @@ class ScoreStage:
             identity by default.
         views: the parameters that the function reads, in their order.
         sums: the gradients of what the function reads.
+        place: the option of the request that describes the function.
     """
 
     visible: Mask
     modify: Expr = SCORE
     views: tuple[View, ...] = ()
     sums: tuple[ParameterSum, ...] = ()
+    place: str = "logits"
 
     @classmethod
-    def of(cls, spec: Spec) -> ScoreStage:
-        """Return what a request does with its scores."""
-        return _stage(spec)
+    def of(cls, spec: Spec, place: str = "logits") -> ScoreStage:
+        """Return what a request does with its scores at one of the places ``EXPRESSIONS``."""
+        return _stage(spec, place)
 
     @property
     def is_identity(self) -> bool:
-        """Whether the softmax takes scores as they are."""
+        """Whether the next stage takes scores as they are."""
         return bool(self.modify == SCORE)
 
     @property
     def name(self) -> str:
-        """The part of kernel names that tells stages apart."""
+        """The part of kernel names that tells functions of a place apart; empty for the identity."""
         read = "".join(f"{view.parameter.name}[{view.parameter.text}]" for view in self.views)
         digest = hashlib.sha256(f"{self.modify}{read}".encode()).hexdigest()[:8]
-        return "_".join(filter(None, [self.visible.name, "" if self.is_identity else f"logits{digest}"]))
+        return "" if self.is_identity else f"{self.place}{digest}"
 
     @cached_property
     def modify_backward(self) -> Expr:
@@ -360,10 +362,11 @@ class _Parts:
 
 
 @cache
-def _stage(spec: Spec) -> ScoreStage:
-    if spec.logits is None:
-        return ScoreStage(Mask.of(spec))
-    expr = functions_of(spec.expressions, spec.parameters)["logits"].expr
+def _stage(spec: Spec, place: str) -> ScoreStage:
+    functions = functions_of(spec.expressions, spec.parameters)
+    if place not in functions:
+        return ScoreStage(Mask.of(spec), place=place)
+    expr = functions[place].expr
     views = {view.parameter.name: view for view in map(View, read_parameters(spec.parameters))}
     entries = {}
     for load in expr.atoms(language.Load):
@@ -374,7 +377,7 @@ def _stage(spec: Spec) -> ScoreStage:
     modify = expr.xreplace(entries).xreplace(names)
     found = sorted({entry.xreplace(names) for entry in entries.values()}, key=str)
     sums = (_sum_of(modify, f"sum{number}", entry, read) for number, entry in enumerate(found))
-    return ScoreStage(Mask.of(spec), modify, read, tuple(sums))
+    return ScoreStage(Mask.of(spec), modify, read, tuple(sums), place)
 
 
 def _sum_of(modify: Expr, name: str, entry: Entry, views: tuple[View, ...]) -> ParameterSum:

@@ -12,6 +12,7 @@ from ..targets import get_target
 from . import products, rows
 from .planes import plane_kernels
 from .products import product_kernel
+from .row_formula import RowFormula
 from .row_shared import MAX_HEADS
 from .rows import RowKernel
 from .source import StripSource
@@ -46,11 +47,19 @@ def cuda_sources(spec: Spec, target: str, kernels: Iterable[Kernel]) -> tuple[St
 
 def _candidates(spec: Spec, target: str, kernels: Iterable[Kernel]) -> Iterator[StripSource]:
     stages = Stages(spec)
-    yield from (product_kernel(spec, target, role) for role in products.ROLES)
+    yield from (product_kernel(spec, target, role) for role in products.ROLES if not _lacks_function(stages, role))
     for stage in stages.convolutions:
         # Probabilities that no later stage mixes are multiplied by values.
         result = spec.dtype if stage.final and not stages.post_mix else "fp16"
         yield from plane_kernels(spec, target, stage, result)
         yield StepKernel(spec, target, stage, result)
     yield ValuesKernel(spec, target)
-    yield from (RowKernel(spec, target, kernel) for kernel in kernels if kernel.role in rows.ROLES)
+    row_kernels = (kernel for kernel in kernels if kernel.role in rows.ROLES)
+    yield from (RowKernel(spec, target, kernel) for kernel in row_kernels if not _lacks_function(stages, kernel.role))
+
+
+def _lacks_function(stages: Stages, role: str) -> bool:
+    """Return whether the kernel of a role applies a function of scores that CUDA's kernels lack."""
+    if role in products.ROLES:
+        return stages.spec.scores is not None and role.endswith("scores")
+    return stages.spec.convolved is not None and RowFormula(role, stages).reads_scores

@@ -78,6 +78,7 @@ class _Maker:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
         self._score = ScoreStage.of(spec)
+        self._modifies_scores = not ScoreStage.of(spec, "scores").is_identity
         self._sink = ("sink",) if spec.sink else ()
         self._parameters = tuple(view.argument for view in self._score.views)
         self._tokens = ("tokens",) if self._score.views else ()
@@ -170,6 +171,8 @@ class _Maker:
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
+        if self._modifies_scores:
+            yield self._product("score_slopes", spec.head_dim)
         if spec.packed:
             yield self._contraction("grad_values", spec.value_head_dim, over_rows=True)
             yield self._contraction("grad_queries", spec.head_dim)
@@ -228,7 +231,7 @@ class _Maker:
             tiles = [(decode_rows, *tile, 4) for tile in DECODE_PRODUCT_TILES]
         else:
             tiles = [*(NARROW_PRODUCT_TILES if width <= 64 else PRODUCT_TILES)]
-        rows, keys, stages, warps = self._fitting(width, tiles)
+        rows, keys, stages, warps = self._fitting(width, tiles, reads_plane=role == "score_slopes")
         return self._make(
             role,
             (
@@ -238,6 +241,7 @@ class _Maker:
                 *more,
                 *self._strip("n_heads", "group", "b0"),
                 *numbers("float", "factor"),
+                *self._first_key(role),
                 *self._dropout(role),
             ),
             (self._tiles(rows, PRODUCT_CHUNK),),
@@ -262,14 +266,24 @@ class _Maker:
             return (*pointers("documents"), *numbers("int32", *_PACKED_STRIP, *more))
         return numbers("int32", *_STRIP, *more)
 
-    def _fitting(self, width: int, tiles: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
+    def _fitting(
+        self, width: int, tiles: Sequence[tuple[int, int, int, int]], *, reads_plane: bool
+    ) -> tuple[int, int, int, int]:
         """Return the first tile whose operands and products fit shared memory.
+
+        Args:
+            width: number of elements of a row.
+            tiles: rows, keys, stages and warps of each tile.
+            reads_plane: whether tiles of the plane are operands, too.
 
         Raises:
             PlanError: no tile fits.
         """
         spec, limit, d = self._spec, get_target(self._target).shared_per_block, block_dim(width)
-        needs = [spec.itemsize * (rows * d + stages * keys * d + rows * keys) for rows, keys, stages, _ in tiles]
+        needs = [
+            spec.itemsize * (rows * d + stages * keys * (d + rows * reads_plane) + rows * keys)
+            for rows, keys, stages, _ in tiles
+        ]
         for tile, need in zip(tiles, needs, strict=True):
             if need <= limit:
                 return tile
@@ -358,7 +372,10 @@ class _Maker:
         Kernels for packed documents and decode steps compute it themselves.
         """
         known = self._spec.packed or role.startswith("decode_") or role in self._stages.dropping
-        needs = self._stages.places_keys and "post_mix" not in role
+        if role in ("scores", "score_slopes"):
+            needs = self._stages.products_place_keys
+        else:
+            needs = self._stages.places_keys and role in ("softmax", "probabilities", "softmax_backward")
         return numbers("int32", "key0") if needs and not known else ()
 
     def _dropout(self, role: str, *more: Argument) -> tuple[Argument, ...]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...errors import PlanError, explain
-from ...spec import Spec
+from ...spec import EXPRESSIONS, Spec
 from ..geometry.mask import Mask
+from ..geometry.score import ScoreStage
 from ..kernel import Kernel
 from ..passes import Fields, PassPlan, check_learned, describe
 from ..targets import Target, get_target
@@ -109,7 +110,7 @@ class StripPass(PassPlan):
             PlanError: there is no kernel, a tile does not fit, or some kernels are Triton's.
         """
         kernels = self.kernels  # raises if there is none, or if a tile does not fit
-        if self.spec.convolves_only:
+        if self.spec.is_fusible:
             dense = replace(self, spec=replace(self.spec, packed=False))
             roles = [kernel.role for kernel in (dense.kernels if self.spec.packed else kernels)]
             if missing := [role for role in roles if role not in dense.cuda]:
@@ -236,10 +237,11 @@ class StripLowering:
         """
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
-        if spec.convolves_only and (pass_name != "backward" or not spec.kernel):
+        if spec.is_fusible and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
-        check_learned(spec, "strip", ("parameters", "sink"))
+        check_learned(spec, "strip", ("scores", "convolved", "parameters", "sink"))
+        _check_parameters(spec)
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()
         return [plan]
@@ -264,6 +266,18 @@ class StripLowering:
         d, dv = spec.head_dim, spec.value_head_dim
         stages = sum(cq * ck for cq, ck in spec.kernels.values()) + sum(spec.mixed.values())
         return {"forward": 2 * (d + dv + stages), "backward": 2 * (3 * d + 2 * dv + 3 * stages)}[pass_name]
+
+
+def _check_parameters(spec: Spec) -> None:
+    """Check that only ``logits`` reads parameters.
+
+    Raises:
+        PlanError: another function of scores reads a parameter.
+    """
+    for place in EXPRESSIONS[:-1]:
+        if views := ScoreStage.of(spec, place).views:
+            rule = f"kernels load parameters for logits only, and here {place} reads them"
+            raise PlanError(explain("parameters", [view.parameter.name for view in views], rule, "backend='torch'"))
 
 
 def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:

@@ -202,7 +202,7 @@ class Stages:
         The forward pass may be a fused kernel, which rounds scores differently, so that rows would
         not sum to 1.
         """
-        return self.mixes_after_alone or self.spec.convolves_only
+        return self.mixes_after_alone or self.spec.is_fusible
 
     @property
     def fused_post_mix(self) -> bool:
@@ -228,10 +228,19 @@ class Stages:
 
     @property
     def places_keys(self) -> bool:
-        """Whether the function of scores depends on places in the sequence, where planes begin with a
-        later key.
+        """Whether the functions of scores in kernels of rows depend on places in the sequence, where planes
+        begin with a later key.
         """
-        return Mask.of(self.spec).hides_earlier and ScoreStage.of(self.spec).counts_keys
+        return self._places_keys("convolved", "logits")
+
+    @property
+    def products_place_keys(self) -> bool:
+        """Whether the function of scores before the convolution does."""
+        return self._places_keys("scores")
+
+    def _places_keys(self, *places: str) -> bool:
+        counts = (ScoreStage.of(self.spec, place).counts_keys for place in places)
+        return Mask.of(self.spec).hides_earlier and any(counts)
 
     @property
     def post_context(self) -> int:
