@@ -17,6 +17,7 @@ from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.lift import passes as lift
+from mtagen.planner.tables import Shape
 from mtagen.planner.targets import get_target
 from mtagen.planner.tile import candidates as tile
 from mtagen.runtime.load import load_host
@@ -168,8 +169,16 @@ def test_kernels_of_cuda() -> None:
     assert roles["convolved"] - roles["logits"] == rows
 
 
+def test_a_slope_of_1_needs_no_kernel() -> None:
+    for scores, needs in (("s - (i - j) / 8 + sqrt(h)", False), ("2 * s", True), (CAP, True)):
+        backward = plan(Spec((3, 4), 64, scores=scores), "sm_90a", "triton")["backward"]
+        assert ("score_slopes" in {kernel.role for kernel in backward.kernels}) == needs
+
+
 def test_names_tell_places_apart() -> None:
     spec = Spec(head_dim=64, **ALL_STAGES)
     places = [{}, {"scores": CAP}, {"convolved": CAP}, {"logits": CAP}, EVERYWHERE]
     names = {plan(replace(spec, **at), "sm_90a", "triton")["forward"].kernels[0].name for at in places}
     assert len(names) == len(places)
+    shapes = {Shape.of(replace(spec, **at)) for at in places}  # of logits, every lowering has the function
+    assert len(shapes) == len(places) - 1
