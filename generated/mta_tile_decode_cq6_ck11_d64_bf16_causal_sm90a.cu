@@ -375,6 +375,9 @@ struct Work {
     return {x.v + b * x.v_stride_b + kv_head * x.v_stride_h, x.v_stride_n};
   }
 
+  // The function of scores, in units of log2, of the CTA's head h.
+  DEVICE ScoreFunction score_function(int h) const { return {1.f, head + h}; }
+
   // The key of a tile's first score, and that of its first output.
   DEVICE int first_key(int tile) const { return begin - PAD_LEFT + tile * Tile::KEYS; }
   DEVICE int first_output(int tile) const { return first_key(tile) - PAD_RIGHT; }
@@ -634,7 +637,7 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
                     column < work.begin || column + Tile::KEYS > work.end || (!BOUNDS_KEYS && first_position < 0);
   for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
     const int h = index / work.token_tiles, token = index % work.token_tiles * Tile::TOKENS;
-    const ScoreFunction score_function(1.f, work.head + h);  // of scores in units of log2
+    const ScoreFunction score_function = work.score_function(h);
     float c[4];
     convolve(c, shared, work, h, token, work.first_key(tile) - (CK - 1), lane);
     int pair[2];

@@ -46,7 +46,10 @@ def random(spec: Spec, lengths: Lengths, heads: int, kv_heads: int) -> tuple[Inp
         name: torch.randn(shape, generator=generator) / math.prod(shape[1:]) ** 0.5
         for name, shape in spec.weights(heads).items()
     }
-    return Inputs(q, k, v, weights), grad_out
+    sizes = {"H": heads, "total_k": total_k, "documents": len(lengths)}
+    learned = {x.name: torch.randn(x.extents(sizes), generator=generator) for x in spec.packed_learned_arguments}
+    weights |= {"sink": learned.pop("sink")} if spec.sink else {}
+    return Inputs(q, k, v, weights, learned, dict(spec.parameters)), grad_out
 
 
 def op(
@@ -67,9 +70,14 @@ def op(
             grads = grad_out.contiguous(), grad_lse.contiguous()
             return host["backward"](*grads, *context.saved_tensors, *call_options)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
+    of_tokens = {name for name, axes in spec.parameters if {"i", "j"} & set(axes.split(","))}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sink: Any = None, parameters: Any = None, **weights: Tensor) -> Any:
         taps = weights or {"weight": torch.ones(q.shape[1], 1, 1)}  # plain attention is a convolution by a single tap
-        return Attention.apply(q, k, v, *taps.values())
+        learned = [] if sink is None else [sink]
+        for name, x in (parameters or {}).items():
+            learned.append(x.movedim(0, -1).contiguous() if name in of_tokens else x)
+        return Attention.apply(q, k, v, *taps.values(), *learned)
 
     return call
 
@@ -112,23 +120,23 @@ def failures(
     kv_heads: int,
     dropout: Dropout | None = None,
 ) -> list[str]:
-    """Results and gradients that break the accuracy rule, a line each.
+    """Results, and gradients if there is a backward pass, that break the accuracy rule, a line each.
 
     Gradients come through the output and through the log-sum-exp, which is its last column. ``dropout`` is what host
     functions of a spec with dropout are told.
     """
     inputs, grad_out = random(spec, lengths, heads, kv_heads)
-    grad_out = torch.cat([grad_out, grad_out[..., :1]], -1)
+    grad = torch.cat([grad_out, grad_out[..., :1]], -1) if "backward" in host else None
 
     def with_lse(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run(*qkv: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
+        def run(*qkv: Tensor, **weights: Any) -> tuple[Tensor, Tensor]:
             out, lse = function(*qkv, **weights)
             column = lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).T.unsqueeze(-1)
             return torch.cat([out, column], -1), lse
 
         return run
 
-    def eager(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+    def eager(*tensors: Tensor, document: int, **weights: Any) -> Any:
         options: dict[str, Any] = {}
         if dropout:
             n_q, n_k = lengths[document]
@@ -136,8 +144,8 @@ def failures(
             options = {"dropout_p": dropout.p, "dropout_mask": mask[document : document + 1]}
         return eager_op(spec, return_lse=True)(*tensors, **weights, **options)
 
-    expected = documents_op(eager, *map(list, zip(*lengths, strict=True)))
-    judged = judge(with_lse(op(host, spec, packed(lengths), dropout)), with_lse(expected), inputs, grad_out)
+    expected = documents_op(eager, *map(list, zip(*lengths, strict=True)), axes=inputs.axes)
+    judged = judge(with_lse(op(host, spec, packed(lengths), dropout)), with_lse(expected), inputs, grad)
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
 
 

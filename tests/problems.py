@@ -27,6 +27,16 @@ LOGITS = "(3 + h) * tanh(s / 2) - (i - j) / 16"
 DEFINED_WHERE_VISIBLE = "s * log(i - j + 2)"
 # They depend on where keys lie in the sequence, not only on distances.
 OF_PLACES = "s * log(i + 2) / 4 + sqrt(j + 1) / 4"
+# They read numbers of heads, of distances, and of rows and keys.
+READ = {
+    "logits": "s - slopes[h] * (i - j) / 16 + table[h, max(0, min(8, i - j))] + gates[b, h, i] - gates[b, h, j]",
+    "parameters": {"slopes": "h", "table": "h,9", "gates": "b,h,j"},
+}
+# The fused backward pass of "tile" has gradients of what these read.
+OF_HEADS = {
+    "logits": "s / 2 - slopes[h] * (i - j) / 16 + shifts[b, h] * log(abs(i - j) + 1)",
+    "parameters": {"slopes": "h", "shifts": "b,h"},
+}
 
 
 class Problem(NamedTuple):
@@ -137,7 +147,8 @@ def decode_failures(
         lengths: keys in use, by batch entry; by default all.
         num_splits: parts the keys are split into; by default as planned.
     """
-    k, v, weights, q_tail = problem.inputs.k, problem.inputs.v, problem.inputs.weights, problem.q_tail
+    inputs, q_tail = problem.inputs, problem.q_tail
+    k, v, options = inputs.k, inputs.v, inputs.options(inputs.named)
     batch, _, capacity, _ = k.shape
     tail = q_tail.shape[2]
     used = [min(length, capacity) for length in lengths or batch * [capacity]]
@@ -146,7 +157,7 @@ def decode_failures(
     out, lse = op.decode(
         q_tail.masked_fill(before_the_first[:, None, :, None], torch.nan),
         *(x.masked_fill(unused[:, None, :, None], torch.nan) for x in (k, v)),
-        **weights,
+        **options,
         cache_seqlens=None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
         scale=problem.scale,
         num_splits=num_splits,
@@ -154,14 +165,17 @@ def decode_failures(
     )
 
     def expected(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Each entry alone, in ``dtype``; rows of new tokens before its first key are 0, with -inf."""
+        """Each entry alone, in ``dtype``; rows of new tokens before its first key are 0, with -inf or the sink."""
         outs, lses = torch.zeros(out.shape, dtype=dtype), torch.full(lse.shape, -torch.inf, dtype=dtype)
+        if spec.sink:
+            lses[:] = inputs.weights["sink"][:, None]
         for entry, n in enumerate(used):
             rows, new = min(tail, n), min(out.shape[2], n)
             if not n:
                 continue
             one = (x[entry : entry + 1].to(dtype) for x in (q_tail[:, :, tail - rows :], k[:, :, :n], v[:, :, :n]))
-            whole = eager_op(spec, return_lse=True)(*one, **weights, scale=problem.scale)
+            read = {name: inputs.part(name, x, entry, slice(n)) for name, x in inputs.named.items()}
+            whole = eager_op(spec, return_lse=True)(*one, **inputs.options(read), scale=problem.scale)
             outs[entry, :, -new:], lses[entry, :, -new:] = (x[0, :, -new:] for x in whole)
         return outs, lses
 
@@ -172,10 +186,15 @@ def decode_failures(
 
 def forward_failures(forward: Callable[..., tuple[Tensor, Tensor]], spec: Spec, problem: Problem) -> list[str]:
     """The same of a host function of the forward pass, alone."""
-    tensors, eager = problem.inputs.arguments, eager_op(spec, return_lse=True)
-    exact = eager(*(x.double() for x in tensors), scale=problem.scale)
-    results = zip(forward(*tensors, problem.scale), eager(*tensors, scale=problem.scale), exact, strict=True)
-    terms = problem.inputs.v.abs().max().item(), 0.0
+    inputs = problem.inputs
+
+    def eager(named: dict[str, Tensor]) -> Any:
+        qkv = (named[name] for name in "qkv")
+        return eager_op(spec, return_lse=True)(*qkv, **inputs.options(named), scale=problem.scale)
+
+    exact = eager({name: x.double() for name, x in inputs.named.items()})
+    results = zip(forward(*inputs.arguments, problem.scale), eager(inputs.named), exact, strict=True)
+    terms = inputs.v.abs().max().item(), 0.0
     judged = (compare(*three, terms=term) for three, term in zip(results, terms, strict=True))
     return _broken(dict(zip(("out", "lse"), judged, strict=True)))
 
@@ -209,8 +228,9 @@ def host_decode_failures(
 ) -> list[str]:
     """:func:`decode_failures` of a host function of decode, alone."""
 
-    def as_op(*qkv: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return decode(*qkv, weight, options["scale"], options["cache_seqlens"], options["num_splits"])
+    def as_op(*qkv: Tensor, weight: Tensor, parameters: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+        learned = (*([options["sink"]] if spec.sink else []), *(parameters or {}).values())
+        return decode(*qkv, weight, *learned, options["scale"], options["cache_seqlens"], options["num_splits"])
 
     return decode_failures(SimpleNamespace(decode=as_op), spec, problem, lengths, num_splits)
 

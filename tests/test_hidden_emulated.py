@@ -8,6 +8,7 @@ from typing import Any
 
 import documents
 import hidden
+import problems
 import pytest
 import torch
 from emulator import host_function, needs_compiler
@@ -35,6 +36,7 @@ SPECS = [
     SM80,
     ("sm_80", Spec((1, 1), 32, mask="output")),
     ("sm_80", Spec((6, 11), 32, causal=False, window=(3, 2))),
+    ("sm_80", Spec((3, 3), 32, window=(40, -1), sink=True, **problems.OF_HEADS)),
 ]
 PAIRS = [(target, Spec(None, 64, post_mixed_heads=2)) for target in ("sm_90a", "sm_80")]
 SPLITS = [SM90, ("sm_80", Spec((11, 4), 32, window=(30, -1)))]
@@ -68,13 +70,15 @@ def training(
 ) -> Callable[[Call], dict[str, Tensor]]:
     """The results of both passes, or of the forward pass alone."""
     weight, scale, dropout = weight_of(spec), spec.head_dim**-0.5, dropout_of(spec)
+    random, sizes = torch.Generator().manual_seed(2), {"B": 1, "H": 2, "Nk": N_K}
+    learned = [torch.randn(x.extents(sizes), generator=random) for x in spec.learned_arguments]
 
     def results(call: Call) -> dict[str, Tensor]:
         *qkv, grad_out = call
-        out, lse = forward(*qkv, weight, scale, *dropout)
+        out, lse = forward(*qkv, weight, *learned, scale, *dropout)
         made = {"out": out, "lse": lse}
         if backward:
-            gradients = grad_out, torch.ones_like(lse), *qkv, weight, out, lse, scale, *dropout
+            gradients = grad_out, torch.ones_like(lse), *qkv, weight, *learned, out, lse, scale, *dropout
             made |= zip(("dq", "dk", "dv"), backward(*gradients, deterministic=True), strict=False)
         return made
 

@@ -23,9 +23,10 @@ from ..planner.plan import Plan
 from ..planner.strip.kernels import PROGRAMS
 from ..planner.strip.stages import PROBABILITY_SCALE, SCORE_SCALE
 from ..version import __version__
-from .expressions import c_expression
+from .expressions import c_expression, c_view
 from .host import allocate, codes, launch, options, together
 from .library import linked_cuda
+from .parameters import TileSums, learned
 from .printers import Source, c_code, python_code
 from .templates import environment, spaced
 
@@ -47,6 +48,7 @@ def render(plan: Any) -> str:
             spec=plan.spec,
             mask=mask,
             score=score_function(plan.spec),
+            view_address=partial(c_view, packed=plan.spec.packed),
             hidden=partial(_hidden, mask),
             visible=partial(_visible, mask),
             sequence=SEQUENCE,
@@ -64,6 +66,13 @@ def host_name(plan: Plan) -> str:
 def render_host(plan: Plan) -> str:
     """Render the Python module that launches a plan's CUDA kernels."""
     context = {"name": host_name(plan), "spec": plan.spec, "options": options(plan.spec), "target": plan.target}
+    context |= {
+        "score": score_function(plan.spec),
+        "sums": TileSums(ScoreStage.of(plan.spec), plan.spec.packed, "n_k"),
+        "log2e": math.log2(math.e),
+        "learned": "".join(f", {name}" for name in learned(plan.spec)),
+        "learned_gradients": "".join(f", d{name}" for name in learned(plan.spec)),
+    }
     cuda = {role: source for tile_pass in plan.tile.values() for role, source in tile_pass.cuda.items()}
     return _environment().get_template("host.py.j2").render(**context, cuda=cuda, version=__version__)
 

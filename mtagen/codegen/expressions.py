@@ -46,16 +46,33 @@ def triton_place(expr: Expr) -> str:
 
 def triton_view(view: View, packed: bool) -> str:
     """Print the address of what a head of a sequence reads of a parameter, as Triton."""
-    of_tokens = packed and view.token_axes > 0
-    terms = ["own"] if view.has_heads else []
-    if view.has_entries and not of_tokens:
-        terms = ["entry * n_heads + own" if view.has_heads else "entry"]
-    place = terms[0] if terms else ""
-    size = [str(view.table)] * (view.table > 1) + ["tokens"] * view.token_axes
-    if not place:
-        return f"{view.argument}_ptr" + (" + first_key" if of_tokens else "")
-    place = f"({place}).to(tl.int64)"
-    return " + ".join([f"{view.argument}_ptr", " * ".join([place, *size]), *(["first_key"] * of_tokens)])
+    place = _place_of_view(view, packed, "entry", "own", "n_heads")
+    wide = [f"({place}).to(tl.int64)"] if place else []
+    return _address(view, packed, f"{view.argument}_ptr", wide, "tokens", "first_key")
+
+
+def c_view(view: View, packed: bool) -> str:
+    """Print the address of what a head of a sequence reads of a parameter, as C++.
+
+    ``head`` may be a head that does not exist. It then reads what the last head reads.
+    """
+    place = _place_of_view(view, packed, "x.entry", "min(head, x.heads - 1)", "x.heads")
+    wide = [f"static_cast<long long>({place})"] if place else []
+    return _address(view, packed, f"x.{view.argument}", wide, "x.all_tokens", "x.first_key")
+
+
+def _place_of_view(view: View, packed: bool, entry: str, head: str, n_heads: str) -> str:
+    """Return the number of a view among all views of a parameter, or nothing if there is one."""
+    if not view.has_entries or (packed and view.token_axes):
+        return head if view.has_heads else ""
+    return f"{entry} * {n_heads} + {head}" if view.has_heads else entry
+
+
+def _address(view: View, packed: bool, begin: str, place: list[str], tokens: str, first_key: str) -> str:
+    """Return the sum of where a parameter begins, where the view does in it, and its document's first key."""
+    size = [str(view.table)] * (view.table > 1) + [tokens] * view.token_axes
+    first = [first_key] * (packed and view.token_axes > 0)
+    return " + ".join([begin, *([" * ".join([*place, *size])] if place else []), *first])
 
 
 class _Printer(ABC):

@@ -47,13 +47,9 @@ class Sums(ABC):
     packed: bool
     keys: str
 
-    @abstractmethod
-    def shape(self, of: ParameterSum) -> str:
-        """Return the host's shape of the memory that kernels add a sum to."""
-
-    @abstractmethod
     def memory(self, of: ParameterSum) -> str:
         """Return the host's name of a sum of rows or of pairs."""
+        return of.name
 
     @abstractmethod
     def of_parts(self, of: ParameterSum) -> str:
@@ -98,6 +94,7 @@ class LiftSums(Sums):
     rows: str
 
     def shape(self, of: ParameterSum) -> str:
+        """Return the host's shape of the memory that kernels add a sum to."""
         axes = {
             "head": ("all_heads", "n_blocks"),
             "key": ("all_heads", self.keys),
@@ -112,6 +109,13 @@ class LiftSums(Sums):
 
     def of_parts(self, of: ParameterSum) -> str:
         return of.name if of.kind == "key" else f"{of.name}.sum(1)"
+
+
+class TileSums(Sums):
+    """Sums of "tile", whose warps each have a part of a head's."""
+
+    def of_parts(self, of: ParameterSum) -> str:
+        return f"{of.name}.sum(1)"
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class StripSums(Sums):
     block_of_heads: int
 
     def shape(self, of: ParameterSum) -> str:
+        """Return the host's shape of the memory that kernels add a sum to."""
         if of.kind == "row":
             return "lse.shape"
         if of.kind == "pair":

@@ -17,7 +17,7 @@ def suffix(spec: Spec, target: str) -> str:
     parts += [spec.dtype, Mask.of(spec).name, *(ScoreStage.of(spec, place).name for place in EXPRESSIONS)]
     parts += [f"pad{spec.key_padding}"] * (spec.key_padding != "both")
     parts += [f"mask{spec.mask}"] * (spec.mask != "source")
-    parts += ["packed"] * spec.packed + ["dropout"] * spec.dropout
+    parts += ["sink"] * spec.sink + ["packed"] * spec.packed + ["dropout"] * spec.dropout
     return "_".join(filter(None, [*parts, other_stages(spec), target.replace("_", "")]))
 
 

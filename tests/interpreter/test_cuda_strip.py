@@ -213,6 +213,7 @@ STANDS_IN: dict[str, dict[str, Any]] = {
     "(3, 3), full": {"kernel": (3, 3), "head_dim": 32, "value_head_dim": 16, "causal": False},
     "one tap in a window": {"kernel": (1, 1), "value_head_dim": 32, "window": (20, -1)},
     "wide": {"kernel": (2, 9), "head_dim": 144},
+    "a sink": {"kernel": (3, 3), "value_head_dim": 32, "sink": True},
 }
 
 

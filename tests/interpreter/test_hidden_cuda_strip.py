@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import hidden
+import problems
 import pytest
 import torch
 from hidden import Call
@@ -22,6 +23,10 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {  # heads and stages
     "all stages in a window": (
         2,
         {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2, "window": (5, 0)},
+    ),
+    "parameters and a sink": (
+        4,
+        {"kernel": None, "mixed_heads": 2, "window": (9, -1), "sink": True, **problems.READ},
     ),
     "pairs in a window on both sides": (
         2,
@@ -42,7 +47,7 @@ def test_training(
     def results(call: Call) -> dict[str, Tensor]:
         *qkv, grad_out = call
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out, lse = op(*leaves, **inputs.weights, scale=0.25, return_lse=True)
+        out, lse = op(*leaves, **inputs.options(inputs.named), scale=0.25, return_lse=True)
         dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 

@@ -234,6 +234,18 @@ class ScoreStage:
         return replace(self, modify=modify, sums=sums)
 
     @cached_property
+    def sums_from_scores(self) -> tuple[ParameterSum, ...]:
+        """The gradients of what the function reads, from the ``GRADIENT`` of the score instead of that of its value.
+
+        Raises:
+            ValueError: one cannot be told from that, because it depends on the score, or the slope does.
+        """
+        slope = sympy.diff(self.modify, SCORE)
+        if self.sums and (not slope.is_number or slope == 0 or any(x.term.has(SCORE) for x in self.sums)):
+            raise ValueError(str(self.modify))
+        return tuple(replace(x, term=x.term.subs(GRADIENT, GRADIENT / slope)) for x in self.sums)
+
+    @cached_property
     def counts_keys(self) -> bool:
         """Whether the function depends on where keys lie in the sequence, not only on their distance from queries."""
         shift = sympy.Dummy(integer=True)
@@ -265,8 +277,9 @@ class ScoreStage:
         modify = held.modify if keeps_unit else Add(*(EXPONENT * term for term in Add.make_args(held.modify)))
         parts = _Parts(frozenset({HEAD, EXPONENT, *self._addresses}), DISTANCE)
         modify, modify_backward = map(parts.split, (modify, held.modify_backward))
+        sums = tuple(replace(x, term=parts.split(x.term)) for x in held.sums)
         exponent = EXPONENT if keeps_unit else Integer(1)
-        return ScoreFunction(parts.all, modify, modify_backward, exponent, views=self.views)
+        return ScoreFunction(parts.all, modify, modify_backward, exponent, self.views, sums)
 
 
 class _Parts:

@@ -240,8 +240,7 @@ class StripLowering:
         if spec.is_fusible and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
-        learned = ("parameters", "sink") if self.backend == "triton" else ()
-        check_learned(spec, "strip", ("scores", "convolved", *learned))
+        check_learned(spec, "strip", ("scores", "convolved", "parameters", "sink"))
         _check_parameters(spec)
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()

@@ -18,6 +18,7 @@ from sympy import Min, ceiling
 
 from ...spec import Spec
 from ..geometry.affine import Size
+from ..geometry.score import ScoreStage
 from ..kernel import Argument, Kernel, numbers, reads, writes
 from ..sizes import COUNT, KEYS
 from .cost import DRAIN, LONGEST_ROW, MEAN_ROW, START, Work
@@ -105,7 +106,8 @@ class RowKernel(StripSource):
 
     @property
     def fits(self) -> bool:
-        return self.heads <= MAX_HEADS and self.shared.depth > 0
+        sums = self.role == "softmax_backward" and ScoreStage.of(self.spec).sums  # gradients of parameters
+        return self.heads <= MAX_HEADS and self.shared.depth > 0 and not sums
 
     @property
     def forms(self) -> Sequence[Form]:
@@ -195,6 +197,18 @@ class RowKernel(StripSource):
             types = {"x": "Score", "g": "Element", "seed": "long long"} | dict.fromkeys(self.sequence.names, "int")
             (pointer,) = reads(types.get(name, "float"), name, restrict=name not in "xg")
         return pointer
+
+    @property
+    def adds_sink(self) -> bool:
+        """Whether the kernel adds sinks to sums of probabilities."""
+        return any(argument.name == "sink" for argument in self.kernel.arguments)
+
+    @property
+    def places_of_tokens(self) -> str:
+        """Where the sequence has its numbers in parameters: the last members of ``Parameters``."""
+        if self.sequence.struct != "Packed":
+            return "place.b, tokens, tokens, 0"
+        return "sequence.number, sequence.unseen + sequence.keys, tokens, sequence.key0 - sequence.unseen"
 
     @property
     def moved(self) -> str:

@@ -32,10 +32,12 @@ from functools import cached_property
 from ...errors import PlanError, explain
 from ...spec import Spec
 from ..cuda.memory import PANEL
+from ..cuda.score import parameters, sums_are_fused
 from ..cuda.toeplitz import SCORE_EXPONENT, Toeplitz
 from ..cuda.weight import WeightGradient
 from ..cuda.wgmma import Wgmma
 from ..geometry.mask import Mask
+from ..geometry.score import ParameterSum, ScoreStage
 from ..kernel import Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
 from ..sizes import HEADS
@@ -181,8 +183,14 @@ class TileBackward(TilePass):
             Buffer("dq_sum", "fp32", like="q"),
             Buffer("dw_sums", "fp32", (HEADS * taps, DW_TERMS), zeroed=self.spec.packed),  # some CTAs have no tile
             *((Buffer("dk_parts", "fp32", (DK_PIECES, 16)),) if self.geometry.halo else ()),
+            *(Buffer(x.name, "fp32", (heads, KEY_BLOCKS * self.warps), zeroed=self.spec.packed) for x in self._sums),
             Buffer("progress", "int32", (heads * KEY_BLOCKS,), zeroed=True, option="deterministic"),
         )
+
+    @property
+    def _sums(self) -> tuple[ParameterSum, ...]:
+        """The gradients of parameters, of which each warp stores its part."""
+        return ScoreStage.of(self.spec).sums
 
     @property
     def score_exponent(self) -> int:
@@ -209,15 +217,17 @@ class TileBackward(TilePass):
         )
         main = (
             *reads("Element", "q", "k", "v", "grad_out"),
-            *reads("float", "weight", "row_lse", "row_dot"),
+            *reads("float", "weight"),
+            *parameters(spec),
+            *reads("float", "row_lse", "row_dot"),
             *layout.documents,
             *writes("float", "dq_sum"),
             *writes("Element", "dk", "dv"),
-            *writes("float", "dw_sums", *dk_parts),
+            *writes("float", "dw_sums", *dk_parts, *(x.name for x in self._sums)),
             *writes("int", "progress", restrict=False),
             *layout.strides("q", "k", "v", "grad_out"),
             *layout.lengths,
-            *numbers("int", "heads", "group", "row_pitch"),
+            *numbers("int", *layout.tokens(spec), "heads", "group", "row_pitch"),
             *numbers("float", "scale"),
             *(DRAW if spec.dropout else ()),
         )
@@ -266,6 +276,9 @@ class TileBackward(TilePass):
             yield f"  dk_parts          dk of the {self.geometry.halo} first and last columns of each CTA, {parts},"
             yield "                    in dk_pieces of 16 elements."
         yield f"progress is null, or int32 zeros ({batch}heads, key_blocks), which make dq reproducible."
+        for x in self._sums:
+            parts = f"({batch}heads, key_blocks * {self.warps})"
+            yield f"{x.name} {parts} has parts of the gradient of parameter {x.view.parameter.name}."
         yield f"row_pitch = {self.grid.symbols['row_pitch']}, key_blocks = {key_blocks},"
         yield f"dw_terms = {batch}key_blocks."
         yield f"The main kernel takes, for 16 x 8 scores, {self._convolutions}."
@@ -292,6 +305,9 @@ def backward_candidates(spec: Spec, target: Target) -> list[TileBackward]:
     if spec.value_head_dim != spec.head_dim:
         rule = "the fused backward kernel needs value_head_dim equal to head_dim"
         raise PlanError(explain("value_head_dim", spec.value_head_dim, rule, spec.head_dim))
+    if not sums_are_fused(spec):
+        rule = "the fused backward kernel sums gradients of parameters of heads that are added to scores"
+        raise PlanError(explain("parameters", spec.parameters, rule, "backend='triton'"))
     fitting = []
     for plan in _candidates(spec, target):
         if plan.shared.size <= target.shared_per_block and plan.registers.needed <= plan.registers.split[0]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import sympy
 
 from ...spec import Spec
+from ..cuda.score import sink
 from ..geometry.affine import Size
 from ..kernel import Buffer, Kernel, numbers, reads, writes
 from ..names import kernel_name
-from ..sizes import SPLITS
+from ..sizes import HEADS, SPLITS
 
 _REGISTERS = 64
 
@@ -50,9 +51,10 @@ class Combine:
         """The kernel, which is launched for several splits. A CTA takes a row."""
         arguments = (
             *reads("float", "partial", "partial_lse"),
+            *sink(self.spec),
             *writes("Element", "out"),
             *writes("float", "lse"),
-            *numbers("int", "num_splits"),
+            *numbers("int", "num_splits", *((HEADS.name, str(self.rows[-1])) if self.spec.sink else ())),
         )
         name = kernel_name("tile", f"{self.pass_name}_combine", self.spec, self.target)
         return Kernel("combine", name, arguments, (sympy.prod(self.rows),), 32 * self.warps, 0, _REGISTERS)

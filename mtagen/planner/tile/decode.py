@@ -29,6 +29,7 @@ from sympy import Expr, ceiling
 from ...errors import PlanError, explain
 from ...spec import MAX_NEW_TOKENS, Spec
 from ..cuda.memory import SharedMap
+from ..cuda.score import parameters, sink
 from ..cuda.toeplitz import CHUNK, SCORE_EXPONENT
 from ..geometry.mask import Mask
 from ..kernel import Buffer, Kernel, numbers, reads, strides, writes
@@ -266,6 +267,8 @@ class TileDecode(TilePass):
         arguments = (
             *reads("Element", "q", "k", "v", restrict=False),
             *reads("float", "weight", restrict=False),
+            *sink(self.spec, restrict=False),
+            *parameters(self.spec, restrict=False),
             *reads("int", "seqlens", restrict=False, optional=True),
             *writes("Element", "out", restrict=False),
             *writes("float", "lse", "partial", "partial_lse", restrict=False),  # the same memory if there is one split

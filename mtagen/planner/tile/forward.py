@@ -21,6 +21,7 @@ from sympy import Expr, Integer, Min, ceiling, symbols
 
 from ...errors import PlanError, explain
 from ...spec import Spec
+from ..cuda.score import parameters, sink
 from ..cuda.toeplitz import Toeplitz, toeplitz
 from ..cuda.wgmma import Wgmma
 from ..geometry.affine import N_K
@@ -213,11 +214,13 @@ class TileForward(TilePass):
         arguments = (
             *reads("Element", "q", "k", "v"),
             *reads("float", "weight"),
+            *(() if self.splits else sink(self.spec)),
+            *parameters(self.spec),
             *layout.documents,
             *self.results,
             *layout.strides("q", "k", "v"),
             *layout.lengths,
-            *numbers("int", *(("total_q",) if layout.packed else ()), "heads", "group"),
+            *numbers("int", *(("total_q",) if layout.packed else ()), *layout.tokens(self.spec), "heads", "group"),
             *numbers("float", "scale"),
             *((*DRAW, *KEEP_SCALE) if self.spec.dropout else ()),
         )

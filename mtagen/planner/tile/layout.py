@@ -12,6 +12,7 @@ from sympy import Expr, Integer, ceiling, floor
 
 from ...spec import Spec
 from ..geometry.affine import N_K, N_Q, Size
+from ..geometry.score import ScoreStage
 from ..kernel import Argument, numbers, reads, strides
 from ..sizes import BATCH, DOCUMENTS, HEADS, TOTAL_K, TOTAL_Q
 from ..targets import GRID_YZ
@@ -103,6 +104,10 @@ class Layout:
     def lengths(self) -> tuple[Argument, ...]:
         """Lengths that all sequences share."""
         return () if self.packed else numbers("int", "n_q", "n_k")
+
+    def tokens(self, spec: Spec) -> tuple[str, ...]:
+        """Return the name of the number of tokens of parameters, if a kernel needs one more number for it."""
+        return (TOTAL_K.name,) if self.packed and ScoreStage.of(spec).views else ()
 
     @property
     def places(self) -> tuple[Argument, ...]:

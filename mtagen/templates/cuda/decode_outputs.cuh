@@ -69,29 +69,3 @@ struct WarpOutputs {
     }
   }
 };
-
-// Sums the warps' outputs and stores the results of the split.
-template <class Tile>
-DEVICE void store_results(const Problem& x, const Work<Tile>& work) {
-  const float* const outputs = region<const float>(Tile::RING);
-  const float* const peaks = region<const float>(Tile::PEAK);
-  const float* const totals = region<const float>(Tile::TOTAL);
-  const long long first = static_cast<long long>(work.b * x.kv_heads * x.group + work.head) * x.n_new;
-  for (int i = threadIdx.x; i < work.pairs * DV; i += Tile::THREADS) {
-    const int pair = i / DV, d = i % DV;
-    const float total = totals[pair];
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < Tile::WARPS; ++w) sum += outputs[w * Tile::PAIRS * DV + i];
-    if (total != 0.f) sum /= total;
-    const float log_sum = total == 0.f ? -INFINITY : peaks[pair] + log2f(total);
-    const long long place = (first + pair) * x.num_splits + work.split;  // first + pair if there is one split
-    if (x.num_splits == 1) {
-      x.out[place * DV + d] = static_cast<Element>(sum);
-      if (d == 0) x.lse[place] = log_sum * LN_2;
-    } else {
-      x.partial[place * DV + d] = sum;
-      if (d == 0) x.partial_lse[place] = log_sum;
-    }
-  }
-}

@@ -31,7 +31,7 @@ DEVICE void softmax_tile(u32 shared, const Work<Tile>& work, int tile, float exp
                     column < work.begin || column + Tile::KEYS > work.end || (!BOUNDS_KEYS && first_position < 0);
   for (int index = warp; index < work.heads * work.token_tiles; index += Tile::WARPS) {
     const int h = index / work.token_tiles, token = index % work.token_tiles * Tile::TOKENS;
-    const ScoreFunction score_function(1.f, work.head + h);  // of scores in units of log2
+    const ScoreFunction score_function = work.score_function(h);
     float c[4];
     convolve(c, shared, work, h, token, work.first_key(tile) - (CK - 1), lane);
     int pair[2];

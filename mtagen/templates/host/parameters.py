@@ -55,6 +55,6 @@ def _of_sink(sink: torch.Tensor, lse: torch.Tensor, minus_dot: torch.Tensor) -> 
         lse: (..., H, rows), -inf in rows that no softmax has.
         minus_dot: dlse - D of each row.
     """
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink[:, None] - lse))
-    sums = (share * minus_dot).sum(-1)
+    terms = torch.exp(sink[:, None] - lse) * minus_dot
+    sums = torch.where(lse == -torch.inf, 0.0, terms).sum(-1)
     return sums if sums.ndim == 1 else sums.sum(0)

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "backward-parts-of-the-first-head",
         f"{CUDA}/backward_sm90.cu.j2",
-        "const ScoreGradient score_function(1.f, h);",
-        "const ScoreGradient score_function(1.f, cta.h * group);",
+        "const ScoreGradient score_function(1.f, h{{ handed_on }});",
+        "const ScoreGradient score_function(1.f, cta.h * group{{ handed_on }});",
         "All heads of a group take the function of scores of their first head.",
         (f"{EMULATED}::test_logits",),
     ),

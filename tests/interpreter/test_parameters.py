@@ -1,0 +1,88 @@
+"""Parameters of logits and sinks in Triton's kernels of "lift": values, gradients, documents and decode steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mtagen
+from mtagen.check import check
+from mtagen.measure.cases import Sizes
+
+# A tile of few rows and of few keys, grouped heads, more than one tile, and more queries than keys.
+SIZES = (Sizes(2, 4, 2, 40, 40), Sizes(1, 2, 1, 3, 150), Sizes(1, 2, 2, 20, 9))
+EXPRESSIONS: dict[str, dict[str, Any]] = {
+    "slopes": {"logits": "s - slopes[h] * (i - j) / 8", "parameters": {"slopes": "h"}},
+    "table": {"logits": "s + table[h, min(8, i - j)]", "parameters": {"table": "h,9"}},
+    "two axes of a table": {"logits": "s + t[h, 1, max(0, min(3, i - j))]", "parameters": {"t": "h,2,4"}},
+    "gates": {"logits": "s + gates[b, h, i] - gates[b, h, j]", "parameters": {"gates": "b,h,i"}},
+    "keys of all heads": {"logits": "s + bias[b, j]", "parameters": {"bias": "b,j"}},
+    "one number": {"logits": "s * t * log(i + 2) / 4", "parameters": {"t": ""}},
+    "of the score": {"logits": "t[h] * tanh(s / t[h])", "parameters": {"t": "h"}},
+    "sink": {"sink": True},
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "a convolution": {"kernel": (3, 5)},
+    "more queries": {"kernel": (5, 2), "window": (30, 0)},
+}
+
+
+def failures(sizes: tuple[Sizes, ...], *, packed: bool = False, **options: Any) -> list[str]:
+    op = mtagen.build(head_dim=16, backend="triton", dtype="fp32", **options)
+    rows = check(op, replace(op.plan.spec, packed=packed), torch.device("cpu"), sizes)
+    return [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
+def test_batch(expression: dict[str, Any], stages: dict[str, Any]) -> None:
+    assert not failures(SIZES, **stages, **expression)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
+def test_packed_documents(expression: dict[str, Any]) -> None:
+    assert not failures(SIZES[:2], packed=True, kernel=(3, 5), **expression)
+
+
+def test_pairs() -> None:
+    options = {"logits": "s + pair[b, h, i, j]", "parameters": {"pair": "b,h,i,j"}}
+    assert not failures(SIZES[:2], kernel=(3, 5), **options)
+    assert not failures(SIZES[:2], kernel=None, mixed_heads=2, **options)
+
+
+def test_all_at_once() -> None:
+    """With dropout, in a window, from the left and the right."""
+    options = EXPRESSIONS["gates"] | {"sink": True, "dropout": True, "window": (20, 3), "causal": False}
+    op = mtagen.build(kernel=(3, 5), head_dim=16, backend="triton", dtype="fp32", **options)
+    rows = check(op, replace(op.plan.spec, dropout=True), torch.device("cpu"), SIZES[:2])
+    assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
+
+
+def test_gradients_are_reproducible() -> None:
+    op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **EXPRESSIONS["table"], sink=True)
+    tensors = [torch.randn(2, 4, 40, 16) for _ in range(3)] + [torch.randn(4, 3, 5)]
+    table, sink = torch.randn(4, 9, requires_grad=True), torch.randn(4, requires_grad=True)
+    runs = [
+        torch.autograd.grad(op(*tensors, sink=sink, parameters={"table": table}).square().sum(), (table, sink))
+        for _ in range(2)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("later", [torch.nan, 1e4])
+def test_tokens_after_a_row_reach_nothing_of_it(later: float) -> None:
+    """Entries of later tokens change no bit of a row and, with finite numbers, of its gradients."""
+    op = mtagen.build((3, 5), 16, backend="triton", dtype="fp32", **EXPRESSIONS["gates"])
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    weight, gates = torch.randn(2, 3, 5), torch.randn(1, 2, 40)
+    changed = gates.clone()
+    changed[..., 30:] = later
+    rows = [op(q, k, v, weight, parameters={"gates": x.requires_grad_()})[:, :, :30] for x in (gates, changed)]
+    assert torch.equal(*rows)
+    if later == later:
+        grads = [torch.autograd.grad(x.square().sum(), y)[0] for x, y in zip(rows, (gates, changed), strict=True)]
+        assert torch.equal(*(x[..., :30] for x in grads))

@@ -1,0 +1,94 @@
+"""Parameters of logits and sinks in the emitted CUDA kernels of "tile", run on a CPU that plays the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import documents
+import problems
+import pytest
+import torch
+from emulator import host_function, needs_compiler
+from single_pass import cheapest
+from test_emulated_kernels import case_id, op_of
+
+from mtagen import PlanError, Spec, plan
+from mtagen.check import failures
+from mtagen.measure.cases import Sizes
+from mtagen.planner import get_target
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("memory_starts_as_nan")]
+
+SIZES = (Sizes(2, 8, 4, 33, 40), Sizes(1, 8, 2, 133, 150), Sizes(2, 8, 8, 70, 9))
+READING = [
+    ("sm_90a", Spec((3, 3), 32, dtype="fp16", sink=True, **problems.READ)),
+    ("sm_90a", Spec((1, 1), 32, window=(20, 5), causal=False, **problems.READ)),
+    ("sm_80", Spec((3, 3), 32, window=(40, -1), sink=True, **problems.READ)),
+]
+TRAINED = [
+    ("sm_90a", Spec((6, 11), 64, window=(40, -1), sink=True, **problems.OF_HEADS)),
+    ("sm_90a", Spec((3, 3), 32, dtype="fp16", causal=False, sink=True)),
+    ("sm_80", Spec((1, 1), 32, dtype="fp16", sink=True, **problems.OF_HEADS)),
+    ("sm_80", Spec((3, 3), 32, mask="output", **problems.OF_HEADS)),
+]
+OF_DOCUMENTS = {"logits": "s - slopes[h] * (i - j) / 16", "parameters": {"slopes": "h"}, "sink": True, "packed": True}
+
+
+def host_of(spec: Spec, target: str, folder: Path, name: str, splits: int | None = None) -> Any:
+    """The host function of a pass."""
+    return host_function(cheapest(name, spec, get_target(target)), folder, splits=splits)
+
+
+@pytest.mark.parametrize(("target", "spec"), READING, ids=case_id)
+def test_forward(target: str, spec: Spec, folder: Path) -> None:
+    """Hidden scores may read entries that do not exist. The sink counts once, however many splits the keys have."""
+    for splits in (1, 3):
+        forward = host_of(spec, target, folder, "forward", splits)
+        for sizes in SIZES:
+            assert not problems.forward_failures(forward, spec, problems.random(spec, sizes))
+
+
+@pytest.mark.parametrize(("target", "spec"), READING, ids=case_id)
+def test_decode(target: str, spec: Spec, folder: Path) -> None:
+    decode = host_of(spec, target, folder, "decode")
+    for splits, lengths, new in ((1, (140, 3), 1), (3, (90, 0), 3)):
+        problem = problems.random(spec, Sizes(2, 4, 2, 1, 140), new_tokens=new)
+        assert not problems.host_decode_failures(decode, spec, problem, lengths, splits)
+
+
+@pytest.mark.parametrize(("target", "spec"), TRAINED, ids=case_id)
+def test_training(target: str, spec: Spec, folder: Path) -> None:
+    op = op_of(spec, target, folder, 1)
+    assert not failures(op, spec, torch.device("cpu"), SIZES)
+    assert not problems.failures_through_lse(op, spec, problems.random(spec, SIZES[0]))
+
+
+def test_dropout(folder: Path) -> None:
+    spec = Spec((3, 3), 32, dtype="fp16", sink=True, dropout=True, **problems.OF_HEADS)
+    op = op_of(spec, "sm_80", folder, 0)
+    assert not problems.failures_through_lse(op, spec, problems.random(spec, SIZES[0]), 0.3)
+
+
+@pytest.mark.parametrize(("target", "kernel"), [("sm_90a", (6, 11)), ("sm_80", (1, 1))], ids=str)
+def test_documents(target: str, kernel: tuple[int, int], folder: Path) -> None:
+    """A document without keys has its sink. Rows behind the last document have no gradient, though they hold NaN."""
+    spec = Spec(kernel, 64, **OF_DOCUMENTS)
+    host = {name: host_of(spec, target, folder, name) for name in ("forward", "backward")}
+    lengths = [(133, 60), (0, 3), (9, 0), (20, 21)]
+    assert not documents.failures(host, spec, lengths, 2, 1)
+    assert not documents.failures(documents.with_rest(host), spec, lengths, 2, 1)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_parameters_of_tokens_of_documents(target: str, folder: Path) -> None:
+    """Each document reads its own entries, wherever its first tile of keys begins."""
+    spec = Spec((3, 3), 32, packed=True, window=(30, -1), **problems.READ)
+    host = {"forward": host_of(spec, target, folder, "forward")}
+    assert not documents.failures(host, spec, [(5, 9), (250, 231), (20, 21)], 2, 1)
+
+
+def test_gradients_that_are_not_fused() -> None:
+    for logits, parameters in (("s * t[h]", {"t": "h"}), ("s + t[h, j]", {"t": "h,j"}), ("tanh(s) + t[h]", {"t": "h"})):
+        with pytest.raises(PlanError, match="parameters: got"):
+            plan(Spec((3, 3), 32, logits=logits, parameters=parameters), "sm_90a", "cuda")
