@@ -29,6 +29,7 @@ TEN_HEADS = {"kernel": None, "mixed_heads": 10, "post_mixed_heads": 10}
 # Bytes of stack of a thread, by role: what does not fit registers. All other kernels keep to theirs.
 HOPPER_STACK: dict[str, int] = {}
 TEN_HEADS_STACK = {"softmax_backward": 240}
+FUNCTIONS_STACK = {"softmax_backward": 16}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
 CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, EVERYTHING) for name, target in TARGETS.items() if "mma" in target.matrix),
@@ -78,6 +79,14 @@ def test_hopper() -> None:
         assert re.search(r"\bUTMALDG", used[role].assembly), role
     for role in ("convolution", "post_convolution", "post_convolution_adjoint"):
         assert re.search(r"\bUTMALDG", used[role].assembly), role
+
+
+def test_hopper_with_functions_of_scores() -> None:
+    """Products apply a function to tiles, and multiply tiles of a plane by its slope; rows apply one, too."""
+    functions = {"scores": "3 * tanh(s / 3)", "convolved": "s * log(i + 2) / 4", "logits": "50 * tanh(s / 50)"}
+    spec = Spec(head_dim=128, **EVERYTHING, **functions)
+    used = compiled(spec, "sm_90a", "strip_scores", "score_slopes", "softmax", "probabilities")
+    assert_fits(used, "sm_90a", FUNCTIONS_STACK)
 
 
 def test_hopper_with_wide_heads() -> None:

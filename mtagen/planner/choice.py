@@ -266,11 +266,10 @@ def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) 
     nearest measured shape, scaled by the change in the ratio of planned work; without measurements
     it is the ratio of planned work. If CUDA's plan is one of strips, measurements of fused kernels
     say nothing about it, so the ratio is that of the cost models. With other stages than a
-    convolution before the softmax, shapes that were not measured get the largest measured ratio.
+    convolution before the softmax, or a function of scores before it, shapes that were not measured
+    get the largest measured ratio.
     """
     pass_name, spec = cuda.pass_name, cuda.spec
-    if spec.convolves_only and not spec.is_fusible:  # fused kernels were measured, and these are strips
-        return cuda.cost / triton.cost, "by the cost models"
     here = Shape.of(spec)
     measured: dict[Shape, float] = {}
     for table in tables:
@@ -278,7 +277,7 @@ def cuda_over_triton(cuda: PassPlan, triton: PassPlan, tables: Sequence[Table]) 
         if here in shapes:
             return shapes[here], table.source
         measured = {**{shape: ratio for shape, ratio in shapes.items() if not shape.stages}, **measured}
-    if not spec.convolves_only:
+    if not spec.is_fusible:
         return strip.cuda_over_triton(pass_name, spec)
     if cuda.lowering == "strip":
         return cuda.cost / triton.cost, "by the cost models"

@@ -27,14 +27,16 @@ class Shape(NamedTuple):
     ck: int
     head_dim: int
     mask: str
-    stages: str = ""  # stages other than a convolution before the softmax
+    stages: str = ""  # functions of scores before logits, and stages other than a convolution before the softmax
     value_head_dim: int = 0  # 0 means the same as head_dim
 
     @classmethod
     def of(cls, spec: Spec) -> Shape:
         """Return the shape of a request."""
         other = spec.value_head_dim if spec.value_head_dim != spec.head_dim else 0
-        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name, other_stages(spec), other)
+        functions = [place for place in ("scores", "convolved") if getattr(spec, place)]
+        stages = "_".join(filter(None, [*functions, other_stages(spec)]))
+        return cls(spec.cq, spec.ck, spec.head_dim, Mask.of(spec).name, stages, other)
 
     def __str__(self) -> str:
         values = f" (values {self.value_head_dim})" if self.value_head_dim else ""

@@ -17,6 +17,7 @@ from mtagen.codegen import render
 from mtagen.measure.cases import Sizes
 from mtagen.ops.attention import AttentionOp, assemble
 from mtagen.planner.lift import passes as lift
+from mtagen.planner.tables import Shape
 from mtagen.planner.targets import get_target
 from mtagen.planner.tile import candidates as tile
 from mtagen.runtime.load import load_host
@@ -126,13 +127,14 @@ def test_places_in_documents(backend: str, window: tuple[int, int], options: dic
     assert not documents.failures(host, spec, ((9, 4), (140, 170), (5, 60)), 4, 2)
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("parameters", [{"t": "h"}, {"table": "h,4"}, {"u": "b,h,j"}], ids=str)
-def test_parameters_of_logits(parameters: dict[str, str], folder: Path) -> None:
+def test_parameters_of_logits(backend: str, parameters: dict[str, str], folder: Path) -> None:
     """Functions at the other places leave the parameters of logits, and their gradients, as they are."""
     logits = {"t": "s * t[h]", "table": "s + table[h, min(3, abs(i - j))]", "u": "s + u[b, h, j]"}
     (name,) = parameters
     options = ALL_STAGES | EVERYWHERE | {"logits": logits[name], "parameters": parameters, "sink": True}
-    op = op_of(made("triton", folder, **options))
+    op = op_of(made(backend, folder, **options))
     sizes = Sizes(2, 4, 2, 17, 33)
     assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
@@ -141,8 +143,7 @@ def test_parameters_of_logits(parameters: dict[str, str], folder: Path) -> None:
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_other_parameters_are_refused(backend: str, place: str) -> None:
     spec = Spec(head_dim=16, parameters={"t": "h"}, **ALL_STAGES, **{place: "s * t[h]"})
-    rule = f"for logits only, and here {place} reads them" if backend == "triton" else "the lowering strip has no"
-    with pytest.raises(PlanError, match=rule) as refused:
+    with pytest.raises(PlanError, match=f"for logits only, and here {place} reads them") as refused:
         plan(spec, "sm_90a", backend)
     assert "backend='torch'" in str(refused.value)
     assert plan(spec, "sm_90a", "torch").backend == "torch"
@@ -168,8 +169,16 @@ def test_kernels_of_cuda() -> None:
     assert roles["convolved"] - roles["logits"] == rows
 
 
+def test_a_slope_of_1_needs_no_kernel() -> None:
+    for scores, needs in (("s - (i - j) / 8 + sqrt(h)", False), ("2 * s", True), (CAP, True)):
+        backward = plan(Spec((3, 4), 64, scores=scores), "sm_90a", "triton")["backward"]
+        assert ("score_slopes" in {kernel.role for kernel in backward.kernels}) == needs
+
+
 def test_names_tell_places_apart() -> None:
     spec = Spec(head_dim=64, **ALL_STAGES)
     places = [{}, {"scores": CAP}, {"convolved": CAP}, {"logits": CAP}, EVERYWHERE]
     names = {plan(replace(spec, **at), "sm_90a", "triton")["forward"].kernels[0].name for at in places}
     assert len(names) == len(places)
+    shapes = {Shape.of(replace(spec, **at)) for at in places}  # of logits, every lowering has the function
+    assert len(shapes) == len(places) - 1

@@ -78,7 +78,6 @@ class _Maker:
         self._spec, self._target, self._stages = spec, target, Stages(spec)
         self._by_descriptor = by_descriptor(spec, target)
         self._score = ScoreStage.of(spec)
-        self._modifies_scores = not ScoreStage.of(spec, "scores").is_identity
         self._sink = ("sink",) if spec.sink else ()
         self._parameters = tuple(view.argument for view in self._score.views)
         self._tokens = ("tokens",) if self._score.views else ()
@@ -171,7 +170,7 @@ class _Maker:
         yield self._rows("softmax_backward", names, stages.heads, Min(PROGRAMS, COUNT), valid, programs=True)
         if stages.convolution:
             yield from self._adjoints(stages.convolution)
-        if self._modifies_scores:
+        if stages.has_score_slopes:
             yield self._product("score_slopes", spec.head_dim)
         if spec.packed:
             yield self._contraction("grad_values", spec.value_head_dim, over_rows=True)

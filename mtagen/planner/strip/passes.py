@@ -287,7 +287,8 @@ def cuda_over_triton(pass_name: str, spec: Spec) -> tuple[float, str]:
     If CUDA has kernels for products only, the ratio is 1.
     """
     convolves = bool(spec.kernels) and not Mask.of(spec).zeroes_terms
-    if not (convolves or Stages(spec).heads <= MAX_HEADS):
+    takes_rows = Stages(spec).heads <= MAX_HEADS and spec.convolved is None
+    if not (convolves or takes_rows):
         return 1.0, "by planned work"
     return CUDA_OVER_TRITON[pass_name], "or less, as measured for other stages"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...spec import MAX_MIXED_HEADS, Spec
 from ..geometry.mask import Mask
-from ..geometry.score import ScoreStage
+from ..geometry.score import GRADIENT, ScoreStage
 
 SCORE_SCALE = 2.0**-6  # factor of scores in planes, with which fp16 reaches 4 million
 PROBABILITY_SCALE = 2.0**8  # factor of probabilities in planes, with which fp16 keeps 11 bits down to 2e-7
@@ -225,6 +225,11 @@ class Stages:
     def post_heads(self) -> int:
         """Number of heads of a bundle in the kernels of a separate mixture after the softmax."""
         return _bundle(self.spec.post_mixed_heads or 1) if self.separate_post_mix else self.heads
+
+    @property
+    def has_score_slopes(self) -> bool:
+        """Whether gradients of what the first convolution takes are multiplied by the slope of a function of scores."""
+        return bool(ScoreStage.of(self.spec, "scores").modify_backward != GRADIENT)
 
     @property
     def places_keys(self) -> bool:

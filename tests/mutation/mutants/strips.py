@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         "strip-scores-without-their-slope",
         f"{TRITON}/strip_backward.j2",
-        "{% if of_scores %}",
+        "{% if stages.has_score_slopes %}",
         "{% if false %}",
         "Gradients of scores are those of what the convolution takes.",
         (f"{INTERPRETED_PLACES}::test_training",),
