@@ -96,7 +96,10 @@ def rows_of(name: str, kernel: str, qkv: list[Tensor], backends: list[str], flex
     if flex and extents is None and name in mods:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
         attend = partial(torch.compile(flex_attention), *qkv, score_mod=mods[name], block_mask=mask)
-        yield Row(kernel, head_dim, name, "FlexAttention", *times(attend, [*qkv, *parameters.values()]))
+        try:
+            yield Row(kernel, head_dim, name, "FlexAttention", *times(attend, [*qkv, *parameters.values()]))
+        except RuntimeError as error:  # some backward passes do not compile
+            typer.echo(f"FlexAttention, {name}: {str(error).splitlines()[0]}")
 
 
 def main(
@@ -109,7 +112,7 @@ def main(
     flex: Annotated[bool, typer.Option("--flex/--no-flex", help="Time FlexAttention, too.")] = True,
 ) -> None:
     """Time the expressions on the current GPU."""
-    torch._dynamo.config.cache_size_limit = 1000
+    torch._dynamo.config.cache_size_limit = 1000  # each expression is compiled
     rows: list[Row] = []
     for kernel in kernels.split():
         for head_dim in map(int, head_dims.split()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,10 @@ DATA: dict[str, dict[str, Any]] = {
     "packed, dropout, a window": {"packed": True, "dropout": True, "window": (70, 40), "causal": False},
     "logits": {"logits": problems.LOGITS},
     "packed, a window, logits": {"packed": True, "window": (70, 0), "logits": problems.DEFINED_WHERE_VISIBLE},
+    "parameters, sinks": {**problems.READ, "sink": True},
+    "packed, a window, parameters, sinks": {**problems.READ, "sink": True, "packed": True, "window": (70, 0)},
+    "parameters of heads, sinks": {**problems.OF_HEADS, "sink": True},
+    "three places": {"scores": "3 * tanh(s / 3) + 1", "convolved": "s + tanh(s)", "logits": problems.LOGITS},
 }
 backends = pytest.mark.parametrize("backend", ["auto", "triton"])  # auto: CUDA's kernels, beside Triton's in strips
 every_pipeline = pytest.mark.parametrize("stages", PIPELINES.values(), ids=PIPELINES)
@@ -84,7 +89,7 @@ def train(function: Any, given: dict[str, Any], **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 def test_accuracy(stages: dict[str, Any], data: dict[str, Any], backend: str) -> None:
     op = built(stages, backend, **data)
-    spec = Spec(**op.plan.spec.to_dict() | data)
+    spec = replace(op.plan.spec, packed=data.get("packed", False), dropout=data.get("dropout", False))
     sizes = (Sizes(4, HEADS, HEADS // 2, 113, 203), Sizes(3, HEADS, HEADS, 515, 511))
     assert not failures(op, spec, CUDA, sizes)
 
