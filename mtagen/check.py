@@ -143,6 +143,9 @@ def failures(op: Op, spec: Spec, device: torch.device, sizes: Sequence[Sizes] = 
 def _with_enough_entries(spec: Spec, sizes: Sizes) -> Sizes:
     """Return ``sizes`` with heads enough for the mixed groups and for ``_MIN_ENTRIES``."""
     times = math.lcm(*(mixed // math.gcd(mixed, sizes.heads) for mixed in spec.mixed.values()))
-    entries = [math.prod(shape) for shape in spec.weights(times * sizes.heads).values()]
+    heads = times * sizes.heads
+    entries = [math.prod(shape) for shape in spec.weights(heads).values()]
+    extents = {"B": sizes.batch, "documents": sizes.batch, "H": heads, "Nk": sizes.nk, "total_k": sizes.nk}
+    entries += [math.prod(x.extents(extents)) for x in spec.learned_arguments if "H" in x.shape]
     times *= math.ceil(_MIN_ENTRIES / min(entries, default=_MIN_ENTRIES))
     return sizes._replace(heads=times * sizes.heads, kv_heads=times * sizes.kv_heads)

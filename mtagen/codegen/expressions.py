@@ -48,7 +48,7 @@ def triton_view(view: View, packed: bool) -> str:
     """Print the address of what a head of a sequence reads of a parameter, as Triton."""
     place = _place_of_view(view, packed, "entry", "own", "n_heads")
     wide = [f"({place}).to(tl.int64)"] if place else []
-    return _address(view, packed, f"{view.argument}_ptr", wide, "tokens", "first_key")
+    return _address(view, packed, f"{view.argument}_ptr", wide, "all_tokens", "first_key")
 
 
 def c_view(view: View, packed: bool) -> str:
@@ -95,6 +95,10 @@ class _Printer(ABC):
     @abstractmethod
     def choice(self, condition: str, value: str, other: str) -> str:
         """Print a number that depends on a condition, as an atom."""
+
+    @abstractmethod
+    def floor(self, value: str) -> str:
+        """Print the largest int that is not larger than a real number."""
 
     @abstractmethod
     def entry(self, view: str, offset: str) -> str:
@@ -201,6 +205,8 @@ class _Printer(ABC):
             beats = f"{part(first, _PRODUCT)} {'<' if isinstance(expr, Minimum) else '>'} {part(second, _PRODUCT)}"
             return self.choice(beats, part(first, _PRODUCT), part(second, _PRODUCT)), _ATOM
         if isinstance(expr, sympy.floor):
+            if not _is_quotient(expr):
+                return self.floor(self.real(expr.args[0])), _ATOM
             numerator, divisor = sympy.fraction(sympy.together(expr.args[0]))
             above, below = part(numerator, _ATOM), part(divisor, _ATOM)
             multiple = f"{above} - ({above} % {below} + {below}) % {below}"  # because kernels divide toward zero
@@ -254,6 +260,9 @@ class _CPrinter(_Printer):
     def choice(self, condition: str, value: str, other: str) -> str:
         return f"({condition} ? {value} : {other})"
 
+    def floor(self, value: str) -> str:
+        return f"static_cast<int>(floorf({value}))"
+
     def entry(self, view: str, offset: str) -> str:
         return f"__ldg({view} + {offset})"
 
@@ -285,6 +294,9 @@ class _TritonPrinter(_Printer):
     def choice(self, condition: str, value: str, other: str) -> str:
         return f"tl.where({condition}, {value}, {other})"
 
+    def floor(self, value: str) -> str:
+        return f"tl.floor({value}).to(tl.int32)"
+
     def entry(self, view: str, offset: str) -> str:
         return f"tl.load({view} + {offset})"
 
@@ -297,13 +309,23 @@ class _TritonPrinter(_Printer):
 
 def _fits(expr: Expr) -> bool:
     """Return whether an int32 holds an integer of places: the difference of two, or one, moved by a small number."""
-    if isinstance(expr, (Minimum, Maximum)):
-        return all(map(_fits, expr.args))
+    if isinstance(expr, (Minimum, Maximum, Where)):
+        return all(map(_fits, expr.args[-2:]))
     terms = sympy.Add.make_args(expr)
     numbers = [abs(term) for term in terms if term.is_number]
-    added, subtracted = sum(term.is_Symbol for term in terms), sum((-term).is_Symbol for term in terms)
+    added, subtracted = sum(map(_is_place, terms)), sum(_is_place(-term) for term in terms)
     only_places = added + subtracted + len(numbers) == len(terms)
     return only_places and max(added, subtracted) <= 1 and all(number <= _SMALL for number in numbers)
+
+
+def _is_place(term: Expr) -> bool:
+    """Return whether an integer is a place, or the floor of a real number, which kernels compute as an int32."""
+    return bool(term.is_Symbol) or (isinstance(term, sympy.floor) and not _is_quotient(term))
+
+
+def _is_quotient(term: Expr) -> bool:
+    """Return whether a floor is that of a quotient of integers."""
+    return all(part.is_integer for part in sympy.fraction(sympy.together(term.args[0])))
 
 
 def _added(terms: Iterable[tuple[bool, str]]) -> str:

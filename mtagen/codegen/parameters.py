@@ -15,7 +15,9 @@ def learned(spec: Spec) -> Sequence[str]:
     return (*(["sink"] if spec.sink else []), *(view.argument for view in ScoreStage.of(spec).views))
 
 
-def parts_call(stage: ScoreStage, head: str, entry: str, first_key: str, tokens: str, n_heads: str) -> str:
+def parts_call(
+    stage: ScoreStage, head: str, entry: str, first_key: str, tokens: str, all_tokens: str, n_heads: str
+) -> str:
     """Return a Triton kernel's call that computes what the function of scores needs of a head.
 
     Args:
@@ -23,12 +25,13 @@ def parts_call(stage: ScoreStage, head: str, entry: str, first_key: str, tokens:
         head: the head of queries.
         entry: the batch entry or document.
         first_key: the first key of the sequence among the tokens of parameters.
-        tokens: number of tokens of parameters.
+        tokens: number of tokens of the sequence.
+        all_tokens: number of tokens of a head of parameters.
         n_heads: number of heads of queries.
     """
     if not stage.views:
         return f"_score_parts({head})"
-    places = ", ".join((entry, first_key, tokens, n_heads))
+    places = ", ".join((entry, first_key, tokens, all_tokens, n_heads))
     addresses = ", ".join(f"{view.argument}_ptr" for view in stage.views)
     return f"_score_parts({head}, {places}, {addresses})"
 

@@ -127,7 +127,8 @@ def _score_parts(stage: ScoreStage, packed: bool, head: str, prefix: str = "") -
         prefix: ``decode_`` in kernels of a decode step.
     """
     packed = packed and not prefix
-    return parts_call(stage, head, "document" if packed else "b", _first_token(packed), "tokens", "n_heads")
+    entry, own = ("document", "keys + unseen") if packed else ("b", "tokens")
+    return parts_call(stage, head, entry, _first_token(packed), own, "tokens", "n_heads")
 
 
 def _legend(module: StripModule) -> Iterator[str]:

@@ -256,9 +256,9 @@ def _score_parts(stage: ScoreStage, layout: Batch, head: str, step: bool = False
         step: whether the kernel is one of a decode step.
     """
     if step:
-        return parts_call(stage, head, "b", "0", "n_max", "kv_heads * group")
+        return parts_call(stage, head, "b", "0", "n_max", "n_max", "kv_heads * group")
     entry = "b" if layout.has_entries else "sequence"
-    return parts_call(stage, head, entry, layout.keys.first, layout.keys.total, "n_heads")
+    return parts_call(stage, head, entry, layout.keys.first, "n_k", layout.keys.total, "n_heads")
 
 
 def _legend(module: LiftModule) -> Mapping[str, Any]:
