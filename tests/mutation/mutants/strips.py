@@ -410,8 +410,8 @@ MUTANTS = (
     Mutant(
         "strip-convolved-without-its-slope",
         f"{TRITON}/strip_rows_backward.j2",
-        "_modify_convolved_backward(tl.dot(mix_t, dc{{ dot_options }}), x.to(tl.float32), mixture_parts, {{ place }})",
-        "tl.dot(mix_t, dc{{ dot_options }})",
+        "_modify_convolved_backward(dc, x.to(tl.float32), mixture_parts, {{ place }})",
+        "dc",
         "Gradients of convolved scores are those of what the mixture takes.",
         (f"{INTERPRETED_PLACES}::test_training",),
     ),
