@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
+import torch._functorch.config
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -113,6 +114,7 @@ def main(
 ) -> None:
     """Time the expressions on the current GPU."""
     torch._dynamo.config.cache_size_limit = 1000  # each expression is compiled
+    torch._functorch.config.donated_buffer = False  # FlexAttention's backward pass is called more than once
     rows: list[Row] = []
     for kernel in kernels.split():
         for head_dim in map(int, head_dims.split()):
@@ -123,6 +125,7 @@ def main(
                     for row in rows_of(name, kernel, qkv, backends.split(), flex):
                         typer.echo(row)
                         rows.append(row)
+                        _write(path, length, rows)
     none = {(row.kernel, row.head_dim, row.by): row for row in rows if row.expression == "none"}
     table = Table("kernel", "d", "expression", "by", "forward ms", "backward ms", "of none")
     for row in rows:
@@ -130,6 +133,9 @@ def main(
         ratios = f"{row.forward_ms / base.forward_ms:.2f} {row.backward_ms / base.backward_ms:.2f}"
         table.add_row(*map(str, row[:4]), f"{row.forward_ms:.3f}", f"{row.backward_ms:.3f}", ratios)
     Console(width=110).print(table)
+
+
+def _write(path: Path, length: int, rows: list[Row]) -> None:
     found = {"environment": collect(), "length": length, "rows": [row._asdict() for row in rows]}
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
