@@ -118,7 +118,7 @@ def reference(
     after = keys - positions
     left, right = window[0], 0 if causal else window[1]
     forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
-    functions = functions_of(spec.expressions, spec.parameters)
+    functions = functions_of(spec.expressions, spec.parameters) if spec.expressions else {}
 
     def applied(name: str, x: Tensor, hidden: Tensor) -> Tensor:
         """Apply a function to the scores that are not hidden: a slope of 0 times NaN would be NaN."""
@@ -202,7 +202,8 @@ def _check(
     for name, weight in given.items():
         m = groups.get(name)
         shaped_weight(tensors[0], name, weight, m, (heads // m, m, m) if m else (heads, *kernels[name]))
-    check_learned(spec.learned_arguments, {"B": q.shape[0], "H": heads, "Nk": k.shape[2]}, q, sink, learned)
+    if spec.sink or learned:  # torch.compile cannot trace the first use of a cached property
+        check_learned(spec.learned_arguments, {"B": q.shape[0], "H": heads, "Nk": k.shape[2]}, q, sink, learned)
     return spec
 
 

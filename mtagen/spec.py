@@ -303,7 +303,7 @@ class Spec:
         """
         return replace(self, packed=True).learned_arguments
 
-    @cached_property
+    @property
     def expressions(self) -> tuple[tuple[str, str], ...]:
         """The names and texts of the functions of scores, in the order in which they are applied."""
         return tuple((name, text) for name in EXPRESSIONS if (text := getattr(self, name)) is not None)
