@@ -329,6 +329,8 @@ constexpr int SHARED_BARRIERS = 127960;
 constexpr float LIMIT = 16384.0f;
 // A new reference of a row is this much above the row's maximum, in units of log2.
 constexpr float HEADROOM = 0.f;
+// Whether the rows of a warp see different keys.
+constexpr bool HIDES_KEYS = true;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -346,9 +348,9 @@ constexpr float NO_PEAK = -1e30f;
 //
 // If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
 // again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
-// tile restarts. The other rows of the warp keep their references. The rows of a warp see different keys, so if a row
-// changed its reference because of another row, the last bits of its results would depend on keys that are hidden from
-// it.
+// tile restarts. If keys are hidden, the other rows of the warp keep their references: rows see different keys, and if a
+// row changed its reference because of another row, the last bits of its results would depend on keys that are hidden
+// from it. If no key is hidden, all rows of the warp get new references.
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
 // finite, so that exp2(-inf + NO_REFERENCE) is 0.
@@ -395,6 +397,7 @@ struct Softmax {
       sum[0] += added[0], sum[1] += added[1];
       return true;
     }
+    if (!HIDES_KEYS) return false;  // all rows get new references
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
@@ -417,7 +420,7 @@ struct Softmax {
       for (int i = 2 * r; i < N; i += 4) maximum = fmaxf(maximum, fmaxf(c[i], c[i + 1]));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
-      exceeds[r] = signbit(sum[r]);
+      exceeds[r] = !HIDES_KEYS || signbit(sum[r]);
       const float next = exceeds[r] ? fminf(shift[r], -maximum * exponent - HEADROOM) : shift[r];
       rescale[r] = exp2_fast(next - shift[r]);
       shift[r] = next;
