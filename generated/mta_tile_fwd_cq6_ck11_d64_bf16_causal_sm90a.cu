@@ -344,8 +344,8 @@ constexpr float LN_2 = 0.6931471805599453f;
 //
 // If a thread's probabilities of a row exceed LIMIT, the reference was too low. The kernel then convolves the tile
 // again, and the row's maximum becomes its reference: a restart. If scores do not grow along the keys, only the first
-// tile restarts. If keys are hidden, the other rows of the warp keep their references: rows see different keys, and if a
-// row changed its reference because of another row, the last bits of its results would depend on keys that are hidden
+// tile restarts. If keys are hidden, the other rows of the warp keep their references: rows see different keys, and if
+// a row changed its reference because of another row, the last bits of its results would depend on keys that are hidden
 // from it. If no key is hidden, all rows of the warp get new references.
 
 // Minus the reference of a row that has seen no key: the probability of its first visible key exceeds LIMIT. It is
