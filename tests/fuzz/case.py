@@ -118,7 +118,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of :func:`mtagen.build` that describe the operator."""
-        return {name: getattr(self, name) for name in Spec.__dataclass_fields__ if name not in ("packed", "dropout")}
+        return {name: getattr(self, name) for name in Spec.__dataclass_fields__ if hasattr(self, name)}
 
     @property
     def spec(self) -> Spec:
