@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, explain
+from ..spec import PARAMETER_SLOTS
 
-MAX_PARAMETERS = 8
+MAX_PARAMETERS = len(PARAMETER_SLOTS)
 LARGEST_EXTENT = 4096  # of a table
 _ORDER = "bh#ij"  # axes that are numbers stand where # is
 _LEGAL = "axes of b (batch entry), h (head), numbers from 1 to 4096, i and j (tokens), in this order, such as h,65"
