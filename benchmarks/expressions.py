@@ -43,7 +43,7 @@ EXPRESSIONS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """What was timed, and milliseconds of the forward and the backward pass."""
+    """One case, and the milliseconds of its forward and backward pass."""
 
     kernel: str
     head_dim: int

@@ -290,7 +290,7 @@ def _draw_backward(drawing: Drawing, tile: TileBackward, left: float, top: float
 
 
 def expressions() -> Drawing:
-    """What named expressions make of scores: one panel each."""
+    """Draw scores after each named expression, one panel each."""
     drawing, distances = Drawing(680, 210), range(161)
     slopes = {h: [-(2.0 ** -(h + 1)) * d for d in distances] for h in (2, 4, 6)}
     table = read_parameters({"table": "h,32"})

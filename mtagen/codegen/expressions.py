@@ -102,7 +102,7 @@ class _Printer(ABC):
 
     @abstractmethod
     def entry(self, view: str, offset: str) -> str:
-        """Print a number in memory, so many numbers after an address."""
+        """Print the number in memory at an offset from an address."""
 
     @abstractmethod
     def wide(self, place: str) -> str:

@@ -45,7 +45,7 @@ class Entry(Expr):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class View:
-    """What a head of a sequence reads of a parameter: consecutive numbers in memory.
+    """The part of a parameter that a head of a sequence reads: consecutive numbers in memory.
 
     Parameters lie as ``[batch entry][head][table][token]``, in C order. Tokens of packed documents follow one
     another, and the axis of batch entries is left out there.
