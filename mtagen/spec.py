@@ -211,6 +211,9 @@ class Spec:
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        if len(self.parameters) > len(PARAMETER_SLOTS):
+            names = [name for name, _ in self.parameters]
+            raise SpecError(explain("parameters", names, "are too many", f"at most {len(PARAMETER_SLOTS)}"))
 
     @property
     def cq(self) -> int:

@@ -58,6 +58,7 @@ WRONG = [
     ("", "is no expression", None),
     ("s" + " + s" * 400, "characters", None),
     ("-" * 999 + "s", "nested too deeply", None),
+    ("tanh(" * 150 + "s" + ")" * 150, "nested too deeply", None),
 ]
 
 

@@ -28,6 +28,7 @@ POSITION, KEY, HEAD = sympy.symbols("i j h", integer=True)
 ENTRY = sympy.Symbol("b", integer=True)  # the batch entry or document, which only indices name
 NAMES = {str(symbol): symbol for symbol in (SCORE, POSITION, KEY, HEAD)}
 LONGEST = 1000  # characters of a text
+DEEPEST = 50  # parentheses, functions and signs in each other; sympy recurses several times for each
 LARGEST = 2**127  # numbers are those of fp32
 LARGEST_POWER = 16
 
@@ -249,8 +250,10 @@ def read(
     if len(text) > LONGEST:
         raise SpecError(explain(name, text, f"has {len(text):,} characters", f"at most {LONGEST:,}"))
     try:
-        reader = _Reader(name, text.strip(), parameters, distances)
-        expr = reader.number(ast.parse(text.strip(), mode="eval").body)
+        tree = ast.parse(text.strip(), mode="eval").body
+        if _depth(tree) > DEEPEST:
+            raise RecursionError
+        expr = _Reader(name, text.strip(), parameters, distances).number(tree)
     except SyntaxError as error:
         raise SpecError(explain(name, text, f"is no expression: {error.msg}", "such as 50 * tanh(s / 50)")) from None
     except (RecursionError, MemoryError, ValueError) as error:
@@ -347,6 +350,17 @@ def _exact(expr: Expr) -> Expr:
 
 def _rational(number: float) -> Rational:
     return Rational(Fraction(repr(number)))
+
+
+def _depth(node: ast.expr) -> int:
+    """Return how deep a tree is; operators in a row, such as those of a sum, are one step."""
+    row = node.left if isinstance(node, ast.BinOp) else None
+    depths = [
+        _depth(child) + (0 if child is row else 1)
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, ast.expr)
+    ]
+    return max(depths, default=0)
 
 
 def _compared(comparison: Function, first: Expr, second: Expr) -> Boolean:

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, explain
-from ..spec import PARAMETER_SLOTS
 
-MAX_PARAMETERS = len(PARAMETER_SLOTS)
 LARGEST_EXTENT = 4096  # of a table
 _ORDER = "bh#ij"  # axes that are numbers stand where # is
 _LEGAL = "axes of b (batch entry), h (head), numbers from 1 to 4096, i and j (tokens), in this order, such as h,65"
@@ -46,7 +44,7 @@ def read_parameters(given: Any) -> tuple[Parameter, ...]:
         given: a mapping, or pairs, of names to axes such as ``"h,65"``.
 
     Raises:
-        SpecError: a name or an axis is not legal, or there are too many.
+        SpecError: a name or an axis is not legal, or a name is there twice.
     """
     legal_mapping = "a mapping such as {'slopes': 'h', 'table': 'h,65'}"
     try:
@@ -55,8 +53,6 @@ def read_parameters(given: Any) -> tuple[Parameter, ...]:
         raise SpecError(explain("parameters", given, "must map names to axes", legal_mapping)) from None
     parameters = tuple(Parameter(_name(name), _axes(name, axes)) for name, axes in pairs)
     names = [parameter.name for parameter in parameters]
-    if len(names) > MAX_PARAMETERS:
-        raise SpecError(explain("parameters", names, "are too many", f"at most {MAX_PARAMETERS}"))
     if len({*names}) < len(names):
         raise SpecError(explain("parameters", names, "has a name twice", legal_mapping))
     return parameters
