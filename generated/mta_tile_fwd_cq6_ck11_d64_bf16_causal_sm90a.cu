@@ -393,12 +393,13 @@ struct Softmax {
       sum[0] += added[0], sum[1] += added[1];
       return true;
     }
-    if (!HIDES_KEYS) return false;  // all rows get new references
+    if constexpr (HIDES_KEYS) {  // else all rows get new references
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r] + added[r];
+      for (int r = 0; r < 2; ++r) {
+        float most = fmaxf(added[r], __shfl_xor_sync(~0u, added[r], 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        sum[r] = most > LIMIT ? -fabsf(sum[r]) : sum[r] + added[r];
+      }
     }
     return false;
   }
