@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .dtypes import ARGUMENT_DTYPES
 from .errors import InputError, explain
 from .spec import BATCH, PACKED, SINK, Argument
 
@@ -216,9 +217,12 @@ def check_learned(
         check_dense(((name, x),))
         if tuple(x.shape) != shape:
             raise InputError(explain(f"{name}.shape", tuple(x.shape), f"must be {argument.shape}", shape))
-        dtypes = {q.dtype if dtype == "q" else torch.float32 for dtype in argument.dtypes}
+        dtypes = {q.dtype if dtype == "q" else ARGUMENT_DTYPES[dtype] for dtype in argument.dtypes}
         if x.dtype not in dtypes:
-            raise InputError(explain(f"{name}.dtype", x.dtype, "must be fp32 or the dtype of q", (*dtypes,)))
+            rule = (
+                "must be fp32 or the dtype of q" if argument.differentiable else "must be integers: the mask reads it"
+            )
+            raise InputError(explain(f"{name}.dtype", x.dtype, rule, (*dtypes,)))
         if x.device != q.device:
             raise InputError(explain(f"{name}.device", x.device, "must be on q's device", q.device))
         checked.append(x)

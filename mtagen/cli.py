@@ -137,6 +137,14 @@ def _spec(
             help="What the softmax takes, an expression in the score s.", metavar="EXPRESSION", show_default="s"
         ),
     ] = None,
+    visible: Annotated[
+        str | None,
+        typer.Option(
+            help="Which keys j a query at position i sees, besides the window, such as 'i // 64 == j // 64'.",
+            metavar="CONDITION",
+            show_default="all",
+        ),
+    ] = None,
     parameter: Annotated[
         list[str] | None,
         typer.Option(

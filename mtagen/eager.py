@@ -16,7 +16,7 @@ from .arguments import check_batch, check_dense, check_learned, resolve_scale, s
 from .dropout import check_dropout_p
 from .dtypes import TORCH_DTYPES
 from .errors import InputError, explain
-from .evaluate import evaluate
+from .evaluate import Bounds, evaluate
 from .expressions.functions import functions_of
 from .expressions.language import ENTRY, HEAD, KEY, POSITION, SCORE
 from .expressions.places import axes_in
@@ -39,6 +39,7 @@ def reference(
     scores: Expression | None = None,
     convolved: Expression | None = None,
     logits: Expression | None = None,
+    visible: Expression | None = None,
     parameters: Mapping[str, Tensor] | None = None,
     sink: Tensor | None = None,
     scale: float | None = None,
@@ -82,6 +83,8 @@ def reference(
             convolution, before the first mixture and before the softmax: texts such as ``50 *
             tanh(s / 50)`` or functions, see :mod:`mtagen.expressions`. They are computed in fp32,
             or in fp64 for fp64 inputs.
+        visible: which keys a query sees within causality and window, a condition such as ``(j <= i)
+            | (j < prefix[b])``; parameters that it reads are integers.
         parameters: the tensors that the expressions read, by name. Their axes follow from how the
             expressions index them: ``b``, ``h``, ``i`` and ``j`` count batch entries, heads and
             tokens, other indices entries of a table.
@@ -107,7 +110,7 @@ def reference(
     given |= {"post_head_weight": post_head_weight}
     learned = {**(parameters or {})}
     expressions = {"scores": scores, "convolved": convolved, "logits": logits}
-    rules = {"causal": causal, "window": window, "key_padding": key_padding, "mask": mask}
+    rules = {"causal": causal, "window": window, "visible": visible, "key_padding": key_padding, "mask": mask}
     spec = _check(q, k, v, given, learned, sink, **expressions, **rules)
     _check_dropout(dropout_p, dropout_mask, (*q.shape[:3], k.shape[2]), q.device)
     scale = resolve_scale(scale, q.shape[-1])
@@ -116,21 +119,26 @@ def reference(
     nq, nk = s.shape[-2:]
     keys, positions = torch.arange(nk, device=q.device), torch.arange(nk - nq, nk, device=q.device).unsqueeze(1)
     after = keys - positions
-    left, right = window[0], 0 if causal else window[1]
-    forbidden = ((left >= 0) & (after < -left)) | ((right >= 0) & (after > right))
+    forbidden = torch.zeros_like(after, dtype=torch.bool)
+    forbidden |= after < -spec.left if spec.left is not None else False
+    forbidden |= after > spec.right if spec.right is not None else False
+    entries, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])
+    hidden_by_bounds = Bounds(spec, learned).hidden(positions, keys, entries[:, None, None])
+    if hidden_by_bounds is not None:
+        forbidden = (forbidden | hidden_by_bounds).unsqueeze(-3)  # of all heads
     functions = functions_of(spec.expressions, spec.parameters) if spec.expressions else {}
 
     def applied(name: str, x: Tensor, hidden: Tensor) -> Tensor:
         """Apply a function to the scores that are not hidden: a slope of 0 times NaN would be NaN."""
         if name not in functions or not x.numel():
             return x
-        rows, columns = (~hidden).nonzero(as_tuple=True)
-        entries, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])
-        taken = x[:, :, rows, columns]
-        values = {SCORE: taken.to(torch.promote_types(x.dtype, torch.float32)), POSITION: positions[rows, 0]}
-        values |= {KEY: keys[columns], HEAD: heads[:, None], ENTRY: entries[:, None, None]}
+        seen = ~hidden.expand(x.shape[0], 1, nq, nk).squeeze(1)
+        entry, row, column = seen.nonzero(as_tuple=True)
+        taken = x.transpose(0, 1)[:, seen]
+        values = {SCORE: taken.to(torch.promote_types(x.dtype, torch.float32)), POSITION: positions[row, 0]}
+        values |= {KEY: keys[column], HEAD: heads[:, None], ENTRY: entries[entry]}
         value = evaluate(functions[name].expr, values, learned).to(x.dtype).expand_as(taken)
-        return x.masked_scatter(~hidden, value)
+        return x.transpose(0, 1).masked_scatter(seen, value).transpose(0, 1)
 
     s = _convolve(
         applied("scores", s, forbidden if mask == "source" else _unused(forbidden, weight)),
@@ -155,10 +163,10 @@ def reference(
 
 def _unused(forbidden: Tensor, weight: Tensor | None) -> Tensor:
     """Return the scores that enter no visible score of a convolution with ``mask="output"``."""
-    if not len(forbidden):
+    if not forbidden.shape[-2]:
         return forbidden
     reach = 0 if weight is None else weight.shape[-2] - 1  # a score enters this many later rows, at keys that they see
-    return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(0, reach + 1, 1).all(-1)
+    return F.pad(forbidden, (0, 0, 0, reach), value=True).unfold(-2, reach + 1, 1).all(-1)
 
 
 def _check(
@@ -192,7 +200,7 @@ def _check(
         post_kernel=kernels.get("post_weight"),
         post_mixed_heads=groups.get("post_head_weight"),
         sink=sink is not None,
-        parameters=_axes(learned, {name: rules[name] for name in EXPRESSIONS}),
+        parameters=_axes(learned, {name: rules[name] for name in (*EXPRESSIONS, "visible")}),
         **rules,
     )
     if q.dtype not in TORCH_DTYPES.values():
@@ -255,7 +263,7 @@ def _convolve(x: Tensor, weight: Tensor | None, forbidden: Tensor, key_padding: 
     padded, hidden, convolved = F.pad(x, pad), F.pad(forbidden, pad[:2]), torch.zeros_like(x)
     for c in range(ck):
         rows = _correlate(padded[..., c : c + nk], weight[..., c : c + 1])
-        convolved = convolved + rows.masked_fill(hidden[:, c : c + nk], 0)
+        convolved = convolved + rows.masked_fill(hidden[..., c : c + nk], 0)
     return convolved
 
 

@@ -10,7 +10,10 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from .expressions.language import Floor, Load, Maximum, Minimum, Where, split_sum
+from .expressions.bounds import Run, run_of
+from .expressions.language import ENTRY, POSITION, Floor, Load, Maximum, Minimum, Where, split_sum
+from .expressions.parameters import read_parameters
+from .spec import Spec
 
 _FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
     sympy.tanh: torch.tanh,
@@ -41,6 +44,11 @@ def evaluate(expr: Expr, values: Mapping[Symbol, Tensor], parameters: Mapping[st
     return _Evaluation(values, parameters).real(expr)
 
 
+def evaluate_integer(expr: Expr, values: Mapping[Symbol, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the value of an integer expression in int64; the arguments are those of :func:`evaluate`."""
+    return _Evaluation(values, parameters).of(expr)
+
+
 def indices_of(load: Load, values: Mapping[Symbol, Tensor], parameter: Tensor) -> tuple[Tensor, ...]:
     """Return the indices of an entry of a parameter, int64, which broadcast to the shape of the scores."""
     evaluation = _Evaluation(values, {})
@@ -48,12 +56,43 @@ def indices_of(load: Load, values: Mapping[Symbol, Tensor], parameter: Tensor) -
     return tuple(evaluation.of(index).clamp(0, extent - 1) for index, extent in extents)
 
 
+class Bounds:
+    """The keys that queries see by the option ``visible``, besides causality and window.
+
+    Args:
+        spec: the operator.
+        parameters: the tensors that it reads, by name, others too.
+    """
+
+    def __init__(self, spec: Spec, parameters: Mapping[str, Tensor]) -> None:
+        self._run = run_of(spec.visible, read_parameters(spec.parameters)) if spec.visible is not None else Run()
+        self._parameters = parameters
+
+    def hidden(self, positions: Tensor, keys: Tensor, entries: Tensor) -> Tensor | None:
+        """Return whether keys are hidden from the queries at some positions, or None if none is.
+
+        Args:
+            positions, keys, entries: positions, keys and batch entries, int64, which broadcast.
+        """
+        if not keys.numel():  # parameters of tokens are empty, too
+            return None
+        values = {POSITION: positions, ENTRY: entries}
+        first, last = (
+            bound if bound is None else evaluate_integer(bound, values, self._parameters)
+            for bound in (self._run.first, self._run.last)
+        )
+        if first is None:
+            return None if last is None else keys > last
+        return keys < first if last is None else (keys < first) | (keys > last)
+
+
 class _Evaluation:
     """The values of an expression and of its parts."""
 
     def __init__(self, values: Mapping[Symbol, Tensor], parameters: Mapping[str, Tensor]) -> None:
         self.values, self.parameters = values, parameters
-        (self.dtype,) = {value.dtype for value in values.values() if value.is_floating_point()}
+        # A bound has no real numbers.
+        (self.dtype,) = {value.dtype for value in values.values() if value.is_floating_point()} or {torch.float64}
         (self.device,) = {value.device for value in values.values()}
         self.known: dict[sympy.Basic, Tensor] = {}
 
@@ -74,7 +113,8 @@ class _Evaluation:
             return self._constant(expr)
         if isinstance(expr, Load):
             parameter = self.parameters[expr.parameter]
-            return parameter[indices_of(expr, self.values, parameter)]
+            entry = parameter[indices_of(expr, self.values, parameter)]
+            return entry.to(torch.int64) if expr.is_integer else entry
         if isinstance(expr, Floor):
             return self._floor(expr.args[0])
         if isinstance(expr, (sympy.And, sympy.Or)):

@@ -31,6 +31,7 @@ def build(
     scores: Expression | None = None,
     convolved: Expression | None = None,
     logits: Expression | None = None,
+    visible: Expression | None = None,
     parameters: Mapping[str, str] | None = None,
     sink: bool = False,
     value_head_dim: int | None = None,
@@ -67,6 +68,9 @@ def build(
         convolved: what is mixed over heads, an expression in s, the score after the convolution.
         logits: what the softmax takes, an expression in s, the score after the convolution and the
             mixture.
+        visible: which keys a query sees, besides ``causal`` and ``window``: a condition in i, j, b and
+            parameters that a run of keys meets, such as ``(j <= i) | (j < prefix[b])`` with
+            ``causal=False``, or ``i // 64 == j // 64``. Parameters that it reads are integers.
         parameters: the tensors that expressions read, which each call passes: the name and the axes
             of each. Axes are ``b`` (batch entries), ``h`` (heads of queries), ``i`` or ``j``
             (tokens) and numbers (the entries of a table): ``{"slopes": "h", "table": "h,65"}``.

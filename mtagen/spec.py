@@ -90,6 +90,7 @@ STEP = tuple(
 BOUNDARIES = tuple(
     Argument(name, "boundaries", ("documents + 1",), ("int32",), False) for name in ("cu_seq_q", "cu_seq_k")
 )
+INTEGERS = ("int32", "int64")  # dtypes of parameters that a mask reads
 SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
 LENGTHS = Argument("cache_seqlens", "lengths", ("B",), ("int32",), False)
@@ -134,8 +135,11 @@ class Spec:
             :mod:`mtagen.expressions` describes the language. The fields are texts in canonical
             form; None for s itself. Without a convolution ``scores`` joins ``convolved``, and
             without a mixture ``convolved`` joins ``logits``, so that equal operators are equal.
-        parameters: the tensors that expressions read, and the axes of each: ``{"table": "h,65"}``.
-            The field is pairs of name and axes.
+        parameters: the tensors that expressions and ``visible`` read, and the axes of each:
+            ``{"table": "h,65"}``. The field is pairs of name and axes.
+        visible: which keys a query sees within causality and window, a condition in i, j, b and parameters of
+            integers that a run of keys meets: ``(j <= i) | (j < prefix[b])``. A text or a function;
+            the field is a text in canonical form, or None if the window says the same.
         sink: whether each row's softmax has one more logit, which has no value: a number of each
             head that a call passes.
         packed: whether q, k and v hold packed documents, each a sequence of its own, instead of a
@@ -160,6 +164,7 @@ class Spec:
     scores: str | None = None
     convolved: str | None = None
     logits: str | None = None
+    visible: str | None = None
     parameters: tuple[tuple[str, str], ...] = ()
     sink: bool = False
     packed: bool = False
@@ -192,15 +197,19 @@ class Spec:
             object.__setattr__(self, "causal", True)
             right = -1
         object.__setattr__(self, "window", (left, right))
-        if self.parameters or any(getattr(self, name) is not None for name in EXPRESSIONS):
+        if self.parameters or any(getattr(self, name) is not None for name in (*EXPRESSIONS, "visible")):
             self._normalise_expressions()
         else:
             object.__setattr__(self, "parameters", ())
 
     def _normalise_expressions(self) -> None:
         """Replace expressions by canonical texts, each at the first place that computes the same."""
-        from .expressions.places import normalised  # imported here, because sympy takes longer to load than this module
+        # Imported here, because sympy takes longer to load than this module.
+        from .expressions.bounds import normalised_visible
+        from .expressions.places import normalised
 
+        masks = normalised_visible(self.visible, self.parameters, self.left, self.right)
+        self._set_mask(masks.text, masks.left, masks.right)
         distances = self.left, self.right, self.cq - 1 if self.mask == "output" else 0
         fields = normalised(
             {name: getattr(self, name) for name in EXPRESSIONS},
@@ -208,12 +217,26 @@ class Spec:
             distances,
             convolves=self.kernel is not None,
             mixes=self.mixed_heads is not None,
+            read_by_mask=masks.parameters,
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         if len(self.parameters) > len(PARAMETER_SLOTS):
             names = [name for name, _ in self.parameters]
             raise SpecError(explain("parameters", names, "are too many", f"at most {len(PARAMETER_SLOTS)}"))
+
+    def _set_mask(self, visible: str | None, left: int | None, right: int | None) -> None:
+        """Set the fields of the mask. Equal masks have equal fields.
+
+        Raises:
+            SpecError: the mask cannot be one of ``mask="output"``.
+        """
+        if visible is not None and self.mask == "output" and self.context:
+            rule = "has convolutions over queries whose terms are those that the query of the result sees"
+            raise SpecError(explain("visible", visible, rule, 'mask="source"'))
+        object.__setattr__(self, "visible", visible)
+        object.__setattr__(self, "causal", right == 0)
+        object.__setattr__(self, "window", (-1 if left is None else left, -1 if right in (None, 0) else right))
 
     @property
     def cq(self) -> int:
@@ -294,8 +317,21 @@ class Spec:
 
     @cached_property
     def learned_arguments(self) -> tuple[Argument, ...]:
-        """The sink and the parameters of expressions that the op takes."""
-        return (SINK,) * self.sink + tuple(_parameter_argument(*pair, self.packed) for pair in self.parameters)
+        """The sink and the parameters that the op takes. Those of the mask are integers."""
+        described = (_parameter_argument(*pair, self.packed) for pair in self.parameters)
+        masks = self.mask_parameters
+        return (SINK,) * self.sink + tuple(
+            x._replace(dtypes=INTEGERS, differentiable=False) if x.name in masks else x for x in described
+        )
+
+    @cached_property
+    def mask_parameters(self) -> frozenset[str]:
+        """The parameters that ``visible`` reads."""
+        if self.visible is None:
+            return frozenset()
+        from .expressions.bounds import parameters_in  # imported here, because it loads sympy
+
+        return parameters_in(self.visible, self.parameters)
 
     @cached_property
     def packed_learned_arguments(self) -> tuple[Argument, ...]:

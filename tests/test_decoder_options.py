@@ -34,6 +34,7 @@ OVERRIDES: dict[str, tuple[Any, Any]] = {
     "scores": ("3*tanh(s/3)", "3*tanh(s/3)"),
     "convolved": ("2*tanh(s/2)", "2*tanh(s/2)"),
     "logits": ("50*tanh(s/50)", "50*tanh(s/50)"),
+    "visible": ("i // 4 == j // 4", "i // 4 == j // 4"),
     "parameters": ({"slopes": "h"}, {"slopes": "h"}),
     "sink": (True, True),
     "mask": ("output", "output"),

@@ -646,6 +646,7 @@ WRONG_VALUES = {
     "scores": NO_EXPRESSION,
     "convolved": NO_EXPRESSION,
     "logits": NO_EXPRESSION,
+    "visible": (*NO_EXPRESSION, "j % 2 == 0"),
     "parameters": (3, "slopes", [3], {"slopes": "h"}, {3: "h"}, {"s": "h"}, {"for": ""}, {"tanh": "h"}),
     "sink": (*NOT_A_BOOL, None),
     "backend": (*NOT_TEXT, None, "", "gpu"),

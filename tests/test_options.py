@@ -28,7 +28,7 @@ def defaults(function: Callable[..., Any], **others: Any) -> dict[str, Any]:
 
 def test_constants() -> None:
     assert set(DEFAULTS) - set(OPTIONS) == {"packed", "dropout"}
-    assert set(RULES) == {"causal", "window", "key_padding", "mask", "scores", "convolved", "logits"}
+    assert set(RULES) == {"causal", "window", "key_padding", "mask", "scores", "convolved", "logits", "visible"}
     assert set(STAGES.values()) <= set(OPTIONS)
 
 

@@ -55,7 +55,7 @@ def _backward(
 def _by_blocks(spec: Spec, call: Call) -> bool:
     if call.dropout is not None or not call.k.shape[2]:
         return False
-    return spec.is_fusible and spec.left is None and spec.right in (None, 0)
+    return spec.is_fusible and spec.visible is None and spec.left is None and spec.right in (None, 0)
 
 
 def _with_filters(call: Call) -> Call:

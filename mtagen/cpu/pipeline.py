@@ -21,8 +21,9 @@ from torch.nn import grad
 
 from ..call import Call, Step
 from ..dropout import Dropout
+from ..evaluate import Bounds
 from ..spec import Spec
-from .scores import Functions, Place
+from .scores import Functions, Place, named_learned
 
 STRIP_SCORES = 2**22  # entries of a plane of scores: 16 MiB in fp32
 _TERMS = 2**12  # terms of a partial sum in a matrix's gradient: in fp32, longer sums lose digits
@@ -206,9 +207,16 @@ class _Stages:
     """
 
     def __init__(
-        self, spec: Spec, weights: dict[str, Tensor], functions: Functions, scale: float, dtype: torch.dtype
+        self,
+        spec: Spec,
+        weights: dict[str, Tensor],
+        functions: Functions,
+        bounds: Bounds,
+        scale: float,
+        dtype: torch.dtype,
     ) -> None:
         self.spec, self.weights, self.functions, self.scale, self.dtype = spec, weights, functions, scale, dtype
+        self.bounds = bounds
         self.gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     @classmethod
@@ -217,7 +225,8 @@ class _Stages:
         dtype = torch.promote_types(q.dtype, torch.float32)
         named = zip(spec.weights(q.shape[1]), call.weights, strict=True)
         functions = Functions(spec, call.learned, dtype)
-        return cls(spec, {name: w.to(dtype) for name, w in named}, functions, call.scale, dtype)
+        bounds = Bounds(spec, named_learned(spec, call.learned))
+        return cls(spec, {name: w.to(dtype) for name, w in named}, functions, bounds, call.scale, dtype)
 
     def results_without_keys(self, q: Tensor, rows: int, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the results of rows that see no key."""
@@ -278,7 +287,10 @@ class _Stages:
             forbidden |= torch.ones_like(forbidden).triu(place.corner + self.spec.right + 1)
         if self.spec.left is not None:
             forbidden |= torch.ones_like(forbidden).tril(place.corner - self.spec.left - 1)
-        return forbidden
+        rows, keys = (torch.arange(n, device=q.device) for n in forbidden.shape)
+        entry = place.entries[0]  # of all planes of a strip
+        hidden = self.bounds.hidden(rows[:, None] + place.position, keys + place.key, entry)
+        return forbidden if hidden is None else forbidden | hidden
 
     def _logits(self, q: Tensor, k: Tensor, place: Place, forbidden: Tensor) -> _Scores:
         scores = self.scale * (_by_kv_head(q.to(self.dtype), k) @ k.to(self.dtype).mT)

@@ -32,6 +32,11 @@ class Place(NamedTuple):
         return self.position - self.key
 
 
+def named_learned(spec: Spec, learned: list[Tensor]) -> dict[str, Tensor]:
+    """Return the sink and the parameters of a call by name."""
+    return {argument.name: x for argument, x in zip(spec.learned_arguments, learned, strict=True)}
+
+
 class Functions:
     """The functions of scores of a call, applied to blocks; they accumulate the gradients of parameters.
 
@@ -40,12 +45,12 @@ class Functions:
     """
 
     def __init__(self, spec: Spec, learned: list[Tensor], dtype: torch.dtype) -> None:
-        named = {argument.name: x for argument, x in zip(spec.learned_arguments, learned, strict=True)}
+        named = named_learned(spec, learned)
         self._functions, self._dtypes = (
             functions_of(spec.expressions, spec.parameters),
             {name: x.dtype for name, x in named.items()},
         )
-        self._parameters = {name: x.to(dtype) for name, x in named.items()}
+        self._parameters = {name: x.to(dtype) for name, x in named.items() if name not in spec.mask_parameters}
         self.sink = self._parameters.pop("sink") if spec.sink else None
         self.gradients = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in named.items()}
 
@@ -82,7 +87,7 @@ class Functions:
         return evaluate(function.backward, values, self._parameters).expand_as(scores)
 
     def results(self) -> list[Tensor]:
-        """Return the gradients of the sink and the parameters, in their order and dtypes."""
+        """Return the gradients of the sink and the parameters, in their order and dtypes; of integers zeros."""
         return [x.to(self._dtypes[name]) for name, x in self.gradients.items()]
 
     def sink_of(self, place: Place) -> Tensor | None:

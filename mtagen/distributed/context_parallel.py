@@ -740,7 +740,7 @@ def _check_logits(spec: Spec) -> None:
     Raises:
         InputError: they are not.
     """
-    for name in ("scores", "convolved", "parameters", "sink"):
+    for name in ("scores", "convolved", "visible", "parameters", "sink"):
         if asked := getattr(spec, name):
             rule = "is not supported where ranks share a sequence"
             raise InputError(explain(name, asked, rule, "an op without it"))

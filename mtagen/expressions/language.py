@@ -31,6 +31,7 @@ LONGEST = 1000  # characters of a text
 DEEPEST = 50  # parentheses, functions and signs in each other; sympy recurses several times for each
 LARGEST = 2**127  # numbers are those of fp32
 LARGEST_POWER = 16
+_ANY_DISTANCE = (-math.inf, math.inf)
 
 Value: TypeAlias = Expr | Boolean
 Function: TypeAlias = Callable[..., Any]
@@ -56,10 +57,13 @@ class Where(Expr):  # type: ignore[misc]
 
 
 class Load(Expr):  # type: ignore[misc]
-    """An entry of a parameter: its name as a symbol, and an index for each axis."""
+    """An entry of a parameter: its name as a symbol, which is an integer if entries are, and an index for each axis."""
 
     is_real = True
     is_commutative = True
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if self.args[0].is_integer else None
 
     def __new__(cls, parameter: sympy.Symbol, *indices: Any) -> Expr:
         return super().__new__(cls, parameter, *map(sympy.sympify, indices))
@@ -211,13 +215,19 @@ def canonical(
     return None if expr == SCORE else write(expr)
 
 
-def text_of(name: str, given: str | Function, parameters: Sequence[Parameter]) -> str:
-    """Return the text of an expression: of a function, what it returns for symbols.
+def text_of(name: str, given: str | Function, parameters: Sequence[Parameter], *, has_integers: bool = False) -> str:
+    """Return the text of an expression or condition: of a function, what it returns for symbols.
+
+    Args:
+        name: the option, for errors.
+        given: a text or a function.
+        parameters: the tensors that it may read.
+        has_integers: whether their entries are integers.
 
     Raises:
         SpecError: ``given`` is no text and no function, or the function cannot be called so.
     """
-    return given if isinstance(given, str) else _called(name, given, parameters)
+    return given if isinstance(given, str) else _called(name, given, parameters, has_integers)
 
 
 def composed(outer: str | None, inner: str | None, parameters: Sequence[Parameter]) -> str | None:
@@ -247,26 +257,50 @@ def read(
     Raises:
         SpecError: the text is not in the language. The message marks the place.
     """
+    expr = _translated(_Reader(name, text.strip(), parameters, distances).number, name, text)
+    if expr.diff(SCORE).has(sympy.Derivative, sympy.Subs):
+        raise SpecError(explain(name, text, "has no derivative in s that can be written", "floor and // without s"))
+    return expr
+
+
+def read_condition(name: str, text: str, parameters: Sequence[Parameter] = ()) -> Boolean:
+    """Return the condition of a text, in places and in parameters whose entries are integers.
+
+    Args:
+        name: the option that holds the text, for errors.
+        text: comparisons of integers, joined by ``&``, ``|`` and ``~``; the names are those of :func:`read`.
+        parameters: the tensors that the text may read.
+
+    Raises:
+        SpecError: the text is not in the language. The message marks the place.
+    """
+    reader = _Reader(name, text.strip(), parameters, _ANY_DISTANCE, has_integers=True)
+    return _translated(reader.condition, name, text)
+
+
+def _translated(translate: Callable[[ast.expr], Any], name: str, text: str) -> Any:
+    """Return what a reader makes of a text.
+
+    Raises:
+        SpecError: the text is too long, nests too deeply, or is not Python.
+    """
     if len(text) > LONGEST:
         raise SpecError(explain(name, text, f"has {len(text):,} characters", f"at most {LONGEST:,}"))
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         if _depth(tree) > DEEPEST:
             raise RecursionError
-        expr = _Reader(name, text.strip(), parameters, distances).number(tree)
+        return translate(tree)
     except SyntaxError as error:
         raise SpecError(explain(name, text, f"is no expression: {error.msg}", "such as 50 * tanh(s / 50)")) from None
     except (RecursionError, MemoryError, ValueError) as error:
         if isinstance(error, SpecError):
             raise
         raise SpecError(explain(name, text, "is nested too deeply", "fewer parentheses")) from None
-    if expr.diff(SCORE).has(sympy.Derivative, sympy.Subs):
-        raise SpecError(explain(name, text, "has no derivative in s that can be written", "floor and // without s"))
-    return expr
 
 
-def write(expr: Expr) -> str:
-    """Return the text of an expression; :func:`read` inverts it."""
+def write(expr: Value) -> str:
+    """Return the text of an expression or condition; :func:`read` and :func:`read_condition` invert it."""
     return str(_Writer().doprint(expr))
 
 
@@ -304,24 +338,28 @@ def split_sum(expr: Expr) -> tuple[Rational, Expr, list[Expr]]:
 class _Table:
     """A parameter as functions see it: indexing it gives an entry."""
 
-    def __init__(self, parameter: Parameter) -> None:
-        self.parameter = parameter
+    def __init__(self, parameter: Parameter, *, is_integer: bool) -> None:
+        self.parameter, self.is_integer = parameter, is_integer
 
     def __getitem__(self, indices: Any) -> Expr:
-        return _load(self.parameter, indices if isinstance(indices, tuple) else (indices,))
+        places = indices if isinstance(indices, tuple) else (indices,)
+        return _load(self.parameter, places, is_integer=self.is_integer)
 
 
-def _load(parameter: Parameter, indices: Sequence[Any]) -> Expr:
-    return Load(sympy.Symbol(parameter.name, real=True), *indices)
+def _load(parameter: Parameter, indices: Sequence[Any], *, is_integer: bool) -> Expr:
+    symbol = sympy.Symbol(parameter.name, integer=True) if is_integer else sympy.Symbol(parameter.name, real=True)
+    return Load(symbol, *indices)
 
 
-def _called(name: str, function: Function, parameters: Sequence[Parameter]) -> str:
+def _called(name: str, function: Function, parameters: Sequence[Parameter], has_integers: bool) -> str:
     """Call a function with symbols, and return the text of what it returns.
 
     Names such as ``min`` and ``max`` in the function mean the functions of the language.
     """
     known: dict[str, Any] = {**NAMES, str(ENTRY): ENTRY}
-    known |= {x.name: _Table(x) if x.axes else _load(x, ()) for x in parameters}
+    for parameter in parameters:
+        table = _Table(parameter, is_integer=has_integers)
+        known[parameter.name] = table if parameter.axes else table[()]
     legal = f"a text, or a function of {', '.join(known)}"
     if not callable(function):
         raise SpecError(explain(name, function, "is no text and no function", legal))
@@ -373,12 +411,22 @@ def _compared(comparison: Function, first: Expr, second: Expr) -> Boolean:
 
 
 class _Reader:
-    """Translates the nodes of a parsed text."""
+    """Translates the nodes of a parsed text.
+
+    Args:
+        has_integers: whether entries of parameters are integers.
+    """
 
     def __init__(
-        self, name: str, text: str, parameters: Sequence[Parameter], distances: tuple[float, float] | None
+        self,
+        name: str,
+        text: str,
+        parameters: Sequence[Parameter],
+        distances: tuple[float, float] | None,
+        *,
+        has_integers: bool = False,
     ) -> None:
-        self.name, self.text, self.distances = name, text, distances
+        self.name, self.text, self.distances, self.has_integers = name, text, distances, has_integers
         self.parameters = {parameter.name: parameter for parameter in parameters}
 
     def number(self, node: ast.expr) -> Expr:
@@ -435,7 +483,8 @@ class _Reader:
         if len(indices) != len(parameter.axes):
             rule = f"{parameter.name} has {len(parameter.axes)} axes and {len(indices)} indices"
             raise self._error(node, rule, f"an index for each of the axes {parameter.text or 'none'}")
-        return _load(parameter, [self._index(*each) for each in zip(indices, parameter.axes, strict=True)])
+        places = [self._index(*each) for each in zip(indices, parameter.axes, strict=True)]
+        return _load(parameter, places, is_integer=self.has_integers)
 
     def _index(self, node: ast.expr, axis: str | int) -> Expr:
         """Return the index of an axis after checking that it cannot leave the axis."""

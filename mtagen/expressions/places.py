@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import SpecError, explain
@@ -19,6 +19,7 @@ def normalised(
     *,
     convolves: bool,
     mixes: bool,
+    read_by_mask: Collection[str],
 ) -> dict[str, Any]:
     """Return the expressions and parameters of a request in canonical form, by field.
 
@@ -32,18 +33,22 @@ def normalised(
             many later rows count a score that its own row does not see.
         convolves: whether there is a convolution before the softmax.
         mixes: whether there is a mixture before the softmax.
+        read_by_mask: names of the parameters that the mask reads.
 
     Raises:
         SpecError: an expression is not in the language, an index may leave a parameter, or a
-            parameter is not read.
+            parameter is not read, or by the mask and an expression.
     """
     known, (left, right, later) = read_parameters(parameters), distances
     least, most = -math.inf if right is None else -right, math.inf if left is None else left
     ranges = {"scores": (least - later, most), "convolved": (least, most), "logits": (least, most)}
     scores, convolved, logits = (canonical(name, expressions[name], known, of) for name, of in ranges.items())
     read = {name for text in (scores, convolved, logits) if text for name in names_in(text, known)}
-    if unread := [parameter.name for parameter in known if parameter.name not in read]:
+    if unread := [parameter.name for parameter in known if parameter.name not in {*read, *read_by_mask}]:
         raise SpecError(explain("parameters", unread, "are read by no expression", "parameters of the expressions"))
+    if shared := sorted(read.intersection(read_by_mask)):
+        rule = "are read by the mask, whose parameters are integers, and by an expression"
+        raise SpecError(explain("parameters", shared, rule, "a parameter for each"))
     if not convolves:
         scores, convolved = None, composed(convolved, scores, known)
     if not mixes:
@@ -69,7 +74,9 @@ def axes_in(expressions: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     for option, given in expressions.items():
         if given is None:
             continue
-        for node in ast.walk(ast.parse(text_of(option, given, tables).strip(), mode="eval")):
+        for node in ast.walk(
+            ast.parse(text_of(option, given, tables, has_integers=option == "visible").strip(), mode="eval")
+        ):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in axes:
                 indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
                 for number, index in enumerate(indices[: len(axes[node.value.id])]):

@@ -22,14 +22,14 @@ _LARGE_SCORE = 4.0  # scores of normal vectors are rarely larger
 
 @dataclass(frozen=True)
 class Inputs:
-    """The differentiable arguments of a call.
+    """The arguments of a call.
 
     Attributes:
         q: ``(B, H, Nq, D)``; for decode the earlier rows that the new rows need, then the new rows.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, DV)``.
         weights: fp32 weights by the names of :meth:`mtagen.Spec.weights`, and the sink; plain attention has none.
-        parameters: the tensors that expressions read, fp32, by name.
+        parameters: the tensors that expressions read, fp32, and the integers that the mask reads, by name.
         axes: the axes of each parameter, as :class:`mtagen.Spec` names them.
         slopes: the largest slope of an expression in each parameter, over visible scores.
     """
@@ -106,15 +106,15 @@ class Sampler:
         sizes |= {"D": spec.head_dim, "DV": spec.value_head_dim}
         q, k, v = (self._rows(*argument.extents(sizes)) for argument in BATCH)
         weights = {name: self._weight(x, heads) for name, x in spec.weight_arguments.items()}
-        learned = {x.name: self._learned(x.extents(sizes)) for x in replace(spec, packed=False).learned_arguments}
+        learned = {x.name: self._learned(x, sizes) for x in replace(spec, packed=False).learned_arguments}
         weights |= {SINK.name: learned.pop(SINK.name)} if spec.sink else {}
         return Inputs(q, k, v, weights, learned, dict(spec.parameters), self._slopes(learned))
 
     def _slopes(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the largest slope of an expression in each parameter, for scores as large as normal vectors have."""
         spec, (batch, heads, _, nq, nk) = self.spec, self.sizes
-        slopes = dict.fromkeys(parameters, 0.0)
-        if not parameters:
+        slopes = {name: 0.0 for name, x in parameters.items() if x.is_floating_point()}
+        if not slopes:
             return slopes
         entries, hs, rows, keys = (torch.arange(n, device=self.device) for n in (batch, heads, nq, nk))
         values = {ENTRY: entries[:, None, None, None], HEAD: hs[:, None, None], KEY: keys}
@@ -151,8 +151,12 @@ class Sampler:
         wide = torch.promote_types(dtype, torch.float32)
         return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(self.device, dtype)
 
-    def _learned(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.generator.device).to(self.device)
+    def _learned(self, argument: Argument, sizes: Mapping[str, int]) -> Tensor:
+        """Draw a sink or parameter: normal numbers, or keys for a mask."""
+        shape, device = argument.extents(sizes), self.generator.device
+        if not argument.differentiable:
+            return torch.randint(0, self.sizes.nk + 1, shape, generator=self.generator, device=device).to(self.device)
+        return torch.randn(shape, generator=self.generator, device=device).to(self.device)
 
     def _weight(self, weight: Argument, heads: int) -> Tensor:
         """Draw a weight; the squares of the entries in one sum add up to about 1, so that mixing

@@ -92,6 +92,8 @@ class MultiTokenAttention(nn.Module):
         scores, convolved, logits: what the first convolution, the mixture and the softmax take,
             expressions in the score s such as ``50 * tanh(s / 50)`` (:mod:`mtagen.expressions`);
             default s.
+        visible: which keys a query sees, besides ``causal`` and ``window``, a condition without
+            parameters such as ``i // 64 == j // 64``; default all.
         parameters: the tensors that expressions read and their axes, as in :func:`mtagen.build`,
             of heads and tables only: ``{"slopes": "h", "table": "h,65"}``. The layer holds them as
             ``score_parameters``, zeros at first.
@@ -146,6 +148,7 @@ class MultiTokenAttention(nn.Module):
         scores: Expression | None = None,
         convolved: Expression | None = None,
         logits: Expression | None = None,
+        visible: Expression | None = None,
         parameters: Mapping[str, str] | None = None,
         sink: bool = False,
         causal: bool = True,
@@ -231,9 +234,12 @@ class MultiTokenAttention(nn.Module):
         """Return the parameters of expressions that the layer holds.
 
         Raises:
-            SpecError: one counts batch entries or tokens.
+            SpecError: one counts batch entries or tokens, or the mask reads it.
         """
         held = [x for x in self.op.plan.spec.learned_arguments if x.role == "parameters"]
+        if masks := self.op.plan.spec.mask_parameters:
+            legal = "a condition without parameters, or the op itself"
+            raise SpecError(explain("visible", ", ".join(sorted(masks)), "a layer holds no integers", legal))
         for argument in held:
             if {"B", "Nk"} & {*argument.shape}:
                 rule = "counts batch entries or tokens, which a layer does not hold"

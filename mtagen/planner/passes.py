@@ -129,12 +129,13 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
     Args:
         spec: the request.
         lowering: its name, for the message.
-        supported: what the lowering has of ``scores``, ``convolved``, ``parameters`` and ``sink``.
+        supported: what the lowering has of ``scores``, ``convolved``, ``visible``, ``parameters`` and
+            ``sink``.
 
     Raises:
         PlanError: the lowering lacks something.
     """
-    for name in ("scores", "convolved", "parameters", "sink"):
+    for name in ("scores", "convolved", "visible", "parameters", "sink"):
         if (asked := getattr(spec, name)) and name not in supported:
             rule = f"the lowering {lowering} has no kernels for it"
             raise PlanError(explain(name, asked, rule, "another backend, or backend='torch'"))

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..dtypes import DTypeLike
 from ..errors import SpecError, explain
-from ..expressions import canonical
+from ..expressions.language import canonical, text_of
 from ..expressions.parameters import read_parameters
 from ..nn import FrequencyScaling
 from ..nn.checks import GateKind
@@ -41,6 +41,7 @@ LAYER_OPTIONS = (
     "scores",
     "convolved",
     "logits",
+    "visible",
     "parameters",
     "sink",
 )
@@ -109,7 +110,7 @@ class MtaConfig(PreTrainedConfig):
         frequency_scaling: the fields of a :class:`mtagen.nn.FrequencyScaling` by their names, e.g. ``{"factor": 2.0}``.
         dropout: as in the layer.
         window: as in the layer.
-        scores, convolved, logits: as in the layer; the configuration keeps the texts.
+        scores, convolved, logits, visible: as in the layer; the configuration keeps the texts.
         parameters, sink: as in the layer.
         causal: as in the layer; ``MtaForCausalLM`` needs True, or a window that ends at a query's
             own position.
@@ -166,6 +167,7 @@ class MtaConfig(PreTrainedConfig):
         scores: Expression | None = None,
         convolved: Expression | None = None,
         logits: Expression | None = None,
+        visible: Expression | None = None,
         parameters: Mapping[str, str] | None = None,
         sink: bool = False,
         backend: Backend = "auto",
@@ -218,6 +220,7 @@ class MtaConfig(PreTrainedConfig):
             None if given is None else canonical(name, given, read)
             for name, given in (("scores", scores), ("convolved", convolved), ("logits", logits))
         )
+        self.visible = None if visible is None else text_of("visible", visible, read, has_integers=True)
         self.sink = sink
         self.causal = causal
         self.mask = mask

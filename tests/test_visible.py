@@ -1,0 +1,358 @@
+"""The option ``visible``: masks that are a run of keys for each query, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mtagen
+from mtagen import InputError, SpecError
+from mtagen.measure.judge import documents_op
+from mtagen.nn import MultiTokenAttention
+from mtagen.spec import Spec
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+# Each with the integers that it reads: a function of (batch, tokens).
+MASKS: dict[str, dict[str, Any]] = {
+    "prefix": {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}},
+    "padding": {"causal": False, "visible": "j < lengths[b]", "parameters": {"lengths": "b"}},
+    "chunks": {"visible": "i // 8 == j // 8"},
+    "chunks seen whole": {"causal": False, "visible": "i // 8 == j // 8", "window": (5, -1)},
+    "earlier queries only": {"visible": "j < i"},
+    "begins with a token": {"visible": "j >= first[b, i]", "parameters": {"first": "b,i"}},
+    "table": {"causal": False, "visible": "j < ends[min(3, max(0, i // 8))]", "parameters": {"ends": "4"}},
+    "two bounds on a side": {"visible": "(abs(i - j) < 9) & (j >= i // 2)"},
+    "nothing": {"visible": "(j < 2) & (j > 3)"},
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "a convolution": {"kernel": (3, 5)},
+    "all stages": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 4},
+    "of parameters": {"kernel": (2, 3), "logits": "s - slopes[h] * (i - j)", "sink": True},
+}
+
+
+def options_of(stages: str, mask: str) -> dict[str, Any]:
+    options = STAGES[stages] | MASKS[mask]
+    more = {"slopes": "h"} if stages == "of parameters" else {}
+    return options | {"parameters": {**MASKS[mask].get("parameters", {}), **more}}
+
+
+class Problem:
+    """An op, and fp64 arguments of a call."""
+
+    def __init__(self, options: dict[str, Any], nq: int = 30, nk: int = 37, batch: int = 3) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.op = mtagen.build(head_dim=DIM, target="cpu", dtype="fp64", **options)
+        self.spec = self.op.plan.spec
+        sizes = {"B": batch, "H": HEADS, "Hkv": KV_HEADS, "Nq": nq, "Nk": nk, "D": DIM, "DV": DIM}
+        self.tensors = {}
+        for x in self.spec.arguments:
+            shape = x.extents(sizes)
+            if x.differentiable:
+                self.tensors[x.name] = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+            else:
+                self.tensors[x.name] = torch.randint(0, nk + 2, shape, generator=generator, dtype=torch.int32)
+        names = [name for name, _ in self.spec.parameters]
+        self.parameters = {name: self.tensors[name] for name in names}
+        self.call = {name: x for name, x in self.tensors.items() if name not in names}
+        self.call |= {"parameters": self.parameters or None}
+        rules = ("causal", "window", "visible", "logits")
+        self.rules = {name: options[name] for name in rules if name in options}
+
+    def gradients(self, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+        """Of a function of the output and of log-sum-exps that are finite."""
+        loss = out.square().sum() + lse.masked_fill(lse == -math.inf, 0).sum()
+        leaves = {name: x for name, x in self.tensors.items() if x.requires_grad}
+        return dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True), strict=True))
+
+
+def pairs(rules: dict[str, Any], parameters: dict[str, Tensor], batch: int, nq: int, nk: int) -> Tensor:
+    """Whether each query sees each key, (B, Nq, Nk), by Python's own arithmetic, one pair after another."""
+    left, right = rules.get("window", (-1, -1))
+    right = 0 if rules.get("causal", True) else right
+    seen = torch.zeros(batch, nq, nk, dtype=torch.bool)
+    code = rules["visible"].replace("~", "1 - ")
+    lists = {name: _Clamped(x) for name, x in parameters.items()}
+    for b, row, j in itertools.product(range(batch), range(nq), range(nk)):
+        i = row + nk - nq
+        in_window = (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+        seen[b, row, j] = in_window and eval(code, {"i": i, "j": j, "b": b, **lists})
+    return seen
+
+
+class _Clamped:
+    """A tensor whose indices are cut to its extents, as those of queries before the first key are."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, index: Any) -> int:
+        indices = index if isinstance(index, tuple) else (index,)
+        places = (min(max(i, 0), n - 1) for i, n in zip(indices, self.x.shape, strict=True))
+        return int(self.x[(*places,)])
+
+
+def dense(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> Tensor:
+    """Attention with at most a convolution, of scores that are zero where they are hidden."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    hidden = ~seen[:, None]
+    scores = (q @ k.mT * DIM**-0.5).masked_fill(hidden, 0)
+    if weight is not None:
+        cq, ck = weight.shape[1:]
+        left = (ck - 1) // 2
+        scores = F.conv2d(F.pad(scores, (left, ck - 1 - left, cq - 1, 0)), weight.unsqueeze(1), groups=HEADS)
+    p = scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num()
+    return p @ v
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", [None, (3, 5)])
+@pytest.mark.parametrize("sizes", [(30, 37), (1, 1), (9, 5)])
+def test_reference_hides_what_the_condition_hides(
+    mask: str, kernel: tuple[int, int] | None, sizes: tuple[int, int]
+) -> None:
+    problem = Problem(MASKS[mask] | {"kernel": kernel}, *sizes)
+    seen = pairs(problem.rules, problem.parameters, 3, *sizes)
+    q, k, v = (problem.tensors[name] for name in "qkv")
+    expected = dense(seen, q, k, v, problem.tensors.get("weight"))
+    torch.testing.assert_close(mtagen.reference(**problem.call, **problem.rules), expected)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("sizes", [(30, 37), (1, 1), (9, 5)])
+def test_equals_reference(stages: str, mask: str, sizes: tuple[int, int]) -> None:
+    problem = Problem(options_of(stages, mask), *sizes)
+    got = problem.op(**problem.call, return_lse=True)
+    expected = mtagen.reference(**problem.call, **problem.rules, return_lse=True)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    ours, theirs = problem.gradients(*got), problem.gradients(*expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(
+            ours[name], gradient, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_padding_is_a_shorter_sequence(stages: str) -> None:
+    problem = Problem(options_of(stages, "padding"), 37, 37)
+    out = problem.op(**problem.call)
+    whole = {name: x for name, x in problem.call.items() if name not in "qkv" and name != "parameters"}
+    rules = problem.rules | {"visible": None}
+    parameters = {name: x for name, x in problem.parameters.items() if name != "lengths"} or None
+    for b, length in enumerate(problem.parameters["lengths"].tolist()):
+        q, k, v = (problem.tensors[name][b : b + 1, :, :length] for name in "qkv")
+        alone = mtagen.reference(q, k, v, **whole, **rules, parameters=parameters)
+        torch.testing.assert_close(out[b : b + 1, :, :length], alone)
+
+
+@pytest.mark.parametrize("stages", [{"kernel": None}, {"kernel": (1, 5)}, {"kernel": None, "mixed_heads": 2}], ids=str)
+def test_chunks_are_documents(stages: dict[str, Any]) -> None:
+    """Without convolutions over queries: those of a chunk's first query take scores of the chunk before."""
+    problem = Problem(stages | MASKS["chunks"], 37, 37, batch=1)
+    out = problem.op(**problem.call)
+    plain = mtagen.build(head_dim=DIM, target="cpu", dtype="fp64", **stages)
+    packed = {name: problem.tensors[name][0].transpose(0, 1) for name in "qkv"}
+    weights = {name: x for name, x in problem.call.items() if name not in "qkv" and name != "parameters"}
+    cu_seq = torch.tensor([*range(0, 37, 8), 37], dtype=torch.int32)
+    documents = plain.varlen(**packed, **weights, cu_seq_q=cu_seq, cu_seq_k=cu_seq, max_q=8, max_k=8)
+    torch.testing.assert_close(out, documents.transpose(0, 1).unsqueeze(0))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("stages", ["plain", "all stages"])
+def test_packed_documents(stages: str, mask: str) -> None:
+    options = options_of(stages, mask)
+    op = mtagen.build(head_dim=DIM, target="cpu", dtype="fp64", **options)
+    spec, lengths = op.plan.spec, ([7, 0, 9, 4], [7, 3, 5, 0])
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"H": HEADS, "Hkv": KV_HEADS, "documents": 4, "total_q": 20, "total_k": 15}
+    shapes = {"q": (20, HEADS, DIM), "k": (15, KV_HEADS, DIM), "v": (15, KV_HEADS, DIM)} | spec.weights(HEADS)
+    tensors = {name: torch.randn(x, dtype=torch.float64, generator=generator) for name, x in shapes.items()}
+    parameters = {
+        x.name: torch.randint(0, 9, x.extents(sizes), generator=generator) for x in spec.packed_learned_arguments
+    }
+    cu_seq_q, cu_seq_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths)
+    got = op.varlen(**tensors, parameters=parameters or None, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=9, max_k=7)
+    rules = {name: options[name] for name in ("causal", "window", "visible") if name in options}
+
+    def eager(*qkv: Tensor, document: int, **others: Any) -> Any:
+        return mtagen.reference(*qkv, **others, **rules, return_lse=True)
+
+    expected, _ = documents_op(eager, *lengths, dict(spec.parameters))(**tensors, parameters=parameters or None)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("stages", STAGES)
+def test_decode(stages: str, mask: str) -> None:
+    """A step is the last rows of a call."""
+    problem = Problem(options_of(stages, mask), 37, 37, batch=2)
+    lengths, context = [37, 20], problem.spec.context
+    tail = torch.stack([problem.tensors["q"][b, :, n - 3 - context : n] for b, n in enumerate(lengths)])
+    step = {name: x for name, x in problem.call.items() if name not in "qkv"}
+    got = problem.op.decode(
+        tail, problem.tensors["k"], problem.tensors["v"], **step, cache_seqlens=torch.tensor(lengths, dtype=torch.int32)
+    )
+    for b, n in enumerate(lengths):
+        q, k, v = (problem.tensors[name][b : b + 1, :, :n] for name in "qkv")
+        parameters = {
+            name: x[b : b + 1] if dict(problem.spec.parameters)[name].startswith("b") else x
+            for name, x in problem.parameters.items()
+        }
+        if "first" in parameters:
+            parameters["first"] = parameters["first"][:, :n]
+        others = {name: x for name, x in step.items() if name != "parameters"}
+        whole = mtagen.reference(q, k, v, **others, **problem.rules, parameters=parameters or None)
+        torch.testing.assert_close(got[b : b + 1], whole[:, :, -3:])
+
+
+@pytest.mark.parametrize("mask", ["prefix", "chunks"])
+@pytest.mark.parametrize("stages", ["plain", "a convolution", "all stages"])
+def test_hidden_keys_change_no_bit(stages: str, mask: str) -> None:
+    problem = Problem(options_of(stages, mask), 37, 37)
+    if mask == "prefix":
+        problem.parameters["prefix"].fill_(5)
+    rows, later = (8, slice(8, None)) if mask == "prefix" else (16, slice(16, None))
+    before = problem.op(**problem.call)[:, :, :rows]
+    for name in "kv":
+        with torch.no_grad():
+            problem.tensors[name][:, :, later] = math.nan
+    assert torch.equal(problem.op(**problem.call)[:, :, :rows], before)
+
+
+SAME = [
+    ({"visible": "j <= i", "causal": False}, {}),
+    ({"visible": "i - j < 100"}, {"window": (99, -1)}),
+    ({"visible": "abs(i - j) <= 5", "causal": False}, {"causal": False, "window": (5, 5)}),
+    ({"visible": "(i - j) // 4 == 0", "causal": False}, {"window": (3, 0)}),
+    ({"visible": "~(j > i + 2) & (2 * j >= 2 * i - 9)", "causal": False}, {"causal": False, "window": (4, 2)}),
+    ({"visible": "i // 64 == j // 64"}, {"visible": "j >= 64 * (i // 64)", "window": (63, -1)}),
+    ({"visible": "i // 64 == j // 64"}, {"visible": lambda i, j: sympy.Eq(i // 64, j // 64)}),
+    ({"visible": "j < i"}, {"visible": "j + 1 <= i", "causal": False}),
+    ({"visible": "(j <= i) & (j < 7)", "causal": False}, {"visible": "7 > j"}),
+]
+
+
+@pytest.mark.parametrize(("options", "others"), SAME)
+def test_equal_masks_are_one_spec(options: dict[str, Any], others: dict[str, Any]) -> None:
+    spec = Spec(None, 16, **options)
+    assert spec == Spec(None, 16, **others)
+    assert Spec.from_dict(spec.to_dict()) == spec
+
+
+TERMS = st.sampled_from(
+    ["i", "i + 3", "i - 7", "6 * (i // 6)", "5 * (i // 5) + 4", "i // 2", "9", "max(i, 11)", "min(i, 4)"]
+)
+
+
+@st.composite
+def conditions(draw: st.DrawFn, depth: int = 3) -> str:
+    """Conditions whose operators may make gaps: those are refused."""
+    kind = draw(st.sampled_from(["comparison", "quotient", *(["and", "or", "not"] if depth else [])]))
+    if kind in ("and", "or"):
+        return f"({draw(conditions(depth - 1))}) {'&' if kind == 'and' else '|'} ({draw(conditions(depth - 1))})"
+    if kind == "not":
+        return f"~({draw(conditions(depth - 1))})"
+    compared = draw(st.sampled_from(["<", "<=", ">", ">=", "=="]))
+    key = draw(st.sampled_from(["j // 6", "(j + 2) // 3", "2 * j - 1"])) if kind == "quotient" else "j"
+    return f"{key} {compared} {draw(TERMS)}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(conditions(), st.booleans(), st.sampled_from([(-1, -1), (5, -1), (-1, 3), (4, 2)]))
+def test_canonical_masks_hide_the_same(text: str, causal: bool, window: tuple[int, int]) -> None:
+    try:
+        spec = Spec(None, 16, visible=text, causal=causal, window=window)
+    except SpecError as error:
+        if re.search("two runs|no bound|no query", str(error)):
+            assume(False)
+        raise
+    assert Spec.from_dict(spec.to_dict()) == spec
+    rules = {"visible": text, "causal": causal, "window": window}
+    canonical = {"visible": spec.visible or "True", "causal": spec.causal, "window": spec.window}
+    nq, nk = 17, 14
+    canonical_text = str(canonical["visible"]).replace("floor(", "math.floor(")
+    canonical["visible"] = canonical_text
+    assert torch.equal(pairs(rules, {}, 1, nq, nk), _pairs_of_text(canonical, nq, nk))
+
+
+def _pairs_of_text(rules: dict[str, Any], nq: int, nk: int) -> Tensor:
+    """As ``pairs``, for a canonical text, whose quotients are exact."""
+    from fractions import Fraction
+
+    seen = torch.zeros(1, nq, nk, dtype=torch.bool)
+    left, right = rules["window"]
+    right = 0 if rules["causal"] else right
+    code = compile(rules["visible"], "visible", "eval")
+    for row, j in itertools.product(range(nq), range(nk)):
+        i = Fraction(row + nk - nq)
+        in_window = (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+        seen[0, row, j] = in_window and bool(eval(code, {"math": math, "i": i, "j": Fraction(j)}))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"visible": "(j < 4) | (i - j < 128)"}, "two runs with a gap: j <= 3 and j >= i - 127"),
+        ({"visible": "j % 2 == 0"}, "is no bound of a run of keys"),
+        ({"visible": "j != i"}, "is no bound of a run of keys"),
+        ({"visible": "i > 3"}, "is no bound of a run of keys"),
+        ({"visible": "j < i * i / 2.5e-9 + exp(i)"}, "is no bound of a run of keys"),
+        ({"visible": "s < 4"}, "the same for all scores and heads"),
+        ({"visible": "j < h"}, "the same for all scores and heads"),
+        ({"visible": "j < t[h]", "parameters": {"t": "h"}}, "the same for all scores and heads"),
+        ({"visible": "j"}, "is no condition"),
+        ({"visible": "j < t[i // 4]", "parameters": {"t": "9"}}, "the axis has 9 entries"),
+        ({"visible": "j > j"}, "no query sees a key"),
+        ({"visible": lambda i, j: i == j}, "is no condition"),
+        ({"visible": 3}, "is no text and no function"),
+        ({"visible": "j < 4", "parameters": {"t": "b"}}, "are read by no expression"),
+        ({"visible": "(j <= i) | (j < t[b])", "parameters": {"t": "b"}}, "causal and window hide these keys"),
+        ({"visible": "j < t[b]", "logits": "s * t[b]", "parameters": {"t": "b"}}, "a parameter for each"),
+        ({"visible": "i // 4 == j // 4", "mask": "output", "kernel": (2, 3)}, 'mask="source"'),
+    ],
+)
+def test_masks_that_are_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(SpecError) as error:
+        Spec(**{"kernel": None, "head_dim": 16} | options)
+    assert rule in str(error.value)
+
+
+def test_calls_that_are_refused() -> None:
+    problem = Problem({"kernel": None, **MASKS["prefix"]})
+    prefix = problem.parameters["prefix"]
+    wrong = [
+        ({"parameters": None}, "each call needs it"),
+        ({"parameters": {"prefix": prefix.double()}}, "must be integers: the mask reads it"),
+        ({"parameters": {"prefix": prefix[:2]}}, "prefix.*shape"),
+    ]
+    for options, rule in wrong:
+        with pytest.raises(InputError, match=rule):
+            problem.op(**problem.call | options)
+        with pytest.raises((InputError, SpecError)):
+            mtagen.reference(**problem.call | options, **problem.rules)
+
+
+def test_layers() -> None:
+    """A layer has masks without parameters, which its cache follows."""
+    layer = MultiTokenAttention(64, 4, visible="i // 8 == j // 8", kernel=(2, 3))
+    x = torch.randn(2, 20, 64)
+    whole = layer(x)
+    with torch.no_grad():
+        changed = layer(torch.cat([torch.randn(2, 16, 64), x[:, 16:]], 1))
+    torch.testing.assert_close(whole[:, 16:], changed[:, 16:])
+    with pytest.raises(SpecError, match="a layer holds no integers"):
+        MultiTokenAttention(64, 4, **MASKS["prefix"])
