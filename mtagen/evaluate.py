@@ -76,14 +76,23 @@ class Bounds:
         """
         if not keys.numel():  # parameters of tokens are empty, too
             return None
-        values = {POSITION: positions, ENTRY: entries}
-        first, last = (
-            bound if bound is None else evaluate_integer(bound, values, self._parameters)
-            for bound in (self._run.first, self._run.last)
-        )
+        first, last = self.keys(positions, entries)
         if first is None:
             return None if last is None else keys > last
         return keys < first if last is None else (keys < first) | (keys > last)
+
+    def keys(self, positions: Tensor, entries: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the first and the last key of the queries at some positions, int64, or None for no bound.
+
+        Args:
+            positions, entries: positions and batch entries, int64, which broadcast.
+        """
+        values = {POSITION: positions, ENTRY: entries}
+        run, parameters = self._run, self._parameters
+        first, last = (
+            None if bound is None else evaluate_integer(bound, values, parameters) for bound in (run.first, run.last)
+        )
+        return first, last
 
 
 class _Evaluation:

@@ -37,7 +37,17 @@ EXPRESSIONS = ("scores", "convolved", "logits")  # the functions of scores, in t
 # Arguments of registered ops for the parameters of expressions, in the order of the option ``parameters``.
 PARAMETER_SLOTS = tuple(f"parameter{n}" for n in range(8))
 Role: TypeAlias = Literal[
-    "queries", "keys", "values", "filters", "mixtures", "sinks", "parameters", "boundaries", "lengths", "seed"
+    "queries",
+    "keys",
+    "values",
+    "filters",
+    "mixtures",
+    "sinks",
+    "parameters",
+    "tables",
+    "boundaries",
+    "lengths",
+    "seed",
 ]
 
 
@@ -47,7 +57,8 @@ class Argument(NamedTuple):
     Attributes:
         name: its name in calls.
         role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``sinks`` are
-            logits without values, ``parameters`` are read by expressions, ``boundaries`` say where
+            logits without values, ``parameters`` are read by expressions, ``tables`` say to kernels
+            which keys queries see, ``boundaries`` where
             packed documents begin, ``lengths`` how many keys of a cache are in use.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
             tensors of a call. ``H/4`` is a quarter of ``H``.
@@ -93,6 +104,14 @@ BOUNDARIES = tuple(
 INTEGERS = ("int32", "int64")  # dtypes of parameters that a mask reads
 SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
+# The first and the last key of each query, by which kernels know a mask that is no window, and for each key the first
+# row that sees it or a later one, and the end of the rows that see it or an earlier one.
+TABLES = (
+    Argument("first_keys", "tables", ("B", "Nq"), ("int32",), False),
+    Argument("last_keys", "tables", ("B", "Nq"), ("int32",), False),
+    Argument("first_rows", "tables", ("B", "Nk"), ("int32",), False),
+    Argument("end_rows", "tables", ("B", "Nk"), ("int32",), False),
+)
 LENGTHS = Argument("cache_seqlens", "lengths", ("B",), ("int32",), False)
 
 
@@ -332,6 +351,14 @@ class Spec:
         from .expressions.bounds import parameters_in  # imported here, because it loads sympy
 
         return parameters_in(self.visible, self.parameters)
+
+    def tables(self, pass_name: str) -> tuple[Argument, ...]:
+        """Return the tables of the mask that kernels of a pass take; none if the mask is a window."""
+        if self.visible is None:
+            return ()
+        taken = TABLES if pass_name == "backward" else TABLES[:2]
+        totals = {"Nq": ("total_q",), "Nk": ("total_k",)}
+        return tuple(x._replace(shape=totals[str(x.shape[1])]) for x in taken) if self.packed else taken
 
     @cached_property
     def packed_learned_arguments(self) -> tuple[Argument, ...]:

@@ -15,6 +15,11 @@ def learned(spec: Spec) -> Sequence[str]:
     return (*(["sink"] if spec.sink else []), *(view.argument for view in ScoreStage.of(spec).views))
 
 
+def tables(spec: Spec, pass_name: str) -> Sequence[str]:
+    """Return the host's names of the tables of the mask, in the order in which a pass takes them."""
+    return [argument.name for argument in spec.tables(pass_name)]
+
+
 def parts_call(
     stage: ScoreStage, head: str, entry: str, first_key: str, tokens: str, all_tokens: str, n_heads: str
 ) -> str:

@@ -22,16 +22,31 @@ from .printers import Source, triton_code
 _F0, _I0, _DIAGONALS, _REACH = sympy.symbols("f0 i0 DIAGONALS REACH", integer=True)
 
 
+class SegmentSource(NamedTuple):
+    """A part of a loop as text.
+
+    Attributes:
+        begin, end: where it begins and ends.
+        edge: whether it is one of edge tiles.
+        is_short: whether it is one of edge tiles beside interior tiles.
+    """
+
+    begin: str
+    end: str
+    edge: bool
+    is_short: bool
+
+
 class LoopSource(NamedTuple):
-    """A loop as text: assignments (name, value), then segments (begin, end, whether of edge tiles)."""
+    """A loop as text: assignments (name, value), then segments."""
 
     assignments: list[tuple[str, str]]
-    segments: list[tuple[str, str, bool]]
+    segments: list[SegmentSource]
 
     @property
     def has_edges(self) -> bool:
         """Whether pairs of some tiles are checked."""
-        return any(edge for *_, edge in self.segments)
+        return any(segment.edge for segment in self.segments)
 
 
 def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
@@ -52,7 +67,10 @@ def loop_source(loop: Loop, first: str = "", last: str = "") -> LoopSource:
             inside = f"tl.minimum({inside}, {last})" if last and name != "begin" else inside
             clipped += [(name, inside)] if inside != name else []
             texts[position] = name
-    segments = [(texts[begin], texts[end], edge) for begin, end, edge in loop.segments]
+    has_interior = not all(edge for *_, edge in loop.segments)
+    segments = [
+        SegmentSource(texts[begin], texts[end], edge, edge and has_interior) for begin, end, edge in loop.segments
+    ]
     return LoopSource(assignments + clipped, segments)
 
 
@@ -92,6 +110,8 @@ def exists(mask: Mask, key: str, n_k: str) -> str:
 
 def visible_of(mask: Mask, n_k: str, position: str, key: str) -> str:
     """Return the condition that the query at a position sees a key, and the key is before n_k."""
+    if mask.is_tabulated:
+        return visible(mask, position, key)
     first, last = mask.first_key(Source(position)), mask.last_key(Source(position))
     if last is None:
         seen = Comparison(Source(key), "<", Source(n_k))
@@ -114,8 +134,11 @@ def all_of(comparisons: Sequence[Comparison]) -> str:
 def visible(mask: Mask, position: str, key: str, last_position: str = "") -> str:
     """Return the condition that the query at a position sees a key that exists.
 
-    With ``last_position`` the condition is that any query from ``position`` to there sees the key.
+    With ``last_position`` the condition is that any query from ``position`` to there sees the key. For a
+    mask in tables, ``position`` is the pair of the first and the last key that the query sees.
     """
+    if mask.is_tabulated:
+        return f"({key} >= {position}[0]) & ({key} <= {position}[1])"
     return all_of(mask.visible(Source(position), Source(key), Source(last_position or position)))
 
 

@@ -20,6 +20,7 @@ from ..spec import Spec
 from ..version import __version__
 from . import host, triton
 from .expressions import triton_view
+from .masks import masks_of
 from .parameters import StripSums, learned, parts_call
 from .pieces import aligned, dot_options, visible
 from .seen import Seen
@@ -48,6 +49,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "spec": spec,
         "options": host.options(spec),
         "mask": mask,
+        "masks": masks_of(mask),
         "limits": module.limits,
         "pitch_multiple": module.limits.pitch_multiple,
         # Constants of all modules

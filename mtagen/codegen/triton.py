@@ -24,7 +24,8 @@ from .expressions import triton_expression, triton_place, triton_view
 from .host import WIDTH, codes, filled, grouped, options
 from .layout import Batch, layout_of
 from .library import linked_python
-from .parameters import LiftSums, learned, parts_call
+from .masks import masks_of
+from .parameters import LiftSums, learned, parts_call, tables
 from .pieces import (
     aligned,
     all_of,
@@ -221,12 +222,14 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "score_parts": partial(_score_parts, stage, layout),
         "view_address": partial(triton_view, packed=spec.packed),
         "learned": "".join(f", {name}" for name in learned(spec)),
+        "tables": lambda pass_name: "".join(f", {name}" for name in tables(spec, pass_name)),
         "learned_gradients": "".join(f", d{name}" for name in learned(spec)),
         "sums": LiftSums(stage, spec.packed, keys.total, queries.total),
         "legend": _legend(module),
         "visible": partial(visible, lift.mask),
         "visible_of": partial(visible_of, lift.mask),
         "exists": partial(exists, lift.mask),
+        "masks": masks_of(lift.mask, layout),
         "starts_first": lambda why: f"  # the longest first: {why}" if lift.mask.favours_later_rows else "",
         "counted_mask": counted_mask,
         "tap": tap,
@@ -265,6 +268,8 @@ def _legend(module: LiftModule) -> Mapping[str, Any]:
     """Return what the legend's formulas say about the mask."""
     mask = module.lift.mask
     seen = f" where {visible(mask, 'i + off', 'j')}" if mask.hides else ""
+    if mask.is_tabulated:
+        seen = " where first_keys[i] <= j <= last_keys[i]"
     key = shifted("j", _V - module.spec.pad_left)
     return {
         "seen": seen,

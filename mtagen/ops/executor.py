@@ -17,6 +17,7 @@ from ..dropout import Dropout
 from ..errors import BackendError, explain
 from ..runtime.load import Passes
 from ..spec import Spec
+from . import mask_tables
 
 
 def plain_only(packed: bool, dropout: bool) -> Passes:
@@ -65,7 +66,7 @@ class Executor:
             return _with_sink(call, *_empty_result(q, q.shape[:-1], rows, v))
         with _on(q):
             q, k, v = _aligned("q", q), _aligned("k", k), _aligned("v", v)
-            weights = self._as_kernels_take(q, call)
+            weights = self._as_kernels_take(q, call) + mask_tables.of_call(self.spec, call, "forward")
             return kernels.forward(q, k, v, *weights, call.scale, *_as_passed(documents), *_as_passed(dropout))
 
     def backward(self, call: Call, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
@@ -90,6 +91,7 @@ class Executor:
                 k,
                 v,
                 *self._as_kernels_take(q, call),
+                *mask_tables.of_call(self.spec, call, "backward"),
                 out,
                 lse,
                 call.scale,
@@ -115,12 +117,12 @@ class Executor:
             q_tail = _aligned("q_tail", q_tail)
             k_cache, v_cache = _aligned("k_cache", k_cache), _aligned("v_cache", v_cache)
             lengths = None if cache_seqlens is None else cache_seqlens.contiguous()  # may be one length, expanded
-            fp32_weights = self._as_kernels_take(q_tail, step)
+            fp32_weights = self._as_kernels_take(q_tail, step) + mask_tables.of_step(self.spec, step)
             assert kernels.decode is not None, "batches without dropout decode"
             return kernels.decode(q_tail, k_cache, v_cache, *fp32_weights, step.scale, lengths, step.num_splits or None)
 
     def _as_kernels_take(self, q: Tensor, call: Call | Step) -> list[Tensor]:
-        """Return the weights, the sink and the parameters in fp32.
+        """Return the weights, the sink and the parameters of expressions in fp32.
 
         Kernels of plain attention take a single-tap weight. Tokens of packed documents are the last axis of
         parameters there.
@@ -128,20 +130,30 @@ class Executor:
         weights = [_as_fp32(weight) for weight in call.weights] or [single_tap(q)]
         if not call.learned:
             return weights
-        return weights + [_as_fp32(x.movedim(0, -1) if moved else x) for x, moved in self._learned(call)]
+        given = self._learned(call)
+        return weights + [_as_fp32(x.movedim(0, -1) if moved else x) for x, moved, is_read in given if is_read]
 
     def _as_callers_take(self, call: Call, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of what :meth:`_as_kernels_take` returns, in the shapes of a call."""
         weights = len(call.weights)
-        moved = [moved for _, moved in self._learned(call)]
-        last_first = (x.movedim(-1, 0).contiguous() if m else x for x, m in zip(grads[weights:], moved, strict=True))
-        return [*grads[:weights], *last_first]
+        of_kernels = iter(grads[weights:])
+        learned = []
+        for x, moved, is_read in self._learned(call):
+            grad = next(of_kernels) if is_read else torch.zeros_like(x)
+            learned.append(grad.movedim(-1, 0).contiguous() if moved else grad)
+        return [*grads[:weights], *learned]
 
-    def _learned(self, call: Call | Step) -> list[tuple[Tensor, bool]]:
-        """Return the sink and the parameters of a call, each with whether tokens are its first axis."""
+    def _learned(self, call: Call | Step) -> list[tuple[Tensor, bool, bool]]:
+        """Return the sink and the parameters of a call.
+
+        Each comes with whether tokens are its first axis, and whether kernels read it: they read tables
+        in place of what the mask reads.
+        """
         packed = isinstance(call, Call) and call.cu_seq_q is not None
         arguments = self.spec.packed_learned_arguments if packed else self.spec.learned_arguments
-        return [(x, argument.shape[:1] == ("total_k",)) for argument, x in zip(arguments, call.learned, strict=True)]
+        given = zip(arguments, call.learned, strict=True)
+        masks = self.spec.mask_parameters
+        return [(x, argument.shape[:1] == ("total_k",), argument.name not in masks) for argument, x in given]
 
     def _is_deterministic(self) -> bool:
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic

@@ -140,7 +140,11 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
             rule = f"the lowering {lowering} has no kernels for it"
             raise PlanError(explain(name, asked, rule, "another backend, or backend='torch'"))
     for name, axes in spec.parameters if spec.packed else ():
-        if "b" in axes.split(",") and not {"i", "j"} & {*axes.split(",")}:
+        if name in spec.mask_parameters:
+            if {"i", "j"} & {*axes.split(",")}:
+                rule = "has a number for each token of a document, which tables of masks do not read"
+                raise PlanError(explain(f"parameters[{name!r}]", axes, rule, "axes without i, or backend='torch'"))
+        elif "b" in axes.split(",") and not {"i", "j"} & {*axes.split(",")}:
             rule = "has a number for each document, whose gradients kernels do not sum"
             legal = "axes of tokens besides b, axes without b, or backend='torch'"
             raise PlanError(explain(f"parameters[{name!r}]", axes, rule, legal))

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from ..dtypes import TORCH_DTYPES
+from ..dtypes import ARGUMENT_DTYPES, TORCH_DTYPES
 from ..planner.plan import Plan
 from ..spec import MAX_NEW_TOKENS, Argument
 
@@ -109,7 +109,7 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     heads = 2 * math.lcm(*spec.mixed.values())
     sizes = {"B": 1, "documents": 1, "H": heads, "Hkv": heads}
     sizes |= dict.fromkeys(("Nq", "Nk", "total_q", "total_k"), spec.cq)
-    dtypes = {"q": TORCH_DTYPES[spec.dtype], "fp32": torch.float32}
+    dtypes = ARGUMENT_DTYPES | {"q": TORCH_DTYPES[spec.dtype]}
 
     def zeros(argument: Argument, **others: int) -> Tensor:
         shape = argument.extents(sizes | others)
@@ -118,7 +118,8 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     q, k, v = (zeros(argument) for argument in spec.arguments[:3])
     weights = [zeros(argument) for argument in spec.weight_arguments.values()]
     weights = weights or [torch.zeros(heads, 1, 1, device=device)]  # plain attention is a convolution by a single tap
-    weights += [zeros(argument) for argument in spec.learned_arguments]
+    weights += [zeros(argument) for argument in spec.learned_arguments if argument.name not in spec.mask_parameters]
+    tables = spec.tables(pass_name)
     others: list[Any] = []  # arguments after the scale
     if spec.packed:
         cu_seq = torch.tensor([0, spec.cq], dtype=torch.int32, device=device)
@@ -128,13 +129,14 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     out, lse = torch.zeros_like(v), torch.zeros(heads, spec.cq, device=device)
     lse = lse if spec.packed else lse.unsqueeze(0)
     if pass_name == "forward":
-        module.forward(q, k, v, *weights, 1.0, *others)
+        module.forward(q, k, v, *weights, *map(zeros, tables), 1.0, *others)
     if pass_name == "backward":
-        module.backward(out, lse, q, k, v, *weights, out, lse, 1.0, *others)
+        module.backward(out, lse, q, k, v, *weights, *map(zeros, tables), out, lse, 1.0, *others)
     if pass_name != "decode":
         return
     lengths = torch.ones(1, dtype=torch.int32, device=device)
     for new_tokens in (1, MAX_NEW_TOKENS):
         q_tail = zeros(spec.decode_arguments[0], Nq=spec.context + new_tokens)
         for cache_seqlens in (None, lengths):
-            module.decode(q_tail, k, v, *weights, 1.0, cache_seqlens, None)
+            of_step = [zeros(table, Nq=new_tokens) for table in tables]
+            module.decode(q_tail, k, v, *weights, *of_step, 1.0, cache_seqlens, None)

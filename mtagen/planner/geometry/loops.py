@@ -28,6 +28,11 @@ from .mask import Mask
 I0, J0 = sympy.symbols("i0 j0", integer=True, nonnegative=True)  # first row or key of the owned block
 OFF = sympy.Symbol("off", integer=True)  # the name of ``Sequence.offset`` in a kernel
 BLOCK_M, BLOCK_N = sympy.symbols("BLOCK_M BLOCK_N", integer=True, positive=True)
+# Of a mask in tables: the first and last keys that the rows of a block see, and the rows that see a block of keys.
+LEAST_FIRST, MOST_FIRST, LEAST_LAST, MOST_LAST = sympy.symbols(
+    "least_first most_first least_last most_last", integer=True
+)
+FIRST_ROW, END_ROW = sympy.symbols("first_row end_row", integer=True, nonnegative=True)
 
 _i, _j = sympy.symbols("i j", integer=True)  # any pair of a tile
 _s = sympy.Symbol("s", integer=True)  # first row or key of the streamed tile
@@ -70,6 +75,11 @@ def key_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
     at n_k at the latest. They do count for the beginning of the interior: with a partial last row
     block, a tile may be an edge tile although all its existing pairs are interior.
     """
+    if mask.is_tabulated:
+        end = MOST_LAST + 1
+        begin = Min(end, _align_down(LEAST_FIRST, block_n))
+        interior_end = Max(begin, _align_down(LEAST_LAST + 1, block_n))
+        return Loop(begin, Min(Max(begin, _align_up(MOST_FIRST, block_n)), interior_end), interior_end, end)
     rows, tile = (I0, I0 + block_m - 1), (_s, _s + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: rows, _j: tile})
     begin = interior_begin = sympy.S.Zero
@@ -95,6 +105,8 @@ def row_loop(mask: Mask, block_m: Size = BLOCK_M, block_n: Size = BLOCK_N, band:
     They do count for the place of the interior: with a partial last key block or row tile, a tile
     may be an edge tile although all its existing pairs are interior.
     """
+    if mask.is_tabulated:
+        return Loop(_align_down(FIRST_ROW, block_m), END_ROW, END_ROW, END_ROW)
     tile, keys = (_s, _s + block_m - 1), (J0, J0 + block_n - 1)
     least, most = interval_over(_AHEAD, {_i: tile, _j: keys})
     begin = interior_begin = sympy.S.Zero

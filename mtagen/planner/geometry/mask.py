@@ -32,6 +32,8 @@ class Mask:
         left: number of keys before its own position that a query sees; None is no limit.
         right: number of keys after its own position that a query sees; None is no limit. Causal
             attention has 0.
+        is_tabulated: whether kernels read the first and the last key of each query from memory. The
+            limits are then those of all queries, and the mask may hide more.
         terms: the scores that count in a convolution. ``source``: scores whose own query sees their
             key. ``output``: scores whose key is seen by the query of the convolution's result.
     """
@@ -39,6 +41,7 @@ class Mask:
     left: int | None
     right: int | None
     terms: str = "source"
+    is_tabulated: bool = False
 
     @classmethod
     def of(cls, spec: Spec) -> Mask:
@@ -51,14 +54,15 @@ class Mask:
         """
         after = spec.post_kernel if spec.left is not None else None
         differ = spec.cq > 1 or (after is not None and after[0] > 1)
-        return cls(left=spec.left, right=spec.right, terms=spec.mask if differ else "source")
+        terms = spec.mask if differ else "source"
+        return cls(left=spec.left, right=spec.right, terms=terms, is_tabulated=spec.visible is not None)
 
     @property
     def name(self) -> str:
         """The name of the mask in names of kernels and in tables."""
         before = f"left{self.left}" if self.hides_earlier else ""
         after = {None: "", 0: "causal"}.get(self.right, f"right{self.right}")
-        return "_".join(filter(None, (before, after))) or "full"
+        return "_".join(filter(None, (before, after, "tables" * self.is_tabulated))) or "full"
 
     @property
     def hides_later(self) -> bool:
@@ -73,7 +77,7 @@ class Mask:
     @property
     def hides(self) -> bool:
         """Whether some key is hidden from some query."""
-        return self.hides_later or self.hides_earlier
+        return self.hides_later or self.hides_earlier or self.is_tabulated
 
     @property
     def zeroes_scores(self) -> bool:
@@ -87,8 +91,8 @@ class Mask:
 
     @property
     def bounds_keys(self) -> bool:
-        """Whether no query sees past its own position, so that no comparison with n_k is needed."""
-        return self.right is not None and self.right <= 0
+        """Whether a key that a query sees exists, so that no comparison with n_k is needed."""
+        return self.is_tabulated or (self.right is not None and self.right <= 0)
 
     @property
     def favours_later_rows(self) -> bool:

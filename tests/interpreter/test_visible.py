@@ -1,0 +1,73 @@
+"""Masks that are runs of keys in Triton's kernels: values, gradients, documents and decode steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import problems
+import pytest
+import torch
+
+import mtagen
+from mtagen.check import check
+from mtagen.measure.cases import Sizes
+
+# A tile of few rows and of few keys, grouped heads, more than one tile, and more queries than keys.
+SIZES = (Sizes(2, 4, 2, 40, 40), Sizes(1, 2, 1, 3, 150), Sizes(2, 2, 2, 20, 9))
+MASKS: dict[str, dict[str, Any]] = {
+    "prefix": {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}},
+    "padding": {"causal": False, "visible": "j < lengths[b]", "parameters": {"lengths": "b"}},
+    "chunks": {"visible": "i // 24 == j // 24"},
+    "chunks seen whole": {"causal": False, "visible": "i // 24 == j // 24", "window": (30, -1)},
+    "begins with a token": {"visible": "j >= first[b, i]", "parameters": {"first": "b,i"}},
+    "falling": {"causal": False, "visible": "(j < 50 - i) & (j >= 20 - i)"},
+    "nothing": {"visible": "(j < 2) & (j > 3)"},
+}
+
+
+def failures(*sizes: Sizes, **options: Any) -> list[str]:
+    op = mtagen.build(head_dim=16, backend="triton", dtype="fp32", **options)
+    spec, found = op.plan.spec, []
+    for one in sizes:
+        problem = problems.random(spec, one)
+        found += problems.failures_through_lse(op, spec, problem) + problems.decode_failures(op, spec, problem)
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_batch(mask: dict[str, Any]) -> None:
+    assert not failures(*SIZES, kernel=None, **mask)
+
+
+def test_with_expressions_and_sinks() -> None:
+    options = MASKS["prefix"] | {"logits": "s - slopes[h] * (i - j) / 8", "sink": True}
+    options["parameters"] = {"prefix": "b", "slopes": "h"}
+    assert not failures(SIZES[0], kernel=None, **options)
+
+
+@pytest.mark.parametrize("mask", ["prefix", "padding", "chunks", "falling"])
+def test_packed_documents(mask: str) -> None:
+    op = mtagen.build(None, 16, backend="triton", dtype="fp32", dropout=True, **MASKS[mask])
+    sizes = [Sizes(2, 4, 2, 20, 20), Sizes(3, 2, 2, 150, 140)]
+    rows = check(op, replace(op.plan.spec, packed=True, dropout=True), torch.device("cpu"), sizes)
+    assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
+
+
+@pytest.mark.parametrize("hidden", [torch.nan, 1e4])
+@pytest.mark.parametrize("mask", ["prefix", "chunks"])
+def test_hidden_keys_change_no_bit(mask: str, hidden: float) -> None:
+    """Of rows that do not see them, nor of gradients of what these rows see. Values are finite: 0 times NaN is NaN."""
+    op = mtagen.build(None, 16, backend="triton", dtype="fp32", **MASKS[mask])
+    q, k, v = (torch.randn(2, 2, 60, 16) for _ in range(3))
+    changed = [k.clone(), v.clone()]
+    for x, value in zip(changed, (hidden, 1e4), strict=True):
+        x[:, :, 24:] = value
+    parameters = {"prefix": torch.tensor([11, 7])} if mask == "prefix" else None
+    results = []
+    for keys, values in ((k, v), changed):
+        leaves = [x.requires_grad_() for x in (q, keys, values)]
+        out = op(*leaves, parameters=parameters)[:, :, :24]
+        grads = torch.autograd.grad(out.square().sum(), leaves) if hidden == hidden else leaves
+        results.append([out, *(grad[:, :, :24] for grad in grads)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
