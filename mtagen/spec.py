@@ -294,10 +294,13 @@ class Spec:
 
     @property
     def is_fusible(self) -> bool:
-        """Whether one kernel may compute a pass: scores are products of rows until they are convolved, and no stage
-        mixes heads or follows the softmax.
+        """Whether one kernel may compute a pass.
+
+        Scores are then products of rows until they are convolved, no stage mixes heads or follows the
+        softmax, and a convolution has a window as its mask.
         """
-        return self.convolves_only and self.scores is None
+        convolves = self.cq * self.ck > 1
+        return self.convolves_only and self.scores is None and not (convolves and self.visible)
 
     @cached_property
     def mixed(self) -> dict[str, int]:

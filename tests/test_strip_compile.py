@@ -101,6 +101,14 @@ def test_hopper_in_a_window() -> None:
     assert_fits(compiled(Spec(head_dim=64, window=(1023, -1), **EVERYTHING), "sm_90a"), "sm_90a", HOPPER_STACK)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_hopper_with_a_mask_in_tables(packed: bool) -> None:
+    mask = {"causal": False, "visible": "j < lengths[b]", "parameters": {"lengths": "b"}}
+    parts = ("strip_scores", "_convolution_", "softmax", "post_mix")  # the kernels that read tables
+    used = compiled(Spec(head_dim=64, packed=packed, **mask, **EVERYTHING), "sm_90a", *parts)
+    assert_fits(used, "sm_90a", HOPPER_STACK)
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "fp16"), (64, "bf16")])
 def test_heads_that_are_no_power_of_two(head_dim: int, dtype: str) -> None:
     used = compiled(Spec(head_dim=head_dim, dtype=dtype, **TEN_HEADS), "sm_90a")

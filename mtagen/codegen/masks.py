@@ -40,6 +40,34 @@ class ByPosition:
         """Return what kernels pass for rows of a step of decoding, given their positions and their numbers."""
         return f"({position})[:, None]" if " " in position else f"{position}[:, None]"
 
+    def in_strip(self, positions: str, rows: str, begin: str, top: str, bottom: str, key0: str) -> str:
+        """Return what kernels of strips pass for rows.
+
+        Args:
+            positions: their positions, as a column.
+            rows: the rows of the strip.
+            begin: where row 0 of the strip is in tables.
+            top, bottom: rows from ``top`` to before ``bottom`` exist.
+            key0: the first key of planes.
+        """
+        return positions
+
+    def ends_in_strip(self, row: str, begin: str, top: str, bottom: str, key0: str) -> str:
+        """Return the first key that a row of a strip sees, and the end of its keys, from tables.
+
+        Raises:
+            ValueError: there are no tables.
+        """
+        raise ValueError(row)
+
+    def later(self, query: str, rows: str) -> str:
+        """Return what kernels of strips pass for rows that are some rows below a query, for terms of convolutions."""
+        return f"{query}{rows}"
+
+    def of_terms(self, positions: str) -> str:
+        """Return what kernels of strips pass for the rows of terms of convolutions."""
+        return positions
+
     def of_own_rows(self, rows: str, entry: str) -> Sequence[str]:
         """Return lines before the loop over keys of a program that owns rows."""
         return []
@@ -53,14 +81,25 @@ class InTables(ByPosition):
     """A mask whose first and last key of each query are in memory, and with them the rows that see a key."""
 
     def at(self, rows: str, entry: str) -> Sequence[str]:
-        tables = ", ".join(f"{name}_ptr + {self._begin('queries', entry)}" for name in ("first_keys", "last_keys"))
-        return [f"{self.rows} = _limits({tables}, {rows}, n_q)"]
+        return [f"{self.rows} = _limits({_tables(self._begin('queries', entry))}, {rows}, n_q)"]
 
     def of_tile(self, owner: str, entry: str) -> Sequence[str]:
         return [] if owner == "rows" else self.at("rows", entry)
 
     def of_step(self, position: str, new: str) -> str:
-        return f"_limits(first_keys_ptr + b * n_new, last_keys_ptr + b * n_new, {new}, n_new)"
+        return f"_limits({_tables('b * n_new')}, {new}, n_new)"
+
+    def in_strip(self, positions: str, rows: str, begin: str, top: str, bottom: str, key0: str) -> str:
+        return f"_limits_of_rows({_tables(begin)}, {rows}, {top}, {bottom}, {key0})"
+
+    def ends_in_strip(self, row: str, begin: str, top: str, bottom: str, key0: str) -> str:
+        return f"_ends_of_row({_tables(begin)}, {row}, {top}, {bottom}, {key0})"
+
+    def later(self, query: str, rows: str) -> str:
+        return query  # each term counts by its own query, and is zero where it does not
+
+    def of_terms(self, positions: str) -> str:
+        return "0"
 
     def of_own_rows(self, rows: str, entry: str) -> Sequence[str]:
         return [*self.at(rows, entry), f"least_first, most_first, least_last, most_last = _extremes({self.rows})"]
@@ -76,6 +115,11 @@ class InTables(ByPosition):
         assert self.layout is not None, "only the lowering lift reads tables"
         axes = {"queries": self.layout.queries, "keys": self.layout.keys}
         return axes[axis].begin(entry if self.layout.has_entries else "0")
+
+
+def _tables(begin: str) -> str:
+    """Return the pointers of both tables of queries, from an entry on."""
+    return f"first_keys_ptr + {begin}, last_keys_ptr + {begin}"
 
 
 def masks_of(mask: Mask, layout: Batch | None = None) -> ByPosition:

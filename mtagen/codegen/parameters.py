@@ -15,9 +15,9 @@ def learned(spec: Spec) -> Sequence[str]:
     return (*(["sink"] if spec.sink else []), *(view.argument for view in ScoreStage.of(spec).views))
 
 
-def tables(spec: Spec, pass_name: str) -> Sequence[str]:
-    """Return the host's names of the tables of the mask, in the order in which a pass takes them."""
-    return [argument.name for argument in spec.tables(pass_name)]
+def tables(spec: Spec, pass_name: str) -> str:
+    """Return the tables of the mask that a pass takes as parameters of host functions, after others."""
+    return "".join(f", {argument.name}" for argument in spec.tables(pass_name))
 
 
 def parts_call(

@@ -83,25 +83,30 @@ class Seen:
         return f"tl.where(end > 0, {self.begin(position)}, 0)" if self.mask.hides_earlier else "0"
 
     @property
+    def _rows_start(self) -> bool:
+        """Whether rows may see later keys than key 0 of a plane first."""
+        return self.mask.hides_earlier or self.mask.is_tabulated
+
+    @property
     def hidden_blocks(self) -> list[tuple[str, str]]:
         """The begin and end of the blocks of keys that a row does not see, after ``end`` and before
         ``start``.
         """
         later = [("tl.cdiv(end, BLOCK_N) * BLOCK_N", "keys")]
-        return later + [("0", "start // BLOCK_N * BLOCK_N")] * self.mask.hides_earlier
+        return later + [("0", "start // BLOCK_N * BLOCK_N")] * self._rows_start
 
     def between(self, key: str, start: str, end: str) -> str:
         """Return the condition that a key is seen by a row that sees the keys start <= key < end."""
-        return f"({key} >= {start}) & ({key} < {end})" if self.mask.hides_earlier else f"{key} < {end}"
+        return f"({key} >= {start}) & ({key} < {end})" if self._rows_start else f"{key} < {end}"
 
     # ---- A chunk of keys, from chunk_begin to chunk_end, of which some row sees begin .. end.
 
     def chunk_loop(self) -> ChunkLoop:
         """Return the loop over the tiles that some row sees.
 
-        With a left limit all are checked: tiles of which no pair is hidden would take a third loop.
+        With a left limit, or tables, all are checked: tiles of which no pair is hidden would take a third loop.
         """
-        if self.mask.hides_earlier:
+        if self.mask.hides_earlier or self.mask.is_tabulated:
             return self.checked_loop()
         if not self.mask.hides_later:
             return self.unchecked_loop()

@@ -21,7 +21,7 @@ from ..version import __version__
 from . import host, triton
 from .expressions import triton_view
 from .masks import masks_of
-from .parameters import StripSums, learned, parts_call
+from .parameters import StripSums, learned, parts_call, tables
 from .pieces import aligned, dot_options, visible
 from .seen import Seen
 
@@ -88,6 +88,7 @@ def _context(module: StripModule) -> Mapping[str, Any]:
         "first_token": _first_token(spec.packed),
         "view_address": partial(triton_view, packed=spec.packed),
         "learned": tuple(learned(spec)),
+        "tables": partial(tables, spec),
         "sums": StripSums(stage, spec.packed, "tokens", kernels.PROGRAMS, stages.heads, block_of(stages.heads)),
         "visible": partial(visible, mask),
         "seen": Seen(mask),

@@ -222,7 +222,7 @@ def _context(module: LiftModule) -> Mapping[str, Any]:
         "score_parts": partial(_score_parts, stage, layout),
         "view_address": partial(triton_view, packed=spec.packed),
         "learned": "".join(f", {name}" for name in learned(spec)),
-        "tables": lambda pass_name: "".join(f", {name}" for name in tables(spec, pass_name)),
+        "tables": partial(tables, spec),
         "learned_gradients": "".join(f", d{name}" for name in learned(spec)),
         "sums": LiftSums(stage, spec.packed, keys.total, queries.total),
         "legend": _legend(module),

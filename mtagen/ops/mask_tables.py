@@ -46,15 +46,14 @@ def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
 
 
 def of_step(spec: Spec, step: Step) -> list[Tensor]:
-    """Return the tables of the new rows of a step of decoding, ``(B, n_new)``."""
+    """Return the tables of the rows of a step of decoding, earlier queries first, ``(B, context + n_new)``."""
     if spec.visible is None:
         return []
-    batch, capacity, device = len(step.q_tail), step.k_cache.shape[2], step.q_tail.device
-    n_new = step.q_tail.shape[2] - spec.context
+    (batch, _, rows_of_step, _), capacity, device = step.q_tail.shape, step.k_cache.shape[2], step.q_tail.device
     keys = torch.full((batch, 1), capacity, device=device)
     if step.cache_seqlens is not None:
         keys = step.cache_seqlens.clamp(0, capacity).to(torch.int64)[:, None]
-    positions = keys - n_new + torch.arange(n_new, device=device)
+    positions = keys - rows_of_step + torch.arange(rows_of_step, device=device)
     entries = torch.arange(batch, device=device)[:, None]
     rows = _Rows(entries.expand_as(positions), positions, keys.expand_as(positions), torch.zeros_like(positions))
     first, last = _limits(spec, step, rows)

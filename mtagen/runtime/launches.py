@@ -138,5 +138,5 @@ def exercise(plan: Plan, module: ModuleType, device: torch.device, pass_name: st
     for new_tokens in (1, MAX_NEW_TOKENS):
         q_tail = zeros(spec.decode_arguments[0], Nq=spec.context + new_tokens)
         for cache_seqlens in (None, lengths):
-            of_step = [zeros(table, Nq=new_tokens) for table in tables]
+            of_step = [zeros(table, Nq=q_tail.shape[2]) for table in tables]
             module.decode(q_tail, k, v, *weights, *of_step, 1.0, cache_seqlens, None)

@@ -35,20 +35,32 @@ def failures(*sizes: Sizes, **options: Any) -> list[str]:
     return found
 
 
+STAGES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel": None},
+    "a convolution": {"kernel": (3, 5)},
+    "a mixture": {"kernel": None, "mixed_heads": 2},
+    "all stages": {"kernel": (3, 4), "mixed_heads": 2, "post_kernel": (2, 3), "post_mixed_heads": 2},
+    "after the softmax": {"kernel": None, "post_kernel": (2, 3), "scores": "3 * tanh(s / 3) + 1"},
+}
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_batch(mask: dict[str, Any]) -> None:
-    assert not failures(*SIZES, kernel=None, **mask)
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+def test_batch(mask: dict[str, Any], stages: dict[str, Any]) -> None:
+    assert not failures(*SIZES, **stages, **mask)
 
 
-def test_with_expressions_and_sinks() -> None:
+@pytest.mark.parametrize("stages", ["plain", "a convolution", "a mixture"])
+def test_with_expressions_and_sinks(stages: str) -> None:
     options = MASKS["prefix"] | {"logits": "s - slopes[h] * (i - j) / 8", "sink": True}
     options["parameters"] = {"prefix": "b", "slopes": "h"}
-    assert not failures(SIZES[0], kernel=None, **options)
+    assert not failures(SIZES[0], **STAGES[stages], **options)
 
 
 @pytest.mark.parametrize("mask", ["prefix", "padding", "chunks", "falling"])
-def test_packed_documents(mask: str) -> None:
-    op = mtagen.build(None, 16, backend="triton", dtype="fp32", dropout=True, **MASKS[mask])
+@pytest.mark.parametrize("stages", ["plain", "all stages"])
+def test_packed_documents(mask: str, stages: str) -> None:
+    op = mtagen.build(head_dim=16, backend="triton", dtype="fp32", dropout=True, **MASKS[mask], **STAGES[stages])
     sizes = [Sizes(2, 4, 2, 20, 20), Sizes(3, 2, 2, 150, 140)]
     rows = check(op, replace(op.plan.spec, packed=True, dropout=True), torch.device("cpu"), sizes)
     assert not [f"{row.sizes} {row.result}" for row in rows if not row.comparison.ok]
@@ -56,10 +68,12 @@ def test_packed_documents(mask: str) -> None:
 
 @pytest.mark.parametrize("hidden", [torch.nan, 1e4])
 @pytest.mark.parametrize("mask", ["prefix", "chunks"])
-def test_hidden_keys_change_no_bit(mask: str, hidden: float) -> None:
+@pytest.mark.parametrize("stages", ["plain", "a convolution"])
+def test_hidden_keys_change_no_bit(stages: str, mask: str, hidden: float) -> None:
     """Of rows that do not see them, nor of gradients of what these rows see. Values are finite: 0 times NaN is NaN."""
-    op = mtagen.build(None, 16, backend="triton", dtype="fp32", **MASKS[mask])
+    op = mtagen.build(head_dim=16, backend="triton", dtype="fp32", **MASKS[mask], **STAGES[stages])
     q, k, v = (torch.randn(2, 2, 60, 16) for _ in range(3))
+    weights = {} if stages == "plain" else {"weight": torch.randn(2, 3, 5)}
     changed = [k.clone(), v.clone()]
     for x, value in zip(changed, (hidden, 1e4), strict=True):
         x[:, :, 24:] = value
@@ -67,7 +81,7 @@ def test_hidden_keys_change_no_bit(mask: str, hidden: float) -> None:
     results = []
     for keys, values in ((k, v), changed):
         leaves = [x.requires_grad_() for x in (q, keys, values)]
-        out = op(*leaves, parameters=parameters)[:, :, :24]
+        out = op(*leaves, **weights, parameters=parameters)[:, :, :24]
         grads = torch.autograd.grad(out.square().sum(), leaves) if hidden == hidden else leaves
         results.append([out, *(grad[:, :, :24] for grad in grads)])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

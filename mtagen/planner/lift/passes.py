@@ -168,9 +168,6 @@ def candidates(pass_name: str, spec: Spec, target: Target) -> Sequence[LiftPass]
     """
     check_convolves_only(spec, "triton")
     check_learned(spec, "lift", ("visible", "parameters", "sink"))
-    if spec.visible is not None and spec.kernel not in (None, (1, 1)):
-        rule = "the lowering lift has kernels for it without a convolution"
-        raise PlanError(explain("visible", spec.visible, rule, "kernel=None, or backend='torch'"))
     if spec.dtype not in target.dtypes:
         raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
     geometry = lift(spec)

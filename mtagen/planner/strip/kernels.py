@@ -396,8 +396,19 @@ class _Maker:
         stages: int = 3,
     ) -> Kernel:
         name = kernel_name("strip", role, self._spec, self._target)
+        arguments = self._with_tables(role, arguments)
         registers = get_target(self._target).registers_per_thread
         return Kernel(role, name, arguments, grid, 32 * warps, 0, registers, tuple(constants.items()), stages)
+
+    def _with_tables(self, role: str, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        """Return a kernel's arguments and, if it asks which keys a row sees, those of the mask's tables."""
+        tables = self._spec.tables("forward")
+        if not tables or role.endswith(("values", "outputs", "_gradient", "_queries", "_keys", "_slopes")):
+            return arguments
+        given = {argument.name for argument in arguments}
+        places = () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")
+        more = numbers("int32", *(name for name in places if name not in given))
+        return (*arguments, *pointers(*(table.name for table in tables)), *more)
 
     def _tiles(self, rows: int, keys: int) -> Size:
         return ceiling(COUNT / rows) * ceiling(KEYS / keys) * SLOTS

@@ -237,10 +237,13 @@ class StripLowering:
         """
         if spec.dtype not in target.dtypes:
             raise PlanError(explain("dtype", spec.dtype, f"{target.name} has no kernels for this dtype", target.dtypes))
+        if spec.visible is not None and self.backend != "triton":
+            rule = f"{self.backend} has no kernels for it"
+            raise PlanError(explain("visible", spec.visible, rule, "backend='triton', or backend='torch'"))
         if spec.is_fusible and (pass_name != "backward" or not spec.kernel):
             rule = "the strip lowering replaces only the fused backward pass of a convolution"
             raise PlanError(explain("pass", pass_name, rule, "backend='triton'"))
-        check_learned(spec, "strip", ("scores", "convolved", "parameters", "sink"))
+        check_learned(spec, "strip", ("scores", "convolved", "visible", "parameters", "sink"))
         _check_parameters(spec)
         plan = StripPass(spec, target.name, pass_name, self.backend)
         plan.check()
