@@ -168,6 +168,7 @@ class Plan:
             *(("request", name, value) for name, value in _stages(spec)),
             ("request", "head dims", f"{spec.head_dim} (values {spec.value_head_dim})"),
             ("request", "mask", f"{Mask.of(spec).name}, {spec.mask}"),
+            *([("request", "visible", spec.visible)] if spec.visible else []),
             ("request", "key padding", spec.key_padding),
             ("request", "dtype", spec.dtype),
             ("choice", "target", self.target),

@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "strip-hidden-scores-kept",
         f"{TRITON}/strip_product.j2",
-        "c = tl.where(_visible_to((first + r + off)[:, None], j, {{ reach }}), c, 0.0)",
+        'c = tl.where(_visible_to({{ sequence.query("r") }}, j, {{ reach }}), c, 0.0)',
         "c = c",
         "A convolution takes in scores of keys that their queries do not see.",
         (f"{INTERPRETED_STRIP}::test_training",),
@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "strip-keys-before-the-window-of-a-row",
         "mtagen/codegen/seen.py",
-        'f"({key} >= {start}) & ({key} < {end})" if self.mask.hides_earlier else f"{key} < {end}"',
+        'f"({key} >= {start}) & ({key} < {end})" if self._rows_start else f"{key} < {end}"',
         'f"{key} < {end}"',
         "The softmax of a row takes in the keys before its window that are in the block where it begins.",
         (f"{INTERPRETED_STRIP}::test_windows",),
