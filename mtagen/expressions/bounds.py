@@ -196,11 +196,12 @@ class _Reader:
     def run(self, condition: Boolean) -> Run:
         """Return the run of keys that meet a condition."""
         if condition.free_symbols & {SCORE, HEAD}:
-            raise self._error("a mask is the same for all scores and heads", "conditions in i, j, b and parameters")
+            rule, legal = "a mask is the same for all scores and heads", "conditions in i, j, b and parameters"
+            raise SpecError(explain("visible", self._text, rule, legal))
         if condition == sympy.true:
             return Run()
         if condition == sympy.false:
-            raise self._error("no query sees a key", _LEGAL)
+            raise SpecError(explain("visible", self._text, "no query sees a key", _LEGAL))
         if isinstance(condition, sympy.And):
             return _intersection([self.run(part) for part in _in_order(condition)])
         if isinstance(condition, sympy.Or):
@@ -273,13 +274,12 @@ class _Reader:
         if one.lasts == other.lasts:
             return Run((Minimum(one.first, other.first),) if one.firsts and other.firsts else (), one.lasts)
         both = f"{write(one.condition)} and {write(other.condition)}"
-        raise self._error(f"its keys may be two runs with a gap: {both}", _LEGAL)
+        rule = f"its keys may be two runs with a gap: {both}"
+        raise SpecError(explain("visible", self._text, rule, _LEGAL))
 
     def _no_bound(self, condition: Expr) -> SpecError:
-        return self._error(f"{write(condition)} is no bound of a run of keys", _LEGAL)
-
-    def _error(self, rule: str, legal: str) -> SpecError:
-        return SpecError(explain("visible", self._text, rule, legal))
+        rule = f"{write(condition)} is no bound of a run of keys"
+        return SpecError(explain("visible", self._text, rule, _LEGAL))
 
 
 def _in_order(condition: Boolean) -> list[Boolean]:
