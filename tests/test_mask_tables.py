@@ -1,0 +1,150 @@
+"""Tables of masks, and the loops that read them, against every pair of a query and a key."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from test_loops import BLOCKS, compiled, visited
+from test_visible import MASKS, Problem, pairs
+from torch import Tensor
+
+from mtagen.call import Call, Step
+from mtagen.ops import mask_tables
+from mtagen.planner.geometry.loops import key_loop, row_loop
+from mtagen.planner.geometry.mask import Mask
+from mtagen.spec import Spec
+
+TABULATED = Mask(None, None, is_tabulated=True)
+SIZES = [(30, 37), (1, 1), (9, 5), (16, 16)]
+
+
+def call_of(problem: Problem, **others: Any) -> Call:
+    """The record of a call; of an op whose only stage is a convolution, or none."""
+    slots = {f"parameter{number}": x for number, x in enumerate(problem.parameters.values())}
+    fields = dict.fromkeys(Call._fields) | {name: problem.tensors[name] for name in "qkv"} | slots
+    return Call(**fields | {"weight": problem.tensors.get("weight"), "scale": 1.0, "key": ""} | others)
+
+
+def seen_by(first: Tensor, last: Tensor, n_k: int) -> Tensor:
+    keys = torch.arange(n_k)
+    return (keys >= first[..., None]) & (keys <= last[..., None])
+
+
+def assert_rows_of_keys(seen: Tensor, first_rows: Tensor, end_rows: Tensor) -> None:
+    """Rows outside of those that tables name see no key of a block; no end has a row too many."""
+    n_q, n_k = seen.shape
+    for begin, end in itertools.combinations(range(n_k + 1), 2):
+        rows = seen[:, begin:end].any(1).nonzero().flatten()
+        named = range(int(first_rows[begin]), int(end_rows[end - 1]))
+        assert {*rows.tolist()} <= {*named}
+    for key in range(n_k):
+        rows = seen[:, key:].any(1).nonzero().flatten()
+        assert int(first_rows[key]) == (rows[0] if len(rows) else n_q)
+        rows = seen[:, : key + 1].any(1).nonzero().flatten()
+        assert int(end_rows[key]) == (rows[-1] + 1 if len(rows) else 0)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_tables_of_a_batch(mask: str, sizes: tuple[int, int]) -> None:
+    problem = Problem(MASKS[mask] | {"kernel": None}, *sizes)
+    tables = mask_tables.of_call(problem.spec, call_of(problem), "backward")
+    assert [x.dtype for x in tables] == [torch.int32] * 4
+    assert all(x.is_contiguous() for x in tables)
+    first, last, first_rows, end_rows = tables
+    seen = pairs(problem.rules, problem.parameters, 3, *sizes)
+    assert torch.equal(seen_by(first, last, sizes[1]), seen)
+    for entry in range(3):
+        assert_rows_of_keys(seen[entry], first_rows[entry], end_rows[entry])
+    short = mask_tables.of_call(problem.spec, call_of(problem), "forward")
+    assert all(map(torch.equal, short, tables[:2]))
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "begins with a token"])
+def test_tables_of_documents(mask: str) -> None:
+    """Rows and keys after the last document belong to none."""
+    problem = Problem(MASKS[mask] | {"kernel": None}, 30, 37, batch=4)
+    lengths_q, lengths_k = [7, 0, 9, 4], [7, 3, 12, 4]
+    cu_seq_q, cu_seq_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (lengths_q, lengths_k))
+    packed = {name: problem.tensors[name][0].transpose(0, 1) for name in "qkv"}
+    call = call_of(problem, **packed, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=9, max_k=12)
+    first, last, first_rows, end_rows = mask_tables.of_call(problem.spec, call, "backward")
+    assert first.shape == last.shape == (30,)
+    assert first_rows.shape == end_rows.shape == (37,)
+    for document, (n_q, n_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        rows = slice(int(cu_seq_q[document]), int(cu_seq_q[document + 1]))
+        keys = slice(int(cu_seq_k[document]), int(cu_seq_k[document + 1]))
+        own = {
+            name: x[document : document + 1] if len(x) == 4 and name != "ends" else x
+            for name, x in problem.parameters.items()
+        }
+        seen = pairs(problem.rules, own, 1, n_q, n_k)[0]
+        assert torch.equal(seen_by(first[rows], last[rows], n_k), seen)
+        assert_rows_of_keys(seen, first_rows[keys], end_rows[keys])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_tables_of_a_step(mask: str) -> None:
+    """The rows of a step, among them the earlier queries that the new ones depend on, end at the end of the keys."""
+    problem = Problem(MASKS[mask] | {"kernel": (3, 5)}, 37, 37, batch=2)
+    slots = {f"parameter{number}": x for number, x in enumerate(problem.parameters.values())}
+    lengths = [37, 4]
+    fields = dict.fromkeys(Step._fields) | slots | {"scale": 1.0, "num_splits": 0, "key": ""}
+    fields |= {"k_cache": problem.tensors["k"], "v_cache": problem.tensors["v"]}
+    step = Step(**fields | {"q_tail": problem.tensors["q"][:, :, -5:], "cache_seqlens": torch.tensor(lengths)})
+    first, last = mask_tables.of_step(problem.spec, step)
+    assert first.shape == last.shape == (2, 5)
+    for entry, n in enumerate(lengths):
+        own = {
+            name: x[entry : entry + 1] if dict(problem.spec.parameters)[name].startswith("b") else x
+            for name, x in problem.parameters.items()
+        }
+        seen = pairs(problem.rules, own, 1, 5, n)[0]
+        seen[: max(0, 5 - n)] = False  # rows before the sequence
+        assert torch.equal(seen_by(first[entry], last[entry], n), seen)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("seed", range(10))
+def test_loops_visit_the_tiles_that_rows_see(blocks: tuple[int, int], seed: int) -> None:
+    """Of any first and last keys: no visible pair is left out, and none is hidden in an interior tile."""
+    block_m, block_n = blocks
+    generator = torch.Generator().manual_seed(seed)
+    n_q, n_k = 13, 21
+    ends = torch.randint(0, n_k, (2, n_q), generator=generator)
+    if seed % 2:
+        ends = ends.sort(-1).values  # as masks have them mostly
+    first, last = ends
+    hides_all = first > last
+    first, last = torch.where(hides_all, 2**30, first), torch.where(hides_all, -1, last)
+    seen = seen_by(first, last, n_k)
+    of_keys, of_rows = compiled(key_loop(TABULATED)), compiled(row_loop(TABULATED))
+    for i0 in range(0, n_q, block_m):
+        own = slice(i0, i0 + block_m)
+        padded = [
+            torch.cat([x[own], torch.tensor([pad] * (block_m - len(x[own])))])
+            for x, pad in ((first, 2**30), (last, -1))
+        ]
+        extremes = {
+            "least_first": int(padded[0].min()),
+            "most_first": int(padded[0].max()),
+            "least_last": int(padded[1].min()),
+            "most_last": int(padded[1].max()),
+        }
+        tiles = visited(of_keys(BLOCK_M=block_m, BLOCK_N=block_n, **extremes), block_n)
+        for start in range(0, n_k, block_n):
+            tile = seen[own, start : start + block_n]
+            assert start in dict(tiles) or not tile.any()
+            assert not dict(tiles).get(start) or (tile.all() and start + block_n <= n_k)
+    step = {"first_row": 3, "end_row": 11, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    rows = visited(of_rows(**step), block_m)
+    assert not any(interior for _, interior in rows)
+    assert set(range(3, 11)) <= {start + n for start, _ in rows for n in range(block_m)}
+
+
+def test_windows_have_no_tables() -> None:
+    assert Spec(None, 16, visible="i - j < 9").tables("backward") == ()
+    assert [x.name for x in Spec(None, 16, visible="j < 9").tables("forward")] == ["first_keys", "last_keys"]
