@@ -153,11 +153,12 @@ class _Evaluation:
         return reduce(torch.add, map(self.real, others), rounded)
 
     def _constant(self, expr: sympy.Basic) -> Tensor:
+        # By a fill: CUDA graphs cannot capture a copy from the host.
         if expr in (sympy.true, sympy.false):
-            return torch.tensor(bool(expr), device=self.device)
+            return torch.full((), bool(expr), device=self.device)
         if expr.is_Integer:
-            return torch.tensor(int(expr), device=self.device)
-        return torch.tensor(float(expr), dtype=self.dtype, device=self.device)
+            return torch.full((), int(expr), device=self.device)
+        return torch.full((), float(expr), dtype=self.dtype, device=self.device)
 
     def _floor(self, expr: Expr) -> Tensor:
         """Return the floor of a number: of a quotient of integers exactly."""

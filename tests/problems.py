@@ -32,6 +32,8 @@ READ = {
     "logits": "s - slopes[h] * (i - j) / 16 + table[h, max(0, min(8, i - j))] + gates[b, h, i] - gates[b, h, j]",
     "parameters": {"slopes": "h", "table": "h,9", "gates": "b,h,j"},
 }
+# A mask that is no window, of numbers of batch entries or documents.
+PREFIX = {"causal": False, "visible": "(j <= i) | (j < prefix[b])", "parameters": {"prefix": "b"}}
 # The fused backward pass of "tile" has gradients of what these read.
 OF_HEADS = {
     "logits": "s / 2 - slopes[h] * (i - j) / 16 + shifts[b, h] * log(abs(i - j) + 1)",

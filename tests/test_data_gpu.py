@@ -49,6 +49,8 @@ DATA: dict[str, dict[str, Any]] = {
     "parameters, sinks": {**problems.READ, "sink": True},
     "packed, a window, parameters, sinks": {**problems.READ, "sink": True, "packed": True, "window": (70, 0)},
     "parameters of heads, sinks": {**problems.OF_HEADS, "sink": True},
+    "a mask in tables": {**problems.PREFIX, "dropout": True},
+    "packed, a mask in tables, a window": {**problems.PREFIX, "packed": True, "window": (70, 90)},
     "three places": {"scores": "3 * tanh(s / 3) + 1", "convolved": "s + tanh(s)", "logits": problems.LOGITS},
 }
 backends = pytest.mark.parametrize("backend", ["auto", "triton"])  # auto: CUDA's kernels, beside Triton's in strips
@@ -251,3 +253,22 @@ def test_a_thousand_documents() -> None:
     torch.cuda.reset_peak_memory_stats()
     train(op.varlen, given)
     assert torch.cuda.max_memory_allocated() - before < 3 * 2**30
+
+
+@pytest.mark.parametrize("name", ["plain", "convolution"])
+def test_a_graph_of_masks(name: str) -> None:
+    """One CUDA graph serves batches with other prefixes."""
+    op = built(PIPELINES[name], "auto", **problems.PREFIX)
+    given = {name: x.detach() for name, x in documents(op, [512]).items() if isinstance(x, Tensor)}
+    q, k, v = (given[name].view(2, 256, HEADS, -1).transpose(1, 2) for name in "qkv")
+    weights = {name: given[name] for name in op.plan.spec.weights(HEADS)}
+    prefix = torch.tensor([3, 200], device=CUDA)
+    call = partial(op, q, k, v, **weights, parameters={"prefix": prefix})
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ([3, 200], [0, 0], [256, 17]):
+        prefix.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, call())
