@@ -220,7 +220,9 @@ def check_learned(
         dtypes = {q.dtype if dtype == "q" else ARGUMENT_DTYPES[dtype] for dtype in argument.dtypes}
         if x.dtype not in dtypes:
             rule = (
-                "must be fp32 or the dtype of q" if argument.differentiable else "must be integers: the mask reads it"
+                "must be fp32 or the dtype of q"
+                if argument.differentiable
+                else "must be integers, because visible reads it"
             )
             raise InputError(explain(f"{name}.dtype", x.dtype, rule, (*dtypes,)))
         if x.device != q.device:

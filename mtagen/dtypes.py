@@ -13,7 +13,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-# Those of tensors besides q, k and v, too.
+# Dtypes of all tensor arguments, integers included.
 ARGUMENT_DTYPES: dict[str, torch.dtype] = dict(TORCH_DTYPES.items(), int32=torch.int32, int64=torch.int64)
 # How users may name a dtype: by the spec's name, by torch's name, or as a dtype of torch.
 DTypeLike: TypeAlias = torch.dtype | DType | Literal["bfloat16", "float16", "float32", "float64"]

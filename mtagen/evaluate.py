@@ -10,9 +10,8 @@ import torch
 from sympy import Expr, Symbol
 from torch import Tensor
 
-from .expressions.bounds import Run, run_of
+from .expressions.bounds import bounds_of
 from .expressions.language import ENTRY, POSITION, Floor, Load, Maximum, Minimum, Where, split_sum
-from .expressions.parameters import read_parameters
 from .spec import Spec
 
 _FUNCTIONS: dict[type[sympy.Basic], Callable[..., Tensor]] = {
@@ -65,7 +64,7 @@ class Bounds:
     """
 
     def __init__(self, spec: Spec, parameters: Mapping[str, Tensor]) -> None:
-        self._run = run_of(spec.visible, read_parameters(spec.parameters)) if spec.visible is not None else Run()
+        self._bounds = bounds_of(spec.visible, spec.parameters)
         self._parameters = parameters
 
     def hidden(self, positions: Tensor, keys: Tensor, entries: Tensor) -> Tensor | None:
@@ -88,9 +87,8 @@ class Bounds:
             positions, entries: positions and batch entries, int64, which broadcast.
         """
         values = {POSITION: positions, ENTRY: entries}
-        run, parameters = self._run, self._parameters
         first, last = (
-            None if bound is None else evaluate_integer(bound, values, parameters) for bound in (run.first, run.last)
+            None if bound is None else evaluate_integer(bound, values, self._parameters) for bound in self._bounds
         )
         return first, last
 

@@ -57,8 +57,8 @@ class Argument(NamedTuple):
     Attributes:
         name: its name in calls.
         role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``sinks`` are
-            logits without values, ``parameters`` are read by expressions, ``tables`` say to kernels
-            which keys queries see, ``boundaries`` where
+            logits without values, ``parameters`` are read by expressions, ``tables`` tell kernels
+            which keys each query sees, ``boundaries`` say where
             packed documents begin, ``lengths`` how many keys of a cache are in use.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
             tensors of a call. ``H/4`` is a quarter of ``H``.
@@ -104,8 +104,8 @@ BOUNDARIES = tuple(
 INTEGERS = ("int32", "int64")  # dtypes of parameters that a mask reads
 SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
-# The first and the last key of each query, by which kernels know a mask that is no window, and for each key the first
-# row that sees it or a later one, and the end of the rows that see it or an earlier one.
+# Kernels read a mask that is no window from these tables: the first and the last key of each query; and for each key
+# j the first row that sees a key >= j, and the end of the rows that see a key <= j.
 TABLES = (
     Argument("first_keys", "tables", ("B", "Nq"), ("int32",), False),
     Argument("last_keys", "tables", ("B", "Nq"), ("int32",), False),
@@ -251,7 +251,7 @@ class Spec:
             SpecError: the mask cannot be one of ``mask="output"``.
         """
         if visible is not None and self.mask == "output" and self.context:
-            rule = "has convolutions over queries whose terms are those that the query of the result sees"
+            rule = 'mask="output" is not defined for it with a convolution over queries'
             raise SpecError(explain("visible", visible, rule, 'mask="source"'))
         object.__setattr__(self, "visible", visible)
         object.__setattr__(self, "causal", right == 0)

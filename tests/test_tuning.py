@@ -261,6 +261,7 @@ def test_what_is_found_is_not_for_another_spec() -> None:
         "scores": "tanh(s)",
         "convolved": "2 * tanh(s)",
         "logits": "3 * tanh(s)",
+        "visible": "j < 9",
         "parameters": (("slopes", "h"),),
         "sink": True,
         "packed": True,

@@ -320,7 +320,7 @@ def _pairs_of_text(rules: dict[str, Any], nq: int, nk: int) -> Tensor:
         ({"visible": lambda i, j: i == j}, "is no condition"),
         ({"visible": 3}, "is no text and no function"),
         ({"visible": "j < 4", "parameters": {"t": "b"}}, "are read by no expression"),
-        ({"visible": "(j <= i) | (j < t[b])", "parameters": {"t": "b"}}, "causal and window hide these keys"),
+        ({"visible": "(j <= i) | (j < t[b])", "parameters": {"t": "b"}}, "changes nothing, because causal"),
         ({"visible": "j < t[b]", "logits": "s * t[b]", "parameters": {"t": "b"}}, "a parameter for each"),
         ({"visible": "i // 4 == j // 4", "mask": "output", "kernel": (2, 3)}, 'mask="source"'),
     ],
@@ -336,7 +336,7 @@ def test_calls_that_are_refused() -> None:
     prefix = problem.parameters["prefix"]
     wrong = [
         ({"parameters": None}, "each call needs it"),
-        ({"parameters": {"prefix": prefix.double()}}, "must be integers: the mask reads it"),
+        ({"parameters": {"prefix": prefix.double()}}, "must be integers, because visible reads it"),
         ({"parameters": {"prefix": prefix[:2]}}, "prefix.*shape"),
     ]
     for options, rule in wrong:

@@ -15,9 +15,9 @@ class ByPosition:
 
     Attributes:
         layout: how tensors hold sequences; texts of the lowering "strip" need none.
-        query: what functions of the mask take for a query.
-        of: the query in the documentation of these functions.
-        rows: the kernels' name for what they pass for the rows of a tile.
+        query: the name of the argument by which functions of the mask know a query.
+        of: that argument in the docstrings of these functions.
+        rows: the kernels' name of the argument for the rows of a tile.
     """
 
     layout: Batch | None = None
@@ -28,6 +28,10 @@ class ByPosition:
     def at(self, rows: str, entry: str) -> Sequence[str]:
         """Return lines that assign what kernels pass for some rows of a sequence, of a batch entry."""
         return [f"{self.rows} = ({rows})[:, None] + off"]
+
+    def of_product(self, owner: str, rows: str, entry: str) -> Sequence[str]:
+        """Return the same lines for a tile of g in a product with g."""
+        return self.at(rows, entry)
 
     def of_tile(self, owner: str, entry: str) -> Sequence[str]:
         """Return the same lines for the rows of a tile, after its positions are known.
@@ -83,6 +87,9 @@ class InTables(ByPosition):
     def at(self, rows: str, entry: str) -> Sequence[str]:
         return [f"{self.rows} = _limits({_tables(self._begin('queries', entry))}, {rows}, n_q)"]
 
+    def of_product(self, owner: str, rows: str, entry: str) -> Sequence[str]:
+        return [] if owner == "rows" else self.at(rows, entry)  # without a convolution, rows of g are the owned rows
+
     def of_tile(self, owner: str, entry: str) -> Sequence[str]:
         return [] if owner == "rows" else self.at("rows", entry)
 
@@ -96,7 +103,7 @@ class InTables(ByPosition):
         return f"_ends_of_row({_tables(begin)}, {row}, {top}, {bottom}, {key0})"
 
     def later(self, query: str, rows: str) -> str:
-        return query  # each term counts by its own query, and is zero where it does not
+        return query  # terms need no check: planes are zero where their own row sees no key
 
     def of_terms(self, positions: str) -> str:
         return "0"
@@ -112,7 +119,7 @@ class InTables(ByPosition):
         ]
 
     def _begin(self, axis: str, entry: str) -> str:
-        assert self.layout is not None, "only the lowering lift reads tables"
+        assert self.layout is not None, "kernels of strips say themselves where their rows begin"
         axes = {"queries": self.layout.queries, "keys": self.layout.keys}
         return axes[axis].begin(entry if self.layout.has_entries else "0")
 

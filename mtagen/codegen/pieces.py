@@ -27,8 +27,9 @@ class SegmentSource(NamedTuple):
 
     Attributes:
         begin, end: where it begins and ends.
-        edge: whether it is one of edge tiles.
-        is_short: whether it is one of edge tiles beside interior tiles.
+        edge: whether pairs are checked.
+        is_short: whether pairs are checked, and the loop has another part without checks, so that this part
+            has few tiles.
     """
 
     begin: str

@@ -83,8 +83,8 @@ class Seen:
         return f"tl.where(end > 0, {self.begin(position)}, 0)" if self.mask.hides_earlier else "0"
 
     @property
-    def _rows_start(self) -> bool:
-        """Whether rows may see later keys than key 0 of a plane first."""
+    def _hides_first_keys(self) -> bool:
+        """Whether a row's first key may come after the first key of its plane."""
         return self.mask.hides_earlier or self.mask.is_tabulated
 
     @property
@@ -93,11 +93,11 @@ class Seen:
         ``start``.
         """
         later = [("tl.cdiv(end, BLOCK_N) * BLOCK_N", "keys")]
-        return later + [("0", "start // BLOCK_N * BLOCK_N")] * self._rows_start
+        return later + [("0", "start // BLOCK_N * BLOCK_N")] * self._hides_first_keys
 
     def between(self, key: str, start: str, end: str) -> str:
         """Return the condition that a key is seen by a row that sees the keys start <= key < end."""
-        return f"({key} >= {start}) & ({key} < {end})" if self._rows_start else f"{key} < {end}"
+        return f"({key} >= {start}) & ({key} < {end})" if self._hides_first_keys else f"{key} < {end}"
 
     # ---- A chunk of keys, from chunk_begin to chunk_end, of which some row sees begin .. end.
 

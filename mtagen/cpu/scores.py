@@ -87,7 +87,7 @@ class Functions:
         return evaluate(function.backward, values, self._parameters).expand_as(scores)
 
     def results(self) -> list[Tensor]:
-        """Return the gradients of the sink and the parameters, in their order and dtypes; of integers zeros."""
+        """Return the gradients of the sink and the parameters, in their order and dtypes; integers have zeros."""
         return [x.to(self._dtypes[name]) for name, x in self.gradients.items()]
 
     def sink_of(self, place: Place) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from .language import (
 )
 from .parameters import Parameter, read_parameters
 
+LARGEST = 2**30  # a window has fewer keys on a side; kernels count keys in 32 bits
 _LEGAL = "conditions on j that a run of keys meets, such as (j <= i) | (j < prefix[b]) or i // 64 == j // 64"
 
 
@@ -81,6 +82,13 @@ class Visible(NamedTuple):
     parameters: frozenset[str] = frozenset()
 
 
+@cache
+def bounds_of(text: str | None, parameters: tuple[tuple[str, str], ...]) -> tuple[Expr | None, Expr | None]:
+    """Return the first and the last key that a query sees by the fields of a spec; None for no bound."""
+    run = Run() if text is None else run_of(text, read_parameters(parameters))
+    return run.first, run.last
+
+
 def run_of(text: str, parameters: Sequence[Parameter] = ()) -> Run:
     """Return the keys that a query sees by a canonical text.
 
@@ -125,8 +133,10 @@ def normalised_visible(given: str | Function | None, parameters: Any, left: int 
         tuple(last for last, span in zip(lasts, after, strict=True) if right is None or span.low < right),
     )
     if unread := sorted(_parameters_of(Run(firsts, lasts)) - _parameters_of(kept)):
-        rule = f"{', '.join(unread)} changes nothing, because causal and window hide these keys"
-        raise SpecError(explain("visible", text, rule, "causal=False, or a condition without it"))
+        rule = (
+            f"{', '.join(unread)} changes nothing, because causal, window or another part of the condition hides more"
+        )
+        raise SpecError(explain("visible", text, rule, "a condition without it, or a wider mask, such as causal=False"))
     if kept == Run():
         return Visible(None, left, right)
     return Visible(write(kept.condition), left, right, _parameters_of(kept))
@@ -147,9 +157,9 @@ class _Span(NamedTuple):
 
 
 def _least(limits: Sequence[float | None]) -> int | None:
-    """Return the least of some limits; None and infinity are no limit."""
+    """Return the least of some limits; None and what no window has are no limit."""
     least = min((limit for limit in limits if limit is not None), default=math.inf)
-    return None if least == math.inf else int(least)
+    return None if least >= LARGEST else int(least)
 
 
 def _range_from_position(bound: Expr) -> _Span:
@@ -246,7 +256,7 @@ class _Reader:
     def _up_to(self, part: Expr, limit: Expr, condition: Expr) -> Run:
         """Return the run of keys at which a part is at most a limit."""
         if part == KEY:
-            return Run(lasts=(limit,))
+            return Run(lasts=(self._checked(limit, condition),))
         if isinstance(part, Floor) and _is_of_integers(part):
             numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
             return self._where_not_positive(numerator - divisor * limit - divisor + 1, condition)
@@ -258,7 +268,7 @@ class _Reader:
     def _from(self, part: Expr, limit: Expr, condition: Expr) -> Run:
         """Return the run of keys at which a part is at least a limit."""
         if part == KEY:
-            return Run(firsts=(limit,))
+            return Run(firsts=(self._checked(limit, condition),))
         if isinstance(part, Floor) and _is_of_integers(part):
             numerator, divisor = sympy.fraction(sympy.together(part.args[0]))
             return self._where_not_positive(divisor * limit - numerator, condition)
@@ -266,6 +276,13 @@ class _Reader:
             runs = [self._where_not_positive(limit - each, condition) for each in part.args]
             return reduce(self._union, runs) if isinstance(part, Maximum) else _intersection(runs)
         raise self._no_bound(condition)
+
+    def _checked(self, limit: Expr, condition: Expr) -> Expr:
+        """Return a bound after checking that integers of 64 bits can compute it."""
+        large = any(abs(number) > LARGEST for number in limit.atoms(sympy.Integer))
+        if large or not all(_is_of_integers(floor) for floor in limit.atoms(sympy.floor)):
+            raise self._no_bound(condition)
+        return limit
 
     def _union(self, one: Run, other: Run) -> Run:
         """Return the union of two runs that both begin, or both end, with the same bounds."""

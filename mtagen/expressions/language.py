@@ -57,7 +57,10 @@ class Where(Expr):  # type: ignore[misc]
 
 
 class Load(Expr):  # type: ignore[misc]
-    """An entry of a parameter: its name as a symbol, which is an integer if entries are, and an index for each axis."""
+    """An entry of a parameter: a symbol named after it, and an index for each axis.
+
+    The symbol is an integer in the option ``visible``.
+    """
 
     is_real = True
     is_commutative = True
@@ -533,6 +536,8 @@ class _Reader:
                 return self._error(node, f"{name} is not a name of the language", legal)
             case ast.Call(func=ast.Name(id=name)):
                 return self._error(node, f"{name} is not a function of the language", legal)
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
+                return self._error(node, "& and | bind tighter than comparisons", "parentheses: (i < j) & (j > 3)")
             case ast.Compare() | ast.BoolOp():
                 return self._error(node, "a condition stands where a number should", legal)
         return self._error(node, f"{type(node).__name__} is not in the language", legal)

@@ -37,7 +37,7 @@ def normalised(
 
     Raises:
         SpecError: an expression is not in the language, an index may leave a parameter, or a
-            parameter is not read, or by the mask and an expression.
+            parameter is read by nothing, or by both the mask and an expression.
     """
     known, (left, right, later) = read_parameters(parameters), distances
     least, most = -math.inf if right is None else -right, math.inf if left is None else left
@@ -47,7 +47,7 @@ def normalised(
     if unread := [parameter.name for parameter in known if parameter.name not in {*read, *read_by_mask}]:
         raise SpecError(explain("parameters", unread, "are read by no expression", "parameters of the expressions"))
     if shared := sorted(read.intersection(read_by_mask)):
-        rule = "are read by the mask, whose parameters are integers, and by an expression"
+        rule = "are read by visible, as integers, and by an expression, as real numbers"
         raise SpecError(explain("parameters", shared, rule, "a parameter for each"))
     if not convolves:
         scores, convolved = None, composed(convolved, scores, known)

@@ -238,8 +238,10 @@ class MultiTokenAttention(nn.Module):
         """
         held = [x for x in self.op.plan.spec.learned_arguments if x.role == "parameters"]
         if masks := self.op.plan.spec.mask_parameters:
-            legal = "a condition without parameters, or the op itself"
-            raise SpecError(explain("visible", ", ".join(sorted(masks)), "a layer holds no integers", legal))
+            legal = "a condition without parameters, or mtagen.build"
+            raise SpecError(
+                explain("parameters", sorted(masks), "visible reads them, and a layer holds no integers", legal)
+            )
         for argument in held:
             if {"B", "Nk"} & {*argument.shape}:
                 rule = "counts batch entries or tokens, which a layer does not hold"

@@ -158,8 +158,8 @@ class AttentionOp:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute dropout(mix(conv(softmax(mix(conv(scale * q k^T)))))) v.
 
-        The result is differentiable once in q, k, v, the weights, the sink and the parameters;
-        :func:`mtagen.reference` defines it. Each stage that the op was built with needs its weight,
+        The result is differentiable once in q, k, v, the weights, the sink and the parameters of
+        expressions; :func:`mtagen.reference` defines it. Each stage that the op was built with needs its weight,
         in fp32 or in q's dtype. Weights of other stages must be left out.
 
         Args:
@@ -174,8 +174,9 @@ class AttentionOp:
             post_head_weight: matrices that mix heads after the softmax, like ``head_weight``.
             sink: ``(H,)``, one more logit of each row's softmax, which has no value; of an op that
                 was built with ``sink=True``. Like parameters it is in fp32 or q's dtype.
-            parameters: the tensors that expressions read, by name. An axis ``b``, ``h``, ``i`` or
-                ``j`` of the option ``parameters`` has B, H or Nk entries.
+            parameters: the tensors that expressions and ``visible`` read, by name; those of
+                ``visible`` are int32 or int64. An axis ``b``, ``h``, ``i`` or ``j`` of the option
+                ``parameters`` has B, H or Nk entries.
             scale: factor of q k^T, default ``D ** -0.5``.
             dropout_p: probability that a factor of v is dropped, 0 <= p < 1, rounded to a multiple
                 of 2**-15; the others are divided by 1 - p. A value above 0 needs an op built with

@@ -139,7 +139,7 @@ class Executor:
         of_kernels = iter(grads[weights:])
         learned = []
         for x, moved, is_read in self._learned(call):
-            grad = next(of_kernels) if is_read else torch.zeros_like(x)
+            grad = next(of_kernels) if is_read else x.new_zeros(x.shape)
             learned.append(grad.movedim(-1, 0).contiguous() if moved else grad)
         return [*grads[:weights], *learned]
 

@@ -1,6 +1,6 @@
-"""Tables of a mask that is no window, by which kernels know it: the first and the last key of each query.
+"""Compute the tables from which kernels read a mask that is no window: the first and the last key of each query.
 
-The kernels are the same for all such masks and all values of their parameters.
+The kernels are the same for all masks that imply the same window, and all values of their parameters.
 """
 
 from __future__ import annotations

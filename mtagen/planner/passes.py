@@ -142,7 +142,7 @@ def check_learned(spec: Spec, lowering: str, supported: Collection[str] = ()) ->
     for name, axes in spec.parameters if spec.packed else ():
         if name in spec.mask_parameters:
             if {"i", "j"} & {*axes.split(",")}:
-                rule = "has a number for each token of a document, which tables of masks do not read"
+                rule = "counts tokens, and kernels have no masks of such parameters of packed documents"
                 raise PlanError(explain(f"parameters[{name!r}]", axes, rule, "axes without i, or backend='torch'"))
         elif "b" in axes.split(",") and not {"i", "j"} & {*axes.split(",")}:
             rule = "has a number for each document, whose gradients kernels do not sum"

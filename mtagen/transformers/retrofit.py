@@ -17,7 +17,10 @@ from ..spec import KeyPadding, Mask
 from .configuration import MtaConfig
 from .modeling import MtaForCausalLM
 
-_NOT_INITIALLY_THE_IDENTITY = ("group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window")
+_NOT_INITIALLY_THE_IDENTITY = (
+    *("group_norm", "depth_rescale", "gate", "rope_theta", "frequency_scaling", "window"),
+    *("scores", "convolved", "logits", "visible", "parameters", "sink"),
+)
 # Entries of a Llama's rope_parameters that a FrequencyScaling takes, by their rope_type.
 _SCALED_BY: dict[str, tuple[str, ...]] = {
     "default": (),

@@ -34,6 +34,21 @@ LOGITS = (
     "where((i - j) % 3 == 1, s / 2, s) + min(4, i - j) / 8",
     "s / (1 + exp(-s)) - sqrt(abs(i - j)) / 4 + s / (h + 1)",
 )
+# Logits that read parameters of heads and tables, and their parameters.
+READING = (
+    ("s - slopes[h] * (i - j) / 8", (("slopes", "h"),)),
+    ("s + table[h, max(0, min(8, i - j))]", (("table", "h,9"),)),
+    ("s * (1 + t / 8) + slopes[h] / (1 + abs(i - j))", (("slopes", "h"), ("t", ""))),
+)
+SCORES = ("3 * tanh(s / 3) + 1", "s + tanh(s) / 2", "s - (i - j) / 16")  # and functions before the mixture
+VISIBLE = (  # masks that are no windows
+    "i // 8 == j // 8",
+    "j // 8 <= i // 8",
+    "j >= i // 2",
+    "(j < 25 - i) & (j >= 12 - i)",
+    "(j <= i) | (j < 11)",
+    "j < 3 * (i // 4) + 2",
+)
 LENGTHS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 40)
 LONG_LENGTHS = (63, 65, 90, 128, 133, 150)
 FEWEST_ROWS = 8  # in training; eager PyTorch may be exact by luck in fewer, and then the rule allows little
@@ -49,7 +64,7 @@ class Case:
         backend: one of ``BACKENDS``.
         maker: one of ``MAKERS``.
         kernel, post_kernel, mixed_heads, post_mixed_heads, head_dim, value_head_dim, causal, window, key_padding, mask,
-            logits, dtype: arguments of :func:`mtagen.build`.
+            scores, convolved, logits, visible, parameters, sink, dtype: arguments of :func:`mtagen.build`.
         small: whether tiles and workspaces are small, so that short sequences have many.
         call: ``batch``, ``varlen`` or ``decode``.
         heads: heads of queries.
@@ -84,7 +99,12 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     key_padding: str = "both"
     mask: str = "source"
+    scores: str | None = None
+    convolved: str | None = None
     logits: str | None = None
+    visible: str | None = None
+    parameters: tuple[tuple[str, str], ...] = ()
+    sink: bool = False
     dtype: str = "fp32"
     small: bool = False
     call: str = "batch"
@@ -130,8 +150,24 @@ def draw(backend: str, seed: int, index: int) -> Case:
     """Draw a case, which depends on nothing but the arguments."""
     shared = SHARED.get(backend, 1)
     of_op, of_call = Random(f"{backend} {seed} {index // shared} op"), Random(f"{backend} {seed} {index} call")
-    of_logits = Random(f"{backend} {seed} {index // shared} logits")
-    return _with_call(replace(_op(backend, of_op), logits=_maybe(of_logits, 0.3, of_logits.choice(LOGITS))), of_call)
+    of_scores = Random(f"{backend} {seed} {index // shared} logits")
+    return _with_call(_with_scores(_op(backend, of_op), of_scores), of_call)
+
+
+def _with_scores(case: Case, random: Random) -> Case:
+    """Draw what becomes of the scores of an op, and which of them are visible."""
+    case = replace(case, logits=_maybe(random, 0.3, random.choice(LOGITS)))
+    if random.random() < 0.2:
+        logits, parameters = random.choice(READING)
+        case = replace(case, logits=logits, parameters=parameters)
+    if random.random() < 0.2:
+        case = replace(case, visible=random.choice(VISIBLE), mask="source")
+    return replace(
+        case,
+        scores=_maybe(random, 0.1, random.choice(SCORES)),
+        convolved=_maybe(random, 0.1, random.choice(SCORES)),
+        sink=random.random() < 0.2,
+    )
 
 
 def _op(backend: str, random: Random) -> Case:

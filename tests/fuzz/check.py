@@ -15,9 +15,11 @@ from torch import Tensor
 from mtagen import reference
 from mtagen.accuracy import Comparison
 from mtagen.dropout import Dropout
+from mtagen.evaluate import Bounds
 from mtagen.measure.cases import Sizes
 from mtagen.measure.inputs import Inputs, Sampler
 from mtagen.measure.judge import documents_op, judge, results
+from mtagen.spec import RULES, SINK
 
 from .case import Case
 
@@ -41,9 +43,11 @@ class Problem:
         """Return what is wrong with the results of ``op``, a line each.
 
         The rule compares largest errors. Over few numbers these are a matter of luck, so calls with a small tensor,
-        such as the weight of one tap, are judged by the largest errors over several draws of the data.
+        such as the weight of one tap, are judged by the largest errors over several draws of the data. Sinks, which
+        always are small, are judged by calls nearby alone: each draw takes as long as the call.
         """
-        given = (self.tensors[0].q, self.tensors[0].k, *self.tensors[0].weights.values())
+        weights = (x for name, x in self.tensors[0].weights.items() if name != SINK.name)
+        given = (self.tensors[0].q, self.tensors[0].k, *weights)
         fewest = min((x.numel() for x in given if x.numel()), default=NUMBERS)
         draws = min(MOST_DRAWS, -(-NUMBERS // fewest))
         problems = [Problem(replace(self.case, data=self.case.data + i), self.device) for i in range(draws)]
@@ -70,8 +74,11 @@ class Problem:
 
         allowed: dict[str, float] = {}
         for _ in range(NEARBY):
-            weights = {name: nearby(x) for name, x in inputs.weights.items()}
-            moved = Inputs(nearby(inputs.q), nearby(inputs.k), nearby(inputs.v), weights)
+            weights, parameters = (
+                {name: nearby(x) for name, x in given.items()} for given in (inputs.weights, inputs.parameters)
+            )
+            q, k, v = map(nearby, (inputs.q, inputs.k, inputs.v))
+            moved = replace(inputs, q=q, k=k, v=v, weights=weights, parameters=parameters)
             for name, comparison in self.compared(self.eager, moved, grad_out).items():
                 if comparison.allowed < torch.inf:
                     allowed[name] = max(comparison.allowed, allowed.get(name, 0.0))
@@ -119,14 +126,17 @@ class Problem:
             given = [x[0].transpose(0, 1) for x in given]
         q, k, v, grad_out = map(laid_out, given, case.layouts)
         dtype = q.dtype if case.cast_weights else torch.float32
-        return Inputs(q, k, v, {name: x.to(dtype) for name, x in inputs.weights.items()}), grad_out
+        weights, parameters = (
+            {name: x.to(dtype) for name, x in given.items()} for given in (inputs.weights, inputs.parameters)
+        )
+        return replace(inputs, q=q, k=k, v=v, weights=weights, parameters=parameters), grad_out
 
     @cached_property
     def seed(self) -> Tensor:
         """The seed of dropout."""
         return torch.tensor([self.case.data - 2**30, 2**62 + self.case.data], device=self.device)
 
-    def ours(self, op: Any, q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
+    def ours(self, op: Any, q: Tensor, k: Tensor, v: Tensor, **weights: Any) -> Any:
         """Call the op; return out, or out and the log-sum-exp."""
         case, (n_q, n_k) = self.case, zip(*self.case.lengths, strict=True)
         options: dict[str, Any] = {"scale": case.scale, "return_lse": case.return_lse, **weights}
@@ -155,16 +165,17 @@ class Problem:
         lengths = torch.tensor(values, dtype=torch.int32, device=self.device)
         return torch.stack([lengths, lengths + 1], 1)[:, 0] if self.case.strided_lengths else lengths
 
-    def eager(self, q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
+    def eager(self, q: Tensor, k: Tensor, v: Tensor, **weights: Any) -> Any:
         """Return the same results in plain PyTorch."""
         case, (n_q, n_k) = self.case, map(list, zip(*self.case.lengths, strict=True))
         if self.packed:
 
-            def alone(*tensors: Tensor, document: int, **weights: Tensor) -> Any:
+            def alone(*tensors: Tensor, document: int, **weights: Any) -> Any:
                 return self.sequences(document, *tensors, **weights)
 
             total_q, total_k = sum(n_q), sum(n_k)
-            out, lse = documents_op(alone, n_q, n_k)(q[:total_q], k[:total_k], v[:total_k], **weights)
+            of_documents = documents_op(alone, n_q, n_k, dict(case.parameters))
+            out, lse = of_documents(q[:total_q], k[:total_k], v[:total_k], **weights)
             spare = case.spare[0]
             return self.joined((F.pad(out, (0, 0, 0, 0, 0, spare)), F.pad(lse, (0, spare), value=-torch.inf)))
         if not self.decodes:
@@ -174,15 +185,17 @@ class Problem:
             before = max(0, q.shape[2] - n)  # rows before the sequence's first
             one = (x[i : i + 1] for x in (q[:, :, before:], k[:, :, :n], v[:, :, :n]))
             out, lse = self.sequences(i, *one, **weights)
-            out, lse = F.pad(out, (0, 0, before, 0)), F.pad(lse, (before, 0), value=-torch.inf)
+            unseeing = weights["sink"].to(lse.dtype)[:, None] if case.sink else lse.new_full((1, 1), -torch.inf)
+            lse = torch.cat([unseeing.expand(1, lse.shape[1], before), lse], -1)
+            out = F.pad(out, (0, 0, before, 0))
             entries.append((out[:, :, -new:], lse[:, :, -new:]))
         out, lse = map(torch.cat, zip(*entries, strict=True))
         return (out, lse) if case.return_lse else out
 
-    def sequences(self, first: int, q: Tensor, k: Tensor, v: Tensor, **weights: Tensor) -> Any:
+    def sequences(self, first: int, q: Tensor, k: Tensor, v: Tensor, **weights: Any) -> Any:
         """Return out and the log-sum-exp of sequences by the specification; ``first`` numbers the first of them."""
         case = self.case
-        options = {name: getattr(case, name) for name in ("causal", "window", "key_padding", "mask", "logits", "scale")}
+        options = {name: getattr(case, name) for name in (*RULES, "scale")}
         if case.dropout_p:
             heads = range(first * case.heads, (first + len(q)) * case.heads)
             kept = Dropout(self.seed, case.dropout_p).keep(heads, range(q.shape[2]), range(k.shape[2]))
@@ -240,7 +253,8 @@ class Problem:
     def sight(self) -> tuple[Tensor, Tensor]:
         """Return which rows see which keys, and the number of each row's sequence."""
         case, blocks = self.case, []
-        left, right = case.window[0], 0 if case.causal else case.window[1]
+        left, right = (-1 if limit is None else limit for limit in (case.spec.left, case.spec.right))
+        bounds, entry = Bounds(case.spec, {}), torch.zeros((), dtype=torch.int64)
         sequences = [(n_q, n_k, n_k) for n_q, n_k in case.lengths]
         if self.packed:
             sequences.append((*case.spare, 0))
@@ -249,6 +263,8 @@ class Problem:
         for n_q, n_k, used in sequences:
             at, j = torch.arange(used - n_q, used)[:, None], torch.arange(n_k)
             sees = (j < used) & ((at >= 0) | (not self.decodes))  # decode leaves out rows before the sequence
+            hidden = bounds.hidden(at, j, entry)
+            sees &= True if hidden is None else ~hidden
             blocks.append(sees & ((left < 0) | (j >= at - left)) & ((right < 0) | (j <= at + right)))
         number = torch.arange(len(blocks)).repeat_interleave(torch.tensor([len(x) for x in blocks]))
         return torch.block_diag(*blocks).bool(), number

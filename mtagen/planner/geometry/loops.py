@@ -28,7 +28,7 @@ from .mask import Mask
 I0, J0 = sympy.symbols("i0 j0", integer=True, nonnegative=True)  # first row or key of the owned block
 OFF = sympy.Symbol("off", integer=True)  # the name of ``Sequence.offset`` in a kernel
 BLOCK_M, BLOCK_N = sympy.symbols("BLOCK_M BLOCK_N", integer=True, positive=True)
-# Of a mask in tables: the first and last keys that the rows of a block see, and the rows that see a block of keys.
+# A mask in tables: the extremes of the first and last keys of a block of rows, and the rows that see a block of keys.
 LEAST_FIRST, MOST_FIRST, LEAST_LAST, MOST_LAST = sympy.symbols(
     "least_first most_first least_last most_last", integer=True
 )

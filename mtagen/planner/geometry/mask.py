@@ -32,8 +32,8 @@ class Mask:
         left: number of keys before its own position that a query sees; None is no limit.
         right: number of keys after its own position that a query sees; None is no limit. Causal
             attention has 0.
-        is_tabulated: whether kernels read the first and the last key of each query from memory. The
-            limits are then those of all queries, and the mask may hide more.
+        is_tabulated: whether kernels read the first and the last key of each query from memory.
+            ``left`` and ``right`` then only bound the mask.
         terms: the scores that count in a convolution. ``source``: scores whose own query sees their
             key. ``output``: scores whose key is seen by the query of the convolution's result.
     """
@@ -126,10 +126,18 @@ class Mask:
         """Return comparisons that all hold iff the query at a position sees a key that exists.
 
         With ``last_position``, they hold iff any query from ``position`` to there sees the key.
+
+        Raises:
+            ValueError: only tables say it.
         """
+        self._check_limits()
         first, last = self.first_key(position), self.last_key(position if last_position is None else last_position)
         seen = () if first is None else (Comparison(key, ">=", first),)
         return seen if last is None else (*seen, Comparison(key, "<=", last))
+
+    def _check_limits(self) -> None:
+        if self.is_tabulated:
+            raise ValueError(f"{self.name}: the limits do not decide which keys a query sees")
 
     # ---- Conditions for blocks, which are given by their first and last position or key.
 
@@ -139,7 +147,11 @@ class Mask:
 
         ``mask.hidden((p, p), (j, j))`` is the rule for a single pair. Negative keys are not
         checked, and keys past the end are not checked if ``n_k`` is None.
+
+        Raises:
+            ValueError: only tables say it.
         """
+        self._check_limits()
         (first_position, last_position), (first_key, last_key) = positions, keys
         comparisons = []
         if (limit := self.last_key(first_position)) is not None:

@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "strip-keys-before-the-window-of-a-row",
         "mtagen/codegen/seen.py",
-        'f"({key} >= {start}) & ({key} < {end})" if self._rows_start else f"{key} < {end}"',
+        'f"({key} >= {start}) & ({key} < {end})" if self._hides_first_keys else f"{key} < {end}"',
         'f"{key} < {end}"',
         "The softmax of a row takes in the keys before its window that are in the block where it begins.",
         (f"{INTERPRETED_STRIP}::test_windows",),
