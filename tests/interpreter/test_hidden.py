@@ -16,7 +16,8 @@ STAGES = {name: PIPELINES[name] for name in ("convolution", "convolution of more
 CASES = {
     f"{stages}, {window}": (PIPELINES[stages], WINDOWS[window])
     for stages, window in (
-        *itertools.product(STAGES, ("causal", "sliding")),
+        *itertools.product([name for name in STAGES if name != "all"], ("causal", "sliding")),
+        ("all", "sliding"),  # both edges
         ("convolution", "later edge"),
         ("convolution", "narrow"),
         ("plain", "both edges"),
@@ -33,9 +34,8 @@ def test_training(stages: dict[str, Any], window: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # scores that overflow, as meant
-@pytest.mark.parametrize("stages", ["mixed", "all"])
-def test_training_with_planes_that_overflow(stages: str) -> None:
-    op = mtagen.build(head_dim=16, dtype="fp16", backend="triton", **PIPELINES[stages], **WINDOWS["sliding"])
+def test_training_with_planes_that_overflow() -> None:
+    op = mtagen.build(head_dim=16, dtype="fp16", backend="triton", **PIPELINES["mixed"], **WINDOWS["sliding"])
     assert not hidden.training_failures(op, 70, 75, 50)
 
 
