@@ -106,6 +106,7 @@ SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
 # Kernels read a mask that is no window from these tables: the first and the last key of each query; and for each key
 # j the first row that sees a key >= j, and the end of the rows that see a key <= j.
+UNSEEING = 2**30, -1  # the first and the last key, in tables, of a query that sees none
 TABLES = (
     Argument("first_keys", "tables", ("B", "Nq"), ("int32",), False),
     Argument("last_keys", "tables", ("B", "Nq"), ("int32",), False),
@@ -356,10 +357,13 @@ class Spec:
         return parameters_in(self.visible, self.parameters)
 
     def tables(self, pass_name: str) -> tuple[Argument, ...]:
-        """Return the tables of the mask that kernels of a pass take; none if the mask is a window."""
+        """Return the tables of the mask that kernels of a pass take; none if the mask is a window.
+
+        Only fused kernels of backward passes own keys, and look for the rows that see them.
+        """
         if self.visible is None:
             return ()
-        taken = TABLES if pass_name == "backward" else TABLES[:2]
+        taken = TABLES if pass_name == "backward" and self.is_fusible else TABLES[:2]
         totals = {"Nq": ("total_q",), "Nk": ("total_k",)}
         return tuple(x._replace(shape=totals[str(x.shape[1])]) for x in taken) if self.packed else taken
 

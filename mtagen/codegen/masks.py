@@ -85,7 +85,7 @@ class InTables(ByPosition):
     """A mask whose first and last key of each query are in memory, and with them the rows that see a key."""
 
     def at(self, rows: str, entry: str) -> Sequence[str]:
-        return [f"{self.rows} = _limits({_tables(self._begin('queries', entry))}, {rows}, n_q)"]
+        return [f"{self.rows} = _limits({_tables(self._begin('queries', entry))}, {rows}, 0, n_q, 0)"]
 
     def of_product(self, owner: str, rows: str, entry: str) -> Sequence[str]:
         return [] if owner == "rows" else self.at(rows, entry)  # without a convolution, rows of g are the owned rows
@@ -94,10 +94,10 @@ class InTables(ByPosition):
         return [] if owner == "rows" else self.at("rows", entry)
 
     def of_step(self, position: str, new: str) -> str:
-        return f"_limits({_tables('b * n_new')}, {new}, n_new)"
+        return f"_limits({_tables('b * n_new')}, {new}, 0, n_new, 0)"
 
     def in_strip(self, positions: str, rows: str, begin: str, top: str, bottom: str, key0: str) -> str:
-        return f"_limits_of_rows({_tables(begin)}, {rows}, {top}, {bottom}, {key0})"
+        return f"_limits({_tables(begin)}, {rows}, {top}, {bottom}, {key0})"
 
     def ends_in_strip(self, row: str, begin: str, top: str, bottom: str, key0: str) -> str:
         return f"_ends_of_row({_tables(begin)}, {row}, {top}, {bottom}, {key0})"

@@ -18,6 +18,7 @@ from ..planner.lift.module import LiftModule
 from ..planner.lift.tiling import reads_by_descriptor
 from ..planner.splits import split_keys
 from ..planner.targets import get_target
+from ..spec import UNSEEING
 from ..version import __version__
 from .backward import finish, product
 from .expressions import triton_expression, triton_place, triton_view
@@ -296,6 +297,7 @@ def _environment() -> jinja2.Environment:
         "launch": launch,
         "linked": linked_python,
         "axes": AXES,
+        "UNSEEING": UNSEEING,
         "matrix": None,  # overridden by the lowering "lift"
         "loop_source": loop_source,
         "log2e": repr(math.log2(math.e)),

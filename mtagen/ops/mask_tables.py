@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ..call import Call, Step
 from ..evaluate import Bounds
-from ..spec import Spec
-
-_NO_FIRST = 2**30  # the first key of a query that sees none; its last key is -1
+from ..spec import UNSEEING, Spec
 
 
 class _Rows(NamedTuple):
@@ -40,7 +38,7 @@ def of_call(spec: Spec, call: Call, pass_name: str) -> list[Tensor]:
     rows = _rows_of_batch(call) if call.documents is None else _rows_of_documents(call)
     first, last = _limits(spec, call, rows)
     tables = [first, last]
-    if pass_name == "backward":
+    if len(spec.tables(pass_name)) > len(tables):
         tables += _rows_of_keys(call, rows, first, last)
     return [x.flatten() if call.documents is not None else x for x in (x.to(torch.int32).contiguous() for x in tables)]
 
@@ -57,7 +55,7 @@ def of_step(spec: Spec, step: Step) -> list[Tensor]:
     entries = torch.arange(batch, device=device)[:, None]
     rows = _Rows(entries.expand_as(positions), positions, keys.expand_as(positions), torch.zeros_like(positions))
     first, last = _limits(spec, step, rows)
-    return [x.to(torch.int32).contiguous() for x in (first, torch.where(positions < 0, -1, last))]
+    return [x.to(torch.int32).contiguous() for x in (first, torch.where(positions < 0, UNSEEING[1], last))]
 
 
 def _rows_of_batch(call: Call) -> _Rows:
@@ -91,7 +89,7 @@ def _limits(spec: Spec, call: Call | Step, rows: _Rows) -> tuple[Tensor, Tensor]
     if spec.right is not None:
         last = torch.minimum(last, rows.positions + spec.right)
     sees = first <= last
-    return torch.where(sees, first, _NO_FIRST), torch.where(sees, last, -1)
+    return torch.where(sees, first, UNSEEING[0]), torch.where(sees, last, UNSEEING[1])
 
 
 def _rows_of_keys(call: Call, rows: _Rows, first: Tensor, last: Tensor) -> list[Tensor]:
@@ -102,7 +100,7 @@ def _rows_of_keys(call: Call, rows: _Rows, first: Tensor, last: Tensor) -> list[
     """
     sees = last >= 0
     latest = torch.where(sees, last + rows.begin, -1).cummax(-1).values
-    firsts = torch.where(sees, first + rows.begin, 2 * _NO_FIRST)
+    firsts = torch.where(sees, first + rows.begin, 2 * UNSEEING[0])
     earliest = firsts.flip(-1).cummin(-1).values.flip(-1)
     documents = call.documents
     if documents is None:

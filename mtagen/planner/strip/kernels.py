@@ -57,6 +57,14 @@ ROW_CONTRACTION_TILES = ((64, 64, 4, 4), *CONTRACTION_TILES[3:])
 
 _STRIP = ("count", "keys", "off", "first", "skip", "pitch")
 _PACKED_STRIP = ("count", "keys", "place0", "skip", "pitch")
+# Roles of kernels that decide which keys a row sees; others read planes, whose hidden elements are zeros.
+_READ_MASK = frozenset(
+    (
+        *("scores", "grad_shares", "convolution", "post_convolution"),
+        *("convolution_adjoint", "post_convolution_adjoint"),
+        *("softmax", "post_mix", "probabilities", "post_mix_backward", "softmax_backward"),
+    )
+)
 _KEEP_SCALE = numbers("float", "keep_scale")  # factor of probabilities that dropout keeps
 
 
@@ -403,7 +411,7 @@ class _Maker:
     def _with_tables(self, role: str, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
         """Return a kernel's arguments and, if it asks which keys a row sees, those of the mask's tables."""
         tables = self._spec.tables("forward")
-        if not tables or role.endswith(("values", "outputs", "_gradient", "_queries", "_keys", "_slopes")):
+        if not tables or role.removeprefix("decode_") not in _READ_MASK:
             return arguments
         given = {argument.name for argument in arguments}
         places = () if self._spec.packed else ("b0",) if role.startswith("decode_") else ("b0", "n_q", "key0")

@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "mask-tables-from-the-first-key-of-the-sequence",
-        f"{TRITON}/strip_pieces.j2",
+        f"{TRITON}/score.j2",
         "return (first - key0)[:, None], (last - key0)[:, None]",
         "return first[:, None], last[:, None]",
         "In a window, strips count the keys of tables from another key than those of planes.",
