@@ -83,7 +83,8 @@ def op_of(planned: Plan) -> AttentionOp:
 def test_training(backend: str, options: dict[str, Any], folder: Path) -> None:
     """Gradients come through the log-sum-exp, too."""
     op = op_of(made(backend, folder, **options))
-    for sizes in (Sizes(2, 4, 2, 17, 17), Sizes(1, 4, 1, 13, 140)):
+    several_chunks = [Sizes(1, 4, 1, 13, 140)] if backend == "triton" else []  # in which the emulator takes long
+    for sizes in (Sizes(2, 4, 2, 17, 17), *several_chunks):
         assert not problems.failures_through_lse(op, op.plan.spec, problems.random(op.plan.spec, sizes))
 
 
