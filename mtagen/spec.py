@@ -58,8 +58,8 @@ class Argument(NamedTuple):
         name: its name in calls.
         role: what the op does with it: ``filters`` convolve, ``mixtures`` mix heads, ``sinks`` are
             logits without values, ``parameters`` are read by expressions, ``tables`` tell kernels
-            which keys each query sees, ``boundaries`` say where
-            packed documents begin, ``lengths`` how many keys of a cache are in use.
+            which keys each query sees, ``boundaries`` say where packed documents begin, ``lengths``
+            how many keys of a cache are in use.
         shape: its extents: numbers, and symbols such as ``B`` or ``H``, which are equal in all
             tensors of a call. ``H/4`` is a quarter of ``H``.
         dtypes: the dtypes that it may have; ``q`` is that of the queries.
@@ -104,9 +104,9 @@ BOUNDARIES = tuple(
 INTEGERS = ("int32", "int64")  # dtypes of parameters that a mask reads
 SINK = Argument("sink", "sinks", ("H",), ("fp32", "q"))
 SEED = Argument("dropout_seed", "seed", (2,), ("int64",), False)
+UNSEEING = 2**30, -1  # the first and the last key, in tables, of a query that sees none
 # Kernels read a mask that is no window from these tables: the first and the last key of each query; and for each key
 # j the first row that sees a key >= j, and the end of the rows that see a key <= j.
-UNSEEING = 2**30, -1  # the first and the last key, in tables, of a query that sees none
 TABLES = (
     Argument("first_keys", "tables", ("B", "Nq"), ("int32",), False),
     Argument("last_keys", "tables", ("B", "Nq"), ("int32",), False),
@@ -340,7 +340,7 @@ class Spec:
 
     @cached_property
     def learned_arguments(self) -> tuple[Argument, ...]:
-        """The sink and the parameters that the op takes. Those of the mask are integers."""
+        """The sink and the parameters that the op takes. Parameters of the mask are integers."""
         described = (_parameter_argument(*pair, self.packed) for pair in self.parameters)
         masks = self.mask_parameters
         return (SINK,) * self.sink + tuple(

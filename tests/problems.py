@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import mtagen
 from mtagen.accuracy import Comparison, compare
 from mtagen.dropout import dropout_mask
 from mtagen.measure.cases import Sizes
@@ -239,3 +240,13 @@ def host_decode_failures(
 
 def _broken(judged: dict[str, Comparison]) -> list[str]:
     return [f"{name}: {x.error:.3g} > {x.allowed:.3g}" for name, x in judged.items() if not x.ok]
+
+
+def failures_in_triton(*sizes: Sizes, **options: Any) -> list[str]:
+    """Failures of calls, gradients and decode steps of an op of Triton's kernels, for problems of these sizes."""
+    op = mtagen.build(head_dim=16, backend="triton", dtype="fp32", **options)
+    spec, found = op.plan.spec, []
+    for one in sizes:
+        problem = random(spec, one)
+        found += failures_through_lse(op, spec, problem) + decode_failures(op, spec, problem)
+    return found

@@ -110,7 +110,7 @@ def test_tables_of_a_step(mask: str) -> None:
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("seed", range(10))
 def test_loops_visit_the_tiles_that_rows_see(blocks: tuple[int, int], seed: int) -> None:
-    """Of any first and last keys: no visible pair is left out, and none is hidden in an interior tile."""
+    """Whatever the first and last keys: no visible pair is left out, and none is hidden in an interior tile."""
     block_m, block_n = blocks
     generator = torch.Generator().manual_seed(seed)
     n_q, n_k = 13, 21

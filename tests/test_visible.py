@@ -71,7 +71,7 @@ class Problem:
         self.rules = {name: options[name] for name in rules if name in options}
 
     def gradients(self, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
-        """Of a function of the output and of log-sum-exps that are finite."""
+        """Gradients of a function of the output and of log-sum-exps that are finite."""
         loss = out.square().sum() + lse.masked_fill(lse == -math.inf, 0).sum()
         leaves = {name: x for name, x in self.tensors.items() if x.requires_grad}
         return dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True), strict=True))

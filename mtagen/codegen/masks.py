@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..planner.geometry.mask import Mask
 from .layout import Batch
+
+# Where row 0 of a strip is in tables; the first row that exists, and the end of these rows; the first key of planes.
+_Place: TypeAlias = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -44,19 +48,11 @@ class ByPosition:
         """Return what kernels pass for rows of a step of decoding, given their positions and their numbers."""
         return f"({position})[:, None]" if " " in position else f"{position}[:, None]"
 
-    def in_strip(self, positions: str, rows: str, begin: str, top: str, bottom: str, key0: str) -> str:
-        """Return what kernels of strips pass for rows.
+    def in_strip(self, rows: str, place: _Place) -> str:
+        """Return what kernels of strips pass for rows of a strip."""
+        return f"(first + {rows} + off)[:, None]"
 
-        Args:
-            positions: their positions, as a column.
-            rows: the rows of the strip.
-            begin: where row 0 of the strip is in tables.
-            top, bottom: rows from ``top`` to before ``bottom`` exist.
-            key0: the first key of planes.
-        """
-        return positions
-
-    def ends_in_strip(self, row: str, begin: str, top: str, bottom: str, key0: str) -> str:
+    def ends_in_strip(self, row: str, place: _Place) -> str:
         """Return the first key that a row of a strip sees, and the end of its keys, from tables.
 
         Raises:
@@ -96,11 +92,13 @@ class InTables(ByPosition):
     def of_step(self, position: str, new: str) -> str:
         return f"_limits({_tables('b * n_new')}, {new}, 0, n_new, 0)"
 
-    def in_strip(self, positions: str, rows: str, begin: str, top: str, bottom: str, key0: str) -> str:
-        return f"_limits({_tables(begin)}, {rows}, {top}, {bottom}, {key0})"
+    def in_strip(self, rows: str, place: _Place) -> str:
+        begin, *others = place
+        return f"_limits({_tables(begin)}, {rows}, {', '.join(others)})"
 
-    def ends_in_strip(self, row: str, begin: str, top: str, bottom: str, key0: str) -> str:
-        return f"_ends_of_row({_tables(begin)}, {row}, {top}, {bottom}, {key0})"
+    def ends_in_strip(self, row: str, place: _Place) -> str:
+        begin, *others = place
+        return f"_ends_of_row({_tables(begin)}, {row}, {', '.join(others)})"
 
     def later(self, query: str, rows: str) -> str:
         return query  # terms need no check: planes are zero where their own row sees no key

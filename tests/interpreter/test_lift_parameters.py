@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import problems
 import pytest
 import torch
+from problems import failures_in_triton as failures
 
 import mtagen
 from mtagen.check import check
@@ -30,15 +30,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "a convolution": {"kernel": (3, 5)},
     "lifted queries": {"kernel": (5, 2), "window": (30, 0)},
 }
-
-
-def failures(*sizes: Sizes, **options: Any) -> list[str]:
-    op = mtagen.build(head_dim=16, backend="triton", dtype="fp32", **options)
-    spec, found = op.plan.spec, []
-    for one in sizes:
-        problem = problems.random(spec, one)
-        found += problems.failures_through_lse(op, spec, problem) + problems.decode_failures(op, spec, problem)
-    return found
 
 
 CASES = [

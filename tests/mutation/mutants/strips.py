@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "strip-hidden-scores-kept",
         f"{TRITON}/strip_product.j2",
-        'c = tl.where(_visible_to({{ sequence.query("r") }}, j, {{ reach }}), c, 0.0)',
+        'c = tl.where(_visible_to({{ masks.in_strip("r", sequence.tables) }}, j, {{ reach }}), c, 0.0)',
         "c = c",
         "A convolution takes in scores of keys that their queries do not see.",
         (f"{INTERPRETED_STRIP}::test_training",),
