@@ -16,6 +16,13 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
+# By the id of a tensor's type: whether a number is computed in that type, too.
+_COMPUTED_ALIKE: dict[int, Callable[[Any], bool]] = {
+    id(tl.int32): lambda x: type(x) is int and -(2**31) <= x < 2**31,
+    id(tl.int64): lambda x: type(x) is int and -(2**63) <= x < 2**63,
+    id(tl.float32): lambda x: type(x) in (int, float),
+}
+
 
 @contextmanager
 def lean_interpreter() -> Iterator[None]:
@@ -28,12 +35,20 @@ def lean_interpreter() -> Iterator[None]:
     - It builds the table of NumPy's dtypes for every dtype that it looks up.
     - It checks and wraps the sizes of a shape for every type and every tensor that has the shape, and compares the
       sizes of operands that have the same shape.
-    - It finds the type in which two operands are computed for every operation.
+    - It finds the type in which two operands are computed for every operation, and compares and casts operands that
+      are alike.
+    - It makes a new tensor for every constant, and one of the constant's shape for every operand that is larger.
     """
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     assert not builder.options.debug
     dtype_of_numbers = functools.cache(interpreter._get_np_dtype)
-    equal_dtypes, checked_type, broadcast = tl.dtype.__eq__, tl.block_type.__init__, semantic.broadcast_impl_value
+    equal_dtypes, checked_type = tl.dtype.__eq__, tl.block_type.__init__
+    unwrap_constexpr = tl.core._unwrap_if_constexpr
+    match, broadcast, make_constant = (
+        semantic.binary_op_type_checking_impl,
+        semantic.broadcast_impl_value,
+        semantic.scalar_constant,
+    )
 
     def dtype_of(dtype: tl.dtype) -> np.dtype:
         return np.dtype(np.uint64) if dtype.scalar.is_ptr() else dtype_of_numbers(dtype.scalar)
@@ -63,6 +78,75 @@ def lean_interpreter() -> Iterator[None]:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_of_tensors(*(type.shape.values if type.is_block() else ()))
 
+    def operands(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[tl.tensor, tl.tensor]:
+        """Operands of a binary operation, of one type. Without pointers, mostly both have it from the start."""
+        if arithmetic_check and not div_or_mod:
+            if type(lhs) is type(rhs):
+                if lhs.dtype is rhs.dtype and id(lhs.dtype) in _COMPUTED_ALIKE:
+                    return broadcast_operands(lhs, rhs)
+            elif type(lhs) is tl.tensor:
+                if _COMPUTED_ALIKE.get(id(lhs.dtype), never)(rhs):
+                    return broadcast_operands(lhs, constant(rhs, lhs.dtype))
+            elif _COMPUTED_ALIKE.get(id(rhs.dtype), never)(lhs):
+                return broadcast_operands(constant(lhs, rhs.dtype), rhs)
+        matched: tuple[tl.tensor, tl.tensor] = match(
+            lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+        return matched
+
+    constants: dict[tuple[Any, ...], tl.tensor] = {}
+    joint: dict[tuple[int, int], Any] = {}  # by two shapes: the shape of their results
+    filled: dict[int, dict[int, tl.tensor]] = {}  # by the numbers of a constant and of a shape, which live as long
+
+    def constant(value: Any, dtype: tl.dtype) -> tl.tensor:
+        key = type(value), value, math.copysign(1, value), dtype  # 0.0 == -0.0, 1 == True
+        if key not in constants:
+            constants[key] = make_constant(value, dtype)
+            filled[id(constants[key])] = {}
+        return constants[key]
+
+    def broadcast_operands(a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        if a.shape is b.shape:
+            return a, b
+        if id(b) in filled and a.type.is_block():
+            return a, filled_like(a, b)
+        if id(a) in filled and b.type.is_block():
+            return filled_like(b, a), b
+        key = id(a.shape), id(b.shape)
+        if key not in joint:
+            wide_a, wide_b = broadcast(a, b)
+            if not (a.type.is_block() and b.type.is_block()):
+                return wide_a, wide_b
+            joint[key] = wide_a.type.shape
+        return expanded(a, joint[key]), expanded(b, joint[key])
+
+    def expanded(x: tl.tensor, shape: tl.tuple) -> tl.tensor:
+        """A tensor, or a view of it in a larger shape."""
+        if x.type.shape is shape:
+            return x
+        view = np.broadcast_to(x.handle.data, shape.values)
+        return tl.tensor(interpreter.TensorHandle(view, x.handle.dtype.scalar), tl.block_type(x.dtype, shape))
+
+    def filled_like(x: tl.tensor, value: tl.tensor) -> tl.tensor:
+        """A constant in the shape of ``x``."""
+        of_shape = filled[id(value)]
+        if id(x.shape) not in of_shape:
+            of_shape[id(x.shape)] = broadcast(x, value)[1]
+        return of_shape[id(x.shape)]
+
+    def never(x: Any) -> bool:
+        return False
+
+    def unwrap(x: Any) -> Any:
+        return x if type(x) is tl.tensor else unwrap_constexpr(x)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_attr", patch_attr)
         language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -72,7 +156,10 @@ def lean_interpreter() -> Iterator[None]:
         patch.setattr(tl.dtype, "__eq__", lambda a, b: a is b or equal_dtypes(a, b))
         patch.setattr(tl.block_type, "__init__", make_type)
         patch.setattr(tl.tensor, "__init__", make_tensor)
-        patch.setattr(semantic, "broadcast_impl_value", lambda a, b: (a, b) if a.shape is b.shape else broadcast(a, b))
+        patch.setattr(semantic, "broadcast_impl_value", broadcast_operands)
+        patch.setattr(semantic, "binary_op_type_checking_impl", operands)
+        patch.setattr(semantic, "scalar_constant", constant)
+        patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap)
         patch.setattr(semantic, "computation_type_impl", functools.cache(semantic.computation_type_impl))
         yield
         language.restore()

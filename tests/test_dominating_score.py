@@ -20,7 +20,7 @@ from mtagen.spec import Spec
 
 SPEC = Spec((3, 3), 64)
 HEADS, N = 64, 64
-SEEDS = 4  # The figures in docs/limits.md and benchmarks/notes/numbers.md are those of 16.
+SEEDS = 2  # The figures in docs/limits.md and benchmarks/notes/numbers.md are those of 16.
 HALF_ULP = torch.finfo(torch.bfloat16).eps / 2
 BACKENDS = ["torch", *(pytest.param(target, marks=needs_compiler) for target in ("sm_80", "sm_90a"))]
 

@@ -86,8 +86,7 @@ def training(
 
 
 def failures(spec: Spec, results: Callable[[Call], dict[str, Tensor]]) -> list[str]:
-    call, edges = call_of(spec), hidden.edges(spec, N_Q, N_K, CUT)
-    return [line for edge in edges for line in hidden.failures(results, call, edge)]
+    return hidden.failures(results, call_of(spec), hidden.edges(spec, N_Q, N_K, CUT))
 
 
 @pytest.mark.parametrize(("target", "spec"), SPECS, ids=case_id)

@@ -12,7 +12,7 @@ from compilers import OLD_COMPILER_STACK
 
 from mtagen.codegen import cuda
 from mtagen.errors import PlanError
-from mtagen.planner import TARGETS, get_target, plan
+from mtagen.planner import get_target, plan
 from mtagen.planner.passes import passes_of
 from mtagen.planner.strip.passes import StripPass
 from mtagen.planner.strip.products import WarpgroupProduct
@@ -25,6 +25,7 @@ from mtagen.spec import Spec
 
 EVERYTHING = {"kernel": (6, 11), "mixed_heads": 16, "post_kernel": (6, 11), "post_mixed_heads": 16}
 CONVOLVED = {"kernel": (6, 11), "post_kernel": (6, 11)}  # gradients of shares are asked for where they are hidden
+MIXED = {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}
 TEN_HEADS = {"kernel": None, "mixed_heads": 10, "post_mixed_heads": 10}
 # Bytes of stack of a thread, by role: what does not fit registers. All other kernels keep to theirs.
 HOPPER_STACK: dict[str, int] = {}
@@ -32,9 +33,9 @@ TEN_HEADS_STACK = {"softmax_backward": 240}
 FUNCTIONS_STACK = {"softmax_backward": 16}
 CUDA_STACK = 96  # of CUDA's kernels, whatever their role
 CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, EVERYTHING) for name, target in TARGETS.items() if "mma" in target.matrix),
+    *((target, EVERYTHING) for target in ("sm_80", "sm_89", "sm_90a")),
     ("sm_90a", EVERYTHING | {"causal": False, "dtype": "fp16"}),
-    ("sm_90a", {"kernel": None, "mixed_heads": 16, "post_mixed_heads": 16}),
+    *((target, MIXED) for target in ("sm_86", "sm_90a", "sm_120")),
     ("sm_90a", TEN_HEADS | {"dtype": "fp16"}),
     ("sm_90a", {"kernel": (16, 16), "post_kernel": (3, 3), "post_mixed_heads": 2}),
     ("sm_90a", EVERYTHING | {"window": (1023, -1)}),
