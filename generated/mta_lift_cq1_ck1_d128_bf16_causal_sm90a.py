@@ -1079,7 +1079,10 @@ def _splits(ctas: int, n_max: int, slots: int, min_keys: int, max_waves: int) ->
     return next(count for count, share in zip(splits, busy, strict=True) if share >= 0.9 * max(busy))
 
 
-def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_splits=None):
+def decode(
+    q_tail, k_cache, v_cache, weight,
+    scale, cache_seqlens=None, num_splits=None,
+):
     """The last n_new rows of forward, against a cache of keys and values.
 
     Args:
@@ -1097,8 +1100,8 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     Returns:
         out (B, H, n_new, 128) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
-    batch, n_heads, tail, _ = q_tail.shape
     _, kv_heads, n_max, _ = k_cache.shape
+    batch, n_heads, tail, _ = q_tail.shape
     group, n_new = n_heads // kv_heads, tail
     rows = batch * n_heads * n_new
     out = torch.empty((batch, n_heads, n_new, 128), dtype=q_tail.dtype, device=q_tail.device)

@@ -1465,24 +1465,32 @@ def backward(
 
 @torch.no_grad()
 def decode(
-    q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight, scale, cache_seqlens, num_splits
+    q_tail, k_cache, v_cache, weight, head_weight, post_weight, post_head_weight,
+    scale, cache_seqlens=None, num_splits=None,
 ):
-    """The last rows of forward over a cache of keys and values.
+    """The last n_new rows of forward, against a cache of keys and values.
 
     Args:
-        q_tail: (B, H, 10 + n_new, 64), earlier queries, then the new queries.
-        k_cache, v_cache: (B, Hkv, N, 64) and (B, Hkv, N, 64).
-        weight, head_weight, post_weight, post_head_weight: see forward.
-        scale: see forward.
-        cache_seqlens: (B,) int32, the keys in use, or None for all.
-        num_splits: parts into which visible keys are split to sum values, or None for parts of 1024 keys.
+        q_tail: (B, H, 10 + n_new, 64), the 10 queries before the new ones first.
+        k_cache: (B, Hkv, N, 64) in the dtype of q_tail, the new keys among them.
+        v_cache: (B, Hkv, N, 64) likewise.
+        weight: (H, 6, 11) fp32, contiguous.
+        head_weight: (H/16, 16, 16) fp32, contiguous.
+        post_weight: (H, 6, 11) fp32, contiguous.
+        post_head_weight: (H/16, 16, 16) fp32, contiguous.
+        scale: a float, the factor of products of queries and keys.
+        cache_seqlens: (B,) int32, contiguous: number of each entry's keys in use, new keys included; None means all N.
+        num_splits: parts into which the keys are split; None means as planned.
+
+    H is a multiple of Hkv. Rows of q_tail, k_cache and v_cache start at multiples of 16 bytes, and their last stride
+    is 1.
 
     Returns:
         out (B, H, n_new, 64) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
+    _, kv_heads, n_k, _ = k_cache.shape
     q, k, v = q_tail, k_cache, v_cache
     batch, n_heads, count, _ = q.shape
-    _, kv_heads, n_k, _ = k.shape
     keys = LIMITS.keys_of_step(count, n_k)
     group, n_new, n_q = n_heads // kv_heads, count - 10, count
     first, off, skip, valid = 0, 0, 10, 5

@@ -398,7 +398,10 @@ DECODE_TILES = {
 }
 
 
-def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_splits=None):
+def decode(
+    q_tail, k_cache, v_cache, weight,
+    scale, cache_seqlens=None, num_splits=None,
+):
     """The last n_new rows of forward, against a cache of keys and values.
 
     Args:
@@ -416,8 +419,8 @@ def decode(q_tail, k_cache, v_cache, weight, scale, cache_seqlens=None, num_spli
     Returns:
         out (B, H, n_new, 128) in the dtype of q_tail, and lse (B, H, n_new) fp32.
     """
-    batch, heads, tail, _ = q_tail.shape
     _, kv_heads, n_max, _ = k_cache.shape
+    batch, heads, tail, _ = q_tail.shape
     group, n_new = heads // kv_heads, tail - 5
 
     # Take the smallest kernel whose block takes all heads of a group. If there is none, take the largest kernel, and
